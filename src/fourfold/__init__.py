@@ -1,0 +1,22 @@
+"""Fourfold trains neural networks on a four-dimensional grid of devices."""
+
+from fourfold import models, nn
+from fourfold.data.rows import local_rows
+from fourfold.gradients import accumulate, clip_grad_norm_, grad_norm
+from fourfold.grid import Grid, Shape
+from fourfold.layout import Policy
+from fourfold.nn.loss import count_targets, global_mean
+
+__all__ = [
+    "Grid",
+    "Policy",
+    "Shape",
+    "accumulate",
+    "clip_grad_norm_",
+    "count_targets",
+    "global_mean",
+    "grad_norm",
+    "local_rows",
+    "models",
+    "nn",
+]

@@ -1,0 +1,280 @@
+"""The only file that issues collectives.
+
+A layer says what it wants, comm says how. Every launch appends a `Collective` to the grid's ledger and
+returns a `Pending`, which is read through `wait()` alone. Axes of size 1 and empty buffers vanish here and
+nowhere else: callers never ask how large an axis is. On meta tensors the launch is recorded and the result
+has its shape, so that any model can be run dry.
+
+Invariant: the order of summation depends on shapes and ranks only, so equal calls give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.grid import Grid
+from fourfold.ledger import Collective, Op
+
+# torch 2.13 renamed the two; torch 2.11 has only the old names, which 2.13 warns about.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+ONE_ROUND_NBYTES = 64 << 10
+"""On the CPU a collective whose messages to all ranks stay below this takes one round instead of a ring."""
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """A collective in flight. `wait()` gives its result and may be called again."""
+
+    def __init__(self, finish: Callable[[], T], record: Collective | None = None) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._record = record
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        if self._finish is not None:
+            try:
+                self._result = self._finish()
+            except RuntimeError as error:
+                raise RuntimeError(f"collective failed: {self._record}: {error}") from error
+            self._finish = None  # lets go of the buffers that only the flight needed
+        return self._result  # type: ignore[return-value]
+
+
+def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
+    """Join the shards of all ranks along `dim`."""
+    ranks, record = _open("all_gather", shard, grid, axis, label)
+    if record is None:
+        return Pending(lambda: shard)
+    joined = shard.new_empty((ranks, *shard.shape))
+    if shard.is_meta:
+        return Pending(lambda: _join(joined, dim), record)
+    with _span(record):
+        finish = _launch_all_gather(joined, shard, grid.group(axis))
+    return Pending(lambda: _join(finish(), dim), record)
+
+
+def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
+    """Sum over all ranks, and keep of `dim` the part of this rank."""
+    ranks, record = _open("reduce_scatter", whole, grid, axis, label, counts_whole=True)
+    if record is None:
+        return Pending(lambda: whole)
+    if whole.shape[dim] % ranks:
+        raise ValueError(f"{record}: dim {dim} of {tuple(whole.shape)} is not divisible by axis {axis}={ranks}")
+    parts = _cut(whole, ranks, dim)
+    if whole.is_meta:
+        return Pending(lambda: parts[0], record)
+    with _span(record):
+        return Pending(_launch_reduce_scatter(parts, grid.group(axis)), record)
+
+
+def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned: bool = False) -> Pending[Tensor]:
+    """Sum over all ranks. With `owned` the caller gives the buffer away and the sum lands in it."""
+    _, record = _open("all_reduce", tensor, grid, axis, label, counts_whole=True)
+    if record is None:
+        return Pending(lambda: tensor)
+    total = tensor if owned and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.is_meta:
+        return Pending(lambda: total, record)
+    with _span(record):
+        return Pending(_launch_all_reduce(total, grid.group(axis)), record)
+
+
+def all_gather_together(
+    shards: Sequence[Tensor], grid: Grid, axis: str, *, into: Sequence[Tensor] | None = None, label: str = ""
+) -> Pending[list[Tensor]]:
+    """Join several shards along dim 0 in one message, each into its own contiguous buffer where given."""
+    ranks, record = _open_together("all_gather", shards, grid, axis, label)
+    if record is None:
+        wholes = list(shards) if into is None else [b.copy_(s) for s, b in zip(shards, into, strict=True)]
+        return Pending(lambda: wholes)
+    if into is None:
+        wholes = [shard.new_empty((ranks * shard.shape[0], *shard.shape[1:])) for shard in shards]
+    else:
+        wholes = list(into)
+    if shards[0].is_meta:
+        return Pending(lambda: wholes, record)
+    group = grid.group(axis)
+    with _span(record):
+        if shards[0].is_cuda:
+            with dist._coalescing_manager(group, shards[0].device, async_ops=True) as together:
+                for shard, whole in zip(shards, wholes, strict=True):
+                    _all_gather_single(whole.view(-1), shard.reshape(-1), group=group, async_op=True)
+            return Pending(lambda: (together.wait(), wholes)[1], record)
+        if len(shards) == 1:
+            finish = _launch_all_gather(wholes[0].view(ranks, *shards[0].shape), shards[0], group)
+            return Pending(lambda: (finish(), wholes)[1], record)
+        packed = torch.cat([shard.reshape(-1) for shard in shards])
+        finish = _launch_all_gather(packed.new_empty(ranks, packed.numel()), packed, group)
+
+    def unpack() -> list[Tensor]:
+        columns = finish().split([shard.numel() for shard in shards], dim=1)
+        for column, whole in zip(columns, wholes, strict=True):
+            whole.view(ranks, -1).copy_(column)
+        return wholes
+
+    return Pending(unpack, record)
+
+
+def reduce_scatter_together(
+    wholes: Sequence[Tensor], grid: Grid, axis: str, *, label: str = ""
+) -> Pending[list[Tensor]]:
+    """Sum several tensors over all ranks and keep this rank's part of dim 0 of each, in one message."""
+    ranks, record = _open_together("reduce_scatter", wholes, grid, axis, label, counts_whole=True)
+    if record is None:
+        return Pending(lambda: list(wholes))
+    shapes = [(whole.shape[0] // ranks, *whole.shape[1:]) for whole in wholes]
+    if wholes[0].is_meta:
+        return Pending(lambda: [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)], record)
+    group = grid.group(axis)
+    with _span(record):
+        if wholes[0].is_cuda:
+            parts = [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)]
+            with dist._coalescing_manager(group, wholes[0].device, async_ops=True) as together:
+                for whole, part in zip(wholes, parts, strict=True):
+                    _reduce_scatter_single(part.view(-1), whole.reshape(-1), group=group, async_op=True)
+            return Pending(lambda: (together.wait(), parts)[1], record)
+        rows = [whole.reshape(ranks, -1) for whole in wholes]
+        finish = _launch_reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), group)
+
+    def unpack() -> list[Tensor]:
+        columns = finish().split([row.shape[1] for row in rows])
+        return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
+
+    return Pending(unpack, record)
+
+
+def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, label: str = "") -> Pending[None]:
+    """Sum several tensors over all ranks, each in place, in one message."""
+    _, record = _open_together("all_reduce", tensors, grid, axis, label, counts_whole=True)
+    if record is None or tensors[0].is_meta:
+        return Pending(lambda: None, record)
+    group = grid.group(axis)
+    with _span(record):
+        if tensors[0].is_cuda:
+            with dist._coalescing_manager(group, tensors[0].device, async_ops=True) as together:
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=group, async_op=True)
+            return Pending(together.wait, record)
+        finish = _launch_all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
+
+    def unpack() -> None:
+        for tensor, total in zip(tensors, finish().split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+    return Pending(unpack, record)
+
+
+# How, by backend. NCCL chooses its algorithms itself. gloo always takes a ring or a halving tree, many hops
+# one after another, and its reduce-scatter moves twice the minimum. A small message wants a single round
+# instead: everyone sends to everyone, and sums are local. A large reduce-scatter goes around a ring of our
+# own, which moves the minimum and crosses between nodes no more often than it must.
+
+
+def _one_round(nbytes: int, tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and nbytes < ONE_ROUND_NBYTES
+
+
+def _launch_all_gather(joined: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start `joined[rank] = shard` for the shards of all ranks; the result finishes it."""
+    if _one_round(joined.nbytes, joined):
+        work = dist.all_to_all_single(joined, shard.expand_as(joined).contiguous(), group=group, async_op=True)
+    else:
+        work = _all_gather_single(joined.view(-1), shard.reshape(-1), group=group, async_op=True)
+    return lambda: (work.wait(), joined)[1]
+
+
+def _launch_all_reduce(total: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start summing `total` over all ranks, in place; the result finishes it."""
+    if _one_round(total.nbytes * group.size(), total):
+        finish = _launch_all_gather(total.new_empty((group.size(), *total.shape)), total, group)
+        return lambda: torch.sum(finish(), dim=0, out=total)
+    work = dist.all_reduce(total, group=group, async_op=True)
+    return lambda: (work.wait(), total)[1]
+
+
+def _launch_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start summing `parts[rank]` over all ranks; the result finishes it."""
+    parts = parts.contiguous()
+    if parts.is_cuda:
+        mine = torch.empty_like(parts[0])
+        work = _reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=True)
+        return lambda: (work.wait(), mine)[1]
+    if _one_round(parts.nbytes, parts):
+        arrived = torch.empty_like(parts)
+        work = dist.all_to_all_single(arrived, parts, group=group, async_op=True)
+        return lambda: (work.wait(), arrived.sum(0))[1]
+    return _Ring(parts, group).finish
+
+
+class _Ring:
+    """A reduce-scatter around a ring: each hop passes a partial sum on to the right, where it grows by one.
+
+    The first hop is in flight from the start; the others are driven by `finish`.
+    """
+
+    def __init__(self, parts: Tensor, group: dist.ProcessGroup) -> None:
+        self.parts, self.group = parts, group
+        self.ranks, self.me = group.size(), group.rank()
+        self.hop = self._pass_on(parts[self.me - 1])
+
+    def _pass_on(self, partial: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, dist.Work | None]:
+        arriving = torch.empty_like(partial)
+        sent = dist.isend(partial, group=self.group, group_dst=(self.me + 1) % self.ranks)
+        received = dist.irecv(arriving, group=self.group, group_src=(self.me - 1) % self.ranks)
+        return arriving, partial, sent, received  # `partial` must live until it is sent
+
+    def finish(self) -> Tensor:
+        for step in range(2, self.ranks + 1):
+            arriving, _, sent, received = self.hop
+            if received is not None and sent is not None:
+                received.wait()
+                sent.wait()
+            arriving += self.parts[(self.me - step) % self.ranks]
+            if step < self.ranks:
+                self.hop = self._pass_on(arriving)
+        return arriving
+
+
+def _open(
+    op: Op, tensor: Tensor, grid: Grid, axis: str, label: str, *, counts_whole: bool = False
+) -> tuple[int, Collective | None]:
+    return _open_together(op, [tensor], grid, axis, label, counts_whole=counts_whole)
+
+
+def _open_together(
+    op: Op, tensors: Sequence[Tensor], grid: Grid, axis: str, label: str, *, counts_whole: bool = False
+) -> tuple[int, Collective | None]:
+    """Write the launch into the ledger, or say that there is nothing to launch."""
+    ranks = grid.size(axis)
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * (1 if counts_whole else ranks)
+    if ranks == 1 or nbytes == 0:
+        return ranks, None
+    record = Collective(op, axis, nbytes, ranks, label)
+    grid.ledger.append(record)
+    return ranks, record
+
+
+def _span(record: Collective) -> AbstractContextManager[object]:
+    """Names the launch in a profile by its ledger label."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"fourfold::{record}")
+    return nullcontext()
+
+
+def _join(parts: Tensor, dim: int) -> Tensor:
+    """[ranks, ...] -> the parts side by side along `dim`."""
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+
+
+def _cut(whole: Tensor, ranks: int, dim: int) -> Tensor:
+    """The parts along `dim` -> [ranks, ...]; the inverse of `_join`."""
+    return whole.unflatten(0, (ranks, -1)) if dim == 0 else torch.stack(whole.chunk(ranks, dim))

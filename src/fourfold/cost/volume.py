@@ -1,0 +1,319 @@
+"""Closed forms of what a reference model communicates in a training step, call by call.
+
+Written from the equations (docs/math.md), not from the layers, so that the two can disagree: the law is
+that this list equals the ledger of a real run, byte for byte, on every grid. Notation: m tokens of a
+(data, z) place, k the residual stream's width, n a sublayer's; sizes are those on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+
+from fourfold.gradients import fill_buckets
+from fourfold.grid import Shape
+from fourfold.layout import Policy, chunk
+from fourfold.ledger import Collective, Op
+from fourfold.models.config import Config
+
+STATISTIC_NBYTES = 8
+"""Sums of losses, counts and squared norms are fp64."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """The collectives of one rank for a model, a grid, a policy and a batch."""
+
+    config: Config
+    shape: Shape
+    policy: Policy
+    rows: int
+    """Rows of a (data, z) place in one micro-step."""
+    seq: int
+    dtype: torch.dtype = torch.float32
+    rank: int = 0
+
+    # --- sizes
+
+    @property
+    def sharded(self) -> bool:
+        return self.policy.activations == "sharded"
+
+    @property
+    def m(self) -> int:
+        return self.rows * self.seq
+
+    @property
+    def m_padded(self) -> int:
+        """Tokens of a place with the zeros that `leave` adds where x does not divide them."""
+        return ceil(self.m / self.shape.x) * self.shape.x
+
+    @property
+    def m_rest(self) -> int:
+        """Tokens that a rank holds at rest."""
+        return self.m_padded // self.shape.x if self.sharded else self.m
+
+    @property
+    def k(self) -> int:
+        return self.config.hidden // self.shape.y
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a norm's or loss's statistics."""
+        return max(4, self.dtype.itemsize)
+
+    @property
+    def vocab_rows(self) -> int:
+        return len(chunk(self.config.vocab, self.shape.x, self.shape.coords(self.rank)["x"]))
+
+    @property
+    def vocab_columns(self) -> int:
+        columns = ceil(self.config.vocab / self.shape.x)
+        return ceil(columns / self.shape.y) * self.shape.y if self.sharded else columns
+
+    def message(self, op: Op, axis: str, elements: int, label: str, itemsize: int | None = None) -> Iterator[Collective]:
+        nbytes = elements * (self.dtype.itemsize if itemsize is None else itemsize)
+        if self.shape.sizes[axis] > 1 and nbytes:
+            yield Collective(op, axis, nbytes, self.shape.sizes[axis], label)
+
+    # --- the operators
+
+    def tokens_over_x(self, op: Op, label: str) -> Iterator[Collective]:
+        yield from self.message(op, "x", self.m_padded * self.k, label)
+
+    def enter(self, label: str, *, backward: bool = False) -> Iterator[Collective]:
+        if self.sharded:
+            yield from self.tokens_over_x("reduce_scatter" if backward else "all_gather", label)
+        elif backward:
+            yield from self.message("all_reduce", "x", self.m * self.k, label)
+
+    def leave(self, label: str, *, backward: bool = False) -> Iterator[Collective]:
+        if self.sharded:
+            yield from self.tokens_over_x("all_gather" if backward else "reduce_scatter", label)
+        elif not backward:
+            yield from self.message("all_reduce", "x", self.m * self.k, label)
+
+    def spread(self, n: int, label: str, *, backward: bool = False) -> Iterator[Collective]:
+        if self.sharded:
+            yield from self.message("all_gather" if backward else "reduce_scatter", "y", self.m * n, label)
+        elif not backward:
+            yield from self.message("all_reduce", "y", self.m * n, label)
+
+    def collect(self, n: int, label: str, *, backward: bool = False) -> Iterator[Collective]:
+        if self.sharded:
+            yield from self.message("reduce_scatter" if backward else "all_gather", "y", self.m * n, label)
+        elif backward:
+            yield from self.message("all_reduce", "y", self.m * n, label)
+
+    # --- parameters over z
+
+    def padded(self, rows: int) -> int:
+        return ceil(rows / self.shape.z) * self.shape.z
+
+    def weights(self, op: Op, matrices: list[tuple[int, int]], vectors: list[int], label: str) -> Iterator[Collective]:
+        """One message for matrices [rows, columns] and vectors, in compute layout."""
+        elements = sum(self.padded(rows) * columns for rows, columns in matrices)
+        yield from self.message(op, "z", elements + sum(self.padded(rows) for rows in vectors), label)
+
+    def again(self, matrices: list[tuple[int, int]], label: str) -> Iterator[Collective]:
+        if not self.policy.keep_weights:
+            yield from self.weights("all_gather", matrices, [], label)
+
+    # --- the layers: forward, then backward
+
+    def embedding(self) -> Iterator[Collective]:
+        table = [(self.vocab_rows, self.k)]
+        yield from self.weights("all_gather", table, [], "embedding")
+        yield from self.leave("embedding")
+        yield from self.leave("embedding", backward=True)
+        yield from self.weights("reduce_scatter", table, [], "embedding")
+        if self.config.positions == "learned":
+            for op in ("all_gather", "reduce_scatter"):
+                yield from self.weights(op, [(self.config.seq, self.k)], [], "positions")
+
+    def norm(self, label: str) -> Iterator[Collective]:
+        layer = self.config.norm == "layer"
+        vectors = [self.k] * (2 if layer and self.config.bias else 1)
+        yield from self.weights("all_gather", [], vectors, label)
+        if layer:
+            gathered = 2 * self.m_rest * self.shape.y
+            yield from self.message("all_gather", "y", gathered, label, self.wide)
+        else:
+            yield from self.message("all_reduce", "y", self.m_rest, label, self.wide)
+        yield from self.weights("all_gather", [], [self.k], label)
+        yield from self.message("all_reduce", "y", (2 if layer else 1) * self.m_rest, label, self.wide)
+        yield from self.weights("reduce_scatter", [], vectors, label)
+
+    def expand(self, widths: list[int], label: str, *, bias: bool, spread: list[int] | None = None) -> Iterator[Collective]:
+        """Layers that read one tensor. `widths` are columns of the product, `spread` those that are spread."""
+        matrices = [(width, self.k) for width in widths]
+        y = self.shape.coords(self.rank)["y"]
+        biases = [len(chunk(width, self.shape.y, y)) for width in widths] if bias else []
+        carried = sum(widths if spread is None else spread)
+        yield from self.enter(label)
+        yield from self.weights("all_gather", matrices, biases, label)
+        yield from self.spread(carried, label)
+        yield from self.spread(carried, label, backward=True)
+        yield from self.again(matrices, label)
+        if self.sharded and not self.policy.keep_gathered:
+            yield from self.tokens_over_x("all_gather", label)
+        yield from self.enter(label, backward=True)
+        yield from self.weights("reduce_scatter", matrices, biases, label)
+
+    def contract(self, n: int, label: str, *, bias: bool) -> Iterator[Collective]:
+        matrices, biases = [(self.k, n)], [self.k] if bias else []
+        yield from self.collect(n, label)
+        yield from self.weights("all_gather", matrices, biases, label)
+        yield from self.leave(label)
+        yield from self.leave(label, backward=True)
+        yield from self.again(matrices, label)
+        if self.sharded and not self.policy.keep_gathered:
+            yield from self.collect(n, label)
+        yield from self.collect(n, label, backward=True)
+        yield from self.weights("reduce_scatter", matrices, biases, label)
+
+    def attention(self, prefix: str) -> Iterator[Collective]:
+        config, x = self.config, self.shape.x
+        q, kv = config.heads * config.head_dim // x, config.kv_heads * config.head_dim // x
+        label = f"{prefix}.q+k+v"
+        shared = config.kv_heads % (x * self.shape.y if self.sharded else x) != 0
+        yield from self.expand([q, kv, kv], label, bias=config.bias, spread=[q] if shared else None)
+        if shared:
+            yield from self.shared_kv(2 * kv, label)
+        if config.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                for op in ("all_gather", "all_gather", "reduce_scatter"):
+                    yield from self.weights(op, [], [config.head_dim], f"{prefix}.{name}")
+        yield from self.contract(q, f"{prefix}.out", bias=config.bias)
+
+    def shared_kv(self, width: int, label: str) -> Iterator[Collective]:
+        """K and V whole over y, and over x where it cuts through a head; backward the other way."""
+        for _ in range(2 if self.sharded else 1):
+            yield from self.message("all_reduce", "y", self.m * width, label)
+        if self.config.kv_heads % self.shape.x:
+            for op in ("all_gather", "reduce_scatter"):
+                yield from self.message(op, "x", self.m * width * self.shape.x, label)
+
+    def mlp(self, prefix: str) -> Iterator[Collective]:
+        hidden = self.config.mlp_hidden // self.shape.x
+        names = ["gate", "up"] if self.config.mlp == "swiglu" else ["up"]
+        yield from self.expand([hidden] * len(names), f"{prefix}.{'+'.join(names)}", bias=self.config.bias)
+        yield from self.contract(hidden, f"{prefix}.down", bias=self.config.bias)
+
+    def head(self) -> Iterator[Collective]:
+        """An Expand layer whose table has this rank's true rows and whose logits are padded."""
+        table = [(self.vocab_rows, self.k)]
+        yield from self.enter("head")
+        yield from self.weights("all_gather", table, [], "head")
+        yield from self.spread(self.vocab_columns, "head")
+        yield from self.spread(self.vocab_columns, "head", backward=True)
+        yield from self.again(table, "head")
+        if self.sharded and not self.policy.keep_gathered:
+            yield from self.tokens_over_x("all_gather", "head")
+        yield from self.enter("head", backward=True)
+        yield from self.weights("reduce_scatter", table, [], "head")
+
+    def loss(self, *, counted: bool) -> Iterator[Collective]:
+        """Three statistics a token from every rank that cuts the vocabulary; the sum, and the count unless given."""
+        for axis in ("y", "x") if self.sharded else ("x",):
+            gathered = 3 * self.m * self.shape.sizes[axis]
+            yield from self.message("all_gather", axis, gathered, "loss", self.wide)
+        for axis in ("z", "data"):
+            yield from self.message("all_reduce", axis, 1 if counted else 2, "loss", STATISTIC_NBYTES)
+
+    def layer(self, index: int) -> Iterator[Collective]:
+        prefix = f"layers.{index}"
+        yield from self.norm(f"{prefix}.attention_norm")
+        yield from self.attention(f"{prefix}.attention")
+        yield from self.norm(f"{prefix}.mlp_norm")
+        yield from self.mlp(f"{prefix}.mlp")
+
+    def micro_step(self, *, counted: bool = False) -> Iterator[Collective]:
+        """Forward and backward of the rows, without the sums that gradients owe."""
+        yield from self.embedding()
+        for index in range(self.config.layers):
+            yield from self.layer(index)
+        yield from self.norm("norm")
+        yield from self.head()
+        yield from self.loss(counted=counted)
+
+    # --- gradients
+
+    def gradients(self) -> Iterator[Collective]:
+        """What gradients owe beyond z, in buckets."""
+        sizes = [(name, owes, self.dtype, nbytes) for name, owes, nbytes in self.owed()]
+        for bucket in fill_buckets(sizes, self.policy.bucket_bytes):
+            for axis in bucket.owes:
+                yield from self.message("all_reduce", axis, bucket.nbytes, bucket.label, 1)
+
+    def owed(self) -> Iterator[tuple[str, tuple[str, ...], int]]:
+        """Every parameter: its name, the axes that owe it an all-reduce, the bytes of its shard."""
+        config = self.config
+        replicas = ("data",)
+        at_rest = ("x", "data") if self.sharded else replicas
+        by_head = ("x", "y", "data") if self.sharded else ("x", "data")
+        features = self.shard(config.hidden, "y", "z")
+
+        def norm(prefix: str) -> Iterator[tuple[str, tuple[str, ...], int]]:
+            yield f"{prefix}.weight", at_rest, features
+            if config.norm == "layer" and config.bias:
+                yield f"{prefix}.bias", at_rest, features
+
+        def linear(prefix: str, out: int, into: int, cut: str, other: str) -> Iterator[tuple[str, tuple[str, ...], int]]:
+            """w[out, into] with out cut over `cut` and z, into over `other`."""
+            yield f"{prefix}.weight", replicas, self.shard(out, cut, "z") * (into // self.shape.sizes[other])
+            if config.bias:
+                bias = self.shard(out, "x", "y", "z") if cut == "x" else features
+                yield f"{prefix}.bias", replicas, bias
+
+        table = self.shard(config.vocab, "x", "z") * self.k
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        yield "embedding.weight", replicas, table
+        if config.positions == "learned":
+            yield "positions.weight", at_rest, self.shard(config.seq, "z") * self.k
+        for index in range(config.layers):
+            prefix = f"layers.{index}"
+            yield from norm(f"{prefix}.attention_norm")
+            for name, out in (("q", q), ("k", kv), ("v", kv)):
+                yield from linear(f"{prefix}.attention.{name}", out, config.hidden, "x", "y")
+            yield from linear(f"{prefix}.attention.out", config.hidden, q, "y", "x")
+            if config.qk_norm:
+                for name in ("q_norm", "k_norm"):
+                    yield f"{prefix}.attention.{name}.weight", by_head, self.shard(config.head_dim, "z")
+            yield from norm(f"{prefix}.mlp_norm")
+            for name in ("gate", "up") if config.mlp == "swiglu" else ("up",):
+                yield from linear(f"{prefix}.mlp.{name}", config.mlp_hidden, config.hidden, "x", "y")
+            yield from linear(f"{prefix}.mlp.down", config.hidden, config.mlp_hidden, "y", "x")
+        yield from norm("norm")
+        if not config.tied:
+            yield "head.weight", replicas, table
+
+    def shard(self, length: int, *axes: str) -> int:
+        """Length of this rank's part, cut over the axes one after another, times the itemsize."""
+        coords = self.shape.coords(self.rank)
+        for axis in axes:
+            length = len(chunk(length, self.shape.sizes[axis], coords[axis]))
+        return length * self.dtype.itemsize
+
+    def clip(self) -> Iterator[Collective]:
+        for axis in ("x", "y", "z"):
+            yield from self.message("all_reduce", axis, 1, "gradient norm", STATISTIC_NBYTES)
+
+    def training_step(self, *, micro_steps: int = 1, clip: bool = False) -> list[Collective]:
+        """Everything from the first forward to the optimizer. Accumulation counts the targets once."""
+        records: list[Collective] = []
+        if micro_steps > 1:
+            for axis in ("z", "data"):
+                records += self.message("all_reduce", axis, 1, "count targets", STATISTIC_NBYTES)
+        for _ in range(micro_steps):
+            records += self.micro_step(counted=micro_steps > 1)
+        records += self.gradients()
+        if clip:
+            records += self.clip()
+        return records
+
+    def on(self, rank: int) -> Volume:
+        return replace(self, rank=rank)

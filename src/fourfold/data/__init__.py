@@ -1,0 +1,1 @@
+"""Where training samples come from and which of them a rank reads."""

@@ -1,0 +1,224 @@
+"""Gradients from a product's dw to a complete `parameter.grad`: owed sums, accumulation, norm and clip.
+
+Products hand in gradients that are already reduced over z (`Gradients.deposit`). When a backward pass ends
+its callback sums what is still owed over the other axes, in buckets that model and layout fix, so that
+gradients are complete when `backward()` returns. Inside `accumulate` nothing is summed: the gradients keep
+this replica's own part and the first backward pass outside pays for all of them at once.
+
+Invariant: gradients are summed, never averaged; a loss is this rank's share of the global mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from fourfold import comm
+from fourfold.grid import AXES, Grid
+from fourfold.layout import Spec
+
+REPLICA = "data"
+"""The axis over which every parameter and every complete gradient is equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that owe the same sums and travel in one message."""
+
+    owes: tuple[str, ...]
+    names: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        span = self.names[0] if len(self.names) == 1 else f"{self.names[-1]} .. {self.names[0]}"
+        return f"gradients {span}"
+
+
+def fill_buckets(
+    gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int
+) -> list[Bucket]:
+    """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
+
+    Gradients of one dtype that owe the same share one, last ones first, as backward makes them; a bucket is closed when
+    the next gradient would take it past `bucket_bytes`.
+    """
+    buckets: list[Bucket] = []
+    open_for: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
+    for name, owes, dtype, nbytes in reversed(gradients):
+        at = open_for.get((owes, dtype))
+        if at is None or buckets[at].nbytes + nbytes > bucket_bytes:
+            open_for[owes, dtype] = len(buckets)
+            buckets.append(Bucket(owes, (name,), nbytes))
+        else:
+            buckets[at] = Bucket(owes, (*buckets[at].names, name), buckets[at].nbytes + nbytes)
+    return buckets
+
+
+class Gradients:
+    """The gradients of one model, on their way to `parameter.grad`.
+
+    While a gradient is owed a sum its placement on that axis is Partial, so nobody takes it for complete:
+    torch sums it on use, our own functions refuse it.
+    """
+
+    def __init__(self, grid: Grid, parameters: Mapping[str, tuple[nn.Parameter, Spec]], bucket_bytes: int) -> None:
+        self.grid = grid
+        self.parameters = dict(parameters)
+        self.bucket_bytes = bucket_bytes
+        self.accumulating = False
+        self._owes = {parameter: spec.owes for parameter, spec in self.parameters.values()}
+        self._complete: dict[nn.Parameter, Tensor] = {}  # sums of earlier passes: never to be summed again
+        self._callback_queued = False
+
+    def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add this rank's part of a gradient, reduced over z, in the shape of the local shard."""
+        if not self._callback_queued:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            self._callback_queued = True
+        before = parameter.grad
+        if before is not None and is_owed(before):
+            local_of(before).add_(gradient)
+            return
+        if before is None:
+            self._complete.pop(parameter, None)
+        else:
+            self._complete[parameter] = local_of(before)
+        parameter.grad = like_parameter(gradient, parameter, owes=self._owes[parameter])
+
+    def _finish(self) -> None:
+        """Runs when a backward pass ends."""
+        self._callback_queued = False
+        if self.accumulating:
+            return
+        for bucket in self.buckets():
+            self._reduce(bucket)
+
+    def buckets(self) -> list[Bucket]:
+        return fill_buckets(
+            [
+                (name, spec.owes, parameter.dtype, local_of(parameter).nbytes)
+                for name, (parameter, spec) in self.parameters.items()
+                if parameter.requires_grad
+            ],
+            self.bucket_bytes,
+        )
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Pay what the bucket owes. A parameter that took no part counts as zero and stays as it is, so that
+        every rank sends the same message whatever it used."""
+        parameters = [self.parameters[name][0] for name in bucket.names]
+        took_part = [parameter.grad is not None and is_owed(parameter.grad) for parameter in parameters]
+        sums = [
+            local_of(parameter.grad) if took else torch.zeros_like(local_of(parameter))
+            for parameter, took in zip(parameters, took_part, strict=True)
+        ]
+        for axis in bucket.owes:
+            comm.all_reduce_together(sums, self.grid, axis, label=bucket.label).wait()
+        for parameter, took, total in zip(parameters, took_part, sums, strict=True):
+            if took:
+                if (earlier := self._complete.pop(parameter, None)) is not None:
+                    total.add_(earlier)
+                parameter.grad = like_parameter(total, parameter)
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside keep their gradients to this replica; the first one outside sums them all.
+
+    Give every micro-step the count of the whole batch's targets, so that the sum is the batch's gradient:
+
+        count = ff.count_targets(targets, grid)
+        with ff.accumulate(model):
+            for tokens, targets in micro_steps[:-1]:
+                model(tokens, targets, count=count).backward()
+        model(*micro_steps[-1], count=count).backward()
+    """
+    gradients = gradients_of(model)
+    before, gradients.accumulating = gradients.accumulating, True
+    try:
+        yield
+    finally:
+        gradients.accumulating = before
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    for module in model.modules():
+        if isinstance(gradients := getattr(module, "gradients", None), Gradients):
+            return gradients
+    raise ValueError(f"{type(model).__name__} is not a Fourfold model: it has no layer on a grid")
+
+
+def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients together, equal on every rank and to that of one process."""
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    if not with_grad:
+        return torch.zeros(())
+    grid = Grid.of(with_grad[0])
+    if any(is_owed(parameter.grad) for parameter in with_grad):
+        raise RuntimeError(
+            "gradients are still owed a sum over other ranks: the last backward() ran inside ff.accumulate; "
+            "run the last micro-step's backward() outside of it"
+        )
+    squares = torch.zeros((), dtype=torch.float64, device=local_of(with_grad[0]).device)
+    norms = [
+        torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.promote_types(parameter.dtype, torch.float32))
+        for parameter in with_grad
+        if _counts_here(parameter, grid)
+    ]
+    if norms:
+        squares += torch.stack([norm.double() for norm in norms]).square().sum()
+    for axis in AXES:
+        if axis != REPLICA:
+            squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
+    return squares.sqrt()
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before.
+
+    Like torch's function of the same name, for parameters on a grid.
+    """
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = grad_norm(with_grad)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in with_grad:
+        local = local_of(parameter.grad)
+        local.mul_(scale.to(local.dtype))
+    return norm
+
+
+def like_parameter(local: Tensor, parameter: nn.Parameter, owes: Sequence[str] = ()) -> DTensor:
+    """A DTensor over this local tensor that lies as the parameter does, still owed over some axes."""
+    placements = [
+        Partial() if axis in owes else placement
+        for axis, placement in zip(AXES, parameter.placements, strict=True)  # type: ignore[arg-type]
+    ]
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,  # type: ignore[arg-type]
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def is_owed(gradient: Tensor) -> bool:
+    return any(isinstance(placement, Partial) for placement in gradient.placements)  # type: ignore[attr-defined]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor  # type: ignore[attr-defined]  # to_local() would record a node in the graph
+
+
+def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
+    """Of the ranks that hold equal copies, the first counts."""
+    placements = zip(AXES, parameter.placements, strict=True)  # type: ignore[arg-type]
+    return all(isinstance(placement, Shard) or axis == REPLICA or grid.coords[axis] == 0 for axis, placement in placements)
+

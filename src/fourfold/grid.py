@@ -1,0 +1,285 @@
+"""The grid of devices: shape arithmetic, rank order, process groups.
+
+`Shape` is pure arithmetic and needs no process: which rank sits at which coordinates, and who shares an
+axis with whom. `Grid` is a shape with this process placed on it: torch's DeviceMesh, a process group for
+each axis, the device, and the ledger of what was communicated. Nothing here issues a collective.
+
+Invariant: a mesh has one dim per axis, in the order of `AXES`, whatever the order of the ranks is; nothing
+but `AXES` says how many axes there are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fourfold.ledger import Ledger
+
+AXES = ("x", "y", "z", "data")
+"""Every axis, outermost cut of a tensor first."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the axes and the order in which ranks walk them (fastest-varying axis first).
+
+    With the default order, rank = x + X * (y + Y * (z + Z * data)).
+    """
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    data: int = 1
+    order: tuple[str, ...] = field(default=AXES, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
+        object.__setattr__(self, "order", tuple(self.order))
+        if sorted(self.order) != sorted(AXES):
+            raise ValueError(
+                f"order={self.order!r} must name each axis once, fastest-varying first, such as {AXES!r}"
+            )
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
+        return sizes if self.order == AXES else f"{sizes} order={','.join(self.order)}"
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world(self) -> int:
+        return prod(self.sizes.values())
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where a rank sits: its coordinate on every axis."""
+        found = {}
+        for axis in self.order:
+            rank, found[axis] = divmod(rank, self.sizes[axis])
+        return found
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The rank at these coordinates; the inverse of `coords`."""
+        rank = 0
+        for axis in reversed(self.order):
+            rank = rank * self.sizes[axis] + coords[axis]
+        return rank
+
+    def ranks_along(self, axis: str, rank: int) -> list[int]:
+        """The ranks that share every coordinate with `rank` except the one on `axis`."""
+        here = self.coords(rank)
+        return [self.rank({**here, axis: place}) for place in range(self.sizes[axis])]
+
+    def mesh_ranks(self) -> torch.Tensor:
+        """Ranks by coordinates, one dim per axis in the order of AXES."""
+        slowest_first = tuple(reversed(self.order))
+        ranks = torch.arange(self.world).reshape([self.sizes[axis] for axis in slowest_first])
+        return ranks.permute([slowest_first.index(axis) for axis in AXES]).contiguous()
+
+
+def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
+    """Every way to factor `world` ranks into a grid, powers of two or not."""
+
+    def factor(left: int, axes: int) -> Iterator[tuple[int, ...]]:
+        if axes == 1:
+            yield (left,)
+            return
+        for size in range(1, left + 1):
+            if left % size == 0:
+                yield from ((size, *rest) for rest in factor(left // size, axes - 1))
+
+    for sizes in factor(world, len(AXES)):
+        yield Shape(*sizes, order=tuple(order))
+
+
+class Grid:
+    """This process's place on a grid of devices.
+
+    Takes torchrun's or SLURM's environment, or the process group that is already there; without any of
+    them it is a grid of one rank. Every rank must make the same grids in the same order.
+    """
+
+    def __init__(
+        self,
+        x: int = 1,
+        y: int = 1,
+        z: int = 1,
+        data: int = 1,
+        *,
+        order: Sequence[str] = AXES,
+        device: str | torch.device | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        _join(device, timeout)
+        shape, fault = _checked_shape(x, y, z, data, order)
+        _agree("the grid", fault or str(shape), fault)
+        self._place(shape, dist.get_rank(), device)
+
+    @classmethod
+    def alone(cls, device: str | torch.device | None = None) -> Grid:
+        """A grid of this process by itself, also inside a larger job; it never communicates."""
+        _join(device, None)
+        grid = cls.__new__(cls)
+        grid._place(Shape(), 0, device)
+        return grid
+
+    def _place(self, shape: Shape, rank: int, device: str | torch.device | None) -> None:
+        self.shape = shape
+        self.rank = rank
+        self.coords = shape.coords(rank)
+        self.device = _device(device)
+        self.ledger = Ledger()
+        alone = shape.world == 1
+        self.mesh = DeviceMesh(
+            self.device.type,
+            torch.full([1] * len(AXES), dist.get_rank()) if alone else shape.mesh_ranks(),
+            mesh_dim_names=AXES,
+            _init_backend=not alone,
+        )
+        self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
+
+    @staticmethod
+    def of(parameter: torch.Tensor) -> Grid:
+        """The grid that a parameter lives on."""
+        grid = getattr(parameter.device_mesh, "_fourfold_grid", None) if isinstance(parameter, DTensor) else None
+        if grid is None:
+            raise ValueError(
+                "expected a parameter of a Fourfold module (a DTensor on a grid's mesh), got "
+                f"{type(parameter).__name__} of shape {tuple(parameter.shape)}"
+            )
+        return grid
+
+    def __str__(self) -> str:
+        return str(self.shape)
+
+    def __repr__(self) -> str:
+        return f"Grid({self}, rank={self.rank} of {self.shape.world}, device={self.device})"
+
+    def size(self, axis: str) -> int:
+        return self.shape.sizes[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.mesh.get_group(axis)
+
+    def agree(self, what: str, text: str) -> None:
+        """Raise the same error on every rank unless all ranks hold the same `text`."""
+        if self.shape.world > 1:
+            _agree(what, text)
+
+    def close(self) -> None:
+        """Give back the process groups of this grid. The process group that it joined stays."""
+        if self.shape.world > 1:
+            for axis in AXES:
+                if self.group(axis) is not dist.group.WORLD:
+                    dist.destroy_process_group(self.group(axis))
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> tuple[Shape | None, str]:
+    """The shape, or the reason why it is none: all ranks hear of a fault before any of them raises."""
+    try:
+        shape = Shape(x, y, z, data, order=tuple(order))
+    except ValueError as error:
+        return None, str(error)
+    world = dist.get_world_size()
+    if shape.world != world:
+        product = "*".join(str(size) for size in shape.sizes.values())
+        return None, (
+            f"Grid({shape}): x*y*z*data = {product} = {shape.world}, but this job has {world} ranks; "
+            f"start {shape.world} ranks or choose sizes whose product is {world}"
+        )
+    return shape, ""
+
+
+def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
+    """Join the job's process group unless that was done already."""
+    if dist.is_initialized():
+        return
+    rank, world, local_rank = _environment()
+    if _device(device).type == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "gloo"
+    if world == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+
+
+def _environment() -> tuple[int, int, int]:
+    """Rank, number of ranks and rank on this node: torchrun's if it started us, else SLURM's, else one rank.
+
+    Under SLURM the rendezvous variables that torch reads are filled in where they are missing.
+    """
+    env = os.environ
+    if "RANK" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        nodes = env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"]
+        env.setdefault("MASTER_ADDR", first_node(nodes))
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
+        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0))
+    return 0, 1, 0
+
+
+def first_node(nodelist: str) -> str:
+    """First host of a SLURM node list: `gpu[003-010,020],cpu1` -> `gpu003`."""
+    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,]*)", nodelist)
+    if found is None:
+        raise ValueError(f"cannot read the SLURM node list {nodelist!r}; set MASTER_ADDR to the first node")
+    return "".join(part or "" for part in found.groups())
+
+
+def _agree(what: str, text: str, fault: str = "") -> None:
+    """Raise one and the same ValueError on every rank unless all of them hold the same text and no fault.
+
+    Goes through the job's key-value store: rank 0 reads what everyone wrote and writes the verdict. No
+    process group beyond the default one need exist, so a rank whose grid differs is named, not waited for.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1 or dist.get_backend() == "fake":
+        if fault:
+            raise ValueError(fault)
+        return
+    store = dist.distributed_c10d._get_default_store()
+    key = f"fourfold/agree/{store.add(f'fourfold/agree/count/{rank}', 1)}"
+    store.set(f"{key}/{rank}", text)
+    if rank == 0:
+        texts = [found.decode() for found in store.multi_get([f"{key}/{r}" for r in range(world)])]
+        store.set(f"{key}/verdict", _verdict(what, texts, fault))
+    verdict = store.get(f"{key}/verdict").decode()
+    if verdict:
+        raise ValueError(verdict)
+
+
+def _verdict(what: str, texts: Sequence[str], fault: str) -> str:
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if not others:
+        return fault
+    ranks = ", ".join(str(rank) for rank in others[:8]) + (" ..." if len(others) > 8 else "")
+    return (
+        f"ranks disagree on {what}: rank 0 has {texts[0]!r}, rank {others[0]} has {texts[others[0]]!r} "
+        f"(ranks unlike rank 0: {ranks}); give every rank the same"
+    )

@@ -1,0 +1,152 @@
+"""How tensors are cut over the axes of the grid. Pure arithmetic: no process, no communication.
+
+Two kinds of layout. `Cut` says how an activation lies: which axes cut its tokens, which its features.
+`Storage` says how a parameter rests: which tensor dim each axis cuts, outermost cut first; its *compute*
+layout is the same without `GATHERED`, the axis that a weight is gathered over before it is used.
+
+What a gradient still owes follows from the two (`Spec.owes`) and from nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from fourfold.grid import AXES
+
+Activations = Literal["sharded", "replicated"]
+GATHERED = "z"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is kept and what is cut. It changes bytes and memory, never a result."""
+
+    activations: Activations = "sharded"
+    """`sharded` cuts activations fully; `replicated` is the published algorithm, whole where ours are cut."""
+    keep_gathered: bool = False
+    """Keep a product's gathered input for backward; otherwise keep the cut one and gather it again."""
+    keep_weights: bool = False
+    """Keep weights gathered over z from forward to backward; otherwise gather them again."""
+    bucket_bytes: int = 25 << 20
+    """Gradients that owe the same sums travel together in messages of about this size."""
+    check_inputs: bool = False
+    """Check token ids on a device too, which reads them back; on the CPU they are always checked."""
+
+    def __post_init__(self) -> None:
+        if self.activations not in get_args(Activations):
+            raise ValueError(f"activations={self.activations!r} is none of {get_args(Activations)}")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An activation's layout: the axes that cut its tokens and those that cut its features."""
+
+    tokens: tuple[str, ...]
+    features: tuple[str, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (*self.tokens, *self.features)
+
+
+def rest(mode: Activations) -> Cut:
+    """The residual stream between sublayers."""
+    return Cut(("data", "z", "x") if mode == "sharded" else ("data", "z"), ("y",))
+
+
+def inner(mode: Activations) -> Cut:
+    """Heads inside attention, hidden units inside the MLP, logits."""
+    return Cut(("data", "z"), ("x", "y") if mode == "sharded" else ("x",))
+
+
+PRODUCT = Cut(("data", "z"), ("x", "y"))
+"""A product in either mode: out-features over one of x and y, the summands of each over the other."""
+OUTPUT_OF_CONTRACT = Cut(("data", "z"), ("y",))
+"""What a Contract product gives before `leave`: its sum is owed over x, so a bias is added once, not cut."""
+
+
+def chunk(length: int, parts: int, index: int) -> range:
+    """The `index`-th part of `range(length)` as torch.chunk cuts it: equal, the last ones short or empty."""
+    size = -(-length // parts)
+    return range(min(index * size, length), min((index + 1) * size, length))
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Which dim of a parameter each axis cuts, outermost cut first: `(("x", 0), ("y", 1), ("z", 0))`."""
+
+    cuts: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        axes = [axis for axis, _ in self.cuts]
+        if axes != [axis for axis in AXES if axis in axes]:
+            raise ValueError(f"a storage cuts each axis at most once, in the order {AXES}; got {axes}")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis, _ in self.cuts)
+
+    @property
+    def compute(self) -> Storage:
+        """How a product uses the parameter: as stored, but whole over the gathered axis."""
+        return Storage(tuple(cut for cut in self.cuts if cut[0] != GATHERED))
+
+    def placements(self) -> list[Placement]:
+        """The same for a DTensor on a grid's mesh."""
+        dims = dict(self.cuts)
+        return [Shard(dims[axis]) if axis in dims else Replicate() for axis in AXES]
+
+    def box(
+        self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]
+    ) -> tuple[range, ...]:
+        """The index range of each dim that the rank at `coords` holds."""
+        held = [range(length) for length in shape]
+        for axis, dim in self.cuts:
+            part = chunk(len(held[dim]), sizes[axis], coords[axis])
+            held[dim] = held[dim][part.start : part.stop]
+        return tuple(held)
+
+
+EXPAND_WEIGHT = Storage((("x", 0), ("y", 1), ("z", 0)))
+CONTRACT_WEIGHT = Storage((("x", 1), ("y", 0), ("z", 0)))
+EXPAND_BIAS = Storage((("x", 0), ("y", 0), ("z", 0)))
+FEATURES = Storage((("y", 0), ("z", 0)))
+POSITIONS = Storage((("y", 1), ("z", 0)))
+WHOLE = Storage((("z", 0),))
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """Initial values: normal with this mean and deviation, or the mean alone where the deviation is 0."""
+
+    mean: float = 0.0
+    std: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A parameter on the grid: its global shape, how it rests, where it is used, how it starts."""
+
+    shape: tuple[int, ...]
+    storage: Storage
+    use: Cut
+    init: Init = Init()
+
+    @property
+    def owes(self) -> tuple[str, ...]:
+        """Axes over which its gradient is owed an all-reduce.
+
+        Every axis that cut the computation and does not cut the parameter. Axes over which the computation
+        was merely repeated owe nothing; axes that cut the storage as well are paid by reduce-scatter.
+        """
+        return owed(self.use.axes, self.storage.axes)
+
+
+def owed(used: Collection[str], stored: Collection[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in AXES if axis in used and axis not in stored)

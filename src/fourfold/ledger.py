@@ -1,0 +1,70 @@
+"""What was communicated: one record per collective, the same record that the planner predicts.
+
+The ledger hangs on the grid. It always counts (calls, wire bytes by axis) and keeps the records themselves
+only while somebody watches, so that a run of weeks does not grow.
+
+Invariant: a record describes the logical operation, equal on gloo, NCCL, fake groups and meta tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+_WIRE_SHARES: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective as one rank saw it. `nbytes` is the larger of its input and output buffer."""
+
+    op: Op
+    axis: str
+    nbytes: int
+    ranks: int
+    label: str = ""
+
+    @property
+    def wire_bytes(self) -> Fraction:
+        """What this rank sends, at the least: (g-1)/g of the buffer, twice that for an all-reduce."""
+        return Fraction(_WIRE_SHARES[self.op] * (self.ranks - 1) * self.nbytes, self.ranks)
+
+    def __str__(self) -> str:
+        return f"{self.op}[{self.axis}] {self.label}"
+
+
+class Ledger:
+    """Counts of all collectives since the start, and the records of those that somebody watched."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._wire_bytes: Counter[str] = Counter()
+        self._watchers: list[list[Collective]] = []
+
+    def append(self, record: Collective) -> None:
+        self.calls[record.axis] += 1
+        self._wire_bytes[record.axis] += record.wire_bytes  # type: ignore[assignment]  # exact thirds
+        for records in self._watchers:
+            records.append(record)
+
+    @property
+    def wire_bytes(self) -> dict[str, int]:
+        """Bytes that this rank has sent over each axis."""
+        return {axis: round(total) for axis, total in self._wire_bytes.items()}
+
+    @contextmanager
+    def watch(self) -> Iterator[list[Collective]]:
+        """Collect the records of what is launched inside the block."""
+        records: list[Collective] = []
+        self._watchers.append(records)
+        try:
+            yield records
+        finally:
+            # by identity: two watchers may hold equal lists
+            self._watchers = [kept for kept in self._watchers if kept is not records]

@@ -1,0 +1,37 @@
+"""Published sizes, as data. Keys are the fields of `Config`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _gpt(layers: int, hidden: int, heads: int, **other: Any) -> dict[str, Any]:
+    sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads)
+    return {**sizes, "mlp_hidden": 4 * hidden, "vocab": 51200, "seq": 2048, **other}
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, mlp_hidden: int, **other: Any) -> dict[str, Any]:
+    sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=hidden // heads)
+    choices = dict(norm="rms", mlp="swiglu", positions="rope", rope_theta=500000.0, bias=False, tied=False)
+    return {**sizes, "mlp_hidden": mlp_hidden, "vocab": 128256, "seq": 8192, **choices, **other}
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt-tiny": _gpt(2, 48, 24, vocab=257, seq=128),
+    "gpt-125m": _gpt(12, 768, 12, vocab=50257, seq=1024),
+    "gpt-1.4b": _gpt(24, 2048, 16, tied=False),
+    # the sizes of arXiv 2305.13525 and 2502.08145
+    "gpt-5b": _gpt(24, 4096, 32),
+    "gpt-10b": _gpt(32, 5120, 40),
+    "gpt-20b": _gpt(32, 7168, 56),
+    "gpt-40b": _gpt(38, 9216, 72),
+    "gpt-60b": _gpt(56, 9216, 72),
+    "gpt-80b": _gpt(42, 12288, 96),
+    "gpt-160b": _gpt(84, 12288, 96),
+    "gpt-320b": _gpt(96, 16384, 128),
+    "gpt-640b": _gpt(192, 16384, 128),
+    "llama-tiny": _llama(2, 48, 24, 4, 96, vocab=257, seq=128, rope_theta=10000.0),
+    "llama-3-8b": _llama(32, 4096, 32, 8, 14336),
+    "llama-3-70b": _llama(80, 8192, 64, 8, 28672),
+    "llama-3-405b": _llama(126, 16384, 128, 8, 53248),
+}

@@ -1,0 +1,170 @@
+"""The reference model: a decoder-only transformer, GPT or Llama by its config.
+
+    tokens -> embedding (+ positions) -> blocks -> norm -> head -> loss or logits
+
+The residual stream rests fully cut between sublayers; each sublayer enters, computes in inner, leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.grid import Grid
+from fourfold.layout import Init, Policy
+from fourfold.models.config import Config, config
+from fourfold.nn.attention import Attention, Batch, rope_tables
+from fourfold.nn.dropout import Dropout
+from fourfold.nn.embedding import Embedding, Head, Positions
+from fourfold.nn.layer import Layer, assemble
+from fourfold.nn.loss import IGNORE_INDEX, cross_entropy
+from fourfold.nn.mlp import MLP
+from fourfold.nn.norm import Norm
+
+
+class Block(nn.Module):
+    """a + attention(norm(a)), then a + mlp(norm(a)), both in rest."""
+
+    def __init__(self, config: Config, grid: Grid, policy: Policy) -> None:
+        super().__init__()
+        init = Init(std=0.02)
+        out_init = Init(std=0.02 / (2 * config.layers) ** 0.5)  # keeps the stream's variance as depth grows
+        self.attention_norm = _norm(config, grid, policy)
+        self.attention = Attention(
+            grid,
+            policy,
+            config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            bias=config.bias,
+            qk_norm=config.qk_norm,
+            dropout=config.dropout,
+            eps=config.norm_eps,
+            init=init,
+            out_init=out_init,
+        )
+        self.attention_dropout = Dropout(grid, policy, config.dropout)
+        self.mlp_norm = _norm(config, grid, policy)
+        self.mlp = MLP(
+            grid,
+            policy,
+            config.hidden,
+            config.mlp_hidden,
+            kind=config.mlp,
+            bias=config.bias,
+            init=init,
+            out_init=out_init,
+        )
+        self.mlp_dropout = Dropout(grid, policy, config.dropout)
+
+    def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        a = a + self.attention_dropout(self.attention(self.attention_norm(a), batch, rope))
+        return a + self.mlp_dropout(self.mlp(self.mlp_norm(a), batch.tokens))
+
+
+class Transformer(Layer):
+    """A model of `config` on the grid. Takes the rows of this rank's (data, z) place.
+
+    `model(tokens, targets)` is the mean loss over the whole batch's unmasked targets, equal on all ranks.
+    `model(tokens)` is the logits of the place's rows, over the whole vocabulary.
+    """
+
+    def __init__(self, config: Config, grid: Grid, policy: Policy) -> None:
+        super().__init__(grid, policy)
+        config.check(grid.shape, policy)
+        self.config = config
+        self.embedding = Embedding(grid, policy, config.vocab, config.hidden)
+        learned = config.positions == "learned"
+        self.positions = Positions(grid, policy, config.seq, config.hidden) if learned else None
+        self.dropout = Dropout(grid, policy, config.dropout)
+        self.layers = nn.ModuleList(Block(config, grid, policy) for _ in range(config.layers))
+        self.norm = _norm(config, grid, policy)
+        tied_to = self.embedding if config.tied else None
+        self.head = Head(grid, policy, config.hidden, config.vocab, tied_to=tied_to)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        count: Tensor | int | None = None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> Tensor:
+        """With `count`, the targets of a whole batch of which these rows are one micro-step."""
+        self._check(tokens, targets, ignore_index)
+        if self.training:
+            self.clock.advance()
+        batch = Batch(*tokens.shape)
+        a = self.hidden(tokens)
+        rope = rope_tables(batch.seq, self.config.head_dim, self.config.rope_theta, a) if self.positions is None else None
+        for layer in self.layers:
+            a = layer(a, batch, rope)
+        logits = self.head(self.norm(a), batch.tokens)
+        if targets is None:
+            return self.head.whole(logits).unflatten(0, (batch.rows, batch.seq))
+        return cross_entropy(
+            logits,
+            targets,
+            self.head.columns(logits),
+            self.grid,
+            self.policy,
+            ignore_index=ignore_index,
+            count=count,
+        )
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the first block reads: embedded tokens at rest."""
+        a = self.embedding(tokens)
+        if self.positions is not None:
+            a = self.positions(a, tokens.shape[1])
+        return self.dropout(a)
+
+    def _check(self, tokens: Tensor, targets: Tensor | None, ignore_index: int) -> None:
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq]")
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(f"targets {tuple(targets.shape)} and tokens {tuple(tokens.shape)} differ in shape")
+        if self.positions is not None and tokens.shape[1] > self.config.seq:
+            raise ValueError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than the {self.config.seq} learned positions; "
+                "cut it or build the model with a larger seq"
+            )
+        if tokens.is_meta or not (tokens.device.type == "cpu" or self.policy.check_inputs):
+            return
+        _check_ids("token", tokens, self.config.vocab)
+        if targets is not None:
+            _check_ids("target", targets.masked_fill(targets == ignore_index, 0), self.config.vocab)
+
+
+def _check_ids(what: str, ids: Tensor, vocab: int) -> None:
+    if ids.numel() == 0:
+        raise ValueError("the batch is empty on this rank; give every (data, z) place at least one row")
+    low, high = ids.aminmax()
+    if low < 0 or high >= vocab:
+        raise ValueError(f"{what} ids from {int(low)} to {int(high)}: all must be at least 0 and below vocab={vocab}")
+
+
+def _norm(config: Config, grid: Grid, policy: Policy) -> Norm:
+    bias = config.bias and config.norm == "layer"
+    return Norm(grid, policy, config.hidden, kind=config.norm, bias=bias, eps=config.norm_eps)
+
+
+def build(
+    model: str | Config,
+    grid: Grid,
+    *,
+    policy: Policy = Policy(),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+) -> Transformer:
+    """A reference model on the grid, by name or config, with this rank's shards of the initial weights.
+
+    The same seed gives the same weights on every grid.
+    """
+    chosen = config(model) if isinstance(model, str) else model
+    grid.agree("the model", f"{chosen} {policy} seed={seed} dtype={dtype}")
+    built = Transformer(chosen, grid, policy)
+    assemble(built, grid, policy, seed=seed, dtype=dtype, device=None if device is None else torch.device(device))
+    return built

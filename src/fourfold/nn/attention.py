@@ -1,0 +1,159 @@
+"""Causal attention on whole sequences, heads cut over the grid.
+
+The query heads of rank (x, y) are block x*Y + y, or block x where activations are replicated. Key and value
+heads follow them where their number divides as well. Where it does not, K and V are made whole over the
+axes in the way and every rank takes the heads that its queries read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fourfold.grid import Grid
+from fourfold.layout import Init, Policy, inner
+from fourfold.nn.layer import Layer
+from fourfold.nn.linear import Contract, Expand, expand_together, label_of, read
+from fourfold.nn.moment import drawing
+from fourfold.nn.norm import HeadNorm
+from fourfold.product import share, spread
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of a (data, z) place."""
+
+    rows: int
+    seq: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Which heads this rank computes and which it gets from the product."""
+
+    queries: range
+    keys: range
+    """KV heads in this rank's K and V before it selects."""
+    shared: bool
+    """K and V are made whole over y, because their heads do not follow the queries' cut."""
+    over_x: bool
+    """... and over x too, because x cuts through a head."""
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, grid: Grid, policy: Policy) -> Heads:
+        cuts = [axis for axis in ("x", "y") if axis in inner(policy.activations).features]
+        block, parts = 0, 1
+        for axis in cuts:
+            block, parts = block * grid.size(axis) + grid.coords[axis], parts * grid.size(axis)
+        held = heads // parts
+        queries = range(block * held, (block + 1) * held)
+        shared = kv_heads % parts != 0
+        over_x = kv_heads % grid.size("x") != 0
+        if not shared:
+            keys = range(block * kv_heads // parts, (block + 1) * kv_heads // parts)
+        elif over_x:
+            keys = range(kv_heads)
+        else:
+            held = kv_heads // grid.size("x")
+            keys = range(grid.coords["x"] * held, (grid.coords["x"] + 1) * held)
+        return cls(queries, keys, shared, over_x)
+
+
+def rope_tables(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [seq, head_dim], at least fp32."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=like.device, dtype=dtype) / head_dim)
+    angles = torch.outer(torch.arange(seq, device=like.device, dtype=dtype), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(a: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions, the first half of a head against the second. a [rows, seq, heads, head_dim]"""
+    cos, sin = (table[:, None] for table in tables)
+    first, second = a.chunk(2, dim=-1)
+    return (a * cos + torch.cat([-second, first], dim=-1) * sin).to(a.dtype)
+
+
+class Attention(Layer):
+    """rest -> q, k, v read together -> attention on whole sequences -> Contract -> rest"""
+
+    def __init__(
+        self,
+        grid: Grid,
+        policy: Policy,
+        features: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        qk_norm: bool,
+        dropout: float,
+        eps: float,
+        init: Init,
+        out_init: Init,
+    ) -> None:
+        super().__init__(grid, policy)
+        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, head_dim, dropout
+        self.q = Expand(grid, policy, features, heads * head_dim, bias=bias, init=init)
+        self.k = Expand(grid, policy, features, kv_heads * head_dim, bias=bias, init=init)
+        self.v = Expand(grid, policy, features, kv_heads * head_dim, bias=bias, init=init)
+        self.out = Contract(grid, policy, heads * head_dim, features, bias=bias, init=out_init)
+        self.q_norm = HeadNorm(grid, policy, head_dim, eps=eps) if qk_norm else None
+        self.k_norm = HeadNorm(grid, policy, head_dim, eps=eps) if qk_norm else None
+
+    def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        q, k, v = self._read(a, batch)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        mixed = self._attend(q, k, v).transpose(1, 2).reshape(batch.tokens, -1)
+        return self.out(mixed, batch.tokens)
+
+    def _read(self, a: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as [rows, seq, heads, head_dim]."""
+        layers = [self.q, self.k, self.v]
+        held = Heads.of(self.heads, self.kv_heads, self.grid, self.policy)
+        if not held.shared:
+            q, k, v = (self._by_head(part, batch) for part in expand_together(layers, a, batch.tokens))
+            return q, k, v
+        site = self.q.site(batch.tokens).named(label_of(layers))
+        widths = [self.k.width, self.v.width]
+        q, kv = read(layers, a, batch.tokens).split([self.q.width, sum(widths)], dim=1)
+        q = spread(q, site, [self.q.width])
+        k, v = share(kv, site, widths, over_x=held.over_x).chunk(2, dim=1)
+        group = self.heads // self.kv_heads
+        wanted = Counter(query // group - held.keys.start for query in held.queries)
+        return self._by_head(q, batch), *(select_heads(self._by_head(part, batch), wanted) for part in (k, v))
+
+    def _by_head(self, a: Tensor, batch: Batch) -> Tensor:
+        return a.reshape(batch.rows, batch.seq, -1, self.head_dim)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        grouped = q.shape[1] != k.shape[1]
+        if dropout == 0:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        with drawing(self.clock.key(self.label, self.grid, inner(self.policy.activations)), q.device):
+            return functional.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+            )
+
+
+def select_heads(a: Tensor, wanted: Counter[int]) -> Tensor:
+    """The KV heads that are read, each once where all are read equally often, else once per query."""
+    heads = sorted(wanted)
+    if len(set(wanted.values())) == 1:
+        return a[:, :, heads[0] : heads[-1] + 1]
+    # expanded and joined, not indexed: backward is then a plain sum, the same in every run
+    return torch.cat([a[:, :, head : head + 1].expand(-1, -1, wanted[head], -1) for head in heads], dim=2)

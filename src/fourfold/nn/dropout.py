@@ -1,0 +1,27 @@
+"""Dropout whose masks are independent wherever a tensor is cut and equal wherever it is replicated."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from fourfold.grid import Grid
+from fourfold.layout import Policy, rest
+from fourfold.nn.layer import Layer
+from fourfold.nn.moment import drawing
+
+
+class Dropout(Layer):
+    """Dropout of tokens at rest."""
+
+    def __init__(self, grid: Grid, policy: Policy, probability: float) -> None:
+        super().__init__(grid, policy)
+        if not 0 <= probability < 1:
+            raise ValueError(f"dropout={probability} must be at least 0 and below 1")
+        self.probability = probability
+
+    def forward(self, a: Tensor) -> Tensor:
+        if not self.training or self.probability == 0:
+            return a
+        with drawing(self.clock.key(self.label, self.grid, rest(self.policy.activations)), a.device):
+            return functional.dropout(a, self.probability)

@@ -1,0 +1,126 @@
+"""Embedding of tokens, learned positions, and the head that reads logits out.
+
+The table `w[V/x, h/y]` is cut like an Expand weight, so embedding and head can share one. Its global shape
+is the vocabulary's true one; ranks on x hold ceil(V/x) rows or fewer. Padding lives in logits only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fourfold import comm
+from fourfold.grid import Grid
+from fourfold.layout import EXPAND_WEIGHT, POSITIONS, PRODUCT, Init, Policy, Spec, chunk, rest
+from fourfold.nn.layer import Layer
+from fourfold.nn.linear import Expand, require_divisible
+from fourfold.product import Conjugate, Member, Unit, leave
+
+
+class Lookup(torch.autograd.Function):
+    """out[i] = w[id_i - first] where this rank holds that row, else 0; dw[r] = sum of dout over ids of row r.
+
+    w [r, h/y] gathered over z, ids [m/z]; out [m/z, h/y] {sum x} where x cuts the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, ids: Tensor, first: int, _: nn.Parameter) -> Tensor:
+        (w,) = unit.gather()
+        rows = ids - first
+        elsewhere = (rows < 0) | (rows >= w.shape[0])
+        ctx.unit, ctx.held = unit, w.shape[0]
+        ctx.save_for_backward(rows.masked_fill(elsewhere, w.shape[0]))
+        if w.shape[0] == 0:
+            return w.new_zeros(len(ids), w.shape[1])
+        found = functional.embedding(rows.masked_fill(elsewhere, 0), w)
+        return found.masked_fill_(elsewhere[:, None], 0)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        if ctx.unit.members[0].parameter.requires_grad:
+            # rows that other ranks hold point past the end, at the row that the kernel leaves out
+            dw = torch.ops.aten.embedding_dense_backward(dout, rows, ctx.held + 1, ctx.held, False)
+            ctx.unit.scatter([dw[: ctx.held]])
+        return None, None, None, None
+
+
+class Embedding(Layer):
+    """ids [m/z] -> lookup [m/z, h/y] {sum x} -> leave -> rest"""
+
+    def __init__(self, grid: Grid, policy: Policy, vocab: int, features: int, *, init: Init = Init(std=0.02)) -> None:
+        super().__init__(grid, policy)
+        require_divisible(self, "features", features, y=grid.size("y"))
+        self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = chunk(self.weight.shape[0], self.grid.size("x"), self.grid.coords["x"]).start
+        found = Lookup.apply(self.unit("weight"), ids.flatten(), first, self.weight)
+        return leave(found, self.site(ids.numel()))
+
+
+class Positions(Layer):
+    """Adds w[position] to tokens at rest, a learned vector for each place in a sequence."""
+
+    def __init__(self, grid: Grid, policy: Policy, length: int, features: int, *, init: Init = Init(std=0.02)) -> None:
+        super().__init__(grid, policy)
+        self.declare("weight", Spec((length, features), POSITIONS, rest(policy.activations), init))
+
+    def forward(self, a: Tensor, seq: int) -> Tensor:
+        first = self.grid.coords["x"] * a.shape[0] if "x" in rest(self.policy.activations).tokens else 0
+        places = torch.arange(first, first + a.shape[0], device=a.device) % seq
+        return a + Lookup.apply(self.unit("weight"), places, 0, self.weight)
+
+
+class Head(Expand):
+    """Logits: an Expand layer over a vocabulary of any size, with the embedding's table or one of its own.
+
+    rest -> enter -> [m/z, k/y] -> product [m/z, p] {sum y} -> spread -> [m/z, p/y], where p is ceil(V/x)
+    padded until y divides it. Only the first `valid` columns of a rank are logits.
+    """
+
+    def __init__(self, grid: Grid, policy: Policy, features: int, vocab: int, *, tied_to: Embedding | None = None) -> None:
+        Layer.__init__(self, grid, policy)
+        self.vocab = vocab
+        self.tied_to = (tied_to,)  # in a tuple, so that torch does not register the embedding here again
+        self.register_parameter("bias", None)
+        if tied_to is None:
+            self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, Init(std=0.02)))
+
+    @property
+    def weight_member(self) -> Member:
+        return self.member("weight") if self.tied_to[0] is None else self.tied_to[0].member("weight")
+
+    @property
+    def width(self) -> int:
+        most = -(-self.vocab // self.grid.size("x"))
+        ranks = self.grid.size("y") if self.policy.activations == "sharded" else 1
+        return -(-most // ranks) * ranks
+
+    def columns(self, logits: Tensor) -> range:
+        """The ids that this rank's columns stand for; further columns are padding."""
+        held = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])
+        offset = self.grid.coords["y"] * logits.shape[1] if self.policy.activations == "sharded" else 0
+        return range(min(held.start + offset, held.stop), min(held.start + offset + logits.shape[1], held.stop))
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """inner -> [m/z, V] on every rank of the place, for use that is repeated there."""
+        return Conjugate.apply(logits, self._join, self._cut)
+
+    def _join(self, logits: Tensor) -> Tensor:
+        if self.policy.activations == "sharded":
+            logits = comm.all_gather(logits, self.grid, "y", dim=1, label=self.label).wait()
+        ranks = self.grid.size("x")
+        blocks = comm.all_gather(logits, self.grid, "x", dim=1, label=self.label).wait().chunk(ranks, dim=1)
+        held = [block[:, : len(chunk(self.vocab, ranks, x))] for x, block in enumerate(blocks)]
+        return torch.cat(held, dim=1)
+
+    def _cut(self, dlogits: Tensor) -> Tensor:
+        held = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])
+        mine = functional.pad(dlogits[:, held.start : held.stop], (0, self.width - len(held)))
+        if self.policy.activations == "sharded":
+            mine = mine.chunk(self.grid.size("y"), dim=1)[self.grid.coords["y"]]
+        return mine.contiguous()

@@ -1,0 +1,102 @@
+"""What every layer on the grid has: declared parameters, the grid, the policy, a name.
+
+A layer declares its parameters on the meta device (`Layer.declare`). `assemble` then names all layers of a
+model, makes the shards of this rank with their initial values and registers the gradients. A parameter is
+a DTensor whose global shape is the unpadded model's on every grid.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.gradients import Gradients
+from fourfold.grid import Grid
+from fourfold.layout import Policy, Spec
+from fourfold.nn.initial import fill_
+from fourfold.nn.moment import Clock
+from fourfold.product import Member, Site, Unit
+
+
+class Layer(nn.Module):
+    """A module whose parameters are cut over the grid."""
+
+    gradients: Gradients
+    clock: Clock
+
+    def __init__(self, grid: Grid, policy: Policy) -> None:
+        super().__init__()
+        self.grid = grid
+        self.policy = policy
+        self.label = type(self).__name__.lower()
+        self.specs: dict[str, Spec] = {}
+
+    def declare(self, name: str, spec: Spec) -> None:
+        """Register a parameter without memory."""
+        self.specs[name] = spec
+        box = spec.storage.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
+        local = torch.empty([len(part) for part in box], device="meta")
+        self.register_parameter(name, nn.Parameter(_distribute(local, spec, self.grid)))
+
+    def member(self, name: str) -> Member:
+        return Member(getattr(self, name), self.specs[name])
+
+    def unit(self, *names: str) -> Unit:
+        """These parameters of the layer as one message."""
+        return Unit(self.grid, self.gradients, self.label, tuple(self.member(name) for name in names))
+
+    def site(self, tokens: int) -> Site:
+        return Site(self.grid, self.policy, tokens, self.label)
+
+
+def assemble(
+    model: nn.Module,
+    grid: Grid,
+    policy: Policy,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> None:
+    """Name the layers, make this rank's shards, register the gradients.
+
+    On the meta device nothing is drawn and the model can be run dry.
+    """
+    device = grid.device if device is None else device
+    clock = Clock(seed)
+    parameters: dict[str, tuple[nn.Parameter, Spec]] = {}
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Layer)]
+    for prefix, layer in layers:
+        layer.label = prefix or layer.label
+        layer.clock = clock
+        for name, spec in layer.specs.items():
+            full_name = f"{prefix}.{name}" if prefix else name
+            parameter = _make(spec, grid, seed, full_name, dtype, device)
+            setattr(layer, name, parameter)
+            parameters[full_name] = (parameter, spec)
+    gradients = Gradients(grid, parameters, policy.bucket_bytes)
+    for _, layer in layers:
+        layer.gradients = gradients
+
+
+def _make(
+    spec: Spec, grid: Grid, seed: int, name: str, dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    box = spec.storage.box(spec.shape, grid.shape.sizes, grid.coords)
+    local = torch.empty([len(part) for part in box], dtype=dtype, device=device)
+    if not local.is_meta:
+        fill_(local, box, spec.shape, spec.init, seed, name)
+    return nn.Parameter(_distribute(local, spec, grid))
+
+
+def _distribute(local: Tensor, spec: Spec, grid: Grid) -> DTensor:
+    strides = torch.empty(spec.shape, device="meta").stride()
+    return DTensor.from_local(
+        local,
+        grid.mesh,
+        spec.storage.placements(),
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=strides,
+    )

@@ -1,0 +1,182 @@
+"""Linear layers on the grid: Expand leads from rest to inner, Contract leads back.
+
+Layers that read the same tensor are read together: one `enter`, one product, one `spread`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from fourfold.grid import Grid
+from fourfold.layout import (
+    CONTRACT_WEIGHT,
+    EXPAND_BIAS,
+    EXPAND_WEIGHT,
+    FEATURES,
+    OUTPUT_OF_CONTRACT,
+    PRODUCT,
+    Init,
+    Policy,
+    Spec,
+    chunk,
+)
+from fourfold.nn.layer import Layer
+from fourfold.product import Factor, Member, Unit, contract, expand, spread
+
+
+class Expand(Layer):
+    """rest -> inner.
+
+    w[n/x, k/y] stored cut over z, b[n/(xy)] likewise:
+
+        a [m/(zx), k/y] -> enter -> [m/z, k/y] -> a w^T -> [m/z, n/x] {sum y} -> spread -> [m/z, n/(xy)]
+
+    Rank y adds its part of the bias to its partial sum, so that `spread` carries it to where it belongs.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        policy: Policy,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init: Init = Init(std=0.02),
+    ) -> None:
+        super().__init__(grid, policy)
+        require_divisible(self, "in_features", in_features, y=grid.size("y"))
+        require_divisible(self, "out_features", out_features, x=grid.size("x"))
+        self.out_features = out_features
+        self.declare("weight", Spec((out_features, in_features), EXPAND_WEIGHT, PRODUCT, init))
+        if bias:
+            self.declare("bias", Spec((out_features,), EXPAND_BIAS, PRODUCT))
+        else:
+            self.register_parameter("bias", None)
+
+    @property
+    def width(self) -> int:
+        """Columns of the product on this rank."""
+        return self.out_features // self.grid.size("x")
+
+    @property
+    def weight_member(self) -> Member:
+        return self.member("weight")
+
+    def forward(self, a: Tensor, tokens: int) -> Tensor:
+        return expand_together([self], a, tokens)[0]
+
+
+class Contract(Layer):
+    """inner -> rest.
+
+    w[k/y, n/x] stored cut over z, b[k/y] likewise:
+
+        a [m/z, n/(xy)] -> collect -> [m/z, n/x] -> a w^T -> [m/z, k/y] {sum x} -> leave -> [m/(zx), k/y]
+
+    The bias joins the partial sum of the first rank on x; every rank on x finds its whole gradient.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        policy: Policy,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init: Init = Init(std=0.02),
+    ) -> None:
+        super().__init__(grid, policy)
+        cuts = {axis: grid.size(axis) for axis in (("x", "y") if policy.activations == "sharded" else ("x",))}
+        require_divisible(self, "in_features", in_features, **cuts)
+        require_divisible(self, "out_features", out_features, y=grid.size("y"))
+        self.in_features = in_features
+        self.declare("weight", Spec((out_features, in_features), CONTRACT_WEIGHT, PRODUCT, init))
+        if bias:
+            self.declare("bias", Spec((out_features,), FEATURES, OUTPUT_OF_CONTRACT))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, a: Tensor, tokens: int) -> Tensor:
+        weight = self.member("weight")
+        biases = () if self.bias is None else (self.member("bias"),)
+        width = weight.rows(self.grid)
+        factor = Factor(
+            unit=Unit(self.grid, self.gradients, self.label, (weight, *biases)),
+            weights=(weight,),
+            biases=biases,
+            widths=(width,),
+            columns=(range(width),) * len(biases),
+            adds=self.grid.coords["x"] == 0,
+            keep_weights=self.policy.keep_weights,
+        )
+        return contract(factor, a, self.site(tokens), self.in_features // self.grid.size("x"))
+
+
+def join(layers: Sequence[Expand]) -> Factor:
+    """The weights of layers that read the same tensor, as one factor."""
+    first = layers[0]
+    grid = first.grid
+    y, ranks = grid.coords["y"], grid.size("y")
+    widths = [layer.width for layer in layers]
+    columns = []
+    for layer, offset in zip(layers, accumulate(widths, initial=0), strict=False):
+        if layer.bias is not None:
+            part = chunk(layer.width, ranks, y)
+            columns.append(range(offset + part.start, offset + part.stop))
+    weights = tuple(layer.weight_member for layer in layers)
+    biases = tuple(layer.member("bias") for layer in layers if layer.bias is not None)
+    return Factor(
+        unit=Unit(grid, first.gradients, label_of(layers), (*weights, *biases)),
+        weights=weights,
+        biases=biases,
+        widths=tuple(widths),
+        columns=tuple(columns),
+        adds=True,
+        keep_weights=first.policy.keep_weights,
+    )
+
+
+def read(layers: Sequence[Expand], a: Tensor, tokens: int) -> Tensor:
+    """One `enter` and one product for all: [m/(zx), k/y] -> [m/z, sum n_i/x] {sum y}."""
+    site = layers[0].site(tokens)
+    return expand(join(layers), a, site.named(label_of(layers)))
+
+
+def expand_together(layers: Sequence[Expand], a: Tensor, tokens: int) -> list[Tensor]:
+    """`read`, and one `spread` that carries all the outputs: each of them [m/z, n_i/(xy)]."""
+    widths = [layer.width for layer in layers]
+    site = layers[0].site(tokens).named(label_of(layers))
+    out = spread(read(layers, a, tokens), site, widths)
+    cuts = sum(widths) // out.shape[1]
+    return list(out.split([width // cuts for width in widths], dim=1))
+
+
+def label_of(layers: Sequence[Layer]) -> str:
+    """`layers.0.attention.q+k+v`"""
+    prefix, _, first = layers[0].label.rpartition(".")
+    names = "+".join([first, *(layer.label.rpartition(".")[2] for layer in layers[1:])])
+    return f"{prefix}.{names}" if prefix else names
+
+
+def require_divisible(layer: Layer, what: str, value: int, **axes: int) -> None:
+    """Raise unless the product of these axes divides the value."""
+    cuts = 1
+    for size in axes.values():
+        cuts *= size
+    if value % cuts == 0:
+        return
+    raise ValueError(
+        f"{type(layer).__name__}: {what}={value} is not divisible by "
+        f"{'*'.join(axes)} = {'*'.join(str(size) for size in axes.values())}; "
+        f"pad it to {-(-value // cuts) * cuts} or choose {'*'.join(axes)} from {divisors(value)}"
+    )
+
+
+def divisors(value: int, most: int = 12) -> str:
+    found = [size for size in range(1, value + 1) if value % size == 0]
+    return ", ".join(str(size) for size in found[:most]) + (", ..." if len(found) > most else "")

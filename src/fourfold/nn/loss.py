@@ -1,0 +1,152 @@
+"""Cross-entropy over a vocabulary that is cut, and means over a batch that is cut.
+
+Gradients are summed over the axes they owe, so the loss of a rank is its share of the mean over the whole
+batch's unmasked tokens. The value that is shown is the whole mean, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold import comm
+from fourfold.grid import AXES, Grid
+from fourfold.layout import Cut, Policy, inner
+from fourfold.nn.norm import widen
+from fourfold.product import Conjugate
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Which ids the columns of this rank's logits stand for; columns past them are padding."""
+
+    grid: Grid
+    cut: Cut
+    ids: range
+    ignore_index: int
+    label: str
+
+
+class CrossEntropy(torch.autograd.Function):
+    """loss = sum over unmasked tokens of (lse - l_t) / count, with logits [m/z, V/(xy)] never gathered.
+
+        E9   lse = log sum over all ranks of exp(l), from (max, sum of exp, l_t) of each rank, merged
+        E10  dl  = (exp(l - lse) - onehot_t) dloss / count, for this rank's columns
+
+    `count` is that of the whole batch; without one it is counted here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, count: Tensor | None) -> Tensor:
+        top, total, target = merge(_stats(vocabulary, logits, targets), vocabulary)
+        lse = top + total.log()
+        masked = targets == vocabulary.ignore_index
+        nll = (lse - target).masked_fill(masked, 0).sum().double()
+        if count is None:
+            sums = sum_over_batch(torch.stack([nll, (~masked).sum().double()]), vocabulary.grid, vocabulary.label)
+            nll, count = sums[0], sums[1].clamp(min=1)
+        else:
+            nll = sum_over_batch(nll, vocabulary.grid, vocabulary.label)
+        ctx.vocabulary = vocabulary
+        ctx.save_for_backward(logits, targets, lse, count)
+        return (nll / count).to(lse.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logits, targets, lse, count = ctx.saved_tensors
+        vocabulary: Vocabulary = ctx.vocabulary
+        held = len(vocabulary.ids)
+        share = (dloss / count).to(lse.dtype) * (targets != vocabulary.ignore_index)
+        dlogits = widen(logits[:, :held]).sub(lse[:, None]).exp_()
+        column, here = _column(vocabulary, targets)
+        if held:
+            dlogits.scatter_add_(1, column[:, None], -here.to(dlogits.dtype)[:, None])
+        dlogits.mul_(share[:, None])
+        padded = torch.zeros_like(logits)
+        padded[:, :held] = dlogits
+        return None, padded, None, None
+
+
+def _column(vocabulary: Vocabulary, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The column of each target on this rank (0 where it has none), and whether it has one."""
+    column = targets - vocabulary.ids.start
+    here = (column >= 0) & (column < len(vocabulary.ids))
+    return column.masked_fill(~here, 0), here
+
+
+def _stats(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> Tensor:
+    """[3, m]: max, sum of exp(l - max) and the target's logit (or 0) over this rank's columns."""
+    held = widen(logits[:, : len(vocabulary.ids)])
+    if held.shape[1] == 0:
+        # finite, so that merging with other ranks never meets inf - inf
+        nothing = held.new_zeros(3, len(targets))
+        nothing[0] = torch.finfo(held.dtype).min
+        return nothing
+    top = held.amax(1)
+    column, here = _column(vocabulary, targets)
+    target = held.gather(1, column[:, None])[:, 0].masked_fill(~here, 0)
+    return torch.stack([top, held.sub(top[:, None]).exp_().sum(1), target])
+
+
+def merge(stats: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+    """Join the stats of the ranks that cut the vocabulary, the inner cut first."""
+    for axis in reversed(vocabulary.cut.features):
+        parts = comm.all_gather(stats[None], vocabulary.grid, axis, label=vocabulary.label).wait()
+        tops, totals, targets = parts.unbind(1)
+        top = tops.amax(0)
+        stats = torch.stack([top, (totals * (tops - top).exp()).sum(0), targets.sum(0)])
+    top, total, target = stats.unbind(0)
+    return top, total, target
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ids: range,
+    grid: Grid,
+    policy: Policy,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    count: Tensor | int | None = None,
+    label: str = "loss",
+) -> Tensor:
+    """Mean cross-entropy over the whole batch's unmasked tokens, from logits in inner layout.
+
+    A batch without any unmasked token has loss 0.
+    """
+    if count is not None:
+        count = torch.as_tensor(count, dtype=torch.float64, device=logits.device).clamp(min=1)
+    vocabulary = Vocabulary(grid, inner(policy.activations), ids, ignore_index, label)
+    return CrossEntropy.apply(vocabulary, logits, targets.flatten(), count)
+
+
+def sum_over_batch(tensor: Tensor, grid: Grid, label: str) -> Tensor:
+    """Sum over the axes that cut the rows of a batch."""
+    for axis in AXES:
+        if axis in ("z", "data"):
+            tensor = comm.all_reduce(tensor, grid, axis, label=label).wait()
+    return tensor
+
+
+def count_targets(targets: Tensor, grid: Grid, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Unmasked targets of the whole batch, from the rows that each (data, z) place holds.
+
+    Takes the rows of all micro-steps at once, in any shape.
+    """
+    return sum_over_batch((targets != ignore_index).sum().double(), grid, "count targets")
+
+
+def global_mean(loss: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
+    """Turn a mean over this place's `count` tokens into the mean over the whole batch.
+
+    For losses of one's own: every rank of a (data, z) place must have computed the same.
+    """
+    own = torch.as_tensor(count, dtype=torch.float64, device=loss.device)
+    total = sum_over_batch(own.clone(), grid, "global mean").clamp(min=1)
+    share = loss * (own / total).to(loss.dtype)
+    return Conjugate.apply(share, lambda value: sum_over_batch(value, grid, "global mean").clone(), torch.clone)

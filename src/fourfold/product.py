@@ -1,0 +1,311 @@
+"""The 3D product: the algorithm on one screen. Shapes and equations are numbered as in docs/math.md.
+
+Four conjugate operators move activations between the two layouts; each one's backward is its partner's
+forward (`leave` undoes `enter`, `collect` undoes `spread`):
+
+    operator   sharded: forward / backward                   replicated: forward / backward
+    enter      all-gather tokens x / reduce-scatter          identity / all-reduce x
+    leave      reduce-scatter tokens x / all-gather          all-reduce x / identity
+    spread     reduce-scatter features y / all-gather        all-reduce y / identity
+    collect    all-gather features y / reduce-scatter        identity / all-reduce y
+
+Between them `Product` multiplies by weights that are gathered over z. It does not know in which layout it
+stands, which mode is on, or how large an axis is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fourfold import comm
+from fourfold.gradients import Gradients, local_of
+from fourfold.grid import Grid
+from fourfold.layout import GATHERED, Policy, Spec
+
+Body = Callable[[Tensor], Tensor]
+
+
+class Conjugate(torch.autograd.Function):
+    """An operator given by its two bodies: forward `there`, backward `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, there: Body, back: Body) -> Tensor:
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.back(gradient), None, None
+
+
+def identity(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)  # autograd wants an output that is not its input
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where an operator runs: the grid, the mode, the tokens of a (data, z) place, the label."""
+
+    grid: Grid
+    policy: Policy
+    tokens: int
+    label: str
+
+    def named(self, label: str) -> Site:
+        return replace(self, label=label)
+
+    @property
+    def sharded(self) -> bool:
+        return self.policy.activations == "sharded"
+
+    def gather_tokens(self, cut: Tensor) -> Tensor:
+        """[ceil(m/x), f] -> [m, f]; the padding that `scatter_tokens` added is dropped."""
+        return comm.all_gather(cut, self.grid, "x", label=self.label).wait()[: self.tokens]
+
+    def scatter_tokens(self, whole: Tensor) -> Tensor:
+        """[m, f] {sum x} -> [ceil(m/x), f]; where x does not divide m zeros are added at the end."""
+        missing = -self.tokens % self.grid.size("x")
+        whole = functional.pad(whole, (0, 0, 0, missing)) if missing else whole
+        return comm.reduce_scatter(whole, self.grid, "x", label=self.label).wait()
+
+    def sum_x(self, owed: Tensor) -> Tensor:
+        return comm.all_reduce(owed, self.grid, "x", label=self.label).wait()
+
+    def gather_features(self, cut: Tensor, widths: Sequence[int], axis: str = "y") -> Tensor:
+        """[m, sum w_i/y] -> [m, sum w_i]: one message, each of the w_i joined on its own."""
+        ranks = self.grid.size(axis)
+        joined = comm.all_gather(cut, self.grid, axis, label=self.label).wait()
+        if ranks == 1:
+            return joined
+        parts = joined.unflatten(0, (ranks, -1)).split([width // ranks for width in widths], dim=2)
+        return torch.cat([part.movedim(0, 1).flatten(1) for part in parts], dim=1)
+
+    def scatter_features(self, whole: Tensor, widths: Sequence[int], axis: str = "y") -> Tensor:
+        """[m, sum w_i] {sum y} -> [m, sum w_i/y]: one message, each of the w_i cut on its own."""
+        ranks = self.grid.size(axis)
+        if ranks > 1:
+            parts = [part.unflatten(1, (ranks, -1)).movedim(1, 0) for part in whole.split(list(widths), dim=1)]
+            whole = torch.cat(parts, dim=2).flatten(0, 1)
+        return comm.reduce_scatter(whole, self.grid, axis, label=self.label).wait()
+
+    def sum_y(self, owed: Tensor) -> Tensor:
+        return comm.all_reduce(owed, self.grid, "y", label=self.label).wait()
+
+
+def enter(a: Tensor, site: Site) -> Tensor:
+    """rest -> [m/z, k/y]"""
+    bodies = (site.gather_tokens, site.scatter_tokens) if site.sharded else (identity, site.sum_x)
+    return Conjugate.apply(a, *bodies)
+
+
+def leave(a: Tensor, site: Site) -> Tensor:
+    """[m/z, k/y] {sum x} -> rest"""
+    bodies = (site.scatter_tokens, site.gather_tokens) if site.sharded else (site.sum_x, identity)
+    return Conjugate.apply(a, *bodies)
+
+
+def spread(a: Tensor, site: Site, widths: Sequence[int]) -> Tensor:
+    """[m/z, n/x] {sum y} -> inner, for the outputs of these widths side by side"""
+    if site.sharded:
+        bodies = partial(site.scatter_features, widths=widths), partial(site.gather_features, widths=widths)
+    else:
+        bodies = site.sum_y, identity
+    return Conjugate.apply(a, *bodies)
+
+
+def collect(a: Tensor, site: Site, width: int) -> Tensor:
+    """inner -> [m/z, n/x]"""
+    if site.sharded:
+        bodies = partial(site.gather_features, widths=[width]), partial(site.scatter_features, widths=[width])
+    else:
+        bodies = identity, site.sum_y
+    return Conjugate.apply(a, *bodies)
+
+
+def share(a: Tensor, site: Site, widths: Sequence[int], *, over_x: bool) -> Tensor:
+    """[m/z, sum w_i] {sum y} -> whole over y, and with `over_x` over x too, for ranks that each read a part.
+
+    Those ranks are the ones that the inner layout cuts features over. What they send back are sums that are
+    owed over exactly those axes.
+    """
+    a = Conjugate.apply(a, site.sum_y, site.sum_y if site.sharded else identity)
+    if over_x:
+        whole = [width * site.grid.size("x") for width in widths]
+        gather = partial(site.gather_features, widths=whole, axis="x")
+        a = Conjugate.apply(a, gather, partial(site.scatter_features, widths=whole, axis="x"))
+    return a
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
+class Member:
+    """A parameter and its spec."""
+
+    parameter: nn.Parameter
+    spec: Spec
+
+    def rows(self, grid: Grid) -> int:
+        """Length of dim 0 in compute layout."""
+        return len(self.spec.storage.compute.box(self.spec.shape, grid.shape.sizes, grid.coords)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are gathered over z in one message and given back in one."""
+
+    grid: Grid
+    gradients: Gradients
+    label: str
+    members: tuple[Member, ...]
+
+    def gather(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The members in compute layout, in these buffers where given."""
+        z = self.grid.size(GATHERED)
+        rows = [member.rows(self.grid) for member in self.members]
+        shards = [
+            pad_rows(local_of(member.parameter), -(-length // z))
+            for member, length in zip(self.members, rows, strict=True)
+        ]
+        even = all(length % z == 0 for length in rows)
+        wholes = comm.all_gather_together(
+            shards, self.grid, GATHERED, into=into if even else None, label=self.label
+        ).wait()
+        if even:
+            return wholes
+        wholes = [whole[:length] for whole, length in zip(wholes, rows, strict=True)]
+        return wholes if into is None else [b.copy_(whole) for b, whole in zip(into, wholes, strict=True)]
+
+    def scatter(self, gradients: Sequence[Tensor]) -> None:
+        """Reduce gradients in compute layout over z and hand this rank's shards in."""
+        z = self.grid.size(GATHERED)
+        padded = [pad_rows(gradient, -(-gradient.shape[0] // z) * z) for gradient in gradients]
+        shards = comm.reduce_scatter_together(padded, self.grid, GATHERED, label=self.label).wait()
+        for member, shard in zip(self.members, shards, strict=True):
+            self.gradients.deposit(member.parameter, shard[: local_of(member.parameter).shape[0]])
+
+    def only(self, members: Sequence[Member]) -> Unit:
+        """A part of the unit, under the same label."""
+        return replace(self, members=tuple(members))
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Zeros below, where uneven shards leave a rank with fewer rows than the message has."""
+    if tensor.shape[0] == rows:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """The weights of one product side by side, w[sum p_i, k], and what is added to its output.
+
+    `widths` are the p_i: rows of each weight on this rank, padded where a vocabulary does not divide.
+    `columns` are those that each bias covers, which may be a part of the output's; `adds` is off on ranks
+    whose partial sum must go without, because another rank's has it.
+    """
+
+    unit: Unit
+    weights: tuple[Member, ...]
+    biases: tuple[Member, ...]
+    widths: tuple[int, ...]
+    columns: tuple[range, ...]
+    adds: bool
+    keep_weights: bool
+
+    def gather(self) -> tuple[Tensor, Tensor | None]:
+        """Weights and bias in one message: w[sum p_i, k], b[sum p_i]."""
+        w, into = self._buffer()
+        wholes = self.unit.gather(into)
+        if not self.biases or not self.adds:
+            return (wholes[0] if w is None else w), None
+        bias = wholes[0].new_zeros(sum(self.widths))
+        for columns, part in zip(self.columns, wholes[len(self.weights) :], strict=True):
+            bias[columns.start : columns.stop] = part
+        return (wholes[0] if w is None else w), bias
+
+    def gather_weights(self) -> Tensor:
+        w, into = self._buffer(biases=False)
+        wholes = self.unit.only(self.weights).gather(into)
+        return wholes[0] if w is None else w
+
+    def _buffer(self, *, biases: bool = True) -> tuple[Tensor | None, list[Tensor] | None]:
+        """One buffer for weights that must lie side by side, and the place in it for each member."""
+        rows = [member.rows(self.unit.grid) for member in self.weights]
+        if len(rows) == 1 and rows[0] == self.widths[0]:
+            return None, None
+        like = local_of(self.weights[0].parameter)
+        w = like.new_empty(sum(self.widths), like.shape[1])
+        into = []
+        for place, length in zip(w.split(list(self.widths)), rows, strict=True):
+            place[length:].zero_()
+            into.append(place[:length])
+        if biases:
+            into += [like.new_empty(len(columns)) for columns in self.columns]
+        return w, into
+
+
+class Product(torch.autograd.Function):
+    """out = a w^T + b, with w stored cut over z.
+
+        a     [m/z, k]           E1   out = a w^T + b        w gathered over z
+        out   [m/z, p] {sum s}   E2   da  = dout w           w gathered over z again
+        dout  [m/z, p]           E3   dw  = dout^T a         reduce-scattered over z
+                                 E4   db  = sum over tokens of dout, in its columns
+
+    Instead of `a` it may keep the cut tensor that `a` was gathered from, and `reread` gathers it again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, factor: Factor, reread: Body, a: Tensor, kept: Tensor, *_: nn.Parameter) -> Tensor:
+        w, bias = factor.gather()
+        ctx.factor, ctx.reread = factor, reread
+        ctx.save_for_backward(kept, w if factor.keep_weights else None)
+        return functional.linear(a, w, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        factor: Factor = ctx.factor
+        kept, w = ctx.saved_tensors
+        da = None
+        if ctx.needs_input_grad[2]:
+            da = dout @ (factor.gather_weights() if w is None else w)  # E2
+        trained = [member for member in factor.unit.members if member.parameter.requires_grad]
+        if trained:
+            gradients: list[Tensor] = []
+            if any(member in trained for member in factor.weights):
+                dw = dout.t() @ ctx.reread(kept)  # E3
+                for member, part in zip(factor.weights, dw.split(list(factor.widths)), strict=True):
+                    if member in trained:
+                        gradients.append(part[: member.rows(factor.unit.grid)])
+            for member, columns in zip(factor.biases, factor.columns, strict=True):
+                if member in trained:
+                    gradients.append(dout[:, columns.start : columns.stop].sum(0))  # E4
+            factor.unit.only(trained).scatter(gradients)
+        return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+def multiply(factor: Factor, a: Tensor, cut: Tensor, reread: Body, *, keep_gathered: bool) -> Tensor:
+    """`Product` of a and the factor; `cut` is what an operator gathered `a` from, `reread` does so again."""
+    parameters = [member.parameter for member in factor.unit.members]
+    if keep_gathered:
+        return Product.apply(factor, identity, a, a.detach(), *parameters)
+    return Product.apply(factor, reread, a, cut.detach(), *parameters)
+
+
+def expand(factor: Factor, a: Tensor, site: Site) -> Tensor:
+    """rest -> enter -> product [m/z, p] {sum y}; `spread` makes it inner."""
+    reread = site.gather_tokens if site.sharded else identity
+    return multiply(factor, enter(a, site), a, reread, keep_gathered=site.policy.keep_gathered)
+
+
+def contract(factor: Factor, a: Tensor, site: Site, width: int) -> Tensor:
+    """inner -> collect -> product [m/z, p] {sum x} -> leave -> rest"""
+    reread = partial(site.gather_features, widths=[width]) if site.sharded else identity
+    whole = collect(a, site, width)
+    return leave(multiply(factor, whole, a, reread, keep_gathered=site.policy.keep_gathered), site)

@@ -1,0 +1,128 @@
+"""Ranks on one CPU: gloo processes from a forkserver with torch preloaded, kept alive between tests.
+
+`Ranks(n).run(job, *args)` runs `job(*args)` on every rank and returns the results in rank order. A job is
+a module-level function. If a rank fails, or all of them take too long, the pool is ended (the other ranks
+may wait in a collective for ever) and the next run starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from fourfold.grid import Grid, Shape
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "fourfold"])
+
+
+class RankFailed(Exception):
+    """A job raised on some rank; `errors` has the exception of every rank that raised."""
+
+    def __init__(self, errors: dict[int, BaseException], traces: dict[int, str]) -> None:
+        first = min(errors)
+        super().__init__(f"rank {first} of those that failed {sorted(errors)}:\n{traces[first]}")
+        self.errors = errors
+
+
+class Ranks:
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+        self.start(job, *args)
+        return self.results(timeout)
+
+    def start(self, job: Callable[..., Any], *args: Any) -> None:
+        """Begin a job; its results are collected later, so that the caller can compute meanwhile."""
+        if not self._processes:
+            self._launch()
+        for pipe in self._pipes:
+            pipe.send((job, args))
+
+    def results(self, timeout: float = 60) -> list[Any]:
+        found: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+        traces: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(found) + len(errors) < self.world:
+            # once a rank has failed the others get a moment to fail in their own words
+            left = min(deadline, time.monotonic() + 3 if errors else deadline) - time.monotonic()
+            missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found and rank not in errors]
+            ready = wait(missing, timeout=max(left, 0))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    ok, value, trace = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value, trace = False, RuntimeError("the process died"), f"rank {rank} died"
+                if ok:
+                    found[rank] = value
+                else:
+                    errors[rank], traces[rank] = value, trace
+        if errors or len(found) < self.world:
+            self.close()
+        if errors:
+            raise RankFailed(errors, traces)
+        if len(found) < self.world:
+            raise TimeoutError(f"ranks {sorted(set(range(self.world)) - set(found))} did not finish in {timeout} s")
+        return [found[rank] for rank in range(self.world)]
+
+    def _launch(self) -> None:
+        store = tempfile.mktemp(prefix="fourfold-ranks-")
+        for rank in range(self.world):
+            here, there = _context.Pipe()
+            process = _context.Process(target=_serve, args=(there, rank, self.world, store), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+
+def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    while True:
+        try:
+            job, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, job(*args), ""))
+        except Exception as error:
+            pipe.send((False, error, traceback.format_exc()))
+
+
+_last: list[Grid] = []
+
+
+def grid_of(shape: Shape) -> Grid:
+    """This rank's grid of that shape; the last one is used again, since process groups are dear."""
+    if not _last or _last[0].shape != shape:
+        for grid in _last:
+            grid.close()
+        _last[:] = [Grid(**shape.sizes, order=shape.order, device="cpu")]
+    return _last[0]

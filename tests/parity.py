@@ -1,0 +1,257 @@
+"""One case of law 1: a model on a grid beside the same model on one process.
+
+`on_ranks` runs on every rank and returns what this rank holds; `on_one_process` computes the same in plain
+torch; `errors` compares shard by shard, replicas included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import plain
+import torch
+from harness import grid_of
+from torch import Tensor
+from torch.nn import functional
+
+import fourfold as ff
+from fourfold.gradients import local_of
+from fourfold.grid import Shape, shapes_of
+from fourfold.layout import Policy
+from fourfold.ledger import Collective
+
+STEPS = 5
+MAX_NORM = 0.5
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Options:
+    llama: bool = False
+    bias: bool = True
+    tied: bool = True
+    few_kv_heads: bool = False
+    qk_norm: bool = False
+    masked: bool = False
+    odd_vocab: bool = False
+    odd_tokens: bool = False
+    keep_gathered: bool = False
+    keep_weights: bool = False
+    accumulate: bool = False
+
+    def __str__(self) -> str:
+        return "+".join(f.name for f in dataclasses.fields(self) if getattr(self, f.name)) or "none"
+
+
+NAMES = [field.name for field in dataclasses.fields(Options)]
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: Shape
+    activations: str
+    options: Options
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.activations}: {self.options}"
+
+    @property
+    def config(self) -> ff.models.Config:
+        """24 heads and widths that every grid of up to 8 ranks can cut."""
+        options = self.options
+        return ff.models.config(
+            "llama-tiny" if options.llama else "gpt-tiny",
+            layers=2,
+            head_dim=8,
+            # 3 heads for 24: x or y of 2, 4, 6, 8 cut through them or leave ranks without one of their own
+            kv_heads=3 if options.few_kv_heads else 24,
+            mlp_hidden=48,
+            bias=options.bias,
+            tied=options.tied,
+            qk_norm=options.qk_norm,
+            vocab=53 if options.odd_vocab else 48,
+            seq=16,
+        )
+
+    @property
+    def policy(self) -> Policy:
+        options = self.options
+        return Policy(
+            activations=self.activations,
+            keep_gathered=options.keep_gathered,
+            keep_weights=options.keep_weights,
+            bucket_bytes=20_000,  # several buckets even here
+        )
+
+    @property
+    def micro_steps(self) -> int:
+        return 2 if self.options.accumulate else 1
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rows and sequence of a (data, z) place; 7 tokens divide by no x."""
+        return (1, 7) if self.options.odd_tokens else (2, 12)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """[micro_steps, rows, seq] of the whole batch."""
+        rows, seq = self.place
+        generator = torch.Generator().manual_seed(step)
+        whole = (self.micro_steps, rows * self.shape.data * self.shape.z, seq)
+        tokens = torch.randint(self.config.vocab, whole, generator=generator)
+        targets = torch.randint(self.config.vocab, whole, generator=generator)
+        if self.options.masked:
+            # row r keeps about 1 in r + 1 of its targets, so places and micro-steps count differently
+            keep = torch.rand(whole, generator=generator) < 1 / torch.arange(1.0, whole[0] * whole[1] + 1).view(*whole[:2], 1)
+            keep[0, 0, 0] = True
+            targets = targets.masked_fill(~keep, -100)
+        return tokens, targets
+
+
+def on_one_process(case: Case) -> dict[str, Any]:
+    model = plain.make(case.config, SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        loss = torch.zeros((), dtype=torch.float64)
+        tokens, targets = case.batch(step)
+        count = (targets != -100).sum()
+        streams = []
+        for micro_tokens, micro_targets in zip(tokens, targets, strict=True):
+            a = model.hidden(micro_tokens)
+            a.retain_grad()
+            streams.append(a)
+            logits = model.logits(a)
+            loss = loss + functional.cross_entropy(logits.flatten(0, 1), micro_targets.flatten(), reduction="sum") / count
+        loss.backward()
+        if step == 0:
+            found["logits"] = logits.detach()
+            found["stream"] = streams[-1].grad.flatten(0, 1)
+            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found["losses"].append(loss.item())
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    found["parameters"] = {name: p.detach() for name, p in model.named_parameters()}
+    return found
+
+
+def on_ranks(case: Case) -> dict[str, Any]:
+    grid = grid_of(case.shape)
+    model = ff.models.build(case.config, grid, policy=case.policy, seed=SEED, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    streams: list[Tensor] = []
+
+    def keep_stream(_: Any, inputs: tuple[Tensor, ...]) -> None:
+        inputs[0].retain_grad()
+        streams[:] = [inputs[0]]
+
+    model.layers[0].register_forward_pre_hook(keep_stream)
+    found: dict[str, Any] = {"losses": [], "norms": [], "coords": grid.coords}
+    found["logits"] = model(ff.local_rows(case.batch(0)[0][-1], grid)).detach().numpy()
+    for step in range(STEPS):
+        with grid.ledger.watch() as records:
+            loss = backward(model, case, step)
+            if step == 0:
+                found["stream"] = streams[0].grad.numpy().copy()
+                found["gradients"] = {name: shard_of(p.grad) for name, p in model.named_parameters()}
+            norm = ff.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss)
+        found["norms"].append(norm.item())
+    found["parameters"] = {name: shard_of(p) for name, p in model.named_parameters()}
+    found["boxes"] = {
+        name: [(part.start, part.stop) for part in spec.storage.box(spec.shape, case.shape.sizes, grid.coords)]
+        for name, (_, spec) in model.gradients.parameters.items()
+    }
+    found["records"] = [dataclasses.astuple(record) for record in records]
+    return found
+
+
+def backward(model: ff.models.Transformer, case: Case, step: int) -> float:
+    tokens, targets = (
+        torch.stack([ff.local_rows(rows, model.grid) for rows in whole]) for whole in case.batch(step)
+    )
+    if case.micro_steps == 1:
+        loss = model(tokens[0], targets[0])
+        loss.backward()
+        return loss.item()
+    count = ff.count_targets(targets, model.grid)
+    total = 0.0
+    with ff.accumulate(model):
+        for micro in range(case.micro_steps - 1):
+            loss = model(tokens[micro], targets[micro], count=count)
+            loss.backward()
+            total += loss.item()
+    loss = model(tokens[-1], targets[-1], count=count)
+    loss.backward()
+    return total + loss.item()
+
+
+def shard_of(tensor: Tensor) -> Any:
+    return local_of(tensor).detach().numpy().copy()
+
+
+def errors(case: Case, one: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """Law 1's error by kind: max|a - b| / max(max|b|, s), s the largest value of that kind in the model."""
+    worst: dict[str, float] = {}
+
+    def compare(kind: str, a: Any, b: Tensor, scale: Tensor) -> None:
+        difference = (torch.as_tensor(a) - b).abs().max().item() if b.numel() else 0.0
+        if not difference <= float("inf"):
+            difference = float("inf")
+        worst[kind] = max(worst.get(kind, 0.0), difference / scale.item())
+
+    for found in ranks:
+        for kind in ("gradients", "parameters"):
+            scale = max(whole.abs().max() for whole in one[kind].values())
+            for name, whole in one[kind].items():
+                box = tuple(slice(start, stop) for start, stop in found["boxes"][name])
+                compare(kind, found[kind][name], whole[box], scale)
+        for kind in ("losses", "norms"):
+            values = torch.tensor(one[kind])
+            compare(kind, torch.tensor(found[kind]), values, values.abs().max())
+        rows = local_block(one["logits"], case.shape, found["coords"])
+        compare("logits", found["logits"], rows, one["logits"].abs().max())
+        stream = stream_block(one["stream"], case, found["coords"])
+        compare("input gradient", torch.as_tensor(found["stream"])[: len(stream)], stream, one["stream"].abs().max())
+    return worst
+
+
+def local_block(whole: Tensor, shape: Shape, coords: dict[str, int]) -> Tensor:
+    places = shape.data * shape.z
+    return whole.chunk(places)[coords["data"] * shape.z + coords["z"]]
+
+
+def stream_block(whole: Tensor, case: Case, coords: dict[str, int]) -> Tensor:
+    """The residual stream of one rank at rest: tokens over data, z, x, features over y."""
+    tokens = local_block(whole, case.shape, coords)
+    if case.activations == "sharded":
+        size = -(-len(tokens) // case.shape.x)
+        tokens = tokens[coords["x"] * size : (coords["x"] + 1) * size]
+    return tokens.chunk(case.shape.y, dim=1)[coords["y"]]
+
+
+def predicted(case: Case, rank: int) -> list[Collective]:
+    from fourfold.cost.volume import Volume
+
+    rows, seq = case.place
+    volume = Volume(case.config, case.shape, case.policy, rows, seq, torch.float64, rank)
+    return volume.training_step(micro_steps=case.micro_steps, clip=True)
+
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+
+
+def rotating_cases() -> list[Case]:
+    """Every grid and mode once, with options drawn so that every pair of them occurs, both on and off."""
+    draw = random.Random(4)
+    cases = []
+    for world in WORLDS:
+        for shape, activations in itertools.product(shapes_of(world), ("sharded", "replicated")):
+            cases.append(Case(shape, activations, Options(*(draw.random() < 0.5 for _ in NAMES))))
+    return cases

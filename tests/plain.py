@@ -1,0 +1,134 @@
+"""The reference model in plain torch, written from its definition: what one process computes.
+
+Shares nothing with the package but the config, the parameter names and the initial values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fourfold.layout import Init
+from fourfold.models import Config
+from fourfold.nn.initial import fill_
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, features: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+        self.eps = eps
+
+    def forward(self, a: Tensor) -> Tensor:
+        return a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def _norm(config: Config) -> nn.Module:
+    if config.norm == "rms":
+        return RMSNorm(config.hidden, config.norm_eps)
+    return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q = nn.Linear(config.hidden, width, bias=config.bias)
+        self.k = nn.Linear(config.hidden, kv_width, bias=config.bias)
+        self.v = nn.Linear(config.hidden, kv_width, bias=config.bias)
+        self.out = nn.Linear(width, config.hidden, bias=config.bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+
+    def forward(self, a: Tensor) -> Tensor:
+        rows, seq, _ = a.shape
+        q, k, v = (layer(a).view(rows, seq, -1, self.config.head_dim) for layer in (self.q, self.k, self.v))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.positions == "rope":
+            q, k = self._rotate(q), self._rotate(k)
+        group = self.config.heads // self.config.kv_heads
+        q, k, v = q.transpose(1, 2), k.repeat_interleave(group, 2).transpose(1, 2), v.repeat_interleave(group, 2).transpose(1, 2)
+        scores = q @ k.transpose(2, 3) / self.config.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), float("-inf"))
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, seq, -1))
+
+    def _rotate(self, a: Tensor) -> Tensor:
+        """Each pair (i, i + d/2) of a head as a complex number, turned by position * theta^(-2i/d)."""
+        half = a.shape[-1] // 2
+        turn = self.config.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(a.shape[1], dtype=torch.float64)[:, None] * turn
+        turned = torch.complex(a[..., :half], a[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        if self.gated:
+            self.gate = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias)
+        self.up = nn.Linear(config.hidden, config.mlp_hidden, bias=config.bias)
+        self.down = nn.Linear(config.mlp_hidden, config.hidden, bias=config.bias)
+
+    def forward(self, a: Tensor) -> Tensor:
+        if self.gated:
+            return self.down(functional.silu(self.gate(a)) * self.up(a))
+        return self.down(functional.gelu(self.up(a), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, a: Tensor) -> Tensor:
+        a = a + self.attention(self.attention_norm(a))
+        return a + self.mlp(self.mlp_norm(a))
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.seq, config.hidden)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = _norm(config)
+        if not config.tied:
+            self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        a = self.embedding(tokens)
+        return a + self.positions.weight[: tokens.shape[1]] if self.config.positions == "learned" else a
+
+    def logits(self, a: Tensor) -> Tensor:
+        for layer in self.layers:
+            a = layer(a)
+        table = self.embedding.weight if self.config.tied else self.head.weight
+        return functional.linear(self.norm(a), table)
+
+
+def make(config: Config, seed: int, dtype: torch.dtype = torch.float64) -> Transformer:
+    """The model with the initial values that the package gives it."""
+    model = Transformer(config).to(dtype)
+    for name, parameter in model.named_parameters():
+        whole = [range(length) for length in parameter.shape]
+        fill_(parameter.data, whole, parameter.shape, initial(config, name), seed, name)
+    return model
+
+
+def initial(config: Config, name: str) -> Init:
+    if name.endswith("norm.weight"):
+        return Init(mean=1.0)
+    if name.endswith("bias"):
+        return Init()
+    deep = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    return Init(std=0.02 / (2 * config.layers) ** 0.5 if deep else 0.02)
