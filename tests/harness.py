@@ -104,6 +104,8 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank * len(cores) // world]})  # wake-ups across cores cost most of a message
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     while True:
         try:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -31,9 +30,9 @@ class Collective:
     label: str = ""
 
     @property
-    def wire_bytes(self) -> Fraction:
+    def wire_bytes(self) -> int:
         """What this rank sends, at the least: (g-1)/g of the buffer, twice that for an all-reduce."""
-        return Fraction(_WIRE_SHARES[self.op] * (self.ranks - 1) * self.nbytes, self.ranks)
+        return -(-_WIRE_SHARES[self.op] * (self.ranks - 1) * self.nbytes // self.ranks)
 
     def __str__(self) -> str:
         return f"{self.op}[{self.axis}] {self.label}"
@@ -44,19 +43,15 @@ class Ledger:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        self._wire_bytes: Counter[str] = Counter()
+        self.wire_bytes: Counter[str] = Counter()
+        """What this rank has sent over each axis."""
         self._watchers: list[list[Collective]] = []
 
     def append(self, record: Collective) -> None:
         self.calls[record.axis] += 1
-        self._wire_bytes[record.axis] += record.wire_bytes  # type: ignore[assignment]  # exact thirds
+        self.wire_bytes[record.axis] += record.wire_bytes
         for records in self._watchers:
             records.append(record)
-
-    @property
-    def wire_bytes(self) -> dict[str, int]:
-        """Bytes that this rank has sent over each axis."""
-        return {axis: round(total) for axis, total in self._wire_bytes.items()}
 
     @contextmanager
     def watch(self) -> Iterator[list[Collective]]:
