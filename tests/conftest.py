@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from harness import Ranks
 
 _pools: dict[int, Ranks] = {}

@@ -14,12 +14,14 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from fourfold.grid import Grid, Shape
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "fourfold"])
+# torch._dynamo: what the first optimizer step would import on every rank, for seconds
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "fourfold"])
 
 
 class RankFailed(Exception):
@@ -127,4 +129,12 @@ def grid_of(shape: Shape) -> Grid:
         for grid in _last:
             grid.close()
         _last[:] = [Grid(**shape.sizes, order=shape.order, device="cpu")]
+        _calm_gloo()
     return _last[0]
+
+
+def _calm_gloo() -> None:
+    """gloo's socket threads spin for a while after each message; let them yield to the ranks."""
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().strip() == "gloo_tcp_loop":
+            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)

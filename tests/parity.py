@@ -13,17 +13,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import plain
 import torch
-from harness import grid_of
 from torch import Tensor
 from torch.nn import functional
 
 import fourfold as ff
+import plain
 from fourfold.gradients import local_of
 from fourfold.grid import Shape, shapes_of
 from fourfold.layout import Policy
 from fourfold.ledger import Collective
+from harness import grid_of
 
 STEPS = 5
 MAX_NORM = 0.5
@@ -68,10 +68,11 @@ class Case:
         return ff.models.config(
             "llama-tiny" if options.llama else "gpt-tiny",
             layers=2 if options.two_layers else 1,
+            hidden=24,
             head_dim=8,
             # 3 heads for 24: x or y of 2, 4, 6, 8 cut through them or leave ranks without one of their own
             kv_heads=3 if options.few_kv_heads else 24,
-            mlp_hidden=48,
+            mlp_hidden=24,
             bias=options.bias,
             tied=options.tied,
             qk_norm=options.qk_norm,
@@ -86,7 +87,7 @@ class Case:
             activations=self.activations,
             keep_gathered=options.keep_gathered,
             keep_weights=options.keep_weights,
-            bucket_bytes=20_000,  # several buckets even here
+            bucket_bytes=10_000,  # several buckets even here
         )
 
     @property
@@ -107,7 +108,9 @@ class Case:
         targets = torch.randint(self.config.vocab, whole, generator=generator)
         if self.options.masked:
             # row r keeps about 1 in r + 1 of its targets, so places and micro-steps count differently
-            keep = torch.rand(whole, generator=generator) < 1 / torch.arange(1.0, whole[0] * whole[1] + 1).view(*whole[:2], 1)
+            keep = torch.rand(whole, generator=generator) < 1 / torch.arange(1.0, whole[0] * whole[1] + 1).view(
+                *whole[:2], 1
+            )
             keep[0, 0, 0] = True
             targets = targets.masked_fill(~keep, -100)
         return tokens, targets
@@ -127,7 +130,9 @@ def on_one_process(case: Case) -> dict[str, Any]:
             a.retain_grad()
             streams.append(a)
             logits = model.logits(a)
-            loss = loss + functional.cross_entropy(logits.flatten(0, 1), micro_targets.flatten(), reduction="sum") / count
+            loss = (
+                loss + functional.cross_entropy(logits.flatten(0, 1), micro_targets.flatten(), reduction="sum") / count
+            )
         loss.backward()
         if step == 0:
             found["logits"] = logits.detach()
@@ -195,9 +200,7 @@ class LocalAdamW:
 
 
 def backward(model: ff.models.Transformer, case: Case, step: int) -> float:
-    tokens, targets = (
-        torch.stack([ff.local_rows(rows, model.grid) for rows in whole]) for whole in case.batch(step)
-    )
+    tokens, targets = (torch.stack([ff.local_rows(rows, model.grid) for rows in whole]) for whole in case.batch(step))
     if case.micro_steps == 1:
         loss = model(tokens[0], targets[0])
         loss.backward()

@@ -51,7 +51,11 @@ class Attention(nn.Module):
         if self.config.positions == "rope":
             q, k = self._rotate(q), self._rotate(k)
         group = self.config.heads // self.config.kv_heads
-        q, k, v = q.transpose(1, 2), k.repeat_interleave(group, 2).transpose(1, 2), v.repeat_interleave(group, 2).transpose(1, 2)
+        q, k, v = (
+            q.transpose(1, 2),
+            k.repeat_interleave(group, 2).transpose(1, 2),
+            v.repeat_interleave(group, 2).transpose(1, 2),
+        )
         scores = q @ k.transpose(2, 3) / self.config.head_dim**0.5
         scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), float("-inf"))
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, seq, -1))

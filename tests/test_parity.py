@@ -6,9 +6,9 @@ import itertools
 from collections import Counter
 
 import pytest
-from parity import NAMES, Case, errors, on_one_process, on_ranks, predicted, rotating_cases
 
 from fourfold.ledger import Collective
+from parity import NAMES, Case, errors, on_one_process, on_ranks, predicted, rotating_cases
 
 
 @pytest.mark.parametrize("case", rotating_cases(), ids=str)

@@ -1,6 +1,7 @@
 """Fourfold trains neural networks on a four-dimensional grid of devices."""
 
 from fourfold import models, nn
+from fourfold.compare import compare_serial
 from fourfold.data.rows import local_rows
 from fourfold.gradients import accumulate, clip_grad_norm_, grad_norm
 from fourfold.grid import Grid, Shape
@@ -13,6 +14,7 @@ __all__ = [
     "Shape",
     "accumulate",
     "clip_grad_norm_",
+    "compare_serial",
     "count_targets",
     "global_mean",
     "grad_norm",

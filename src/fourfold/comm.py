@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.grid import Grid
+from fourfold.layout import Spec, Storage
 from fourfold.ledger import Collective, Op
 
 # torch 2.13 renamed the two; torch 2.11 has only the old names, which 2.13 warns about.
@@ -173,6 +175,33 @@ def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, lab
     return Pending(unpack, record)
 
 
+def join_shards(shard: Tensor, spec: Spec, grid: Grid) -> Tensor:
+    """The whole tensor on every rank, from shards that may be uneven, the innermost cut first.
+
+    For comparing and inspecting; it is not part of a training step and leaves no record.
+    """
+    for cut in range(len(spec.storage.cuts) - 1, -1, -1):
+        axis, dim = spec.storage.cuts[cut]
+        if grid.size(axis) == 1:
+            continue
+        outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
+        longest = -(-len(outer[dim]) // grid.size(axis))
+        padding = [0, 0] * (shard.dim() - 1 - dim) + [0, longest - shard.shape[dim]]
+        padded = torch.nn.functional.pad(shard, padding)
+        parts = padded.new_empty((grid.size(axis), *padded.shape))
+        shard = _join(_launch_all_gather(parts, padded, grid.group(axis))(), dim).narrow(dim, 0, len(outer[dim]))
+    return shard
+
+
+def from_first(tensor: Tensor, grid: Grid) -> Tensor:
+    """The tensor of rank 0, on every rank. Not part of a training step; leaves no record."""
+    if grid.shape.world == 1:
+        return tensor
+    mine = tensor.clone() if grid.rank == 0 else torch.zeros_like(tensor)
+    dist.all_reduce(mine)
+    return mine
+
+
 # How, by backend. NCCL chooses its algorithms itself. gloo always takes a ring or a halving tree, many hops
 # one after another, and its reduce-scatter moves twice the minimum. A small message wants a single round
 # instead: everyone sends to everyone, and sums are local. A large reduce-scatter goes around a ring of our
@@ -189,7 +218,7 @@ def _launch_all_gather(joined: Tensor, shard: Tensor, group: dist.ProcessGroup) 
         work = dist.all_to_all_single(joined, shard.expand_as(joined).contiguous(), group=group, async_op=True)
     else:
         work = _all_gather_single(joined.view(-1), shard.reshape(-1), group=group, async_op=True)
-    return lambda: (work.wait(), joined)[1]
+    return lambda: (_wait(work), joined)[1]
 
 
 def _launch_all_reduce(total: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -198,7 +227,7 @@ def _launch_all_reduce(total: Tensor, group: dist.ProcessGroup) -> Callable[[], 
         finish = _launch_all_gather(total.new_empty((group.size(), *total.shape)), total, group)
         return lambda: torch.sum(finish(), dim=0, out=total)
     work = dist.all_reduce(total, group=group, async_op=True)
-    return lambda: (work.wait(), total)[1]
+    return lambda: (_wait(work), total)[1]
 
 
 def _launch_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -207,11 +236,11 @@ def _launch_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Callable[
     if parts.is_cuda:
         mine = torch.empty_like(parts[0])
         work = _reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=True)
-        return lambda: (work.wait(), mine)[1]
+        return lambda: (_wait(work), mine)[1]
     if _one_round(parts.nbytes, parts):
         arrived = torch.empty_like(parts)
         work = dist.all_to_all_single(arrived, parts, group=group, async_op=True)
-        return lambda: (work.wait(), arrived.sum(0))[1]
+        return lambda: (_wait(work), arrived.sum(0))[1]
     return _Ring(parts, group).finish
 
 
@@ -226,22 +255,40 @@ class _Ring:
         self.ranks, self.me = group.size(), group.rank()
         self.hop = self._pass_on(parts[self.me - 1])
 
-    def _pass_on(self, partial: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, dist.Work | None]:
+    def _pass_on(self, partial: Tensor) -> _Hop:
         arriving = torch.empty_like(partial)
         sent = dist.isend(partial, group=self.group, group_dst=(self.me + 1) % self.ranks)
         received = dist.irecv(arriving, group=self.group, group_src=(self.me - 1) % self.ranks)
-        return arriving, partial, sent, received  # `partial` must live until it is sent
+        return _Hop(partial, arriving, sent, received)
 
     def finish(self) -> Tensor:
         for step in range(2, self.ranks + 1):
-            arriving, _, sent, received = self.hop
-            if received is not None and sent is not None:
-                received.wait()
-                sent.wait()
-            arriving += self.parts[(self.me - step) % self.ranks]
-            if step < self.ranks:
-                self.hop = self._pass_on(arriving)
-        return arriving
+            partial = self.hop.wait().add_(self.parts[(self.me - step) % self.ranks])
+            if step == self.ranks:
+                return partial
+            self.hop = self._pass_on(partial)
+        raise ValueError("a ring needs at least two ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """One message to the right and one from the left. What is sent must live until it has left."""
+
+    leaving: Tensor
+    arriving: Tensor
+    sent: dist.Work | None
+    received: dist.Work | None
+
+    def wait(self) -> Tensor:
+        _wait(self.received)
+        _wait(self.sent)
+        return self.arriving
+
+
+def _wait(work: dist.Work | None) -> None:
+    """torch types its functions as if they gave no work to a rank outside of the group."""
+    if work is not None:
+        work.wait()
 
 
 def _open(

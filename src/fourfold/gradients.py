@@ -41,9 +41,7 @@ class Bucket:
         return f"gradients {span}"
 
 
-def fill_buckets(
-    gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int
-) -> list[Bucket]:
+def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int) -> list[Bucket]:
     """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
 
     Gradients of one dtype that owe the same share one, last ones first, as backward makes them; a bucket is closed when
@@ -114,18 +112,18 @@ class Gradients:
         """Pay what the bucket owes. A parameter that took no part counts as zero and stays as it is, so that
         every rank sends the same message whatever it used."""
         parameters = [self.parameters[name][0] for name in bucket.names]
-        took_part = [parameter.grad is not None and is_owed(parameter.grad) for parameter in parameters]
+        own = [None if p.grad is None or not is_owed(p.grad) else local_of(p.grad) for p in parameters]
         sums = [
-            local_of(parameter.grad) if took else torch.zeros_like(local_of(parameter))
-            for parameter, took in zip(parameters, took_part, strict=True)
+            torch.zeros_like(local_of(parameter)) if gradient is None else gradient
+            for parameter, gradient in zip(parameters, own, strict=True)
         ]
         for axis in bucket.owes:
             comm.all_reduce_together(sums, self.grid, axis, label=bucket.label).wait()
-        for parameter, took, total in zip(parameters, took_part, sums, strict=True):
-            if took:
+        for parameter, gradient in zip(parameters, own, strict=True):
+            if gradient is not None:
                 if (earlier := self._complete.pop(parameter, None)) is not None:
-                    total.add_(earlier)
-                parameter.grad = like_parameter(total, parameter)
+                    gradient.add_(earlier)
+                parameter.grad = like_parameter(gradient, parameter)
 
 
 @contextmanager
@@ -157,23 +155,18 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients together, equal on every rank and to that of one process."""
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    if not with_grad:
+    gradients = _complete_gradients(parameters)
+    if not gradients:
         return torch.zeros(())
-    grid = Grid.of(with_grad[0])
-    if any(is_owed(parameter.grad) for parameter in with_grad):
-        raise RuntimeError(
-            "gradients are still owed a sum over other ranks: the last backward() ran inside ff.accumulate; "
-            "run the last micro-step's backward() outside of it"
-        )
-    squares = torch.zeros((), dtype=torch.float64, device=local_of(with_grad[0]).device)
+    grid = Grid.of(gradients[0][0])
     norms = [
-        torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.promote_types(parameter.dtype, torch.float32))
-        for parameter in with_grad
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).double()
+        for parameter, gradient in gradients
         if _counts_here(parameter, grid)
     ]
+    squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
     if norms:
-        squares += torch.stack([norm.double() for norm in norms]).square().sum()
+        squares += torch.stack(norms).square().sum()
     for axis in AXES:
         if axis != REPLICA:
             squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
@@ -185,13 +178,23 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
     Like torch's function of the same name, for parameters on a grid.
     """
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = grad_norm(with_grad)
+    parameters = list(parameters)
+    norm = grad_norm(parameters)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in with_grad:
-        local = local_of(parameter.grad)
-        local.mul_(scale.to(local.dtype))
+    for _, gradient in _complete_gradients(parameters):
+        gradient.mul_(scale.to(gradient.dtype))
     return norm
+
+
+def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Parameters with this rank's shard of their gradients."""
+    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if any(is_owed(gradient) for _, gradient in found):
+        raise RuntimeError(
+            "gradients are still owed a sum over other ranks: the last backward() ran inside ff.accumulate; "
+            "run the last micro-step's backward() outside of it"
+        )
+    return [(parameter, local_of(gradient)) for parameter, gradient in found]
 
 
 def like_parameter(local: Tensor, parameter: nn.Parameter, owes: Sequence[str] = ()) -> DTensor:
@@ -215,5 +218,6 @@ def local_of(tensor: Tensor) -> Tensor:
 def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
     """Of the ranks that hold equal copies, the first counts."""
     placements = zip(AXES, parameter.placements, strict=True)  # type: ignore[arg-type]
-    return all(isinstance(placement, Shard) or axis == REPLICA or grid.coords[axis] == 0 for axis, placement in placements)
-
+    return all(
+        isinstance(placement, Shard) or axis == REPLICA or grid.coords[axis] == 0 for axis, placement in placements
+    )

@@ -49,9 +49,7 @@ class Shape:
                 raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
         object.__setattr__(self, "order", tuple(self.order))
         if sorted(self.order) != sorted(AXES):
-            raise ValueError(
-                f"order={self.order!r} must name each axis once, fastest-varying first, such as {AXES!r}"
-            )
+            raise ValueError(f"order={self.order!r} must name each axis once, fastest-varying first, such as {AXES!r}")
 
     def __str__(self) -> str:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
@@ -125,9 +123,12 @@ class Grid:
         timeout: timedelta | None = None,
     ) -> None:
         _join(device, timeout)
-        shape, fault = _checked_shape(x, y, z, data, order)
-        _agree("the grid", fault or str(shape), fault)
-        self._place(shape, dist.get_rank(), device)
+        shape = _checked_shape(x, y, z, data, order)
+        if isinstance(shape, Shape):
+            _agree("the grid", str(shape))
+            self._place(shape, dist.get_rank(), device)
+        else:
+            _agree("the grid", shape.args[0], fault=shape)
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> Grid:
@@ -196,20 +197,20 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> tuple[Shape | None, str]:
-    """The shape, or the reason why it is none: all ranks hear of a fault before any of them raises."""
+def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> Shape | ValueError:
+    """The shape, or why it is none: all ranks hear of a fault before any of them raises."""
     try:
         shape = Shape(x, y, z, data, order=tuple(order))
     except ValueError as error:
-        return None, str(error)
+        return error
     world = dist.get_world_size()
     if shape.world != world:
         product = "*".join(str(size) for size in shape.sizes.values())
-        return None, (
+        return ValueError(
             f"Grid({shape}): x*y*z*data = {product} = {shape.world}, but this job has {world} ranks; "
             f"start {shape.world} ranks or choose sizes whose product is {world}"
         )
-    return shape, ""
+    return shape
 
 
 def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
@@ -252,32 +253,34 @@ def first_node(nodelist: str) -> str:
     return "".join(part or "" for part in found.groups())
 
 
-def _agree(what: str, text: str, fault: str = "") -> None:
-    """Raise one and the same ValueError on every rank unless all of them hold the same text and no fault.
+def _agree(what: str, text: str, fault: ValueError | None = None) -> None:
+    """Raise the same ValueError on every rank unless all of them hold the same text and no fault.
 
     Goes through the job's key-value store: rank 0 reads what everyone wrote and writes the verdict. No
     process group beyond the default one need exist, so a rank whose grid differs is named, not waited for.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":
-        if fault:
-            raise ValueError(fault)
+        if fault is not None:
+            raise fault
         return
     store = dist.distributed_c10d._get_default_store()
     key = f"fourfold/agree/{store.add(f'fourfold/agree/count/{rank}', 1)}"
     store.set(f"{key}/{rank}", text)
     if rank == 0:
         texts = [found.decode() for found in store.multi_get([f"{key}/{r}" for r in range(world)])]
-        store.set(f"{key}/verdict", _verdict(what, texts, fault))
+        store.set(f"{key}/verdict", _verdict(what, texts))
     verdict = store.get(f"{key}/verdict").decode()
     if verdict:
         raise ValueError(verdict)
+    if fault is not None:
+        raise fault
 
 
-def _verdict(what: str, texts: Sequence[str], fault: str) -> str:
+def _verdict(what: str, texts: Sequence[str]) -> str:
     others = [rank for rank, text in enumerate(texts) if text != texts[0]]
     if not others:
-        return fault
+        return ""
     ranks = ", ".join(str(rank) for rank in others[:8]) + (" ..." if len(others) > 8 else "")
     return (
         f"ranks disagree on {what}: rank 0 has {texts[0]!r}, rank {others[0]} has {texts[others[0]]!r} "

@@ -102,9 +102,7 @@ class Storage:
         dims = dict(self.cuts)
         return [Shard(dims[axis]) if axis in dims else Replicate() for axis in AXES]
 
-    def box(
-        self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]
-    ) -> tuple[range, ...]:
+    def box(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> tuple[range, ...]:
         """The index range of each dim that the rank at `coords` holds."""
         held = [range(length) for length in shape]
         for axis, dim in self.cuts:

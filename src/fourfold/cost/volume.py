@@ -8,7 +8,7 @@ that this list equals the ledger of a real run, byte for byte, on every grid. No
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -18,6 +18,8 @@ from fourfold.grid import Shape
 from fourfold.layout import Policy, chunk
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import Config
+
+Owed = tuple[str, tuple[str, ...], int]
 
 STATISTIC_NBYTES = 8
 """Sums of losses, counts and squared norms are fp64."""
@@ -74,7 +76,9 @@ class Volume:
         columns = ceil(self.config.vocab / self.shape.x)
         return ceil(columns / self.shape.y) * self.shape.y if self.sharded else columns
 
-    def message(self, op: Op, axis: str, elements: int, label: str, itemsize: int | None = None) -> Iterator[Collective]:
+    def message(
+        self, op: Op, axis: str, elements: int, label: str, itemsize: int | None = None
+    ) -> Iterator[Collective]:
         nbytes = elements * (self.dtype.itemsize if itemsize is None else itemsize)
         if self.shape.sizes[axis] > 1 and nbytes:
             yield Collective(op, axis, nbytes, self.shape.sizes[axis], label)
@@ -147,7 +151,9 @@ class Volume:
         yield from self.message("all_reduce", "y", (2 if layer else 1) * self.m_rest, label, self.wide)
         yield from self.weights("reduce_scatter", [], vectors, label)
 
-    def expand(self, widths: list[int], label: str, *, bias: bool, spread: list[int] | None = None) -> Iterator[Collective]:
+    def expand(
+        self, widths: list[int], label: str, *, bias: bool, spread: list[int] | None = None
+    ) -> Iterator[Collective]:
         """Layers that read one tensor. `widths` are columns of the product, `spread` those that are spread."""
         matrices = [(width, self.k) for width in widths]
         y = self.shape.coords(self.rank)["y"]
@@ -249,50 +255,58 @@ class Volume:
             for axis in bucket.owes:
                 yield from self.message("all_reduce", axis, bucket.nbytes, bucket.label, 1)
 
-    def owed(self) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    @property
+    def owed_at_rest(self) -> tuple[str, ...]:
+        return ("x", "data") if self.sharded else ("data",)
+
+    def owed(self) -> Iterator[Owed]:
         """Every parameter: its name, the axes that owe it an all-reduce, the bytes of its shard."""
+        table = self.shard(self.config.vocab, "x", "z") * self.k
+        yield "embedding.weight", ("data",), table
+        if self.config.positions == "learned":
+            yield "positions.weight", self.owed_at_rest, self.shard(self.config.seq, "z") * self.k
+        for index in range(self.config.layers):
+            yield from self.owed_by_norm(f"layers.{index}.attention_norm")
+            yield from self.owed_by_attention(f"layers.{index}.attention")
+            yield from self.owed_by_norm(f"layers.{index}.mlp_norm")
+            yield from self.owed_by_mlp(f"layers.{index}.mlp")
+        yield from self.owed_by_norm("norm")
+        if not self.config.tied:
+            yield "head.weight", ("data",), table
+
+    def owed_by_attention(self, prefix: str) -> Iterator[Owed]:
         config = self.config
-        replicas = ("data",)
-        at_rest = ("x", "data") if self.sharded else replicas
-        by_head = ("x", "y", "data") if self.sharded else ("x", "data")
-        features = self.shard(config.hidden, "y", "z")
-
-        def norm(prefix: str) -> Iterator[tuple[str, tuple[str, ...], int]]:
-            yield f"{prefix}.weight", at_rest, features
-            if config.norm == "layer" and config.bias:
-                yield f"{prefix}.bias", at_rest, features
-
-        def linear(prefix: str, out: int, into: int, cut: str, other: str) -> Iterator[tuple[str, tuple[str, ...], int]]:
-            """w[out, into] with out cut over `cut` and z, into over `other`."""
-            yield f"{prefix}.weight", replicas, self.shard(out, cut, "z") * (into // self.shape.sizes[other])
-            if config.bias:
-                bias = self.shard(out, "x", "y", "z") if cut == "x" else features
-                yield f"{prefix}.bias", replicas, bias
-
-        table = self.shard(config.vocab, "x", "z") * self.k
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        yield "embedding.weight", replicas, table
-        if config.positions == "learned":
-            yield "positions.weight", at_rest, self.shard(config.seq, "z") * self.k
-        for index in range(config.layers):
-            prefix = f"layers.{index}"
-            yield from norm(f"{prefix}.attention_norm")
-            for name, out in (("q", q), ("k", kv), ("v", kv)):
-                yield from linear(f"{prefix}.attention.{name}", out, config.hidden, "x", "y")
-            yield from linear(f"{prefix}.attention.out", config.hidden, q, "y", "x")
-            if config.qk_norm:
-                for name in ("q_norm", "k_norm"):
-                    yield f"{prefix}.attention.{name}.weight", by_head, self.shard(config.head_dim, "z")
-            yield from norm(f"{prefix}.mlp_norm")
-            for name in ("gate", "up") if config.mlp == "swiglu" else ("up",):
-                yield from linear(f"{prefix}.mlp.{name}", config.mlp_hidden, config.hidden, "x", "y")
-            yield from linear(f"{prefix}.mlp.down", config.hidden, config.mlp_hidden, "y", "x")
-        yield from norm("norm")
-        if not config.tied:
-            yield "head.weight", replicas, table
+        for name, out in (("q", q), ("k", kv), ("v", kv)):
+            yield from self.owed_by_expand(f"{prefix}.{name}", out)
+        yield from self.owed_by_contract(f"{prefix}.out", q)
+        if config.qk_norm:
+            by_head = ("x", "y", "data") if self.sharded else ("x", "data")
+            for name in ("q_norm", "k_norm"):
+                yield f"{prefix}.{name}.weight", by_head, self.shard(config.head_dim, "z")
+
+    def owed_by_mlp(self, prefix: str) -> Iterator[Owed]:
+        for name in ("gate", "up") if self.config.mlp == "swiglu" else ("up",):
+            yield from self.owed_by_expand(f"{prefix}.{name}", self.config.mlp_hidden)
+        yield from self.owed_by_contract(f"{prefix}.down", self.config.mlp_hidden)
+
+    def owed_by_norm(self, prefix: str) -> Iterator[Owed]:
+        yield f"{prefix}.weight", self.owed_at_rest, self.shard(self.config.hidden, "y", "z")
+        if self.config.norm == "layer" and self.config.bias:
+            yield f"{prefix}.bias", self.owed_at_rest, self.shard(self.config.hidden, "y", "z")
+
+    def owed_by_expand(self, prefix: str, n: int) -> Iterator[Owed]:
+        yield f"{prefix}.weight", ("data",), self.shard(n, "x", "z") * self.k
+        if self.config.bias:
+            yield f"{prefix}.bias", ("data",), self.shard(n, "x", "y", "z")
+
+    def owed_by_contract(self, prefix: str, n: int) -> Iterator[Owed]:
+        yield f"{prefix}.weight", ("data",), self.shard(self.config.hidden, "y", "z") * (n // self.shape.x)
+        if self.config.bias:
+            yield f"{prefix}.bias", ("data",), self.shard(self.config.hidden, "y", "z")
 
     def shard(self, length: int, *axes: str) -> int:
-        """Length of this rank's part, cut over the axes one after another, times the itemsize."""
+        """Bytes of this rank's part of a length that is cut over the axes one after another."""
         coords = self.shape.coords(self.rank)
         for axis in axes:
             length = len(chunk(length, self.shape.sizes[axis], coords[axis]))
@@ -314,6 +328,3 @@ class Volume:
         if clip:
             records += self.clip()
         return records
-
-    def on(self, rank: int) -> Volume:
-        return replace(self, rank=rank)

@@ -97,7 +97,9 @@ class Transformer(Layer):
             self.clock.advance()
         batch = Batch(*tokens.shape)
         a = self.hidden(tokens)
-        rope = rope_tables(batch.seq, self.config.head_dim, self.config.rope_theta, a) if self.positions is None else None
+        rope = (
+            rope_tables(batch.seq, self.config.head_dim, self.config.rope_theta, a) if self.positions is None else None
+        )
         for layer in self.layers:
             a = layer(a, batch, rope)
         logits = self.head(self.norm(a), batch.tokens)

@@ -133,7 +133,8 @@ class Attention(Layer):
         k, v = share(kv, site, widths, over_x=held.over_x).chunk(2, dim=1)
         group = self.heads // self.kv_heads
         wanted = Counter(query // group - held.keys.start for query in held.queries)
-        return self._by_head(q, batch), *(select_heads(self._by_head(part, batch), wanted) for part in (k, v))
+        k, v = (select_heads(self._by_head(part, batch), wanted) for part in (k, v))
+        return self._by_head(q, batch), k, v
 
     def _by_head(self, a: Tensor, batch: Batch) -> Tensor:
         return a.reshape(batch.rows, batch.seq, -1, self.head_dim)

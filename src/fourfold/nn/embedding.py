@@ -54,10 +54,11 @@ class Embedding(Layer):
     def __init__(self, grid: Grid, policy: Policy, vocab: int, features: int, *, init: Init = Init(std=0.02)) -> None:
         super().__init__(grid, policy)
         require_divisible(self, "features", features, y=grid.size("y"))
+        self.vocab = vocab
         self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
 
     def forward(self, ids: Tensor) -> Tensor:
-        first = chunk(self.weight.shape[0], self.grid.size("x"), self.grid.coords["x"]).start
+        first = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"]).start
         found = Lookup.apply(self.unit("weight"), ids.flatten(), first, self.weight)
         return leave(found, self.site(ids.numel()))
 
@@ -82,7 +83,9 @@ class Head(Expand):
     padded until y divides it. Only the first `valid` columns of a rank are logits.
     """
 
-    def __init__(self, grid: Grid, policy: Policy, features: int, vocab: int, *, tied_to: Embedding | None = None) -> None:
+    def __init__(
+        self, grid: Grid, policy: Policy, features: int, vocab: int, *, tied_to: Embedding | None = None
+    ) -> None:
         Layer.__init__(self, grid, policy)
         self.vocab = vocab
         self.tied_to = (tied_to,)  # in a tuple, so that torch does not register the embedding here again

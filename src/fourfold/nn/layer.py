@@ -70,19 +70,27 @@ def assemble(
     for prefix, layer in layers:
         layer.label = prefix or layer.label
         layer.clock = clock
-        for name, spec in layer.specs.items():
-            full_name = f"{prefix}.{name}" if prefix else name
-            parameter = _make(spec, grid, seed, full_name, dtype, device)
-            setattr(layer, name, parameter)
-            parameters[full_name] = (parameter, spec)
+    for name, spec in specs_of(model).items():
+        owner, _, own_name = name.rpartition(".")
+        parameter = _make(spec, grid, seed, name, dtype, device)
+        setattr(model.get_submodule(owner), own_name, parameter)
+        parameters[name] = (parameter, spec)
     gradients = Gradients(grid, parameters, policy.bucket_bytes)
     for _, layer in layers:
         layer.gradients = gradients
 
 
-def _make(
-    spec: Spec, grid: Grid, seed: int, name: str, dtype: torch.dtype, device: torch.device
-) -> nn.Parameter:
+def specs_of(model: nn.Module) -> dict[str, Spec]:
+    """The spec of every parameter, by its name in the model."""
+    return {
+        f"{prefix}.{name}" if prefix else name: spec
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, Layer)
+        for name, spec in layer.specs.items()
+    }
+
+
+def _make(spec: Spec, grid: Grid, seed: int, name: str, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     box = spec.storage.box(spec.shape, grid.shape.sizes, grid.coords)
     local = torch.empty([len(part) for part in box], dtype=dtype, device=device)
     if not local.is_meta:

@@ -1,0 +1,32 @@
+# Two commands on a fresh machine with git, make and Python with pip: make demo, make test.
+PYTHON ?= python3
+BIN := .venv/bin
+GRID ?= x=2,z=2
+RANKS ?= 4
+
+.PHONY: demo test soak lint types clean
+
+demo: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/demo.py --grid $(GRID)
+
+test: lint types
+	$(BIN)/python -m pytest
+
+# every grid with every combination of options; hours. SOAK_SECONDS=N stops after that long and says how far it came
+soak: .venv/installed
+	$(BIN)/python tests/soak.py
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+
+types: .venv/installed
+	$(BIN)/pyrefly check --summary none
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,149 @@
+"""A model on the grid beside the same model on one process: is a difference a bug or rounding?
+
+Both start from the same seed and read the same batches. After every step the loss, the gradient norm, all
+gradients and all parameters are compared, tensor by tensor. The first rank runs the serial model while the
+others wait, so the model must fit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fourfold import comm
+from fourfold.data.rows import local_rows
+from fourfold.gradients import clip_grad_norm_, grad_norm, local_of
+from fourfold.grid import Grid
+from fourfold.nn.layer import specs_of
+
+
+class Stepper(Protocol):
+    """What an optimizer must do."""
+
+    def step(self) -> object: ...
+    def zero_grad(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference of one tensor after one step. `scale` is the largest value of its kind."""
+
+    step: int
+    kind: str
+    name: str
+    largest: float
+    scale: float
+
+    @property
+    def relative(self) -> float:
+        return self.largest / self.scale if self.scale else self.largest
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All differences; the same on every rank."""
+
+    grid: str
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def worst(self) -> Difference:
+        return max(self.differences, key=lambda difference: difference.relative)
+
+    def __str__(self) -> str:
+        """A line per tensor with its worst step, worst tensor first."""
+        worst: dict[tuple[str, str], Difference] = {}
+        for found in self.differences:
+            before = worst.get((found.kind, found.name))
+            if before is None or found.relative > before.relative:
+                worst[found.kind, found.name] = found
+        lines = [f"{self.grid} beside one process: largest difference of each tensor"]
+        lines.append(f"{'relative':>10} {'absolute':>10} {'step':>5}  tensor")
+        for found in sorted(worst.values(), key=lambda difference: -difference.relative):
+            lines.append(f"{found.relative:>10.1e} {found.largest:>10.1e} {found.step:>5}  {found.kind} {found.name}")
+        return "\n".join(lines)
+
+
+def compare_serial(
+    build: Callable[[Grid], nn.Module],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    grid: Grid,
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], Stepper] | None = None,
+    max_norm: float | None = None,
+) -> Comparison:
+    """Train on the grid and on one process, one step per batch, and compare.
+
+    `build(grid)` makes the model, the same for any grid. Every rank gives the same whole batches of
+    (tokens, targets). The default optimizer is torch's AdamW.
+    """
+    make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True))
+    sides = [_Side(build, grid, make_optimizer)]
+    if grid.rank == 0:
+        sides.append(_Side(build, Grid.alone(grid.device), make_optimizer))
+    found = Comparison(str(grid))
+    for step, (tokens, targets) in enumerate(batches):
+        values = [side.backward(tokens, targets, max_norm) for side in sides]
+        for kind in ("loss", "gradient norm"):
+            found.differences += _compare_values(step, kind, [value[kind] for value in values], grid)
+        found.differences += _compare_tensors(step, "gradient", sides, grid)
+        for side in sides:
+            side.optimizer.step()
+            side.optimizer.zero_grad()
+        found.differences += _compare_tensors(step, "parameter", sides, grid)
+    return found
+
+
+class _Side:
+    """The grid's side, or on the first rank the serial one."""
+
+    def __init__(
+        self,
+        build: Callable[[Grid], nn.Module],
+        grid: Grid,
+        optimizer: Callable[[Iterable[nn.Parameter]], Stepper],
+    ) -> None:
+        self.grid = grid
+        self.model = build(grid)
+        self.optimizer = optimizer(self.model.parameters())
+
+    def backward(self, tokens: Tensor, targets: Tensor, max_norm: float | None) -> dict[str, Tensor]:
+        rows = (local_rows(whole, self.grid).to(self.grid.device) for whole in (tokens, targets))
+        loss = self.model(*rows)
+        loss.backward()
+        parameters = list(self.model.parameters())
+        norm = grad_norm(parameters) if max_norm is None else clip_grad_norm_(parameters, max_norm)
+        return {"loss": loss.detach().double(), "gradient norm": norm}
+
+    def whole(self, kind: str) -> Iterable[tuple[str, Tensor]]:
+        """Every tensor of the kind, joined from its shards one at a time."""
+        specs = specs_of(self.model)
+        for name, parameter in self.model.named_parameters():
+            tensor = parameter.grad if kind == "gradient" else parameter
+            if tensor is not None:
+                yield name, comm.join_shards(local_of(tensor).detach(), specs[name], self.grid)
+
+
+def _compare_values(step: int, kind: str, values: Sequence[Tensor], grid: Grid) -> list[Difference]:
+    """Rank 0 has two values, its own and the serial one."""
+    pair = torch.zeros(2, dtype=torch.float64, device=grid.device)
+    if len(values) == 2:
+        pair = torch.stack([(values[0] - values[1]).abs(), values[1].abs()])
+    largest, scale = comm.from_first(pair, grid).tolist()
+    return [Difference(step, kind, "", largest, scale)]
+
+
+def _compare_tensors(step: int, kind: str, sides: Sequence[_Side], grid: Grid) -> list[Difference]:
+    serial = dict(sides[1].whole(kind)) if len(sides) == 2 else {}
+    names: list[str] = []
+    largest: list[Tensor] = []
+    for name, tensor in sides[0].whole(kind):
+        names.append(name)
+        largest.append((tensor - serial[name]).abs().max().double() if serial else tensor.new_zeros(()).double())
+    scale = torch.stack([tensor.abs().max() for tensor in serial.values()]).max() if serial else torch.zeros(())
+    values = comm.from_first(torch.stack([*largest, scale.double().to(grid.device)]), grid).tolist()
+    return [Difference(step, kind, name, value, values[-1]) for name, value in zip(names, values, strict=False)]
