@@ -1,4 +1,7 @@
-"""Ranks on one CPU: gloo processes from a forkserver with torch preloaded, kept alive between tests.
+"""Ranks on one machine: processes from a forkserver with torch preloaded, kept alive between tests.
+
+On the CPU they talk through gloo. With FOURFOLD_TEST_DEVICE=cuda all of them share the first GPU and talk
+through NCCL over loopback, each as if it were a host of its own.
 
 `Ranks(n).run(job, *args)` runs `job(*args)` on every rank and returns the results in rank order. A job is
 a module-level function. If a rank fails, or all of them take too long, the pool is ended (the other ranks
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.grid import Grid, Shape
+
+DEVICE = os.environ.get("FOURFOLD_TEST_DEVICE", "cpu")
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: what the first optimizer step would import on every rank, for seconds
@@ -104,11 +109,13 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_HOSTID"], os.environ["NCCL_IB_DISABLE"] = f"rank-{rank}", "1"
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank * len(cores) // world]})  # wake-ups across cores cost most of a message
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
     while True:
         try:
             job, args = pipe.recv()
@@ -128,7 +135,7 @@ def grid_of(shape: Shape) -> Grid:
     if not _last or _last[0].shape != shape:
         for grid in _last:
             grid.close()
-        _last[:] = [Grid(**shape.sizes, order=shape.order, device="cpu")]
+        _last[:] = [Grid(**shape.sizes, order=shape.order, device=DEVICE)]
         _calm_gloo()
     return _last[0]
 

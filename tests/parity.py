@@ -158,7 +158,7 @@ def on_ranks(case: Case) -> dict[str, Any]:
 
     def keep_logits(head: Any, _: Any, logits: Tensor) -> None:
         ids = head.columns(logits)
-        found["logits"] = ids, logits[:, : len(ids)].detach().numpy().copy()
+        found["logits"] = ids, logits[:, : len(ids)].detach().cpu().numpy().copy()
 
     model.layers[0].register_forward_pre_hook(keep_stream)
     hook = model.head.register_forward_hook(keep_logits)
@@ -168,7 +168,7 @@ def on_ranks(case: Case) -> dict[str, Any]:
             loss = backward(model, case, step)
             if step == 0:
                 hook.remove()
-                found["stream"] = streams[0].grad.numpy().copy()
+                found["stream"] = streams[0].grad.cpu().numpy().copy()
                 found["gradients"] = {name: shard_of(p.grad) for name, p in model.named_parameters()}
             norm = ff.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
@@ -218,7 +218,7 @@ def backward(model: ff.models.Transformer, case: Case, step: int) -> float:
 
 
 def shard_of(tensor: Tensor) -> Any:
-    return local_of(tensor).detach().numpy().copy()
+    return local_of(tensor).detach().cpu().numpy().copy()
 
 
 def errors(case: Case, one: dict[str, Any], ranks: list[dict[str, Any]]) -> dict[str, float]:

@@ -184,6 +184,9 @@ class Grid:
     def close(self) -> None:
         """Give back the process groups of this grid. The process group that it joined stays."""
         if self.shape.world > 1:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # wants numpy
+
+            _clear_sharding_prop_cache()  # torch keeps meshes there and would take this one for an equal one
             for axis in AXES:
                 if self.group(axis) is not dist.group.WORLD:
                     dist.destroy_process_group(self.group(axis))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
@@ -37,7 +38,7 @@ class Layer(nn.Module):
         self.specs[name] = spec
         box = spec.storage.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
         local = torch.empty([len(part) for part in box], device="meta")
-        self.register_parameter(name, nn.Parameter(_distribute(local, spec, self.grid)))
+        self.register_parameter(name, _parameter(local, spec, self.grid))
 
     def member(self, name: str) -> Member:
         return Member(getattr(self, name), self.specs[name])
@@ -95,16 +96,16 @@ def _make(spec: Spec, grid: Grid, seed: int, name: str, dtype: torch.dtype, devi
     local = torch.empty([len(part) for part in box], dtype=dtype, device=device)
     if not local.is_meta:
         fill_(local, box, spec.shape, spec.init, seed, name)
-    return nn.Parameter(_distribute(local, spec, grid))
+    return _parameter(local, spec, grid)
 
 
-def _distribute(local: Tensor, spec: Spec, grid: Grid) -> DTensor:
-    strides = torch.empty(spec.shape, device="meta").stride()
-    return DTensor.from_local(
-        local,
-        grid.mesh,
-        spec.storage.placements(),
-        run_check=False,
-        shape=torch.Size(spec.shape),
-        stride=strides,
+def _parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
+    """This rank's shard as a parameter of the global shape, on this very grid's mesh."""
+    whole = torch.empty(spec.shape, dtype=local.dtype, device="meta")
+    lies = DTensorSpec(
+        grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
+    parameter = nn.Parameter(DTensor(local, lies, requires_grad=False))
+    # nn.Parameter detaches, and torch caches what that gives by the mesh's shape: it may be another grid's mesh
+    parameter._spec = lies  # type: ignore[attr-defined]
+    return parameter

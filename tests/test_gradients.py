@@ -1,0 +1,168 @@
+"""Gradients: complete when backward returns, summed once, accumulated, clipped, and taken by torch's optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial
+
+import fourfold as ff
+from fourfold.gradients import fill_buckets, local_of
+from fourfold.grid import Shape
+from harness import RankFailed, grid_of
+
+GRID = Shape(x=2, data=2)
+CONFIG = ff.models.config("gpt-tiny", vocab=53)
+
+
+def make(shape: Shape = GRID) -> tuple[ff.models.Transformer, torch.Tensor]:
+    grid = grid_of(shape)
+    model = ff.models.build(CONFIG, grid, dtype=torch.float64)
+    return model, ff.local_rows(torch.arange(32).view(4, 8), grid)
+
+
+def shards(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [local_of(parameter.grad).clone() for parameter in model.parameters()]
+
+
+def passes() -> dict[str, float]:
+    """Largest relative error of several ways to run backward."""
+    model, tokens = make()
+    model(tokens, tokens).backward()
+    once = shards(model)
+    errors = {}
+
+    def error(times: float) -> float:
+        largest = max(gradient.abs().max() for gradient in once)
+        pairs = zip(shards(model), once, strict=True)
+        return max((a - times * b).abs().max().item() for a, b in pairs) / largest.item()
+
+    model(tokens, tokens).backward()
+    errors["twice without zero_grad is the sum"] = error(2)
+    with ff.accumulate(model):
+        model(tokens, tokens).backward()
+    model(tokens, tokens).backward()
+    errors["accumulation on top of complete gradients"] = error(4)
+    model.zero_grad()
+    with ff.accumulate(model):
+        model(tokens, tokens).backward()
+    owed = {name for name, p in model.named_parameters() if any(isinstance(q, Partial) for q in p.grad.placements)}
+    errors["owed while accumulating"] = len(owed ^ {name for name, _ in model.named_parameters()})
+    model.zero_grad()
+    model(tokens, tokens).backward()
+    errors["zero_grad drops what was accumulated"] = error(1)
+    with ff.accumulate(model):
+        model(tokens, tokens).backward()
+    model.zero_grad(set_to_none=False)
+    model(tokens, tokens).backward()
+    errors["zeroed in place"] = error(2)  # the complete gradient of the pass before was set aside, not zeroed
+    return errors
+
+
+def test_gradients_are_summed_exactly_once(ranks) -> None:
+    for errors in ranks(4).run(passes):
+        assert {law: error for law, error in errors.items() if error > 1e-12} == {}
+
+
+def clip_too_early() -> None:
+    model, tokens = make()
+    with ff.accumulate(model):
+        model(tokens, tokens).backward()
+    ff.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_an_owed_gradient_is_refused(ranks) -> None:
+    with pytest.raises(RankFailed, match="still owed a sum") as failed:
+        ranks(4).run(clip_too_early)
+    assert len(failed.value.errors) == 4
+
+
+def freeze() -> tuple[set[str], set[str], int]:
+    model, tokens = make(Shape(z=2, data=2))
+    with model.grid.ledger.watch() as all_records:
+        model(tokens, tokens).backward()
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("layers.1.mlp."))
+    with model.grid.ledger.watch() as records:
+        model(tokens, tokens).backward()
+    reduced = {record.label for record in records if record.op == "reduce_scatter"}
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return trained, reduced, len(all_records) - len(records)
+
+
+def test_frozen_parameters_cost_no_gradient_and_no_reduction(ranks) -> None:
+    for trained, reduced, saved in ranks(4).run(freeze):
+        assert trained == {f"layers.1.mlp.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
+        assert reduced == {"layers.1.mlp.up", "layers.1.mlp.down"}
+        assert saved > 10
+
+
+def optimize() -> dict[str, float]:
+    """Torch's own optimizers and clipping on the DTensors, beside the same on the bare shards."""
+    errors = {}
+    for name, optimizer in {
+        "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+        "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    }.items():
+        grid = grid_of(Shape(z=2))
+        model = ff.models.build(replace(CONFIG, layers=1, bias=False), grid, dtype=torch.float64)
+        tokens = ff.local_rows(torch.arange(32).view(4, 8), grid)
+        bare = [torch.nn.Parameter(local_of(parameter).detach().clone()) for parameter in model.parameters()]
+        on_grid, on_bare = optimizer(model.parameters()), optimizer(bare)
+        for _ in range(2):
+            model(tokens, tokens).backward()
+            for parameter, shard in zip(model.parameters(), bare, strict=True):
+                shard.grad = local_of(parameter.grad).clone()
+            on_grid.step()
+            on_bare.step()
+            on_grid.zero_grad()
+        pairs = zip(model.parameters(), bare, strict=True)
+        errors[name] = max((local_of(p) - shard).abs().max().item() if shard.numel() else 0.0 for p, shard in pairs)
+    model(tokens, tokens).backward()
+    ours = ff.grad_norm(model.parameters()).item()
+    torchs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False).full_tensor().item()
+    errors["clip_grad_norm_"] = abs(ours - torchs) / torchs
+    return errors
+
+
+def test_optimizers_of_torch_take_the_parameters(ranks) -> None:
+    for errors in ranks(2).run(optimize):
+        # elementwise on the same numbers, so bitwise; the norm sums in another order
+        assert {name: error for name, error in errors.items() if error > 1e-14} == {}
+
+
+def repeat() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    runs = []
+    for _ in range(2):
+        model, tokens = make(Shape(x=2, z=2))
+        model(tokens, tokens).backward()
+        runs.append(shards(model))
+    return runs[0], runs[1]
+
+
+def test_the_same_run_twice_is_bitwise_equal(ranks) -> None:
+    for first, second in ranks(4).run(repeat):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_buckets_hold_what_owes_the_same_and_close_when_full() -> None:
+    data, both = ("data",), ("x", "data")
+    gradients = [
+        ("a", data, torch.float32, 60),
+        ("n", both, torch.float32, 8),
+        ("b", data, torch.float32, 50),
+        ("c", data, torch.float32, 50),
+        ("h", data, torch.bfloat16, 10),
+        ("big", data, torch.float32, 500),
+    ]
+    buckets = fill_buckets(gradients, 100)
+    assert [(bucket.owes, bucket.names, bucket.nbytes) for bucket in buckets] == [
+        (data, ("big",), 500),
+        (data, ("h",), 10),
+        (data, ("c", "b"), 100),
+        (both, ("n",), 8),
+        (data, ("a",), 60),
+    ]

@@ -1,0 +1,105 @@
+"""What a rank holds: its share of the parameters, and one gathered unit at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fourfold as ff
+from fourfold import comm
+from fourfold.comm import join_shards
+from fourfold.gradients import local_of
+from fourfold.grid import Grid, Shape
+from fourfold.layout import Policy
+from fourfold.nn.initial import BLOCK_ELEMENTS
+from fourfold.nn.layer import specs_of
+from harness import grid_of
+
+SHAPE = Shape(x=2, z=2)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor with memory has had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if type(out) is torch.Tensor and not out.is_meta:  # a DTensor has no memory of its own
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def start() -> dict[str, Any]:
+    grid = grid_of(SHAPE)
+    config = ff.models.config("llama-tiny", vocab=8192, hidden=128)
+    with Largest() as largest:
+        model = ff.models.build(config, grid, seed=9)
+    alone = ff.models.build(config, Grid.alone(), seed=9)
+    specs = specs_of(model)
+    return {
+        "largest": largest.elements,
+        "held": sum(local_of(parameter).numel() for parameter in model.parameters()),
+        "share": config.parameters / 4,
+        "equal": all(
+            torch.equal(join_shards(local_of(a), specs[name], grid), local_of(b))
+            for (name, a), b in zip(model.named_parameters(), alone.parameters(), strict=True)
+        ),
+        "other seed": torch.equal(
+            local_of(model.head.weight), local_of(ff.models.build(config, grid, seed=10).head.weight)
+        ),
+    }
+
+
+def test_weights_depend_on_seed_and_name_and_are_never_whole_on_a_rank(ranks) -> None:
+    for found in ranks(4).run(start):
+        assert found["equal"]
+        assert not found["other seed"]
+        assert found["largest"] <= BLOCK_ELEMENTS < 8192 * 128
+        assert found["held"] <= found["share"] * 1.001  # norm weights are not cut over x
+
+
+def gathered(policy: Policy) -> dict[str, Any]:
+    """Bytes of weights that are gathered at once, watched at every gather."""
+    grid = grid_of(SHAPE)
+    model = ff.models.build(ff.models.config("gpt-tiny", vocab=53), grid, policy=policy)
+    live: list[tuple[StorageWeakRef, int]] = []
+    peak, units = 0, []
+    original = comm.all_gather_together
+
+    def held() -> int:
+        return sum(nbytes for reference, nbytes in live if not reference.expired())
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        nonlocal peak
+        pending = original(*args, **kwargs)
+        buffers = {whole.untyped_storage().data_ptr(): whole.untyped_storage() for whole in pending.wait()}
+        live.extend((StorageWeakRef(storage), storage.nbytes()) for storage in buffers.values())
+        units.append(sum(storage.nbytes() for storage in buffers.values()))
+        peak = max(peak, held())
+        return pending
+
+    comm.all_gather_together = watch
+    try:
+        tokens = ff.local_rows(torch.arange(32).view(4, 8), grid)
+        loss = model(tokens, tokens)
+        after_forward = held()
+        loss.backward()
+    finally:
+        comm.all_gather_together = original
+    return {"peak": peak, "largest unit": max(units), "after forward": after_forward, "after backward": held()}
+
+
+def test_one_unit_is_gathered_at_a_time(ranks) -> None:
+    for found in ranks(4).run(gathered, Policy()):
+        assert found["peak"] <= found["largest unit"]
+        assert found["after forward"] == found["after backward"] == 0
+
+
+def test_keeping_weights_is_seen_by_the_count(ranks) -> None:
+    for found in ranks(4).run(gathered, Policy(keep_weights=True)):
+        assert found["after forward"] > found["largest unit"]
+        assert found["after backward"] == 0
