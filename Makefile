@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 GRID ?= x=2,z=2
 RANKS ?= 4
+SOAK_SECONDS ?= inf
+SOAK_START ?= 0
 
 .PHONY: demo test soak lint types clean
 
@@ -12,9 +14,9 @@ demo: .venv/installed
 test: lint types
 	$(BIN)/python -m pytest
 
-# every grid with every combination of options; hours. SOAK_SECONDS=N stops after that long and says how far it came
+# every grid with every combination of options, for days; SOAK_SECONDS=N stops after about that long
 soak: .venv/installed
-	$(BIN)/python tests/soak.py
+	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_START=$(SOAK_START) $(BIN)/python tests/soak.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

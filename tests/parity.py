@@ -200,7 +200,10 @@ class LocalAdamW:
 
 
 def backward(model: ff.models.Transformer, case: Case, step: int) -> float:
-    tokens, targets = (torch.stack([ff.local_rows(rows, model.grid) for rows in whole]) for whole in case.batch(step))
+    tokens, targets = (
+        torch.stack([ff.local_rows(rows, model.grid) for rows in whole]).to(model.grid.device)
+        for whole in case.batch(step)
+    )
     if case.micro_steps == 1:
         loss = model(tokens[0], targets[0])
         loss.backward()

@@ -32,7 +32,7 @@ ORDER = [
 
 INSIDE = {
     "nn": [
-        "initial", "moment", "layer", "linear", "norm", "embedding", "dropout", "attention", "mlp", "loss", "__init__",
+        "initial", "moment", "layer", "linear", "norm", "loss", "embedding", "dropout", "attention", "mlp", "__init__",
     ],
     "models": ["sizes", "config", "transformer", "__init__"],
     "data": ["__init__", "rows", "corpus"],

@@ -143,6 +143,8 @@ class Grid:
         self.rank = rank
         self.coords = shape.coords(rank)
         self.device = _device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.ledger = Ledger()
         alone = shape.world == 1
         self.mesh = DeviceMesh(
@@ -193,11 +195,13 @@ class Grid:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
+    """The device asked for, else this process's GPU, else the CPU; a GPU always with its index."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return device
 
 
 def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> Shape | ValueError:

@@ -223,12 +223,15 @@ class Volume:
         yield from self.weights("reduce_scatter", table, [], "head")
 
     def loss(self, *, counted: bool) -> Iterator[Collective]:
-        """Three statistics a token from every rank that cuts the vocabulary; the sum, and the count unless given."""
+        """Three statistics a token from every rank that cuts the vocabulary.
+
+        Then over the batch: the sum, the faults, and the count unless it is given.
+        """
         for axis in ("y", "x") if self.sharded else ("x",):
             gathered = 3 * self.m * self.shape.sizes[axis]
             yield from self.message("all_gather", axis, gathered, "loss", self.wide)
         for axis in ("z", "data"):
-            yield from self.message("all_reduce", axis, 1 if counted else 2, "loss", STATISTIC_NBYTES)
+            yield from self.message("all_reduce", axis, 2 if counted else 3, "loss", STATISTIC_NBYTES)
 
     def layer(self, index: int) -> Iterator[Collective]:
         prefix = f"layers.{index}"

@@ -17,7 +17,7 @@ from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.embedding import Embedding, Head, Positions
 from fourfold.nn.layer import Layer, assemble
-from fourfold.nn.loss import IGNORE_INDEX, cross_entropy
+from fourfold.nn.loss import IGNORE_INDEX, cross_entropy, sum_over_batch
 from fourfold.nn.mlp import MLP
 from fourfold.nn.norm import Norm
 
@@ -92,7 +92,10 @@ class Transformer(Layer):
         ignore_index: int = IGNORE_INDEX,
     ) -> Tensor:
         """With `count`, the targets of a whole batch of which these rows are one micro-step."""
-        self._check(tokens, targets, ignore_index)
+        self._check_shapes(tokens, targets)
+        fault = self._fault(tokens, targets, ignore_index)
+        if fault:  # goes on with other ids, since the ranks beside it do: all of them hear of it at the end
+            tokens, targets = torch.zeros_like(tokens), None if targets is None else torch.zeros_like(targets)
         if self.training:
             self.clock.advance()
         batch = Batch(*tokens.shape)
@@ -104,16 +107,14 @@ class Transformer(Layer):
             a = layer(a, batch, rope)
         logits = self.head(self.norm(a), batch.tokens)
         if targets is None:
-            return self.head.whole(logits).unflatten(0, (batch.rows, batch.seq))
-        return cross_entropy(
-            logits,
-            targets,
-            self.head.columns(logits),
-            self.grid,
-            self.policy,
-            ignore_index=ignore_index,
-            count=count,
-        )
+            faults = sum_over_batch(torch.tensor(float(bool(fault)), device=logits.device), self.grid, "faults")
+            result = self.head.whole(logits).unflatten(0, (batch.rows, batch.seq))
+        else:
+            vocabulary = self.head.vocabulary(logits, ignore_index)
+            result, faults = cross_entropy(logits, targets, vocabulary, count=count, faults=int(bool(fault)))
+        if self._reads(tokens) and faults:
+            raise ValueError(fault or "the rows of another (data, z) place have ids outside the vocabulary; see there")
+        return result
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """What the first block reads: embedded tokens at rest."""
@@ -122,9 +123,9 @@ class Transformer(Layer):
             a = self.positions(a, tokens.shape[1])
         return self.dropout(a)
 
-    def _check(self, tokens: Tensor, targets: Tensor | None, ignore_index: int) -> None:
-        if tokens.dim() != 2:
-            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq]")
+    def _check_shapes(self, tokens: Tensor, targets: Tensor | None) -> None:
+        if tokens.dim() != 2 or tokens.numel() == 0:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq], at least one of each")
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(f"targets {tuple(targets.shape)} and tokens {tuple(tokens.shape)} differ in shape")
         if self.positions is not None and tokens.shape[1] > self.config.seq:
@@ -132,19 +133,23 @@ class Transformer(Layer):
                 f"a sequence of {tokens.shape[1]} tokens is longer than the {self.config.seq} learned positions; "
                 "cut it or build the model with a larger seq"
             )
-        if tokens.is_meta or not (tokens.device.type == "cpu" or self.policy.check_inputs):
-            return
-        _check_ids("token", tokens, self.config.vocab)
+
+    def _reads(self, tokens: Tensor) -> bool:
+        """Whether ids are checked: always where that needs no reading back from a device."""
+        return not tokens.is_meta and (tokens.device.type == "cpu" or self.policy.check_inputs)
+
+    def _fault(self, tokens: Tensor, targets: Tensor | None, ignore_index: int) -> str:
+        """What is wrong with the ids of this place, if anything."""
+        if not self._reads(tokens):
+            return ""
+        checked = {"token": tokens}
         if targets is not None:
-            _check_ids("target", targets.masked_fill(targets == ignore_index, 0), self.config.vocab)
-
-
-def _check_ids(what: str, ids: Tensor, vocab: int) -> None:
-    if ids.numel() == 0:
-        raise ValueError("the batch is empty on this rank; give every (data, z) place at least one row")
-    low, high = ids.aminmax()
-    if low < 0 or high >= vocab:
-        raise ValueError(f"{what} ids from {int(low)} to {int(high)}: all must be at least 0 and below vocab={vocab}")
+            checked["target"] = targets.masked_fill(targets == ignore_index, 0)
+        for what, ids in checked.items():
+            low, high = (int(bound) for bound in ids.aminmax())
+            if low < 0 or high >= self.config.vocab:
+                return f"{what} ids from {low} to {high}: all must be at least 0 and below vocab={self.config.vocab}"
+        return ""
 
 
 def _norm(config: Config, grid: Grid, policy: Policy) -> Norm:

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import Grid
-from fourfold.layout import EXPAND_WEIGHT, POSITIONS, PRODUCT, Init, Policy, Spec, chunk, rest
+from fourfold.layout import EXPAND_WEIGHT, POSITIONS, PRODUCT, Init, Policy, Spec, chunk, inner, rest
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Expand, require_divisible
+from fourfold.nn.loss import IGNORE_INDEX, Vocabulary
 from fourfold.product import Conjugate, Member, Unit, leave
 
 
@@ -102,6 +103,11 @@ class Head(Expand):
         most = -(-self.vocab // self.grid.size("x"))
         ranks = self.grid.size("y") if self.policy.activations == "sharded" else 1
         return -(-most // ranks) * ranks
+
+    def vocabulary(self, logits: Tensor, ignore_index: int = IGNORE_INDEX) -> Vocabulary:
+        """What the loss must know of this rank's logits."""
+        cut = inner(self.policy.activations)
+        return Vocabulary(self.grid, cut, self.columns(logits), ignore_index, "loss")
 
     def columns(self, logits: Tensor) -> range:
         """The ids that this rank's columns stand for; further columns are padding."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fourfold import comm
 from fourfold.grid import AXES, Grid
-from fourfold.layout import Cut, Policy, inner
+from fourfold.layout import Cut
 from fourfold.nn.norm import widen
 from fourfold.product import Conjugate
 
@@ -38,26 +38,31 @@ class CrossEntropy(torch.autograd.Function):
         E9   lse = log sum over all ranks of exp(l), from (max, sum of exp, l_t) of each rank, merged
         E10  dl  = (exp(l - lse) - onehot_t) dloss / count, for this rank's columns
 
-    `count` is that of the whole batch; without one it is counted here.
+    `count` is that of the whole batch; without one it is counted here. The faults of all places are summed
+    in the same message and come back beside the loss.
     """
 
     @staticmethod
-    def forward(ctx: Any, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, count: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, count: Tensor | None, faults: int
+    ) -> tuple[Tensor, Tensor]:
         top, total, target = merge(_stats(vocabulary, logits, targets), vocabulary)
         lse = top + total.log()
         masked = targets == vocabulary.ignore_index
         nll = (lse - target).masked_fill(masked, 0).sum().double()
+        sums = [nll, nll.new_tensor(faults)]
         if count is None:
-            sums = sum_over_batch(torch.stack([nll, (~masked).sum().double()]), vocabulary.grid, vocabulary.label)
-            nll, count = sums[0], sums[1].clamp(min=1)
-        else:
-            nll = sum_over_batch(nll, vocabulary.grid, vocabulary.label)
+            sums.append((~masked).sum().double())
+        total = sum_over_batch(torch.stack(sums), vocabulary.grid, vocabulary.label)
+        count = total[2].clamp(min=1) if count is None else count
         ctx.vocabulary = vocabulary
         ctx.save_for_backward(logits, targets, lse, count)
-        return (nll / count).to(lse.dtype)
+        everyones_faults = total[1].clone()
+        ctx.mark_non_differentiable(everyones_faults)
+        return (total[0] / count).to(lse.dtype), everyones_faults
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, targets, lse, count = ctx.saved_tensors
         vocabulary: Vocabulary = ctx.vocabulary
         held = len(vocabulary.ids)
@@ -69,7 +74,7 @@ class CrossEntropy(torch.autograd.Function):
         dlogits.mul_(share[:, None])
         padded = torch.zeros_like(logits)
         padded[:, :held] = dlogits
-        return None, padded, None, None
+        return None, padded, None, None, None
 
 
 def _column(vocabulary: Vocabulary, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,22 +112,19 @@ def merge(stats: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,
-    ids: range,
-    grid: Grid,
-    policy: Policy,
+    vocabulary: Vocabulary,
     *,
-    ignore_index: int = IGNORE_INDEX,
     count: Tensor | int | None = None,
-    label: str = "loss",
-) -> Tensor:
+    faults: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy over the whole batch's unmasked tokens, from logits in inner layout.
 
+    Also returns the faults that all places reported, so that every rank hears of one without a message more.
     A batch without any unmasked token has loss 0.
     """
     if count is not None:
         count = torch.as_tensor(count, dtype=torch.float64, device=logits.device).clamp(min=1)
-    vocabulary = Vocabulary(grid, inner(policy.activations), ids, ignore_index, label)
-    return CrossEntropy.apply(vocabulary, logits, targets.flatten(), count)
+    return CrossEntropy.apply(vocabulary, logits, targets.flatten(), count, faults)
 
 
 def sum_over_batch(tensor: Tensor, grid: Grid, label: str) -> Tensor:
