@@ -2,7 +2,7 @@
 
 A layer says what it wants, comm says how. Every launch appends a `Collective` to the grid's ledger and
 returns a `Pending`, which is read through `wait()` alone. Axes of size 1 and empty buffers vanish here and
-nowhere else: callers never ask how large an axis is. On meta tensors the launch is recorded and the result
+nowhere else: callers launch whatever the sizes are. On meta tensors the launch is recorded and the result
 has its shape, so that any model can be run dry.
 
 Invariant: the order of summation depends on shapes and ranks only, so equal calls give equal bits.
@@ -10,8 +10,8 @@ Invariant: the order of summation depends on shapes and ranks only, so equal cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -43,10 +43,8 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         if self._finish is not None:
-            try:
+            with _named(self._record):
                 self._result = self._finish()
-            except RuntimeError as error:
-                raise RuntimeError(f"collective failed: {self._record}: {error}") from error
             self._finish = None  # lets go of the buffers that only the flight needed
         return self._result  # type: ignore[return-value]
 
@@ -54,27 +52,26 @@ class Pending(Generic[T]):
 def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
     """Join the shards of all ranks along `dim`."""
     ranks, record = _open("all_gather", shard, grid, axis, label)
-    if record is None:
+    if ranks == 1:
         return Pending(lambda: shard)
     joined = shard.new_empty((ranks, *shard.shape))
-    if shard.is_meta:
+    if record is None or shard.is_meta:
         return Pending(lambda: _join(joined, dim), record)
-    with _span(record):
+    with _named(record):
         finish = _launch_all_gather(joined, shard, grid.group(axis))
     return Pending(lambda: _join(finish(), dim), record)
 
 
 def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
     """Sum over all ranks, and keep of `dim` the part of this rank."""
+    _require_divisible(whole, dim, grid, axis, label)
     ranks, record = _open("reduce_scatter", whole, grid, axis, label, counts_whole=True)
-    if record is None:
+    if ranks == 1:
         return Pending(lambda: whole)
-    if whole.shape[dim] % ranks:
-        raise ValueError(f"{record}: dim {dim} of {tuple(whole.shape)} is not divisible by axis {axis}={ranks}")
     parts = _cut(whole, ranks, dim)
-    if whole.is_meta:
+    if record is None or whole.is_meta:
         return Pending(lambda: parts[0], record)
-    with _span(record):
+    with _named(record):
         return Pending(_launch_reduce_scatter(parts, grid.group(axis)), record)
 
 
@@ -86,7 +83,7 @@ def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned:
     total = tensor if owned and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
     if tensor.is_meta:
         return Pending(lambda: total, record)
-    with _span(record):
+    with _named(record):
         return Pending(_launch_all_reduce(total, grid.group(axis)), record)
 
 
@@ -105,7 +102,7 @@ def all_gather_together(
     if shards[0].is_meta:
         return Pending(lambda: wholes, record)
     group = grid.group(axis)
-    with _span(record):
+    with _named(record):
         if shards[0].is_cuda:
             with dist._coalescing_manager(group, shards[0].device, async_ops=True) as together:
                 for shard, whole in zip(shards, wholes, strict=True):
@@ -130,6 +127,8 @@ def reduce_scatter_together(
     wholes: Sequence[Tensor], grid: Grid, axis: str, *, label: str = ""
 ) -> Pending[list[Tensor]]:
     """Sum several tensors over all ranks and keep this rank's part of dim 0 of each, in one message."""
+    for whole in wholes:
+        _require_divisible(whole, 0, grid, axis, label)
     ranks, record = _open_together("reduce_scatter", wholes, grid, axis, label, counts_whole=True)
     if record is None:
         return Pending(lambda: list(wholes))
@@ -137,7 +136,7 @@ def reduce_scatter_together(
     if wholes[0].is_meta:
         return Pending(lambda: [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)], record)
     group = grid.group(axis)
-    with _span(record):
+    with _named(record):
         if wholes[0].is_cuda:
             parts = [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)]
             with dist._coalescing_manager(group, wholes[0].device, async_ops=True) as together:
@@ -160,7 +159,7 @@ def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, lab
     if record is None or tensors[0].is_meta:
         return Pending(lambda: None, record)
     group = grid.group(axis)
-    with _span(record):
+    with _named(record):
         if tensors[0].is_cuda:
             with dist._coalescing_manager(group, tensors[0].device, async_ops=True) as together:
                 for tensor in tensors:
@@ -240,7 +239,7 @@ def _launch_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Callable[
     if _one_round(parts.nbytes, parts):
         arrived = torch.empty_like(parts)
         work = dist.all_to_all_single(arrived, parts, group=group, async_op=True)
-        return lambda: (_wait(work), arrived.sum(0))[1]
+        return lambda: (_wait(work), arrived.sum(0, dtype=arrived.dtype))[1]
     return _Ring(parts, group).finish
 
 
@@ -310,11 +309,25 @@ def _open_together(
     return ranks, record
 
 
-def _span(record: Collective) -> AbstractContextManager[object]:
-    """Names the launch in a profile by its ledger label."""
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function(f"fourfold::{record}")
-    return nullcontext()
+def _require_divisible(whole: Tensor, dim: int, grid: Grid, axis: str, label: str) -> None:
+    if whole.shape[dim] % grid.size(axis):
+        raise ValueError(
+            f"reduce_scatter[{axis}] {label}: dim {dim} of {tuple(whole.shape)} "
+            f"is not divisible by axis {axis}={grid.size(axis)}"
+        )
+
+
+@contextmanager
+def _named(record: Collective | None) -> Iterator[None]:
+    """Says in a profile, or in an error, which collective it is."""
+    span = (
+        torch.profiler.record_function(f"fourfold::{record}") if torch.autograd._profiler_enabled() else nullcontext()
+    )
+    try:
+        with span:
+            yield
+    except RuntimeError as error:
+        raise RuntimeError(f"collective failed: {record}: {error}") from error
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:

@@ -10,6 +10,7 @@ but `AXES` says how many axes there are.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +66,8 @@ class Shape:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank sits: its coordinate on every axis."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not on the grid {self}, which has ranks 0 to {self.world - 1}")
         found = {}
         for axis in self.order:
             rank, found[axis] = divmod(rank, self.sizes[axis])
@@ -91,6 +94,8 @@ class Shape:
 
 def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
     """Every way to factor `world` ranks into a grid, powers of two or not."""
+    if world < 1:
+        raise ValueError(f"a grid of {world} ranks: there must be at least one")
 
     def factor(left: int, axes: int) -> Iterator[tuple[int, ...]]:
         if axes == 1:
@@ -110,6 +115,8 @@ class Grid:
     Takes torchrun's or SLURM's environment, or the process group that is already there; without any of
     them it is a grid of one rank. Every rank must make the same grids in the same order.
     """
+
+    _made = itertools.count(1)
 
     def __init__(
         self,
@@ -153,6 +160,9 @@ class Grid:
             mesh_dim_names=AXES,
             _init_backend=not alone,
         )
+        # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
+        self.mesh._thread_id = -next(self._made)
+        self._groups = {axis: self.mesh.get_group(axis) for axis in AXES} if not alone else {}
         self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
 
     @staticmethod
@@ -176,7 +186,7 @@ class Grid:
         return self.shape.sizes[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        return self.mesh.get_group(axis)
+        return self._groups[axis]
 
     def agree(self, what: str, text: str) -> None:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
@@ -186,12 +196,9 @@ class Grid:
     def close(self) -> None:
         """Give back the process groups of this grid. The process group that it joined stays."""
         if self.shape.world > 1:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # wants numpy
-
-            _clear_sharding_prop_cache()  # torch keeps meshes there and would take this one for an equal one
-            for axis in AXES:
-                if self.group(axis) is not dist.group.WORLD:
-                    dist.destroy_process_group(self.group(axis))
+            for group in self._groups.values():
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -239,25 +246,26 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
 def _environment() -> tuple[int, int, int]:
     """Rank, number of ranks and rank on this node: torchrun's if it started us, else SLURM's, else one rank.
 
-    Under SLURM the rendezvous variables that torch reads are filled in where they are missing.
+    Under SLURM the rendezvous variables that torch reads are filled in where they are missing. SLURM's count
+    is that of the job step, which srun alone sets: a plain `python` in a batch script is one rank.
     """
     env = os.environ
     if "RANK" in env:
         return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
-    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         nodes = env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"]
         env.setdefault("MASTER_ADDR", first_node(nodes))
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0))
+        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0))
     return 0, 1, 0
 
 
 def first_node(nodelist: str) -> str:
     """First host of a SLURM node list: `gpu[003-010,020],cpu1` -> `gpu003`."""
-    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,]*)", nodelist)
-    if found is None:
+    first = re.match(r"[^,\[](?:[^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma that stands outside of brackets
+    if first is None:
         raise ValueError(f"cannot read the SLURM node list {nodelist!r}; set MASTER_ADDR to the first node")
-    return "".join(part or "" for part in found.groups())
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
 def _agree(what: str, text: str, fault: ValueError | None = None) -> None:

@@ -145,14 +145,11 @@ def share(a: Tensor, site: Site, widths: Sequence[int], *, over_x: bool) -> Tens
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
 class Member:
-    """A parameter and its spec."""
+    """A parameter, its spec, and the length of its dim 0 in compute layout on this rank."""
 
     parameter: nn.Parameter
     spec: Spec
-
-    def rows(self, grid: Grid) -> int:
-        """Length of dim 0 in compute layout."""
-        return len(self.spec.storage.compute.box(self.spec.shape, grid.shape.sizes, grid.coords)[0])
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +164,7 @@ class Unit:
     def gather(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """The members in compute layout, in these buffers where given."""
         z = self.grid.size(GATHERED)
-        rows = [member.rows(self.grid) for member in self.members]
+        rows = [member.rows for member in self.members]
         shards = [
             pad_rows(local_of(member.parameter), -(-length // z))
             for member, length in zip(self.members, rows, strict=True)
@@ -236,7 +233,7 @@ class Factor:
 
     def _buffer(self, *, biases: bool = True) -> tuple[Tensor | None, list[Tensor] | None]:
         """One buffer for weights that must lie side by side, and the place in it for each member."""
-        rows = [member.rows(self.unit.grid) for member in self.weights]
+        rows = [member.rows for member in self.weights]
         if len(rows) == 1 and rows[0] == self.widths[0]:
             return None, None
         like = local_of(self.weights[0].parameter)
@@ -282,7 +279,7 @@ class Product(torch.autograd.Function):
                 dw = dout.t() @ ctx.reread(kept)  # E3
                 for member, part in zip(factor.weights, dw.split(list(factor.widths)), strict=True):
                     if member in trained:
-                        gradients.append(part[: member.rows(factor.unit.grid)])
+                        gradients.append(part[: member.rows])
             for member, columns in zip(factor.biases, factor.columns, strict=True):
                 if member in trained:
                     gradients.append(dout[:, columns.start : columns.stop].sum(0))  # E4

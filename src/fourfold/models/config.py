@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from fourfold.grid import Shape
+from fourfold.grid import Shape, shapes_of
 from fourfold.layout import Policy
 from fourfold.models.sizes import SIZES
 
@@ -60,23 +60,27 @@ class Config:
 
     def check(self, shape: Shape, policy: Policy) -> None:
         """Raise unless the model can be cut over a grid of this shape."""
+        misfit = self.misfit(shape, policy)
+        if misfit:
+            what, value, cuts, axes = misfit
+            fits = [str(other) for other in shapes_of(shape.world, shape.order) if not self.misfit(other, policy)]
+            raise ValueError(
+                f"{what}={value} is not divisible by {axes} on the grid {shape} with {policy.activations} activations; "
+                f"grids of {shape.world} ranks that fit: {'; '.join(fits[:10])}{'; ...' if len(fits) > 10 else ''}; "
+                f"or take a model with {what}={-(-value // cuts) * cuts}"
+            )
+
+    def misfit(self, shape: Shape, policy: Policy) -> tuple[str, int, int, str] | None:
+        """The first size that a grid of this shape cannot cut, its value, and by what it should divide."""
         x, y = shape.x, shape.y
-        sharded = policy.activations == "sharded"
-        inner, name = (x * y, f"x*y={x}*{y}") if sharded else (x, f"x={x}")
-        rules = [
+        inner, name = (x * y, f"x*y={x}*{y}") if policy.activations == "sharded" else (x, f"x={x}")
+        rules = (
             ("hidden", self.hidden, y, f"y={y}"),
             ("heads", self.heads, inner, name),
             ("mlp_hidden", self.mlp_hidden, inner, name),
             ("kv_heads*head_dim", self.kv_heads * self.head_dim, x, f"x={x}"),
-        ]
-        for what, value, cuts, axes in rules:
-            if value % cuts:
-                fits = [size for size in range(1, 2 * cuts) if value % size == 0]
-                raise ValueError(
-                    f"{what}={value} is not divisible by {axes} on the grid {shape} "
-                    f"with {policy.activations} activations; choose a grid with {axes.split('=')[0]} "
-                    f"from {fits}, or a model with {what}={-(-value // cuts) * cuts}"
-                )
+        )
+        return next((rule for rule in rules if rule[1] % rule[2]), None)
 
     @property
     def parameters(self) -> int:

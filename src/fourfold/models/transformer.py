@@ -170,8 +170,7 @@ def build(
 
     The same seed gives the same weights on every grid.
     """
-    chosen = config(model) if isinstance(model, str) else model
-    grid.agree("the model", f"{chosen} {policy} seed={seed} dtype={dtype}")
-    built = Transformer(chosen, grid, policy)
+    grid.agree("the model", f"{model!r} {policy} seed={seed} dtype={dtype}")
+    built = Transformer(config(model) if isinstance(model, str) else model, grid, policy)
     assemble(built, grid, policy, seed=seed, dtype=dtype, device=None if device is None else torch.device(device))
     return built

@@ -32,6 +32,7 @@ class Layer(nn.Module):
         self.policy = policy
         self.label = type(self).__name__.lower()
         self.specs: dict[str, Spec] = {}
+        self._members: dict[str, Member] = {}
 
     def declare(self, name: str, spec: Spec) -> None:
         """Register a parameter without memory."""
@@ -41,7 +42,13 @@ class Layer(nn.Module):
         self.register_parameter(name, _parameter(local, spec, self.grid))
 
     def member(self, name: str) -> Member:
-        return Member(getattr(self, name), self.specs[name])
+        """The parameter as products take it."""
+        parameter, known = getattr(self, name), self._members.get(name)
+        if known is None or known.parameter is not parameter:
+            spec = self.specs[name]
+            held = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
+            known = self._members[name] = Member(parameter, spec, len(held[0]))
+        return known
 
     def unit(self, *names: str) -> Unit:
         """These parameters of the layer as one message."""
@@ -100,12 +107,9 @@ def _make(spec: Spec, grid: Grid, seed: int, name: str, dtype: torch.dtype, devi
 
 
 def _parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
-    """This rank's shard as a parameter of the global shape, on this very grid's mesh."""
+    """This rank's shard as a parameter of the global shape."""
     whole = torch.empty(spec.shape, dtype=local.dtype, device="meta")
     lies = DTensorSpec(
         grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
-    parameter = nn.Parameter(DTensor(local, lies, requires_grad=False))
-    # nn.Parameter detaches, and torch caches what that gives by the mesh's shape: it may be another grid's mesh
-    parameter._spec = lies  # type: ignore[attr-defined]
-    return parameter
+    return nn.Parameter(DTensor(local, lies, requires_grad=False))

@@ -104,7 +104,7 @@ class Contract(Layer):
     def forward(self, a: Tensor, tokens: int) -> Tensor:
         weight = self.member("weight")
         biases = () if self.bias is None else (self.member("bias"),)
-        width = weight.rows(self.grid)
+        width = weight.rows
         factor = Factor(
             unit=Unit(self.grid, self.gradients, self.label, (weight, *biases)),
             weights=(weight,),
