@@ -23,7 +23,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check --quiet .
 
 types: .venv/installed
-	$(BIN)/pyrefly check --summary none
+	$(BIN)/pyrefly check
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
