@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from harness import Ranks
+
+torch.set_num_threads(1)  # the cores belong to the ranks
 
 _pools: dict[int, Ranks] = {}
 

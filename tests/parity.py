@@ -191,7 +191,7 @@ class LocalAdamW:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.shards = [torch.nn.Parameter(local_of(parameter).detach()) for parameter in self.parameters]
-        self.adamw = torch.optim.AdamW(self.shards, lr=1e-3)
+        self.adamw = torch.optim.AdamW(self.shards, lr=1e-3, fused=True)
 
     def step(self) -> None:
         for parameter, shard in zip(self.parameters, self.shards, strict=True):

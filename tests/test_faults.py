@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
+from collections import Counter
 
 import pytest
 import torch
@@ -16,13 +17,7 @@ from fourfold.grid import Shape
 from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
 from harness import grid_of
-from parity import Case, Options, errors, on_one_process, on_ranks
-
-
-def largest_error(pool, shape: Shape, mode: str, **options: bool) -> dict[str, float]:
-    case = Case(shape, mode, Options(**options))
-    pool.start(on_ranks, case)
-    return errors(case, on_one_process(case), pool.results())
+from parity import rotating_cases
 
 
 def biases(mode: str) -> dict[str, torch.Tensor]:
@@ -56,11 +51,15 @@ def biases_alone() -> dict[str, torch.Tensor]:
     return {name: local_of(p.grad) for name, p in model.named_parameters() if name.endswith("bias")}
 
 
-def test_three_axes_at_once_with_heads_that_do_not_follow_the_cut(ranks) -> None:
-    """Two axes at once, norm statistics of cut features, head counts of the mode that runs."""
+def test_parity_covers_several_axes_at_once_in_each_mode() -> None:
+    """Norm statistics of cut features, heads counted in the mode that runs, axes that interact: all of them
+    are compared with one process on grids that cut with two and three axes at once."""
     for mode in ("sharded", "replicated"):
-        found = largest_error(ranks(8), Shape(x=2, y=2, z=2), mode, few_kv_heads=True, qk_norm=True, masked=True)
-        assert max(found.values()) < 1e-10
+        cases = [case for case in rotating_cases() if case.activations == mode]
+        axes = Counter(sum(size > 1 for size in case.shape.sizes.values()) for case in cases)
+        assert axes[2] >= 20
+        assert axes[3] >= 4
+        assert any(case.options.few_kv_heads and case.shape.x * case.shape.y > 3 for case in cases)
 
 
 def test_no_function_swallows_misspelt_options() -> None:

@@ -81,7 +81,7 @@ class Head(Expand):
     """Logits: an Expand layer over a vocabulary of any size, with the embedding's table or one of its own.
 
     rest -> enter -> [m/z, k/y] -> product [m/z, p] {sum y} -> spread -> [m/z, p/y], where p is ceil(V/x)
-    padded until y divides it. Only the first `valid` columns of a rank are logits.
+    padded until y divides it; `columns` says which ids a rank's columns stand for.
     """
 
     def __init__(

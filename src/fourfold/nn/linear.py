@@ -5,8 +5,10 @@ Layers that read the same tensor are read together: one `enter`, one product, on
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,24 +20,24 @@ from fourfold.layout import (
     FEATURES,
     OUTPUT_OF_CONTRACT,
     PRODUCT,
+    Cut,
     Init,
     Policy,
     Spec,
+    Storage,
     chunk,
+    inner,
 )
 from fourfold.nn.layer import Layer
 from fourfold.product import Factor, Member, Unit, contract, expand, spread
 
 
-class Expand(Layer):
-    """rest -> inner.
+class Linear(Layer, ABC):
+    """What Expand and Contract share: a weight [out, in] and a bias, each cut in its own way."""
 
-    w[n/x, k/y] stored cut over z, b[n/(xy)] likewise:
-
-        a [m/(zx), k/y] -> enter -> [m/z, k/y] -> a w^T -> [m/z, n/x] {sum y} -> spread -> [m/z, n/(xy)]
-
-    Rank y adds its part of the bias to its partial sum, so that `spread` carries it to where it belongs.
-    """
+    weight_storage: ClassVar[Storage]
+    bias_storage: ClassVar[Storage]
+    bias_use: ClassVar[Cut]
 
     def __init__(
         self,
@@ -48,14 +50,37 @@ class Expand(Layer):
         init: Init = Init(std=0.02),
     ) -> None:
         super().__init__(grid, policy)
-        require_divisible(self, "in_features", in_features, y=grid.size("y"))
-        require_divisible(self, "out_features", out_features, x=grid.size("x"))
-        self.out_features = out_features
-        self.declare("weight", Spec((out_features, in_features), EXPAND_WEIGHT, PRODUCT, init))
+        self.in_features, self.out_features = in_features, out_features
+        self.check()
+        self.declare("weight", Spec((out_features, in_features), self.weight_storage, PRODUCT, init))
         if bias:
-            self.declare("bias", Spec((out_features,), EXPAND_BIAS, PRODUCT))
+            self.declare("bias", Spec((out_features,), self.bias_storage, self.bias_use))
         else:
             self.register_parameter("bias", None)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise unless the grid can cut the features."""
+
+    def require_divisible(self, what: str, *axes: str) -> None:
+        require_divisible(self, what, getattr(self, what), **{axis: self.grid.size(axis) for axis in axes})
+
+
+class Expand(Linear):
+    """rest -> inner.
+
+    w[n/x, k/y] stored cut over z, b[n/(xy)] likewise:
+
+        a [m/(zx), k/y] -> enter -> [m/z, k/y] -> a w^T -> [m/z, n/x] {sum y} -> spread -> [m/z, n/(xy)]
+
+    Rank y adds its part of the bias to its partial sum, so that `spread` carries it to where it belongs.
+    """
+
+    weight_storage, bias_storage, bias_use = EXPAND_WEIGHT, EXPAND_BIAS, PRODUCT
+
+    def check(self) -> None:
+        self.require_divisible("in_features", "y")
+        self.require_divisible("out_features", "x")
 
     @property
     def width(self) -> int:
@@ -70,7 +95,7 @@ class Expand(Layer):
         return expand_together([self], a, tokens)[0]
 
 
-class Contract(Layer):
+class Contract(Linear):
     """inner -> rest.
 
     w[k/y, n/x] stored cut over z, b[k/y] likewise:
@@ -80,26 +105,11 @@ class Contract(Layer):
     The bias joins the partial sum of the first rank on x; every rank on x finds its whole gradient.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        policy: Policy,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        init: Init = Init(std=0.02),
-    ) -> None:
-        super().__init__(grid, policy)
-        cuts = {axis: grid.size(axis) for axis in (("x", "y") if policy.activations == "sharded" else ("x",))}
-        require_divisible(self, "in_features", in_features, **cuts)
-        require_divisible(self, "out_features", out_features, y=grid.size("y"))
-        self.in_features = in_features
-        self.declare("weight", Spec((out_features, in_features), CONTRACT_WEIGHT, PRODUCT, init))
-        if bias:
-            self.declare("bias", Spec((out_features,), FEATURES, OUTPUT_OF_CONTRACT))
-        else:
-            self.register_parameter("bias", None)
+    weight_storage, bias_storage, bias_use = CONTRACT_WEIGHT, FEATURES, OUTPUT_OF_CONTRACT
+
+    def check(self) -> None:
+        self.require_divisible("in_features", *inner(self.policy.activations).features)
+        self.require_divisible("out_features", "y")
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
         weight = self.member("weight")
