@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from dataclasses import replace
 
 import pytest
@@ -64,6 +66,49 @@ def passes() -> dict[str, float]:
 def test_gradients_are_summed_exactly_once(ranks) -> None:
     for errors in ranks(4).run(passes):
         assert {law: error for law, error in errors.items() if error > 1e-12} == {}
+
+
+class Fail(torch.autograd.Function):
+    """Identity whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, a):
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("in the middle of backward")
+
+
+def unusual_uses() -> dict[str, float]:
+    model, tokens = make()
+    model(tokens, tokens).backward()
+    norm = ff.grad_norm(model.parameters()).item()
+    found = {}
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    other(tokens, tokens).backward()
+    found["a copy has gradients of its own"] = ff.grad_norm(other.parameters()).item() / norm
+    found["and leaves the first alone"] = ff.grad_norm(model.parameters()).item() / norm
+    model.zero_grad()
+    (model(tokens, tokens) / 4 + 3 * model(tokens, tokens) / 4).backward()
+    found["two forwards, one backward, scaled"] = ff.grad_norm(model.parameters()).item() / norm
+    hook = model.layers[0].register_forward_pre_hook(lambda _, inputs: (Fail.apply(inputs[0]), *inputs[1:]))
+    with contextlib.suppress(ArithmeticError):
+        model(tokens, tokens).backward()
+    hook.remove()
+    model.zero_grad()
+    model(tokens, tokens).backward()
+    found["after a backward that failed"] = ff.grad_norm(model.parameters()).item() / norm
+    model.eval()
+    with torch.no_grad():
+        found["without gradients"] = (model(tokens, tokens) / model(tokens, tokens)).item()
+    return found
+
+
+def test_copies_failures_and_scaled_losses(ranks) -> None:
+    for found in ranks(4).run(unusual_uses):
+        assert {use: ratio for use, ratio in found.items() if abs(ratio - 1) > 1e-12} == {}
 
 
 def clip_too_early() -> None:

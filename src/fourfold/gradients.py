@@ -73,13 +73,14 @@ class Gradients:
         self.accumulating = False
         self._owes = {parameter: spec.owes for parameter, spec in self.parameters.values()}
         self._complete: dict[nn.Parameter, Tensor] = {}  # sums of earlier passes: never to be summed again
-        self._callback_queued = False
+        self._in_pass: int | None = None  # the backward pass whose end will call _finish
 
     def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add this rank's part of a gradient, reduced over z, in the shape of the local shard."""
-        if not self._callback_queued:
+        this_pass = torch._C._current_graph_task_id()
+        if this_pass != self._in_pass:  # by its number: a pass that failed has dropped its callback
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-            self._callback_queued = True
+            self._in_pass = this_pass
         before = parameter.grad
         if before is not None and is_owed(before):
             local_of(before).add_(gradient)
@@ -92,7 +93,6 @@ class Gradients:
 
     def _finish(self) -> None:
         """Runs when a backward pass ends."""
-        self._callback_queued = False
         if self.accumulating:
             return
         for bucket in self.buckets():

@@ -182,6 +182,9 @@ class Grid:
     def __repr__(self) -> str:
         return f"Grid({self}, rank={self.rank} of {self.shape.world}, device={self.device})"
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Grid:
+        return self  # a copy of a model lives on the same grid
+
     def size(self, axis: str) -> int:
         return self.shape.sizes[axis]
 
