@@ -82,11 +82,10 @@ class Fail(torch.autograd.Function):
 
 def unusual_uses() -> dict[str, float]:
     model, tokens = make()
+    other = copy.deepcopy(model)
     model(tokens, tokens).backward()
     norm = ff.grad_norm(model.parameters()).item()
     found = {}
-    other = copy.deepcopy(model)
-    other.zero_grad()
     other(tokens, tokens).backward()
     found["a copy has gradients of its own"] = ff.grad_norm(other.parameters()).item() / norm
     found["and leaves the first alone"] = ff.grad_norm(model.parameters()).item() / norm
