@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fourfold.grid import AXES
@@ -23,7 +24,7 @@ GATHERED = "z"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is kept and what is cut. It changes bytes and memory, never a result."""
+    """What is kept, what is cut, and in which precision. Only the two dtypes change a result."""
 
     activations: Activations = "sharded"
     """`sharded` cuts activations fully; `replicated` is the published algorithm, whole where ours are cut."""
@@ -31,6 +32,10 @@ class Policy:
     """Keep a product's gathered input for backward; otherwise keep the cut one and gather it again."""
     keep_weights: bool = False
     """Keep weights gathered over z from forward to backward; otherwise gather them again."""
+    compute: torch.dtype | None = None
+    """Dtype of gathered weights, activations and their messages; None: that of the parameters."""
+    reduce: torch.dtype | None = None
+    """Dtype in which gradients of weights are reduced over z; None: that of the parameters."""
     bucket_bytes: int = 25 << 20
     """Gradients that owe the same sums travel together in messages of about this size."""
     check_inputs: bool = False
@@ -39,6 +44,10 @@ class Policy:
     def __post_init__(self) -> None:
         if self.activations not in get_args(Activations):
             raise ValueError(f"activations={self.activations!r} is none of {get_args(Activations)}")
+        for name in ("compute", "reduce"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name}={dtype!r} must be a floating-point dtype such as torch.bfloat16, or None")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
 

@@ -157,16 +157,25 @@ class Unit:
     """Parameters that are gathered over z in one message and given back in one."""
 
     grid: Grid
+    policy: Policy
     gradients: Gradients
     label: str
     members: tuple[Member, ...]
 
+    @property
+    def compute(self) -> torch.dtype:
+        return self.policy.compute or self.members[0].parameter.dtype
+
+    @property
+    def reduce(self) -> torch.dtype:
+        return self.policy.reduce or self.members[0].parameter.dtype
+
     def gather(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The members in compute layout, in these buffers where given."""
+        """The members in compute layout and dtype, in these buffers where given. Cast before the wire."""
         z = self.grid.size(GATHERED)
         rows = [member.rows for member in self.members]
         shards = [
-            pad_rows(local_of(member.parameter), -(-length // z))
+            pad_rows(local_of(member.parameter).to(self.compute), -(-length // z))
             for member, length in zip(self.members, rows, strict=True)
         ]
         even = all(length % z == 0 for length in rows)
@@ -181,10 +190,11 @@ class Unit:
     def scatter(self, gradients: Sequence[Tensor]) -> None:
         """Reduce gradients in compute layout over z and hand this rank's shards in."""
         z = self.grid.size(GATHERED)
-        padded = [pad_rows(gradient, -(-gradient.shape[0] // z) * z) for gradient in gradients]
+        padded = [pad_rows(gradient.to(self.reduce), -(-gradient.shape[0] // z) * z) for gradient in gradients]
         shards = comm.reduce_scatter_together(padded, self.grid, GATHERED, label=self.label).wait()
         for member, shard in zip(self.members, shards, strict=True):
-            self.gradients.deposit(member.parameter, shard[: local_of(member.parameter).shape[0]])
+            own = shard[: local_of(member.parameter).shape[0]]
+            self.gradients.deposit(member.parameter, own.to(member.parameter.dtype))
 
     def only(self, members: Sequence[Member]) -> Unit:
         """A part of the unit, under the same label."""
@@ -237,13 +247,13 @@ class Factor:
         if len(rows) == 1 and rows[0] == self.widths[0]:
             return None, None
         like = local_of(self.weights[0].parameter)
-        w = like.new_empty(sum(self.widths), like.shape[1])
+        w = like.new_empty(sum(self.widths), like.shape[1], dtype=self.unit.compute)
         into = []
         for place, length in zip(w.split(list(self.widths)), rows, strict=True):
             place[length:].zero_()
             into.append(place[:length])
         if biases:
-            into += [like.new_empty(len(columns)) for columns in self.columns]
+            into += [w.new_empty(len(columns)) for columns in self.columns]
         return w, into
 
 
@@ -282,7 +292,8 @@ class Product(torch.autograd.Function):
                         gradients.append(part[: member.rows])
             for member, columns in zip(factor.biases, factor.columns, strict=True):
                 if member in trained:
-                    gradients.append(dout[:, columns.start : columns.stop].sum(0))  # E4
+                    part = dout[:, columns.start : columns.stop]
+                    gradients.append(part.sum(0, dtype=factor.unit.reduce))  # E4
             factor.unit.only(trained).scatter(gradients)
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 

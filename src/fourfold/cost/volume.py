@@ -36,6 +36,7 @@ class Volume:
     """Rows of a (data, z) place in one micro-step."""
     seq: int
     dtype: torch.dtype = torch.float32
+    """Of the parameters."""
     rank: int = 0
 
     # --- sizes
@@ -65,7 +66,15 @@ class Volume:
     @property
     def wide(self) -> int:
         """Bytes of a norm's or loss's statistics."""
-        return max(4, self.dtype.itemsize)
+        return max(4, self.compute_itemsize)
+
+    @property
+    def compute_itemsize(self) -> int:
+        return (self.policy.compute or self.dtype).itemsize
+
+    @property
+    def reduce_itemsize(self) -> int:
+        return (self.policy.reduce or self.dtype).itemsize
 
     @property
     def vocab_rows(self) -> int:
@@ -79,7 +88,7 @@ class Volume:
     def message(
         self, op: Op, axis: str, elements: int, label: str, itemsize: int | None = None
     ) -> Iterator[Collective]:
-        nbytes = elements * (self.dtype.itemsize if itemsize is None else itemsize)
+        nbytes = elements * (self.compute_itemsize if itemsize is None else itemsize)
         if self.shape.sizes[axis] > 1 and nbytes:
             yield Collective(op, axis, nbytes, self.shape.sizes[axis], label)
 
@@ -120,7 +129,9 @@ class Volume:
     def weights(self, op: Op, matrices: list[tuple[int, int]], vectors: list[int], label: str) -> Iterator[Collective]:
         """One message for matrices [rows, columns] and vectors, in compute layout."""
         elements = sum(self.padded(rows) * columns for rows, columns in matrices)
-        yield from self.message(op, "z", elements + sum(self.padded(rows) for rows in vectors), label)
+        elements += sum(self.padded(rows) for rows in vectors)
+        itemsize = self.compute_itemsize if op == "all_gather" else self.reduce_itemsize
+        yield from self.message(op, "z", elements, label, itemsize)
 
     def again(self, matrices: list[tuple[int, int]], label: str) -> Iterator[Collective]:
         if not self.policy.keep_weights:

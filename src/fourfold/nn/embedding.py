@@ -43,8 +43,9 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (rows,) = ctx.saved_tensors
         if ctx.unit.members[0].parameter.requires_grad:
-            # rows that other ranks hold point past the end, at the row that the kernel leaves out
-            dw = torch.ops.aten.embedding_dense_backward(dout, rows, ctx.held + 1, ctx.held, False)
+            # Rows that other ranks hold point past the end, at the row that the kernel leaves out. Cast first:
+            # a frequent token's sum must not be rounded at every term.
+            dw = torch.ops.aten.embedding_dense_backward(dout.to(ctx.unit.reduce), rows, ctx.held + 1, ctx.held, False)
             ctx.unit.scatter([dw[: ctx.held]])
         return None, None, None, None
 

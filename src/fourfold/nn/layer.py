@@ -52,7 +52,8 @@ class Layer(nn.Module):
 
     def unit(self, *names: str) -> Unit:
         """These parameters of the layer as one message."""
-        return Unit(self.grid, self.gradients, self.label, tuple(self.member(name) for name in names))
+        members = tuple(self.member(name) for name in names)
+        return Unit(self.grid, self.policy, self.gradients, self.label, members)
 
     def site(self, tokens: int) -> Site:
         return Site(self.grid, self.policy, tokens, self.label)

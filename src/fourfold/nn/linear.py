@@ -116,7 +116,7 @@ class Contract(Linear):
         biases = () if self.bias is None else (self.member("bias"),)
         width = weight.rows
         factor = Factor(
-            unit=Unit(self.grid, self.gradients, self.label, (weight, *biases)),
+            unit=Unit(self.grid, self.policy, self.gradients, self.label, (weight, *biases)),
             weights=(weight,),
             biases=biases,
             widths=(width,),
@@ -141,7 +141,7 @@ def join(layers: Sequence[Expand]) -> Factor:
     weights = tuple(layer.weight_member for layer in layers)
     biases = tuple(layer.member("bias") for layer in layers if layer.bias is not None)
     return Factor(
-        unit=Unit(grid, first.gradients, label_of(layers), (*weights, *biases)),
+        unit=Unit(grid, first.policy, first.gradients, label_of(layers), (*weights, *biases)),
         weights=weights,
         biases=biases,
         widths=tuple(widths),

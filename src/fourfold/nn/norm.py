@@ -109,7 +109,7 @@ def scatter(unit: Unit, by_token: list[Tensor]) -> None:
         if member.parameter.requires_grad
     ]
     if trained:
-        gradients = [g.sum(tuple(range(g.dim() - 1))).to(member.parameter.dtype) for member, g in trained]
+        gradients = [g.sum(tuple(range(g.dim() - 1))) for _, g in trained]
         unit.only([member for member, _ in trained]).scatter(gradients)
 
 

@@ -1,0 +1,82 @@
+"""bf16 products on fp32 weights: what is cast, what travels, and how far the result is off."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+import fourfold as ff
+from fourfold.comm import join_shards
+from fourfold.cost.volume import Volume
+from fourfold.gradients import local_of
+from fourfold.grid import Grid, Shape
+from fourfold.layout import Policy
+from fourfold.nn.layer import specs_of
+from harness import grid_of
+
+CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
+SHAPE = Shape(x=2, z=2)
+
+
+def train(policy: Policy) -> dict:
+    grid = grid_of(SHAPE)
+    model = ff.models.build(CONFIG, grid, policy=policy)
+    tokens = torch.arange(64).view(4, 16) % 53
+    with grid.ledger.watch() as records:
+        loss = model(*(ff.local_rows(tokens, grid) for _ in range(2)))
+        loss.backward()
+    specs = specs_of(model)
+    serial = ff.models.build(CONFIG, Grid.alone("cpu"))
+    serial_loss = serial(tokens, tokens)
+    serial_loss.backward()
+    pairs = [
+        (join_shards(local_of(a.grad), specs[name], grid), local_of(b.grad))
+        for (name, a), b in zip(model.named_parameters(), serial.parameters(), strict=True)
+    ]
+    return {
+        "dtypes": {(parameter.dtype, parameter.grad.dtype) for parameter in model.parameters()},
+        "loss": (loss.item(), serial_loss.item()),
+        "off": sum((a - b).square().sum() for a, b in pairs).sqrt().item(),
+        "norm": sum(b.square().sum() for _, b in pairs).sqrt().item(),
+        "records": records,
+    }
+
+
+def check(ranks, policy: Policy) -> None:
+    for rank, found in enumerate(ranks(4).run(train, policy)):
+        assert found["dtypes"] == {(torch.float32, torch.float32)}
+        volume = Volume(CONFIG, SHAPE, policy, rows=2, seq=16, dtype=torch.float32, rank=rank)
+        assert Counter(found["records"]) == Counter(volume.training_step())
+        # bf16 keeps 8 bits: a product is off by about 2^-9 of its size, a chain of ten by a few times that
+        assert abs(found["loss"][0] - found["loss"][1]) < 0.01 * found["loss"][1]
+        assert 1e-4 < found["off"] / found["norm"] < 0.03
+
+
+def test_bf16_compute_with_fp32_weights_and_reductions(ranks) -> None:
+    check(ranks, Policy(compute=torch.bfloat16))
+
+
+def test_bf16_reductions_and_the_published_mode(ranks) -> None:
+    check(ranks, Policy("replicated", compute=torch.bfloat16, reduce=torch.bfloat16))
+
+
+def test_what_travels_is_cast_first() -> None:
+    """Against fp32: half the bytes of activations and gathered weights, reductions as asked for."""
+
+    def sizes(policy: Policy) -> dict[tuple[str, str], int]:
+        found: Counter[tuple[str, str]] = Counter()
+        for record in Volume(CONFIG, Shape(2, 2, 2, 2), policy, 2, 16).training_step():
+            if "norm" not in record.label and record.label != "loss":
+                found[record.op, record.axis] += record.nbytes
+        return found
+
+    whole, half, both = (
+        sizes(policy)
+        for policy in (Policy(), Policy(compute=torch.bfloat16), Policy(compute=torch.bfloat16, reduce=torch.bfloat16))
+    )
+    assert half["all_gather", "z"] * 2 == whole["all_gather", "z"]
+    assert half["all_gather", "x"] * 2 == whole["all_gather", "x"]
+    assert half["reduce_scatter", "y"] * 2 == whole["reduce_scatter", "y"]
+    assert half["reduce_scatter", "z"] == whole["reduce_scatter", "z"] == both["reduce_scatter", "z"] * 2
+    assert half["all_reduce", "data"] == whole["all_reduce", "data"] == both["all_reduce", "data"]
