@@ -32,7 +32,8 @@ ORDER = [
 
 INSIDE = {
     "nn": [
-        "initial", "moment", "layer", "linear", "norm", "loss", "embedding", "dropout", "attention", "mlp", "__init__",
+        "initial", "moment", "recompute", "layer", "linear", "norm", "loss",
+        "embedding", "dropout", "attention", "mlp", "__init__",
     ],
     "models": ["sizes", "config", "transformer", "__init__"],
     "data": ["__init__", "rows", "corpus"],

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fourfold.grid import AXES
 
 Activations = Literal["sharded", "replicated"]
+Recompute = Literal["none", "attention", "block"]
 GATHERED = "z"
 
 
@@ -32,6 +33,8 @@ class Policy:
     """Keep a product's gathered input for backward; otherwise keep the cut one and gather it again."""
     keep_weights: bool = False
     """Keep weights gathered over z from forward to backward; otherwise gather them again."""
+    recompute: Recompute = "none"
+    """What is forgotten in forward and computed again in backward: nothing, attention's inside, whole blocks."""
     compute: torch.dtype | None = None
     """Dtype of gathered weights, activations and their messages; None: that of the parameters."""
     reduce: torch.dtype | None = None
@@ -44,6 +47,8 @@ class Policy:
     def __post_init__(self) -> None:
         if self.activations not in get_args(Activations):
             raise ValueError(f"activations={self.activations!r} is none of {get_args(Activations)}")
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(f"recompute={self.recompute!r} is none of {get_args(Recompute)}")
         for name in ("compute", "reduce"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -137,7 +137,7 @@ class Volume:
         if not self.policy.keep_weights:
             yield from self.weights("all_gather", matrices, [], label)
 
-    # --- the layers: forward, then backward
+    # --- the layers, forward and backward apart, because recompute runs forward twice
 
     def embedding(self) -> Iterator[Collective]:
         table = [(self.vocab_rows, self.k)]
@@ -149,76 +149,113 @@ class Volume:
             for op in ("all_gather", "reduce_scatter"):
                 yield from self.weights(op, [(self.config.seq, self.k)], [], "positions")
 
-    def norm(self, label: str) -> Iterator[Collective]:
-        layer = self.config.norm == "layer"
-        vectors = [self.k] * (2 if layer and self.config.bias else 1)
-        yield from self.weights("all_gather", [], vectors, label)
-        if layer:
-            gathered = 2 * self.m_rest * self.shape.y
-            yield from self.message("all_gather", "y", gathered, label, self.wide)
+    @property
+    def norm_vectors(self) -> list[int]:
+        return [self.k] * (2 if self.config.norm == "layer" and self.config.bias else 1)
+
+    def norm_forward(self, label: str) -> Iterator[Collective]:
+        yield from self.weights("all_gather", [], self.norm_vectors, label)
+        if self.config.norm == "layer":
+            yield from self.message("all_gather", "y", 2 * self.m_rest * self.shape.y, label, self.wide)
         else:
             yield from self.message("all_reduce", "y", self.m_rest, label, self.wide)
-        yield from self.weights("all_gather", [], [self.k], label)
-        yield from self.message("all_reduce", "y", (2 if layer else 1) * self.m_rest, label, self.wide)
-        yield from self.weights("reduce_scatter", [], vectors, label)
 
-    def expand(
-        self, widths: list[int], label: str, *, bias: bool, spread: list[int] | None = None
-    ) -> Iterator[Collective]:
-        """Layers that read one tensor. `widths` are columns of the product, `spread` those that are spread."""
-        matrices = [(width, self.k) for width in widths]
+    def norm_backward(self, label: str) -> Iterator[Collective]:
+        sums = 2 if self.config.norm == "layer" else 1
+        yield from self.weights("all_gather", [], [self.k], label)
+        yield from self.message("all_reduce", "y", sums * self.m_rest, label, self.wide)
+        yield from self.weights("reduce_scatter", [], self.norm_vectors, label)
+
+    def expand_weights(self, widths: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
         y = self.shape.coords(self.rank)["y"]
-        biases = [len(chunk(width, self.shape.y, y)) for width in widths] if bias else []
-        carried = sum(widths if spread is None else spread)
+        biases = [len(chunk(width, self.shape.y, y)) for width in widths] if self.config.bias else []
+        return [(width, self.k) for width in widths], biases
+
+    def expand_forward(self, widths: list[int], label: str, *, spread: int | None = None) -> Iterator[Collective]:
+        """Layers that read one tensor. `widths` are columns of the product, `spread` those that are spread."""
         yield from self.enter(label)
-        yield from self.weights("all_gather", matrices, biases, label)
-        yield from self.spread(carried, label)
-        yield from self.spread(carried, label, backward=True)
+        yield from self.weights("all_gather", *self.expand_weights(widths), label)
+        yield from self.spread(sum(widths) if spread is None else spread, label)
+
+    def expand_backward(self, widths: list[int], label: str, *, spread: int | None = None) -> Iterator[Collective]:
+        matrices, biases = self.expand_weights(widths)
+        yield from self.spread(sum(widths) if spread is None else spread, label, backward=True)
         yield from self.again(matrices, label)
-        if self.sharded and not self.policy.keep_gathered:
-            yield from self.tokens_over_x("all_gather", label)
+        yield from self.reread(self.enter(label))
         yield from self.enter(label, backward=True)
         yield from self.weights("reduce_scatter", matrices, biases, label)
 
-    def contract(self, n: int, label: str, *, bias: bool) -> Iterator[Collective]:
-        matrices, biases = [(self.k, n)], [self.k] if bias else []
+    def contract_forward(self, n: int, label: str) -> Iterator[Collective]:
         yield from self.collect(n, label)
-        yield from self.weights("all_gather", matrices, biases, label)
+        yield from self.weights("all_gather", [(self.k, n)], [self.k] if self.config.bias else [], label)
         yield from self.leave(label)
+
+    def contract_backward(self, n: int, label: str) -> Iterator[Collective]:
         yield from self.leave(label, backward=True)
-        yield from self.again(matrices, label)
-        if self.sharded and not self.policy.keep_gathered:
-            yield from self.collect(n, label)
+        yield from self.again([(self.k, n)], label)
+        yield from self.reread(self.collect(n, label))
         yield from self.collect(n, label, backward=True)
-        yield from self.weights("reduce_scatter", matrices, biases, label)
+        yield from self.weights("reduce_scatter", [(self.k, n)], [self.k] if self.config.bias else [], label)
 
-    def attention(self, prefix: str) -> Iterator[Collective]:
-        config, x = self.config, self.shape.x
-        q, kv = config.heads * config.head_dim // x, config.kv_heads * config.head_dim // x
-        label = f"{prefix}.q+k+v"
-        shared = config.kv_heads % (x * self.shape.y if self.sharded else x) != 0
-        yield from self.expand([q, kv, kv], label, bias=config.bias, spread=[q] if shared else None)
-        if shared:
-            yield from self.shared_kv(2 * kv, label)
-        if config.qk_norm:
+    def reread(self, gather: Iterator[Collective]) -> Iterator[Collective]:
+        """The gathered input of a product once more, for dw."""
+        if not self.policy.keep_gathered:
+            yield from gather
+
+    # --- attention and MLP
+
+    @property
+    def q(self) -> int:
+        return self.config.heads * self.config.head_dim // self.shape.x
+
+    @property
+    def kv(self) -> int:
+        return self.config.kv_heads * self.config.head_dim // self.shape.x
+
+    @property
+    def shares_kv(self) -> bool:
+        return self.config.kv_heads % (self.shape.x * self.shape.y if self.sharded else self.shape.x) != 0
+
+    def head_norms(self, op: Op, prefix: str) -> Iterator[Collective]:
+        if self.config.qk_norm:
             for name in ("q_norm", "k_norm"):
-                for op in ("all_gather", "all_gather", "reduce_scatter"):
-                    yield from self.weights(op, [], [config.head_dim], f"{prefix}.{name}")
-        yield from self.contract(q, f"{prefix}.out", bias=config.bias)
+                yield from self.weights(op, [], [self.config.head_dim], f"{prefix}.{name}")
 
-    def shared_kv(self, width: int, label: str) -> Iterator[Collective]:
-        """K and V whole over y, and over x where it cuts through a head; backward the other way."""
-        for _ in range(2 if self.sharded else 1):
-            yield from self.message("all_reduce", "y", self.m * width, label)
-        if self.config.kv_heads % self.shape.x:
-            for op in ("all_gather", "reduce_scatter"):
-                yield from self.message(op, "x", self.m * width * self.shape.x, label)
+    def attention_forward(self, prefix: str) -> Iterator[Collective]:
+        label = f"{prefix}.q+k+v"
+        yield from self.expand_forward([self.q, self.kv, self.kv], label, spread=self.q if self.shares_kv else None)
+        if self.shares_kv:  # whole over y, and over x where it cuts through a head
+            yield from self.message("all_reduce", "y", self.m * 2 * self.kv, label)
+            if self.config.kv_heads % self.shape.x:
+                yield from self.message("all_gather", "x", self.m * 2 * self.kv * self.shape.x, label)
+        yield from self.head_norms("all_gather", prefix)
+        yield from self.contract_forward(self.q, f"{prefix}.out")
 
-    def mlp(self, prefix: str) -> Iterator[Collective]:
-        hidden = self.config.mlp_hidden // self.shape.x
+    def attention_backward(self, prefix: str) -> Iterator[Collective]:
+        label = f"{prefix}.q+k+v"
+        yield from self.contract_backward(self.q, f"{prefix}.out")
+        if self.policy.recompute == "attention":
+            yield from self.head_norms("all_gather", prefix)
+        yield from self.head_norms("all_gather", prefix)
+        yield from self.head_norms("reduce_scatter", prefix)
+        if self.shares_kv:
+            if self.config.kv_heads % self.shape.x:
+                yield from self.message("reduce_scatter", "x", self.m * 2 * self.kv * self.shape.x, label)
+            if self.sharded:
+                yield from self.message("all_reduce", "y", self.m * 2 * self.kv, label)
+        yield from self.expand_backward([self.q, self.kv, self.kv], label, spread=self.q if self.shares_kv else None)
+
+    def mlp_reads(self, prefix: str) -> tuple[list[int], str]:
         names = ["gate", "up"] if self.config.mlp == "swiglu" else ["up"]
-        yield from self.expand([hidden] * len(names), f"{prefix}.{'+'.join(names)}", bias=self.config.bias)
-        yield from self.contract(hidden, f"{prefix}.down", bias=self.config.bias)
+        return [self.config.mlp_hidden // self.shape.x] * len(names), f"{prefix}.{'+'.join(names)}"
+
+    def mlp_forward(self, prefix: str) -> Iterator[Collective]:
+        yield from self.expand_forward(*self.mlp_reads(prefix))
+        yield from self.contract_forward(self.config.mlp_hidden // self.shape.x, f"{prefix}.down")
+
+    def mlp_backward(self, prefix: str) -> Iterator[Collective]:
+        yield from self.contract_backward(self.config.mlp_hidden // self.shape.x, f"{prefix}.down")
+        yield from self.expand_backward(*self.mlp_reads(prefix))
 
     def head(self) -> Iterator[Collective]:
         """An Expand layer whose table has this rank's true rows and whose logits are padded."""
@@ -228,8 +265,7 @@ class Volume:
         yield from self.spread(self.vocab_columns, "head")
         yield from self.spread(self.vocab_columns, "head", backward=True)
         yield from self.again(table, "head")
-        if self.sharded and not self.policy.keep_gathered:
-            yield from self.tokens_over_x("all_gather", "head")
+        yield from self.reread(self.enter("head"))
         yield from self.enter("head", backward=True)
         yield from self.weights("reduce_scatter", table, [], "head")
 
@@ -244,19 +280,36 @@ class Volume:
         for axis in ("z", "data"):
             yield from self.message("all_reduce", axis, 2 if counted else 3, "loss", STATISTIC_NBYTES)
 
+    # --- the model
+
+    def layer_forward(self, index: int) -> Iterator[Collective]:
+        yield from self.norm_forward(f"layers.{index}.attention_norm")
+        yield from self.attention_forward(f"layers.{index}.attention")
+        yield from self.norm_forward(f"layers.{index}.mlp_norm")
+        yield from self.mlp_forward(f"layers.{index}.mlp")
+
+    def layer_backward(self, index: int) -> Iterator[Collective]:
+        if self.policy.recompute == "block":
+            again = list(self.layer_forward(index))
+            last = list(self.leave(f"layers.{index}.mlp.down"))
+            # it stops at the last tensor that backward needs: the input of the last product, or a mask after it
+            yield from again if self.config.dropout else again[: len(again) - len(last)]
+        yield from self.mlp_backward(f"layers.{index}.mlp")
+        yield from self.norm_backward(f"layers.{index}.mlp_norm")
+        yield from self.attention_backward(f"layers.{index}.attention")
+        yield from self.norm_backward(f"layers.{index}.attention_norm")
+
     def layer(self, index: int) -> Iterator[Collective]:
-        prefix = f"layers.{index}"
-        yield from self.norm(f"{prefix}.attention_norm")
-        yield from self.attention(f"{prefix}.attention")
-        yield from self.norm(f"{prefix}.mlp_norm")
-        yield from self.mlp(f"{prefix}.mlp")
+        yield from self.layer_forward(index)
+        yield from self.layer_backward(index)
 
     def micro_step(self, *, counted: bool = False) -> Iterator[Collective]:
         """Forward and backward of the rows, without the sums that gradients owe."""
         yield from self.embedding()
         for index in range(self.config.layers):
             yield from self.layer(index)
-        yield from self.norm("norm")
+        yield from self.norm_forward("norm")
+        yield from self.norm_backward("norm")
         yield from self.head()
         yield from self.loss(counted=counted)
 

@@ -20,13 +20,14 @@ from fourfold.nn.layer import Layer, assemble
 from fourfold.nn.loss import IGNORE_INDEX, cross_entropy, sum_over_batch
 from fourfold.nn.mlp import MLP
 from fourfold.nn.norm import Norm
+from fourfold.nn.recompute import recompute
 
 
-class Block(nn.Module):
+class Block(Layer):
     """a + attention(norm(a)), then a + mlp(norm(a)), both in rest."""
 
     def __init__(self, config: Config, grid: Grid, policy: Policy) -> None:
-        super().__init__()
+        super().__init__(grid, policy)
         init = Init(std=0.02)
         out_init = Init(std=0.02 / (2 * config.layers) ** 0.5)  # keeps the stream's variance as depth grows
         self.attention_norm = _norm(config, grid, policy)
@@ -59,6 +60,11 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
 
     def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        if self.policy.recompute == "block":
+            return recompute(self._compute, self.clock, a, batch, rope)
+        return self._compute(a, batch, rope)
+
+    def _compute(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         a = a + self.attention_dropout(self.attention(self.attention_norm(a), batch, rope))
         return a + self.mlp_dropout(self.mlp(self.mlp_norm(a), batch.tokens))
 

@@ -20,6 +20,7 @@ from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand, expand_together, label_of, read
 from fourfold.nn.moment import drawing
 from fourfold.nn.norm import HeadNorm
+from fourfold.nn.recompute import recompute
 from fourfold.product import share, spread
 
 
@@ -112,12 +113,19 @@ class Attention(Layer):
 
     def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = self._read(a, batch)
+        if self.policy.recompute == "attention":
+            mixed = recompute(self._mix, self.clock, q, k, v, rope)
+        else:
+            mixed = self._mix(q, k, v, rope)
+        return self.out(mixed.transpose(1, 2).reshape(batch.tokens, -1), batch.tokens)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """What lies between the two products; [rows, seq, heads, head_dim] -> [rows, heads, seq, head_dim]."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        mixed = self._attend(q, k, v).transpose(1, 2).reshape(batch.tokens, -1)
-        return self.out(mixed, batch.tokens)
+        return self._attend(q, k, v)
 
     def _read(self, a: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as [rows, seq, heads, head_dim]."""

@@ -31,6 +31,16 @@ class Clock:
     def begin_step(self, step: int) -> None:
         self.step, self.micro_step = step, 0
 
+    @contextmanager
+    def at(self, step: int, micro_step: int) -> Iterator[None]:
+        """Inside the block it is that moment again."""
+        now = self.step, self.micro_step
+        self.step, self.micro_step = step, micro_step
+        try:
+            yield
+        finally:
+            self.step, self.micro_step = now
+
     def key(self, name: str, grid: Grid, cut: Cut) -> int:
         """The seed of what `name` draws now, for this rank's part of a tensor that is cut like this."""
         place = [f"{axis}={grid.coords[axis]}" for axis in AXES if axis in cut.axes]

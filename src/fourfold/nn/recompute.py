@@ -1,0 +1,28 @@
+"""Forget what a function computed in forward and compute it again in backward.
+
+torch's checkpointing, with the time of the first run: dropout draws the same masks whenever backward comes.
+Collectives run again as well; what runs is the same, so results are bitwise those without recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fourfold.nn.moment import Clock
+
+
+def recompute(function: Callable[..., Tensor], clock: Clock, *args: Any) -> Tensor:
+    """`function(*args)`, of which backward keeps the arguments alone."""
+    step, micro_step = clock.step, clock.micro_step
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: (nullcontext(), clock.at(step, micro_step)),
+    )

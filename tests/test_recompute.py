@@ -1,0 +1,87 @@
+"""Recompute: bitwise the same results, fewer bytes kept, and the collectives that run again are predicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.cost.volume import Volume
+from fourfold.gradients import local_of
+from fourfold.grid import Shape
+from fourfold.layout import Policy
+from harness import grid_of
+
+CONFIG = ff.models.config("llama-tiny", layers=2, qk_norm=True, vocab=53)
+KINDS = ("none", "attention", "block")
+
+
+def train(shape: Shape, policy: Policy, config: ff.models.Config) -> dict[str, Any]:
+    """Two forwards before one backward, so that backward comes at a later moment than the first forward."""
+    grid = grid_of(shape)
+    model = ff.models.build(config, grid, policy=policy)
+    tokens = ff.local_rows(torch.arange(64).view(4, 16) % 53, grid)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        first = model(tokens, tokens)
+    kept_bytes = sum(kept.values())
+    second = model(tokens, tokens)
+    with grid.ledger.watch() as records:
+        (first + second).backward()
+    return {
+        "losses": (first.item(), second.item()),
+        "gradients": [local_of(parameter.grad) for parameter in model.parameters()],
+        "kept": kept_bytes,
+        "backward": records,
+    }
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2, z=2), Shape(x=2, y=2)], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recompute_is_bitwise_equal_and_keeps_less(ranks, shape: Shape, dropout: float) -> None:
+    mode = "sharded" if dropout else "replicated"
+    config = replace(CONFIG, dropout=dropout)
+    found = {kind: ranks(4).run(train, shape, Policy(mode, recompute=kind), config) for kind in KINDS}
+    for rank in range(4):
+        none, attention, block = (found[kind][rank] for kind in KINDS)
+        for other in (attention, block):
+            assert other["losses"] == none["losses"]
+            pairs = zip(other["gradients"], none["gradients"], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+        if dropout:
+            assert none["losses"][0] != none["losses"][1]
+        assert block["kept"] < attention["kept"] < none["kept"]
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy("replicated"), Policy(keep_weights=True, keep_gathered=True)])
+def test_what_runs_again_is_predicted(ranks, policy: Policy) -> None:
+    for dropout in (0.0, 0.3):
+        config = replace(CONFIG, dropout=dropout)
+        for kind in ("attention", "block"):
+            chosen = replace(policy, recompute=kind)
+            for rank, found in enumerate(ranks(4).run(train, Shape(x=2, z=2), chosen, config)):
+                volume = Volume(config, Shape(x=2, z=2), chosen, rows=2, seq=16, rank=rank)
+                whole, forward = Counter(volume.training_step()), Counter(forward_of(volume))
+                # two backward passes in one: gradients travel once, everything else twice
+                gradients = Counter(volume.gradients())
+                expected = whole - forward - gradients
+                assert Counter(found["backward"]) == expected + expected + gradients
+
+
+def forward_of(volume: Volume) -> list:
+    """What forward alone communicates, which recompute does not change."""
+    records = [record for index in range(volume.config.layers) for record in volume.layer_forward(index)]
+    records += [*volume.norm_forward("norm"), *volume.loss(counted=False)]
+    records += [*volume.enter("head"), *volume.spread(volume.vocab_columns, "head"), *volume.leave("embedding")]
+    for label in ("embedding", "head"):
+        records += volume.weights("all_gather", [(volume.vocab_rows, volume.k)], [], label)
+    return records
