@@ -24,6 +24,7 @@ ORDER = [
     "product",
     "nn",
     "models",
+    "optim",
     "data",
     "compare",
     "cost",

@@ -1,6 +1,6 @@
 """Fourfold trains neural networks on a four-dimensional grid of devices."""
 
-from fourfold import models, nn
+from fourfold import models, nn, optim
 from fourfold.compare import compare_serial
 from fourfold.data.rows import local_rows
 from fourfold.gradients import accumulate, clip_grad_norm_, grad_norm
@@ -21,4 +21,5 @@ __all__ = [
     "local_rows",
     "models",
     "nn",
+    "optim",
 ]

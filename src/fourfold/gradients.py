@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
 from fourfold.grid import AXES, Grid
-from fourfold.layout import Spec
+from fourfold.layout import Policy, Spec, chunk, pad_rows
 
 REPLICA = "data"
 """The axis over which every parameter and every complete gradient is equal."""
@@ -36,9 +36,12 @@ class Bucket:
     nbytes: int
 
     @property
+    def span(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[-1]} .. {self.names[0]}"
+
+    @property
     def label(self) -> str:
-        span = self.names[0] if len(self.names) == 1 else f"{self.names[-1]} .. {self.names[0]}"
-        return f"gradients {span}"
+        return f"gradients {self.span}"
 
 
 def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int) -> list[Bucket]:
@@ -66,10 +69,10 @@ class Gradients:
     torch sums it on use, our own functions refuse it.
     """
 
-    def __init__(self, grid: Grid, parameters: Mapping[str, tuple[nn.Parameter, Spec]], bucket_bytes: int) -> None:
+    def __init__(self, grid: Grid, parameters: Mapping[str, tuple[nn.Parameter, Spec]], policy: Policy) -> None:
         self.grid = grid
         self.parameters = dict(parameters)
-        self.bucket_bytes = bucket_bytes
+        self.policy = policy
         self.accumulating = False
         self._owes = {parameter: spec.owes for parameter, spec in self.parameters.values()}
         self._complete: dict[nn.Parameter, Tensor] = {}  # sums of earlier passes: never to be summed again
@@ -105,7 +108,7 @@ class Gradients:
                 for name, (parameter, spec) in self.parameters.items()
                 if parameter.requires_grad
             ],
-            self.bucket_bytes,
+            self.policy.bucket_bytes,
         )
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -117,13 +120,30 @@ class Gradients:
             torch.zeros_like(local_of(parameter)) if gradient is None else gradient
             for parameter, gradient in zip(parameters, own, strict=True)
         ]
+        cut = self.policy.shard_optimizer
         for axis in bucket.owes:
-            comm.all_reduce_together(sums, self.grid, axis, label=bucket.label).wait()
-        for parameter, gradient in zip(parameters, own, strict=True):
+            if axis == REPLICA and cut:
+                sums = self._scatter_over_replicas(sums, bucket.label)
+            else:
+                comm.all_reduce_together(sums, self.grid, axis, label=bucket.label).wait()
+        for parameter, gradient, total in zip(parameters, own, sums, strict=True):
             if gradient is not None:
                 if (earlier := self._complete.pop(parameter, None)) is not None:
-                    gradient.add_(earlier)
-                parameter.grad = like_parameter(gradient, parameter)
+                    total.add_(earlier)
+                parameter.grad = like_parameter(total, parameter, cut_over_replicas=cut)
+
+    def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> list[Tensor]:
+        """This replica's rows of each sum."""
+        ranks = self.grid.size(REPLICA)
+        padded = [pad_rows(total, -(-total.shape[0] // ranks) * ranks) for total in sums]
+        parts = comm.reduce_scatter_together(padded, self.grid, REPLICA, label=label).wait()
+        return [part[: len(self.own_rows(total))] for part, total in zip(parts, sums, strict=True)]
+
+    def own_rows(self, shard: Tensor) -> range:
+        """The rows of a shard whose optimizer state this replica keeps."""
+        if not self.policy.shard_optimizer:
+            return range(shard.shape[0])
+        return chunk(shard.shape[0], self.grid.size(REPLICA), self.grid.coords[REPLICA])
 
 
 @contextmanager
@@ -167,8 +187,9 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
     if norms:
         squares += torch.stack(norms).square().sum()
+    cut_over_replicas = any(_cuts(parameter.grad, REPLICA) for parameter, _ in gradients)
     for axis in AXES:
-        if axis != REPLICA:
+        if axis != REPLICA or cut_over_replicas:
             squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
     return squares.sqrt()
 
@@ -197,13 +218,18 @@ def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Par
     return [(parameter, local_of(gradient)) for parameter, gradient in found]
 
 
-def like_parameter(local: Tensor, parameter: nn.Parameter, owes: Sequence[str] = ()) -> DTensor:
-    """A DTensor over this local tensor that lies as the parameter does, still owed over some axes."""
+def like_parameter(
+    local: Tensor, parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False
+) -> DTensor:
+    """A DTensor over this local tensor that lies as the parameter does, still owed over some axes, or cut
+    over replicas too."""
     spec: DTensorSpec = parameter._spec  # type: ignore[attr-defined]
-    if owes:
-        placements = zip(AXES, spec.placements, strict=True)
-        owed = tuple(Partial() if axis in owes else placement for axis, placement in placements)
-        spec = DTensorSpec(spec.mesh, owed, spec.tensor_meta)
+    if owes or cut_over_replicas:
+        placements = dict(zip(AXES, spec.placements, strict=True))
+        placements |= dict.fromkeys(owes, Partial())
+        if cut_over_replicas:
+            placements[REPLICA] = Shard(0)
+        spec = DTensorSpec(spec.mesh, tuple(placements.values()), spec.tensor_meta)
     return DTensor(local, spec, requires_grad=False)  # DTensor.from_local takes a millisecond
 
 
@@ -215,9 +241,10 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined]  # to_local() would record a node in the graph
 
 
+def _cuts(tensor: Tensor | None, axis: str) -> bool:
+    return isinstance(tensor.placements[AXES.index(axis)], Shard)  # type: ignore[union-attr]
+
+
 def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
-    """Of the ranks that hold equal copies, the first counts."""
-    placements = zip(AXES, parameter.placements, strict=True)  # type: ignore[arg-type]
-    return all(
-        isinstance(placement, Shard) or axis == REPLICA or grid.coords[axis] == 0 for axis, placement in placements
-    )
+    """Of the ranks that hold equal copies, the first counts; replicas each count their own."""
+    return all(axis == REPLICA or _cuts(parameter, axis) or grid.coords[axis] == 0 for axis in AXES)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fourfold.grid import AXES
@@ -39,6 +40,8 @@ class Policy:
     """Dtype of gathered weights, activations and their messages; None: that of the parameters."""
     reduce: torch.dtype | None = None
     """Dtype in which gradients of weights are reduced over z; None: that of the parameters."""
+    shard_optimizer: bool = False
+    """Cut gradients and optimizer state over data as well (ZeRO-1); `optim.AdamW` then gathers parameters."""
     bucket_bytes: int = 25 << 20
     """Gradients that owe the same sums travel together in messages of about this size."""
     check_inputs: bool = False
@@ -89,6 +92,13 @@ def chunk(length: int, parts: int, index: int) -> range:
     """The `index`-th part of `range(length)` as torch.chunk cuts it: equal, the last ones short or empty."""
     size = -(-length // parts)
     return range(min(index * size, length), min((index + 1) * size, length))
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Zeros below, where uneven parts leave a rank with fewer rows than the message has."""
+    if tensor.shape[0] == rows:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
 @dataclass(frozen=True, slots=True)

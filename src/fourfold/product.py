@@ -27,7 +27,7 @@ from torch.nn import functional
 from fourfold import comm
 from fourfold.gradients import Gradients, local_of
 from fourfold.grid import Grid
-from fourfold.layout import GATHERED, Policy, Spec
+from fourfold.layout import GATHERED, Policy, Spec, pad_rows
 
 Body = Callable[[Tensor], Tensor]
 
@@ -199,13 +199,6 @@ class Unit:
     def only(self, members: Sequence[Member]) -> Unit:
         """A part of the unit, under the same label."""
         return replace(self, members=tuple(members))
-
-
-def pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Zeros below, where uneven shards leave a rank with fewer rows than the message has."""
-    if tensor.shape[0] == rows:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from math import ceil
 
 import torch
 
-from fourfold.gradients import fill_buckets
+from fourfold.gradients import Bucket, fill_buckets
 from fourfold.grid import Shape
 from fourfold.layout import Policy, chunk
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import Config
 
-Owed = tuple[str, tuple[str, ...], int]
+Owed = tuple[str, tuple[str, ...], int, int]
 
 STATISTIC_NBYTES = 8
 """Sums of losses, counts and squared norms are fp64."""
@@ -317,21 +317,41 @@ class Volume:
 
     def gradients(self) -> Iterator[Collective]:
         """What gradients owe beyond z, in buckets."""
-        sizes = [(name, owes, self.dtype, nbytes) for name, owes, nbytes in self.owed()]
-        for bucket in fill_buckets(sizes, self.policy.bucket_bytes):
+        for bucket in self.buckets():
             for axis in bucket.owes:
-                yield from self.message("all_reduce", axis, bucket.nbytes, bucket.label, 1)
+                if axis == "data" and self.policy.shard_optimizer:
+                    yield from self.over_replicas("reduce_scatter", bucket, bucket.label)
+                else:
+                    yield from self.message("all_reduce", axis, bucket.nbytes, bucket.label, 1)
+
+    def optimizer_step(self) -> Iterator[Collective]:
+        """Parameters that the sharded optimizer stepped, gathered over data."""
+        if self.policy.shard_optimizer:
+            for bucket in self.buckets():
+                yield from self.over_replicas("all_gather", bucket, f"parameters {bucket.span}")
+
+    def buckets(self) -> list[Bucket]:
+        sizes = [(name, owes, self.dtype, rows * row_nbytes) for name, owes, rows, row_nbytes in self.owed()]
+        return fill_buckets(sizes, self.policy.bucket_bytes)
+
+    def over_replicas(self, op: Op, bucket: Bucket, label: str) -> Iterator[Collective]:
+        """One message with the rows of each member padded until data divides them."""
+        members = {name: (rows, row_nbytes) for name, _, rows, row_nbytes in self.owed()}
+        replicas = self.shape.data
+        padded = (ceil(members[name][0] / replicas) * replicas * members[name][1] for name in bucket.names)
+        yield from self.message(op, "data", sum(padded), label, 1)
 
     @property
     def owed_at_rest(self) -> tuple[str, ...]:
         return ("x", "data") if self.sharded else ("data",)
 
     def owed(self) -> Iterator[Owed]:
-        """Every parameter: its name, the axes that owe it an all-reduce, the bytes of its shard."""
-        table = self.shard(self.config.vocab, "x", "z") * self.k
-        yield "embedding.weight", ("data",), table
+        """Every parameter: its name, the axes that owe it a sum beyond z, rows of its shard, bytes of a row."""
+        table = self.rows_of(self.config.vocab, "x", "z"), self.k * self.dtype.itemsize
+        yield "embedding.weight", ("data",), *table
         if self.config.positions == "learned":
-            yield "positions.weight", self.owed_at_rest, self.shard(self.config.seq, "z") * self.k
+            rows = self.rows_of(self.config.seq, "z")
+            yield "positions.weight", self.owed_at_rest, rows, self.k * self.dtype.itemsize
         for index in range(self.config.layers):
             yield from self.owed_by_norm(f"layers.{index}.attention_norm")
             yield from self.owed_by_attention(f"layers.{index}.attention")
@@ -339,7 +359,7 @@ class Volume:
             yield from self.owed_by_mlp(f"layers.{index}.mlp")
         yield from self.owed_by_norm("norm")
         if not self.config.tied:
-            yield "head.weight", ("data",), table
+            yield "head.weight", ("data",), *table
 
     def owed_by_attention(self, prefix: str) -> Iterator[Owed]:
         config = self.config
@@ -350,7 +370,7 @@ class Volume:
         if config.qk_norm:
             by_head = ("x", "y", "data") if self.sharded else ("x", "data")
             for name in ("q_norm", "k_norm"):
-                yield f"{prefix}.{name}.weight", by_head, self.shard(config.head_dim, "z")
+                yield f"{prefix}.{name}.weight", by_head, self.rows_of(config.head_dim, "z"), self.dtype.itemsize
 
     def owed_by_mlp(self, prefix: str) -> Iterator[Owed]:
         for name in ("gate", "up") if self.config.mlp == "swiglu" else ("up",):
@@ -358,29 +378,30 @@ class Volume:
         yield from self.owed_by_contract(f"{prefix}.down", self.config.mlp_hidden)
 
     def owed_by_norm(self, prefix: str) -> Iterator[Owed]:
-        yield f"{prefix}.weight", self.owed_at_rest, self.shard(self.config.hidden, "y", "z")
+        yield f"{prefix}.weight", self.owed_at_rest, self.rows_of(self.config.hidden, "y", "z"), self.dtype.itemsize
         if self.config.norm == "layer" and self.config.bias:
-            yield f"{prefix}.bias", self.owed_at_rest, self.shard(self.config.hidden, "y", "z")
+            yield f"{prefix}.bias", self.owed_at_rest, self.rows_of(self.config.hidden, "y", "z"), self.dtype.itemsize
 
     def owed_by_expand(self, prefix: str, n: int) -> Iterator[Owed]:
-        yield f"{prefix}.weight", ("data",), self.shard(n, "x", "z") * self.k
+        yield f"{prefix}.weight", ("data",), self.rows_of(n, "x", "z"), self.k * self.dtype.itemsize
         if self.config.bias:
-            yield f"{prefix}.bias", ("data",), self.shard(n, "x", "y", "z")
+            yield f"{prefix}.bias", ("data",), self.rows_of(n, "x", "y", "z"), self.dtype.itemsize
 
     def owed_by_contract(self, prefix: str, n: int) -> Iterator[Owed]:
-        yield f"{prefix}.weight", ("data",), self.shard(self.config.hidden, "y", "z") * (n // self.shape.x)
+        rows = self.rows_of(self.config.hidden, "y", "z")
+        yield f"{prefix}.weight", ("data",), rows, n // self.shape.x * self.dtype.itemsize
         if self.config.bias:
-            yield f"{prefix}.bias", ("data",), self.shard(self.config.hidden, "y", "z")
+            yield f"{prefix}.bias", ("data",), rows, self.dtype.itemsize
 
-    def shard(self, length: int, *axes: str) -> int:
-        """Bytes of this rank's part of a length that is cut over the axes one after another."""
+    def rows_of(self, length: int, *axes: str) -> int:
+        """This rank's part of a length that is cut over the axes one after another."""
         coords = self.shape.coords(self.rank)
         for axis in axes:
             length = len(chunk(length, self.shape.sizes[axis], coords[axis]))
-        return length * self.dtype.itemsize
+        return length
 
     def clip(self) -> Iterator[Collective]:
-        for axis in ("x", "y", "z"):
+        for axis in ("x", "y", "z", "data") if self.policy.shard_optimizer else ("x", "y", "z"):
             yield from self.message("all_reduce", axis, 1, "gradient norm", STATISTIC_NBYTES)
 
     def training_step(self, *, micro_steps: int = 1, clip: bool = False) -> list[Collective]:

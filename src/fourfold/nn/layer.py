@@ -84,7 +84,7 @@ def assemble(
         parameter = _make(spec, grid, seed, name, dtype, device)
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
-    gradients = Gradients(grid, parameters, policy.bucket_bytes)
+    gradients = Gradients(grid, parameters, policy)
     for _, layer in layers:
         layer.gradients = gradients
 

@@ -1,0 +1,89 @@
+"""AdamW over the shards of a model, its state optionally cut over the data axis too (ZeRO-1).
+
+torch's own AdamW steps this rank's rows as plain tensors: no DTensor is dispatched. With
+`Policy(shard_optimizer=True)` each replica holds state for its rows alone, gradients arrive reduce-scattered
+over data, and the stepped rows are gathered over data, in the buckets of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold import comm
+from fourfold.gradients import REPLICA, gradients_of, is_owed, local_of
+from fourfold.layout import pad_rows
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW with decay on matrices only: biases, norms and other vectors have none.
+
+    `param_groups` hold this rank's rows of the parameters, so torch's schedulers work as always.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        self.gradients = gradients_of(model)
+        self.parts: dict[str, nn.Parameter] = {}
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, (parameter, _) in self.gradients.parameters.items():
+            if parameter.requires_grad:
+                local = local_of(parameter).detach()
+                rows = self.gradients.own_rows(local)
+                part = nn.Parameter(local[rows.start : rows.stop])
+                self.parts[name] = part
+                (decayed if part.dim() > 1 else others).append(part)
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        super().__init__([group for group in groups if group["params"]], lr, betas=betas, eps=eps, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for name, part in self.parts.items():
+            gradient = self.gradients.parameters[name][0].grad
+            if gradient is not None and is_owed(gradient):
+                raise RuntimeError(
+                    f"the gradient of {name} is still owed a sum over other ranks; "
+                    "run the last micro-step's backward() outside of ff.accumulate"
+                )
+            part.grad = None if gradient is None else local_of(gradient)
+        result = super().step(closure)
+        if self.gradients.policy.shard_optimizer:
+            self._gather()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for name in self.parts:
+            parameter = self.gradients.parameters[name][0]
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                local_of(parameter.grad).zero_()
+
+    def _gather(self) -> None:
+        """Give every replica the rows that the others stepped."""
+        grid = self.gradients.grid
+        ranks = grid.size(REPLICA)
+        for bucket in self.gradients.buckets():
+            if unknown := [name for name in bucket.names if name not in self.parts]:
+                raise RuntimeError(f"{unknown[0]} was frozen when this optimizer was made; make it anew")
+            locals_: list[Tensor] = [local_of(self.gradients.parameters[name][0]) for name in bucket.names]
+            shards = [
+                pad_rows(self.parts[name].detach(), -(-local.shape[0] // ranks))
+                for name, local in zip(bucket.names, locals_, strict=True)
+            ]
+            label = f"parameters {bucket.span}"
+            wholes = comm.all_gather_together(shards, grid, REPLICA, label=label).wait()
+            for local, whole in zip(locals_, wholes, strict=True):
+                local.copy_(whole[: local.shape[0]])

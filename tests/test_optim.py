@@ -1,0 +1,105 @@
+"""AdamW on shards: what torch's AdamW computes, with state whole or cut over data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.comm import join_shards
+from fourfold.cost.volume import Volume
+from fourfold.gradients import local_of
+from fourfold.grid import Grid, Shape
+from fourfold.layout import Policy
+from fourfold.nn.layer import specs_of
+from fourfold.optim import AdamW
+from harness import grid_of
+
+CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53, qk_norm=True)
+STEPS = 4
+
+
+def whole_batch(step: int) -> torch.Tensor:
+    return torch.arange(step, step + 64).view(4, 16) % 53
+
+
+def train(shape: Shape, policy: Policy, accumulated: bool) -> dict[str, Any]:
+    grid = grid_of(shape)
+    model = ff.models.build(CONFIG, grid, policy=policy, dtype=torch.float64)
+    optimizer = AdamW(model, lr=1e-3, weight_decay=0.3)
+    norms = []
+    for step in range(STEPS):
+        with grid.ledger.watch() as records:
+            tokens = ff.local_rows(whole_batch(step), grid)
+            if accumulated:
+                count = ff.count_targets(tokens, grid)
+                half = tokens.shape[1] // 2  # of the sequence: two micro-steps of other data than one
+                with ff.accumulate(model):
+                    model(tokens[:, :half], tokens[:, :half], count=count).backward()
+                model(tokens[:, half:], tokens[:, half:], count=count).backward()
+            else:
+                model(tokens, tokens).backward()
+            norms.append(ff.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+        optimizer.zero_grad()
+    specs = specs_of(model)
+    return {
+        "parameters": {
+            name: join_shards(local_of(parameter).detach(), specs[name], grid)
+            for name, parameter in model.named_parameters()
+        },
+        "norms": norms,
+        "state": sum(state["exp_avg"].numel() for state in optimizer.state.values()),
+        "held": sum(local_of(parameter).numel() for parameter in model.parameters()),
+        "records": records,
+    }
+
+
+def by_torch() -> dict[str, torch.Tensor]:
+    model = ff.models.build(CONFIG, Grid.alone("cpu"), dtype=torch.float64)
+    named = {name: torch.nn.Parameter(local_of(p).detach()) for name, p in model.named_parameters()}
+    groups = [
+        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": 0.3},
+        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    for step in range(STEPS):
+        model(whole_batch(step), whole_batch(step)).backward()
+        ff.clip_grad_norm_(model.parameters(), 0.5)
+        for name, parameter in model.named_parameters():
+            named[name].grad = local_of(parameter.grad)
+        optimizer.step()
+        model.zero_grad()
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+@pytest.mark.parametrize("shape", [Shape(z=2, data=2), Shape(x=2, data=2), Shape(data=4)], ids=str)
+def test_sharded_state_gives_the_same_parameters(ranks, shape: Shape) -> None:
+    expected = by_torch()
+    whole = ranks(4).run(train, shape, Policy(), False)
+    policy = Policy(shard_optimizer=True, bucket_bytes=10_000)
+    cut = ranks(4).run(train, shape, policy, False)
+    for rank, (a, b) in enumerate(zip(whole, cut, strict=True)):
+        for name, parameter in expected.items():
+            torch.testing.assert_close(a["parameters"][name], parameter, rtol=0, atol=1e-12)
+            torch.testing.assert_close(b["parameters"][name], parameter, rtol=0, atol=1e-12)
+        assert a["norms"] == pytest.approx(b["norms"], rel=1e-12)
+        assert a["state"] == a["held"]
+        assert b["state"] <= b["held"] / shape.data + 40  # an uneven row or two of each vector
+        volume = Volume(CONFIG, shape, policy, rows=4 // (shape.z * shape.data), seq=16, dtype=torch.float64, rank=rank)
+        predicted = Counter(volume.training_step(clip=True)) + Counter(volume.optimizer_step())
+        assert Counter(b["records"]) == predicted
+
+
+def test_accumulated_gradients_are_scattered_once(ranks) -> None:
+    shape = Shape(x=2, data=2)
+    whole = ranks(4).run(train, shape, Policy(), True)
+    cut = ranks(4).run(train, shape, Policy(shard_optimizer=True), True)
+    for a, b in zip(whole, cut, strict=True):
+        for name, parameter in a["parameters"].items():
+            torch.testing.assert_close(b["parameters"][name], parameter, rtol=0, atol=1e-12)
+        scattered = [record for record in b["records"] if (record.op, record.axis) == ("reduce_scatter", "data")]
+        assert len(scattered) == len({record.label for record in scattered}) > 0
