@@ -15,7 +15,7 @@ from fourfold.gradients import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
-from fourfold.optim import AdamW
+from fourfold.optim import AdamW, Schedule
 from harness import grid_of
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53, qk_norm=True)
@@ -103,3 +103,21 @@ def test_accumulated_gradients_are_scattered_once(ranks) -> None:
             torch.testing.assert_close(b["parameters"][name], parameter, rtol=0, atol=1e-12)
         scattered = [record for record in b["records"] if (record.op, record.axis) == ("reduce_scatter", "data")]
         assert len(scattered) == len({record.label for record in scattered}) > 0
+
+
+def test_schedules_by_hand() -> None:
+    cosine = Schedule(rate=1.0, steps=110, warmup=10, floor=0.1)
+    assert [cosine.at(step) for step in (1, 5, 10)] == pytest.approx([0.1, 0.5, 1.0])
+    assert cosine.at(60) == pytest.approx(0.1 + 0.9 / 2)  # half way down
+    assert cosine.at(110) == pytest.approx(0.1)
+    stable = Schedule(rate=2.0, steps=100, warmup=4, shape="stable", decay=0.2, floor=0.0)
+    assert [stable.at(step) for step in (2, 4, 80, 90, 100)] == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.0])
+    assert Schedule(rate=1.0, steps=10, shape="constant").at(7) == 1.0
+    scaled = Schedule(rate=1e-3, steps=10, batch=512, base_batch=256)
+    assert scaled.at(1) <= scaled.peak == pytest.approx(2e-3)
+
+
+def test_schedules_refuse_what_makes_no_sense() -> None:
+    for wrong in ({"warmup": 11}, {"shape": "cosin"}, {"decay": 0.0}, {"floor": 1.5}, {"batch": 4}):
+        with pytest.raises(ValueError, match="must|none of|needs"):
+            Schedule(rate=1.0, steps=10, **wrong)

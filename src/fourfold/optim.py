@@ -8,7 +8,9 @@ over data, and the stepped rows are gathered over data, in the buckets of the gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from math import cos, pi
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from fourfold import comm
 from fourfold.gradients import REPLICA, gradients_of, is_owed, local_of
 from fourfold.layout import pad_rows
+
+Decay = Literal["cosine", "stable", "constant"]
 
 
 class AdamW(torch.optim.AdamW):
@@ -87,3 +91,56 @@ class AdamW(torch.optim.AdamW):
             wholes = comm.all_gather_together(shards, grid, REPLICA, label=label).wait()
             for local, whole in zip(locals_, wholes, strict=True):
                 local.copy_(whole[: local.shape[0]])
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate of each step: linear warm-up, then a plateau, then decay to `floor` times the rate.
+
+    `cosine` decays from the end of warm-up to the last step; `stable` keeps the rate and decays linearly over
+    the last `decay` part of the steps. With `base_batch` the rate grows linearly with the batch.
+    """
+
+    rate: float
+    steps: int
+    warmup: int = 0
+    shape: Decay = "cosine"
+    decay: float = 0.2
+    floor: float = 0.1
+    batch: int | None = None
+    base_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape not in get_args(Decay):
+            raise ValueError(f"shape={self.shape!r} is none of {get_args(Decay)}")
+        if not 0 <= self.warmup <= self.steps:
+            raise ValueError(f"warmup={self.warmup} must lie between 0 and steps={self.steps}")
+        if not (0 < self.decay <= 1 and 0 <= self.floor <= 1):
+            raise ValueError(f"decay={self.decay} must be above 0, floor={self.floor} from 0 up, neither above 1")
+        if (self.batch is None) != (self.base_batch is None):
+            raise ValueError("scaling the rate needs both batch and base_batch")
+
+    @property
+    def peak(self) -> float:
+        """The highest rate."""
+        if self.batch is None or self.base_batch is None:
+            return self.rate
+        return self.rate * self.batch / self.base_batch
+
+    def at(self, step: int) -> float:
+        """The rate of a step, counted from 1; the last step has the floor."""
+        if step <= self.warmup:
+            return self.peak * step / self.warmup
+        if self.shape == "constant":
+            return self.peak
+        begin = self.warmup if self.shape == "cosine" else max(self.warmup, round(self.steps * (1 - self.decay)))
+        done = min(1.0, max(0.0, (step - begin) / max(1, self.steps - begin)))
+        left = (1 + cos(pi * done)) / 2 if self.shape == "cosine" else 1 - done
+        return self.peak * (self.floor + (1 - self.floor) * left)
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set the rate of every group for this step; returns it."""
+        rate = self.at(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return rate
