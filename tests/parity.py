@@ -157,7 +157,7 @@ def on_ranks(case: Case) -> dict[str, Any]:
         streams[:] = [inputs[0]]
 
     def keep_logits(head: Any, _: Any, logits: Tensor) -> None:
-        ids = head.columns(logits)
+        ids = head.columns()
         found["logits"] = ids, logits[:, : len(ids)].detach().cpu().numpy().copy()
 
     model.layers[0].register_forward_pre_hook(keep_stream)

@@ -34,7 +34,7 @@ ORDER = [
 INSIDE = {
     "nn": [
         "initial", "moment", "recompute", "layer", "linear", "norm", "loss",
-        "embedding", "dropout", "attention", "mlp", "__init__",
+        "embedding", "chunked", "dropout", "attention", "mlp", "__init__",
     ],
     "models": ["sizes", "config", "transformer", "__init__"],
     "data": ["__init__", "rows", "corpus"],

@@ -119,5 +119,5 @@ def test_schedules_by_hand() -> None:
 
 def test_schedules_refuse_what_makes_no_sense() -> None:
     for wrong in ({"warmup": 11}, {"shape": "cosin"}, {"decay": 0.0}, {"floor": 1.5}, {"batch": 4}):
-        with pytest.raises(ValueError, match="must|none of|needs"):
+        with pytest.raises(ValueError, match=r"must|none of|needs"):
             Schedule(rate=1.0, steps=10, **wrong)

@@ -40,6 +40,8 @@ class Policy:
     """Dtype of gathered weights, activations and their messages; None: that of the parameters."""
     reduce: torch.dtype | None = None
     """Dtype in which gradients of weights are reduced over z; None: that of the parameters."""
+    loss_chunk: int = 0
+    """Tokens of a place whose logits exist at once, so that a large vocabulary does not set the peak; 0: all."""
     shard_optimizer: bool = False
     """Cut gradients and optimizer state over data as well (ZeRO-1); `optim.AdamW` then gathers parameters."""
     bucket_bytes: int = 25 << 20
@@ -56,6 +58,8 @@ class Policy:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name}={dtype!r} must be a floating-point dtype such as torch.bfloat16, or None")
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk={self.loss_chunk} must be a number of tokens, or 0 for all at once")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
 

@@ -38,11 +38,12 @@ class Volume(GradientVolume):
         elif not backward:
             yield from self.message("all_reduce", "x", self.m * self.k, label)
 
-    def spread(self, n: int, label: str, *, backward: bool = False) -> Iterator[Collective]:
+    def spread(self, n: int, label: str, *, tokens: int | None = None, backward: bool = False) -> Iterator[Collective]:
+        elements = n * (self.m if tokens is None else tokens)
         if self.sharded:
-            yield from self.message("all_gather" if backward else "reduce_scatter", "y", self.m * n, label)
+            yield from self.message("all_gather" if backward else "reduce_scatter", "y", elements, label)
         elif not backward:
-            yield from self.message("all_reduce", "y", self.m * n, label)
+            yield from self.message("all_reduce", "y", elements, label)
 
     def collect(self, n: int, label: str, *, backward: bool = False) -> Iterator[Collective]:
         if self.sharded:
@@ -186,28 +187,41 @@ class Volume(GradientVolume):
         yield from self.contract_backward(self.config.mlp_hidden // self.shape.x, f"{prefix}.down")
         yield from self.expand_backward(*self.mlp_reads(prefix))
 
+    @property
+    def chunks(self) -> list[int]:
+        """Tokens whose logits exist at once."""
+        size = self.policy.loss_chunk or self.m
+        return [min(size, self.m - first) for first in range(0, self.m, size)]
+
     def head(self) -> Iterator[Collective]:
-        """An Expand layer whose table has this rank's true rows and whose logits are padded."""
+        """An Expand layer whose table has this rank's true rows and whose logits are padded.
+
+        In chunks forward finds the gradients as well, with one gather of the table and of the input.
+        """
         table = [(self.vocab_rows, self.k)]
         yield from self.enter("head")
         yield from self.weights("all_gather", table, [], "head")
-        yield from self.spread(self.vocab_columns, "head")
-        yield from self.spread(self.vocab_columns, "head", backward=True)
-        yield from self.again(table, "head")
-        yield from self.reread(self.enter("head"))
+        for tokens in self.chunks:
+            yield from self.spread(self.vocab_columns, "head", tokens=tokens)
+            yield from self.spread(self.vocab_columns, "head", tokens=tokens, backward=True)
+        if not self.policy.loss_chunk:
+            yield from self.again(table, "head")
+            yield from self.reread(self.enter("head"))
         yield from self.enter("head", backward=True)
         yield from self.weights("reduce_scatter", table, [], "head")
 
     def loss(self, *, counted: bool) -> Iterator[Collective]:
         """Three statistics a token from every rank that cuts the vocabulary.
 
-        Then over the batch: the sum, the faults, and the count unless it is given.
+        Then over the batch: the sum, the faults, and the count unless it is given; in chunks the sum comes last.
         """
-        for axis in ("y", "x") if self.sharded else ("x",):
-            gathered = 3 * self.m * self.shape.sizes[axis]
-            yield from self.message("all_gather", axis, gathered, "loss", self.wide)
-        for axis in ("z", "data"):
-            yield from self.message("all_reduce", axis, 2 if counted else 3, "loss", STATISTIC_NBYTES)
+        for tokens in self.chunks:
+            for axis in ("y", "x") if self.sharded else ("x",):
+                yield from self.message("all_gather", axis, 3 * tokens * self.shape.sizes[axis], "loss", self.wide)
+        sums = 2 if counted else 3
+        for numbers in (sums - 1, 1) if self.policy.loss_chunk else (sums,):
+            for axis in ("z", "data"):
+                yield from self.message("all_reduce", axis, numbers, "loss", STATISTIC_NBYTES)
 
     # --- the model
 

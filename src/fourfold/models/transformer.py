@@ -14,6 +14,7 @@ from fourfold.grid import Grid
 from fourfold.layout import Init, Policy
 from fourfold.models.config import Config, config
 from fourfold.nn.attention import Attention, Batch, rope_tables
+from fourfold.nn.chunked import chunked_loss
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.embedding import Embedding, Head, Positions
 from fourfold.nn.layer import Layer, assemble
@@ -111,12 +112,15 @@ class Transformer(Layer):
         )
         for layer in self.layers:
             a = layer(a, batch, rope)
-        logits = self.head(self.norm(a), batch.tokens)
+        a = self.norm(a)
         if targets is None:
-            faults = sum_over_batch(torch.tensor(float(bool(fault)), device=logits.device), self.grid, "faults")
-            result = self.head.whole(logits).unflatten(0, (batch.rows, batch.seq))
+            faults = sum_over_batch(torch.full((), float(bool(fault)), device=a.device), self.grid, "faults")
+            result = self.head.whole(self.head(a, batch.tokens)).unflatten(0, (batch.rows, batch.seq))
+        elif self.policy.loss_chunk:
+            result, faults = chunked_loss(self.head, a, targets, ignore_index, count=count, faults=int(bool(fault)))
         else:
-            vocabulary = self.head.vocabulary(logits, ignore_index)
+            logits = self.head(a, batch.tokens)
+            vocabulary = self.head.vocabulary(ignore_index)
             result, faults = cross_entropy(logits, targets, vocabulary, count=count, faults=int(bool(fault)))
         if self._reads(tokens) and faults:
             raise ValueError(fault or "the rows of another (data, z) place have ids outside the vocabulary; see there")

@@ -105,16 +105,17 @@ class Head(Expand):
         ranks = self.grid.size("y") if self.policy.activations == "sharded" else 1
         return -(-most // ranks) * ranks
 
-    def vocabulary(self, logits: Tensor, ignore_index: int = IGNORE_INDEX) -> Vocabulary:
+    def vocabulary(self, ignore_index: int = IGNORE_INDEX) -> Vocabulary:
         """What the loss must know of this rank's logits."""
-        cut = inner(self.policy.activations)
-        return Vocabulary(self.grid, cut, self.columns(logits), ignore_index, "loss")
+        return Vocabulary(self.grid, inner(self.policy.activations), self.columns(), ignore_index, "loss")
 
-    def columns(self, logits: Tensor) -> range:
+    def columns(self) -> range:
         """The ids that this rank's columns stand for; further columns are padding."""
         held = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])
-        offset = self.grid.coords["y"] * logits.shape[1] if self.policy.activations == "sharded" else 0
-        return range(min(held.start + offset, held.stop), min(held.start + offset + logits.shape[1], held.stop))
+        sharded = self.policy.activations == "sharded"
+        columns = self.width // self.grid.size("y") if sharded else self.width
+        first = held.start + (self.grid.coords["y"] * columns if sharded else 0)
+        return range(min(first, held.stop), min(first + columns, held.stop))
 
     def whole(self, logits: Tensor) -> Tensor:
         """inner -> [m/z, V] on every rank of the place, for use that is repeated there."""

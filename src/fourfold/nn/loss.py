@@ -46,13 +46,10 @@ class CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, count: Tensor | None, faults: int
     ) -> tuple[Tensor, Tensor]:
-        top, total, target = merge(_stats(vocabulary, logits, targets), vocabulary)
-        lse = top + total.log()
-        masked = targets == vocabulary.ignore_index
-        nll = (lse - target).masked_fill(masked, 0).sum().double()
-        sums = [nll, nll.new_tensor(faults)]
+        lse, nll = log_sum_exp(vocabulary, logits, targets)
+        sums = [nll, nll.new_full((), faults)]
         if count is None:
-            sums.append((~masked).sum().double())
+            sums.append((targets != vocabulary.ignore_index).sum().double())
         total = sum_over_batch(torch.stack(sums), vocabulary.grid, vocabulary.label)
         count = total[2].clamp(min=1) if count is None else count
         ctx.vocabulary = vocabulary
@@ -64,17 +61,27 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, targets, lse, count = ctx.saved_tensors
-        vocabulary: Vocabulary = ctx.vocabulary
-        held = len(vocabulary.ids)
-        share = (dloss / count).to(lse.dtype) * (targets != vocabulary.ignore_index)
-        dlogits = widen(logits[:, :held]).sub(lse[:, None]).exp_()
-        column, here = _column(vocabulary, targets)
-        if held:
-            dlogits.scatter_add_(1, column[:, None], -here.to(dlogits.dtype)[:, None])
-        dlogits.mul_(share[:, None])
-        padded = torch.zeros_like(logits)
-        padded[:, :held] = dlogits
-        return None, padded, None, None, None
+        return None, gradient_of_logits(ctx.vocabulary, logits, targets, lse, dloss / count), None, None, None
+
+
+def gradient_of_logits(vocabulary: Vocabulary, logits: Tensor, targets: Tensor, lse: Tensor, share: Tensor) -> Tensor:
+    """E10, with `share` = dloss / count; 0 in columns of padding."""
+    held = len(vocabulary.ids)
+    dlogits = widen(logits[:, :held]).sub(lse[:, None]).exp_()
+    column, here = _column(vocabulary, targets)
+    if held:
+        dlogits.scatter_add_(1, column[:, None], -here.to(dlogits.dtype)[:, None])
+    dlogits.mul_((share.to(lse.dtype) * (targets != vocabulary.ignore_index))[:, None])
+    padded = torch.zeros_like(logits)
+    padded[:, :held] = dlogits
+    return padded
+
+
+def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """E9 for each token, and the sum over unmasked tokens of (lse - target's logit) in fp64."""
+    top, total, target = merge(_stats(vocabulary, logits, targets), vocabulary)
+    lse = top + total.log()
+    return lse, (lse - target).masked_fill(targets == vocabulary.ignore_index, 0).sum().double()
 
 
 def _column(vocabulary: Vocabulary, targets: Tensor) -> tuple[Tensor, Tensor]:
