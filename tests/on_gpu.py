@@ -14,9 +14,39 @@ from collections import Counter
 
 import torch
 
+import fourfold as ff
+from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from harness import DEVICE, Ranks
+from harness import DEVICE, Ranks, grid_of
 from parity import errors, on_one_process, on_ranks, predicted, rotating_cases
+
+
+def step_without_waiting() -> float:
+    """A training step during which the host must not wait for the GPU."""
+    grid = grid_of(Shape(x=2, z=2))
+    model = ff.models.build("llama-tiny", grid, policy=ff.Policy(compute=torch.bfloat16))
+    optimizer = ff.optim.AdamW(model, lr=1e-3)
+    tokens = ff.local_rows(torch.arange(64).view(4, 16), grid).to(grid.device)
+    for mode in ("default", "error"):  # the first step compares the ranks' rows
+        torch.cuda.set_sync_debug_mode(mode)
+        loss = model(tokens, tokens, count=64)
+        loss.backward()
+        ff.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    return loss.item()
+
+
+def refuse_bad_ids() -> str:
+    grid = grid_of(Shape(x=2, z=2))
+    model = ff.models.build("gpt-tiny", grid, policy=ff.Policy(check_inputs=True))
+    tokens = torch.arange(16, device=grid.device).view(2, 8) + (1000 if grid.coords["z"] else 0)
+    try:
+        model(tokens, tokens)
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 def main() -> int:
@@ -40,6 +70,10 @@ def main() -> int:
             if error > 1e-10 or not ledger:
                 failed += 1
                 print(f"FAILED {case}: error {error:.1e}, ledger {'equal' if ledger else 'differs'}", flush=True)
+        if world == 4:
+            print("a bf16 step without a host wait, losses:", pool.run(step_without_waiting))
+            refusals = pool.run(refuse_bad_ids)
+            failed += sum("vocab=257" not in text and "another (data, z) place" not in text for text in refusals)
         pool.close()
     print(
         f"{len(cases)} cases over NCCL on {torch.cuda.get_device_name()}, torch {torch.__version__}: "

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn import functional
 import fourfold as ff
 import plain
 from fourfold.gradients import local_of
-from fourfold.grid import Shape, shapes_of
+from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.layout import Policy
 from fourfold.ledger import Collective
 from harness import grid_of
@@ -281,12 +281,14 @@ DOUBLING = ("accumulate", "two_layers")
 
 
 def rotating_cases() -> list[Case]:
-    """Every grid and mode once, with options drawn so that every pair of them occurs, both on and off."""
+    """Every grid and mode once, in some rank order, with options drawn so that every pair of them occurs, both on
+    and off."""
     draw = random.Random(4)
     cases = []
     for world in WORLDS:
         for shape, activations in itertools.product(shapes_of(world), ("sharded", "replicated")):
             rare = 0.4 if world <= 4 else 0.1
+            shape = replace(shape, order=tuple(draw.sample(AXES, len(AXES))))
             options = {name: draw.random() < (rare if name in DOUBLING else 0.5) for name in NAMES}
             cases.append(Case(shape, activations, Options(**options)))
     return cases

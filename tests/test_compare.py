@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from harness import grid_of
+from harness import RankFailed, grid_of
 
 
 def build(grid: Grid) -> torch.nn.Module:
@@ -44,3 +45,28 @@ def test_a_planted_bug_is_named(ranks) -> None:
     assert worst > 1e-4
     by_parameter = [line for line in text.splitlines() if " parameter " in line]
     assert by_parameter[0].endswith("parameter norm.weight")
+
+
+def build_failing_alone(grid: Grid) -> torch.nn.Module:
+    if grid.shape.world == 1:
+        raise MemoryError("no room for the whole model")
+    return build(grid)
+
+
+def build_not_finite(grid: Grid) -> torch.nn.Module:
+    model = build(grid)
+    if grid.shape.world > 1:
+        model.norm.weight.data._local_tensor[0] = float("nan")
+    return model
+
+
+def test_a_serial_model_that_fails_is_heard_of_on_every_rank(ranks) -> None:
+    with pytest.raises(RankFailed) as failed:
+        ranks(2).run(compare, build_failing_alone, timeout=20)
+    assert isinstance(failed.value.errors[0], MemoryError)
+    assert "failed on rank 0" in str(failed.value.errors[1])
+
+
+def test_what_is_not_finite_is_the_worst(ranks) -> None:
+    _, _, worst, _ = ranks(2).run(compare, build_not_finite)[0]
+    assert worst == float("inf")

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -48,10 +49,12 @@ def test_ranks_that_disagree_on_the_grid_are_named_on_all_ranks(ranks) -> None:
     assert all(messages == found[0] for messages in found)
     sizes, order, product, size, after = found[0]
     assert sizes == (
-        "ranks disagree on the grid: rank 0 has 'x=4', rank 1 has 'x=2 y=2' "
+        "ranks disagree on the grid: rank 0 has 'x=4 on cpu', rank 1 has 'x=2 y=2 on cpu' "
         "(ranks unlike rank 0: 1); give every rank the same"
     )
-    assert "rank 0 has 'x=2 z=2', rank 2 has 'x=2 z=2 order=z,x,y,data' (ranks unlike rank 0: 2, 3)" in order
+    assert (
+        "rank 0 has 'x=2 z=2 on cpu', rank 2 has 'x=2 z=2 order=z,x,y,data on cpu' (ranks unlike rank 0: 2, 3)" in order
+    )
     assert "ranks unlike rank 0: 3" in product
     assert "3*1*1*1 = 3, but this job has 4 ranks" in product
     assert "ranks unlike rank 0: 1, 2, 3" in size
@@ -306,3 +309,57 @@ def clip_what_is_owed() -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
+
+
+def give_one_place_a_bad_batch() -> list[str]:
+    """Places z=0 and z=1, two ranks each; what is wrong is wrong at z=1 alone."""
+    grid = grid_of(Shape(x=2, z=2))
+    model = ff.models.build("gpt-tiny", grid)
+    good = torch.arange(16).view(2, 8)
+    wrong = [good + 1000, good.float(), torch.zeros(2, 200, dtype=torch.long), good[0], good[:0]]
+    found = []
+    for bad in wrong:
+        tokens = bad if grid.coords["z"] == 1 else good
+        found.append(refusal(lambda: model(tokens, tokens)))  # noqa: B023
+        found.append(refusal(lambda: model(tokens)))  # noqa: B023
+    found.append(refusal(lambda: model(good, good + (1000 if grid.coords["z"] == 1 else 0))))
+    model(good, good).backward()
+    return found
+
+
+def test_every_rank_hears_of_a_bad_batch_at_one_place(ranks) -> None:
+    rules = ["below vocab=257", "torch.int64", "learned positions", "[rows, seq]", "[rows, seq]"]
+    expected = [rule for rule in rules for _ in range(2)] + ["below vocab=257"]
+    found = ranks(4).run(give_one_place_a_bad_batch)
+    for rank in (2, 3):
+        assert all(rule in message for rule, message in zip(expected, found[rank], strict=True)), found[rank]
+    for rank in (0, 1):
+        assert all("another (data, z) place" in message for message in found[rank])
+
+
+def read_other_rows(**policy: bool) -> list[str]:
+    grid = grid_of(Shape(x=2, y=2))
+    model = ff.models.build("gpt-tiny", grid, policy=ff.Policy(**policy))
+    tokens = torch.arange(16).view(2, 8)
+    found = [refusal(lambda: model(tokens + grid.rank, tokens))]
+    if policy:
+        found.append(refusal(lambda: model(tokens, tokens + grid.rank)))
+    model(tokens, tokens)
+    return found
+
+
+def test_ranks_of_one_place_must_read_the_same_rows(ranks) -> None:
+    """In the first call; in every call with check_inputs."""
+    for messages in ranks(4).run(read_other_rows) + ranks(4).run(partial(read_other_rows, check_inputs=True)):
+        assert all("given different rows" in message for message in messages)
+
+
+def test_mixed_precision_is_a_policy() -> None:
+    model = ff.models.build("gpt-tiny", Grid.alone("cpu"))
+    tokens = torch.arange(8).view(1, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="Policy\\(compute="):
+        model(tokens, tokens)
+    with pytest.raises(ValueError, match="parameter of a Fourfold module"):
+        plain = torch.nn.Linear(2, 2)
+        plain(torch.ones(2)).sum().backward()
+        ff.clip_grad_norm_(plain.parameters(), 1.0)

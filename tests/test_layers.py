@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,11 +10,12 @@ import fourfold as ff
 import plain
 from fourfold.comm import join_shards
 from fourfold.grid import Shape
-from fourfold.layout import Policy, inner, rest
+from fourfold.layout import Init, Policy, inner, rest
 from fourfold.nn.layer import specs_of
 from harness import grid_of
 
 GRID = Shape(x=2, y=2)
+INIT = Init(std=0.02)
 
 
 def logits(shape: Shape, config: ff.models.Config, mode: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -118,7 +120,7 @@ def attention_masks(mode: str) -> tuple[dict, Tensor]:
     policy = Policy(activations=mode)
     attention = ff.nn.Attention(
         grid, policy, 8, heads=4, kv_heads=4, head_dim=8, bias=False, qk_norm=False, dropout=0.5,
-        eps=1e-5, init=ff.layout.Init(std=0.02), out_init=ff.layout.Init(std=0.02),
+        eps=1e-5, init=INIT, out_init=INIT,
     )  # fmt: skip
     ff.nn.assemble(attention, grid, policy)
     q = torch.zeros(1, 8, 1, 8)
@@ -163,3 +165,25 @@ def masked() -> tuple[float, float]:
 
 def test_a_batch_without_targets_has_no_loss_and_no_gradient(ranks) -> None:
     assert ranks(4).run(masked) == [(0.0, 0.0)] * 4
+
+
+def test_a_second_derivative_is_refused_not_wrong() -> None:
+    grid = grid_of(Shape())
+    mlp = ff.nn.MLP(grid, Policy(), 8, 16, kind="gelu", bias=True, init=INIT, out_init=INIT)
+    ff.nn.assemble(mlp, grid, Policy())
+    a = torch.randn(4, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(mlp(a, 4).sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+    with pytest.raises(ValueError, match="9 tokens of a place are 9 rows"):
+        mlp(a, 9)
+
+
+def test_initial_weights_do_not_depend_on_defaults() -> None:
+    first = ff.models.build("gpt-tiny", grid_of(Shape()))
+    torch.set_default_dtype(torch.float64)
+    try:
+        second = ff.models.build("gpt-tiny", grid_of(Shape()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(first.embedding.weight._local_tensor, second.embedding.weight._local_tensor)

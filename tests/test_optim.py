@@ -105,8 +105,27 @@ def test_accumulated_gradients_are_scattered_once(ranks) -> None:
         assert len(scattered) == len({record.label for record in scattered}) > 0
 
 
+def test_a_closure_computes_the_gradients_that_are_stepped() -> None:
+    model = ff.models.build(CONFIG, Grid.alone("cpu"))
+    optimizer = AdamW(model, lr=1e-2)
+    before = local_of(model.norm.weight).detach().clone()
+    tokens = whole_batch(0)
+
+    def closure() -> torch.Tensor:
+        loss = model(tokens, tokens)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert (local_of(model.norm.weight) - before).abs().max() > 1e-3
+    model.double()
+    with pytest.raises(RuntimeError, match="has moved since"):
+        optimizer.step(closure)
+
+
 def test_schedules_by_hand() -> None:
     cosine = Schedule(rate=1.0, steps=110, warmup=10, floor=0.1)
+    assert Schedule(rate=1.0, steps=10).at(0) == 1.0
     assert [cosine.at(step) for step in (1, 5, 10)] == pytest.approx([0.1, 0.5, 1.0])
     assert cosine.at(60) == pytest.approx(0.1 + 0.9 / 2)  # half way down
     assert cosine.at(110) == pytest.approx(0.1)

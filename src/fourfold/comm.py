@@ -192,6 +192,17 @@ def join_shards(shard: Tensor, spec: Spec, grid: Grid) -> Tensor:
     return shard
 
 
+def equal_along(number: int, grid: Grid, axes: Sequence[str]) -> bool:
+    """Whether the ranks along these axes hold the same number. Not part of a training step; leaves no record."""
+    mine = torch.tensor([number], device=grid.device)
+    equal = True
+    for axis in axes:
+        if grid.size(axis) > 1:
+            parts = mine.new_empty(grid.size(axis), 1)
+            equal &= bool((_launch_all_gather(parts, mine, grid.group(axis))() == mine).all())
+    return equal
+
+
 def from_first(tensor: Tensor, grid: Grid) -> Tensor:
     """The tensor of rank 0, on every rank. Not part of a training step; leaves no record."""
     if grid.shape.world == 1:
@@ -326,6 +337,8 @@ def _named(record: Collective | None) -> Iterator[None]:
     try:
         with span:
             yield
+    except torch.OutOfMemoryError:
+        raise  # keeps its type: callers may free memory and try again
     except RuntimeError as error:
         raise RuntimeError(f"collective failed: {record}: {error}") from error
 

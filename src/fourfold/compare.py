@@ -2,14 +2,15 @@
 
 Both start from the same seed and read the same batches. After every step the loss, the gradient norm, all
 gradients and all parameters are compared, tensor by tensor. The first rank runs the serial model while the
-others wait, so the model must fit there.
+others wait, so the model must fit there. Compare without dropout, whose masks depend on the cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from math import inf, isfinite
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,10 @@ from fourfold import comm
 from fourfold.data.rows import local_rows
 from fourfold.gradients import clip_grad_norm_, grad_norm, local_of
 from fourfold.grid import Grid
+from fourfold.nn.dropout import Dropout
 from fourfold.nn.layer import specs_of
+
+T = TypeVar("T")
 
 
 class Stepper(Protocol):
@@ -40,7 +44,9 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        return self.largest / self.scale if self.scale else self.largest
+        """Infinite where something is not finite, so that it is never overlooked."""
+        relative = self.largest / self.scale if self.scale else self.largest
+        return relative if isfinite(relative) else inf
 
 
 @dataclass(slots=True)
@@ -83,11 +89,16 @@ def compare_serial(
     """
     make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True))
     sides = [_Side(build, grid, make_optimizer)]
+    if any(isinstance(module, Dropout) and module.probability for module in sides[0].model.modules()):
+        raise ValueError("dropout draws other masks on other grids; compare models with dropout=0")
     if grid.rank == 0:
-        sides.append(_Side(build, Grid.alone(grid.device), make_optimizer))
+        sides += _together(grid, lambda: [_Side(build, Grid.alone(grid.device), make_optimizer)])
+    else:
+        _together(grid, list)
     found = Comparison(str(grid))
     for step, (tokens, targets) in enumerate(batches):
-        values = [side.backward(tokens, targets, max_norm) for side in sides]
+        values = [sides[0].backward(tokens, targets, max_norm)]
+        values += _together(grid, lambda: [side.backward(tokens, targets, max_norm) for side in sides[1:]])  # noqa: B023
         for kind in ("loss", "gradient norm"):
             found.differences += _compare_values(step, kind, [value[kind] for value in values], grid)
         found.differences += _compare_tensors(step, "gradient", sides, grid)
@@ -123,9 +134,26 @@ class _Side:
         """Every tensor of the kind, joined from its shards one at a time."""
         specs = specs_of(self.model)
         for name, parameter in self.model.named_parameters():
-            tensor = parameter.grad if kind == "gradient" else parameter
-            if tensor is not None:
-                yield name, comm.join_shards(local_of(tensor).detach(), specs[name], self.grid)
+            local = local_of(parameter).detach()
+            if kind == "gradient":  # none is zero
+                local = torch.zeros_like(local) if parameter.grad is None else local_of(parameter.grad)
+            yield name, comm.join_shards(local, specs[name], self.grid)
+
+
+def _together(grid: Grid, function: Callable[[], list[T]]) -> list[T]:
+    """Run it on every rank; what fails on rank 0, where the serial model is, fails on all instead of a hang."""
+    error: Exception | None = None
+    result: list[T] = []
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    failed = comm.from_first(torch.full((), float(error is not None), device=grid.device), grid)
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("the serial model failed on rank 0, which says why")
+    return result
 
 
 def _compare_values(step: int, kind: str, values: Sequence[Tensor], grid: Grid) -> list[Difference]:

@@ -66,7 +66,8 @@ class Gradients:
     """The gradients of one model, on their way to `parameter.grad`.
 
     While a gradient is owed a sum its placement on that axis is Partial, so nobody takes it for complete:
-    torch sums it on use, our own functions refuse it.
+    torch sums it on use, our own functions refuse it. Gradients reach parameters beside autograd's own path:
+    hooks on parameters do not see them, and `backward(inputs=...)` does not narrow them down.
     """
 
     def __init__(self, grid: Grid, parameters: Mapping[str, tuple[nn.Parameter, Spec]], policy: Policy) -> None:
@@ -75,7 +76,7 @@ class Gradients:
         self.policy = policy
         self.accumulating = False
         self._owes = {parameter: spec.owes for parameter, spec in self.parameters.values()}
-        self._complete: dict[nn.Parameter, Tensor] = {}  # sums of earlier passes: never to be summed again
+        self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
         self._in_pass: int | None = None  # the backward pass whose end will call _finish
 
     def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -84,15 +85,27 @@ class Gradients:
         if this_pass != self._in_pass:  # by its number: a pass that failed has dropped its callback
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             self._in_pass = this_pass
+        owes = self._owes.get(parameter)
+        if owes is None:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} was replaced after the model was built; "
+                "change parameters in place (load_state_dict without assign=True)"
+            )
         before = parameter.grad
         if before is not None and is_owed(before):
             local_of(before).add_(gradient)
             return
-        if before is None:
-            self._complete.pop(parameter, None)
-        else:
-            self._complete[parameter] = local_of(before)
-        parameter.grad = like_parameter(gradient, parameter, owes=self._owes[parameter])
+        if before is not None:
+            self._add_complete(gradient, local_of(before), owes)
+        parameter.grad = like_parameter(gradient, parameter, owes=owes)
+
+    def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
+        """Add an earlier pass's sum to a part that will be summed again, so that the sum counts it once: the
+        first rank of those that hold copies adds it, and where replicas are cut each adds its own rows."""
+        cut = self.policy.shard_optimizer
+        if all(self.grid.coords[axis] == 0 for axis in owes if not (cut and axis == REPLICA)):
+            rows = self.own_rows(gradient)
+            gradient[rows.start : rows.stop].add_(before)
 
     def _finish(self) -> None:
         """Runs when a backward pass ends."""
@@ -102,14 +115,14 @@ class Gradients:
             self._reduce(bucket)
 
     def buckets(self) -> list[Bucket]:
-        return fill_buckets(
-            [
-                (name, spec.owes, parameter.dtype, local_of(parameter).nbytes)
-                for name, (parameter, spec) in self.parameters.items()
-                if parameter.requires_grad
-            ],
-            self.policy.bucket_bytes,
-        )
+        trained = [
+            (name, spec.owes, parameter.dtype, local_of(parameter).nbytes)
+            for name, (parameter, spec) in self.parameters.items()
+            if parameter.requires_grad
+        ]
+        if self._buckets is None or self._buckets[0] != trained:
+            self._buckets = trained, fill_buckets(trained, self.policy.bucket_bytes)
+        return self._buckets[1]
 
     def _reduce(self, bucket: Bucket) -> None:
         """Pay what the bucket owes. A parameter that took no part counts as zero and stays as it is, so that
@@ -128,8 +141,6 @@ class Gradients:
                 comm.all_reduce_together(sums, self.grid, axis, label=bucket.label).wait()
         for parameter, gradient, total in zip(parameters, own, sums, strict=True):
             if gradient is not None:
-                if (earlier := self._complete.pop(parameter, None)) is not None:
-                    total.add_(earlier)
                 parameter.grad = like_parameter(total, parameter, cut_over_replicas=cut)
 
     def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> list[Tensor]:
@@ -179,14 +190,11 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     grid = Grid.of(gradients[0][0])
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).double()
-        for parameter, gradient in gradients
-        if _counts_here(parameter, grid)
-    ]
+    counted = [gradient for parameter, gradient in gradients if _counts_here(parameter, grid)]
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
-    if norms:
-        squares += torch.stack(norms).square().sum()
+    if counted:
+        wide = torch.promote_types(counted[0].dtype, torch.float32)
+        squares += torch.stack(torch._foreach_norm(counted, 2, wide)).double().square().sum()
     cut_over_replicas = any(_cuts(parameter.grad, REPLICA) for parameter, _ in gradients)
     for axis in AXES:
         if axis != REPLICA or cut_over_replicas:
@@ -202,14 +210,16 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     parameters = list(parameters)
     norm = grad_norm(parameters)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, gradient in _complete_gradients(parameters):
-        gradient.mul_(scale.to(gradient.dtype))
+    if gradients := [gradient for _, gradient in _complete_gradients(parameters)]:
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
     return norm
 
 
 def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Parameters with this rank's shard of their gradients."""
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in found:
+        Grid.of(parameter)  # refuses what is no parameter of a Fourfold module
     if any(is_owed(gradient) for _, gradient in found):
         raise RuntimeError(
             "gradients are still owed a sum over other ranks: the last backward() ran inside ff.accumulate; "

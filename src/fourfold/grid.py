@@ -132,10 +132,10 @@ class Grid:
         _join(device, timeout)
         shape = _checked_shape(x, y, z, data, order)
         if isinstance(shape, Shape):
-            _agree("the grid", str(shape))
+            _agree("the grid", f"{shape} on {_device(device).type}")
             self._place(shape, dist.get_rank(), device)
         else:
-            _agree("the grid", shape.args[0], fault=shape)
+            _agree("the grid", str(shape), fault=shape)
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> Grid:
@@ -214,11 +214,11 @@ def _device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> Shape | ValueError:
+def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> Shape | Exception:
     """The shape, or why it is none: all ranks hear of a fault before any of them raises."""
     try:
         shape = Shape(x, y, z, data, order=tuple(order))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return error
     world = dist.get_world_size()
     if shape.world != world:
@@ -271,8 +271,8 @@ def first_node(nodelist: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
-def _agree(what: str, text: str, fault: ValueError | None = None) -> None:
-    """Raise the same ValueError on every rank unless all of them hold the same text and no fault.
+def _agree(what: str, text: str, fault: Exception | None = None) -> None:
+    """Raise the same error on every rank unless all of them hold the same text and no fault.
 
     Goes through the job's key-value store: rank 0 reads what everyone wrote and writes the verdict. No
     process group beyond the default one need exist, so a rank whose grid differs is named, not waited for.

@@ -53,15 +53,22 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
         for name, part in self.parts.items():
-            gradient = self.gradients.parameters[name][0].grad
+            parameter = self.gradients.parameters[name][0]
+            gradient = parameter.grad
+            if part.untyped_storage().data_ptr() != local_of(parameter).untyped_storage().data_ptr():
+                raise RuntimeError(f"{name} has moved since this optimizer was made (model.to(...)?); make it anew")
             if gradient is not None and is_owed(gradient):
                 raise RuntimeError(
                     f"the gradient of {name} is still owed a sum over other ranks; "
                     "run the last micro-step's backward() outside of ff.accumulate"
                 )
             part.grad = None if gradient is None else local_of(gradient)
-        result = super().step(closure)
+        super().step()
         if self.gradients.policy.shard_optimizer:
             self._gather()
         return result
@@ -129,7 +136,7 @@ class Schedule:
 
     def at(self, step: int) -> float:
         """The rate of a step, counted from 1; the last step has the floor."""
-        if step <= self.warmup:
+        if step < self.warmup:
             return self.peak * step / self.warmup
         if self.shape == "constant":
             return self.peak

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fourfold import comm
@@ -41,6 +42,7 @@ class Conjugate(torch.autograd.Function):
         return there(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return ctx.back(gradient), None, None
 
@@ -269,6 +271,7 @@ class Product(torch.autograd.Function):
         return functional.linear(a, w, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         factor: Factor = ctx.factor
         kept, w = ctx.saved_tensors
@@ -301,6 +304,12 @@ def multiply(factor: Factor, a: Tensor, cut: Tensor, reread: Body, *, keep_gathe
 
 def expand(factor: Factor, a: Tensor, site: Site) -> Tensor:
     """rest -> enter -> product [m/z, p] {sum y}; `spread` makes it inner."""
+    rows = -(-site.tokens // site.grid.size("x")) if site.sharded else site.tokens
+    if a.shape[0] != rows:
+        raise ValueError(
+            f"{site.label}: {site.tokens} tokens of a place are {rows} rows on a rank with {site.policy.activations} "
+            f"activations on the grid {site.grid}, but the input has {a.shape[0]}"
+        )
     reread = site.gather_tokens if site.sharded else identity
     return multiply(factor, enter(a, site), a, reread, keep_gathered=site.policy.keep_gathered)
 

@@ -28,7 +28,7 @@ def random_windows(corpus: Tensor, rows: int, seq: int, *, seed: int, step: int)
     """A whole batch of (tokens, targets), each [rows, seq]: the same on every rank of every grid."""
     if len(corpus) <= seq:
         raise ValueError(f"a corpus of {len(corpus)} bytes is too short for sequences of {seq}; it needs {seq + 1}")
-    generator = torch.Generator().manual_seed(key_of(seed, "windows", step))
-    starts = torch.randint(len(corpus) - seq, (rows, 1), generator=generator)
-    windows = corpus[starts + torch.arange(seq + 1)].long()
+    generator = torch.Generator("cpu").manual_seed(key_of(seed, "windows", step))
+    starts = torch.randint(len(corpus) - seq, (rows, 1), generator=generator, device="cpu")
+    windows = corpus[starts + torch.arange(seq + 1, device="cpu")].long()
     return windows[:, :-1], windows[:, 1:]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fourfold.comm import equal_along
 from fourfold.grid import Grid
 from fourfold.layout import Init, Policy
 from fourfold.models.config import Config, config
@@ -17,6 +18,7 @@ from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.chunked import chunked_loss
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.embedding import Embedding, Head, Positions
+from fourfold.nn.initial import key_of
 from fourfold.nn.layer import Layer, assemble
 from fourfold.nn.loss import IGNORE_INDEX, cross_entropy, sum_over_batch
 from fourfold.nn.mlp import MLP
@@ -81,6 +83,7 @@ class Transformer(Layer):
         super().__init__(grid, policy)
         config.check(grid.shape, policy)
         self.config = config
+        self._compared = False
         self.embedding = Embedding(grid, policy, config.vocab, config.hidden)
         learned = config.positions == "learned"
         self.positions = Positions(grid, policy, config.seq, config.hidden) if learned else None
@@ -99,10 +102,12 @@ class Transformer(Layer):
         ignore_index: int = IGNORE_INDEX,
     ) -> Tensor:
         """With `count`, the targets of a whole batch of which these rows are one micro-step."""
-        self._check_shapes(tokens, targets)
         fault = self._fault(tokens, targets, ignore_index)
+        if fault and not self._reads(tokens):
+            raise ValueError(fault)
         if fault:  # goes on with other ids, since the ranks beside it do: all of them hear of it at the end
-            tokens, targets = torch.zeros_like(tokens), None if targets is None else torch.zeros_like(targets)
+            tokens = torch.zeros(1, 1, dtype=torch.long, device=tokens.device)
+            targets = None if targets is None else tokens
         if self.training:
             self.clock.advance()
         batch = Batch(*tokens.shape)
@@ -113,6 +118,7 @@ class Transformer(Layer):
         for layer in self.layers:
             a = layer(a, batch, rope)
         a = self.norm(a)
+        targets = None if targets is None else targets.long()
         if targets is None:
             faults = sum_over_batch(torch.full((), float(bool(fault)), device=a.device), self.grid, "faults")
             result = self.head.whole(self.head(a, batch.tokens)).unflatten(0, (batch.rows, batch.seq))
@@ -123,7 +129,7 @@ class Transformer(Layer):
             vocabulary = self.head.vocabulary(ignore_index)
             result, faults = cross_entropy(logits, targets, vocabulary, count=count, faults=int(bool(fault)))
         if self._reads(tokens) and faults:
-            raise ValueError(fault or "the rows of another (data, z) place have ids outside the vocabulary; see there")
+            raise ValueError(fault or "the batch of another (data, z) place is refused; its ranks say why")
         return result
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -133,33 +139,55 @@ class Transformer(Layer):
             a = self.positions(a, tokens.shape[1])
         return self.dropout(a)
 
-    def _check_shapes(self, tokens: Tensor, targets: Tensor | None) -> None:
-        if tokens.dim() != 2 or tokens.numel() == 0:
-            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq], at least one of each")
-        if targets is not None and targets.shape != tokens.shape:
-            raise ValueError(f"targets {tuple(targets.shape)} and tokens {tuple(tokens.shape)} differ in shape")
-        if self.positions is not None and tokens.shape[1] > self.config.seq:
-            raise ValueError(
-                f"a sequence of {tokens.shape[1]} tokens is longer than the {self.config.seq} learned positions; "
-                "cut it or build the model with a larger seq"
-            )
-
     def _reads(self, tokens: Tensor) -> bool:
         """Whether ids are checked: always where that needs no reading back from a device."""
         return not tokens.is_meta and (tokens.device.type == "cpu" or self.policy.check_inputs)
 
     def _fault(self, tokens: Tensor, targets: Tensor | None, ignore_index: int) -> str:
-        """What is wrong with the ids of this place, if anything."""
-        if not self._reads(tokens):
-            return ""
-        checked = {"token": tokens}
-        if targets is not None:
-            checked["target"] = targets.masked_fill(targets == ignore_index, 0)
-        for what, ids in checked.items():
-            low, high = (int(bound) for bound in ids.aminmax())
-            if low < 0 or high >= self.config.vocab:
-                return f"{what} ids from {low} to {high}: all must be at least 0 and below vocab={self.config.vocab}"
+        """What is wrong with the batch of this place, if anything."""
+        fault = self._fault_of_shape(tokens, targets)
+        if not fault and self._reads(tokens):
+            fault = self._fault_of_ids("token", tokens)
+            if targets is not None and not fault:
+                fault = self._fault_of_ids("target", targets.masked_fill(targets == ignore_index, 0))
+        if not tokens.is_meta and (self.policy.check_inputs or not self._compared):
+            self._compared = True  # once is enough for a loop that reads its rows wrongly
+            if not equal_along(_digest(tokens, targets), self.grid, ("x", "y")):
+                fault = fault or (
+                    "ranks of one (data, z) place were given different rows; all ranks that differ in x and y alone "
+                    "read the same ones (ff.local_rows cuts a batch so)"
+                )
+        return fault
+
+    def _fault_of_shape(self, tokens: Tensor, targets: Tensor | None) -> str:
+        if tokens.dim() != 2 or tokens.numel() == 0:
+            return f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq], at least one of each"
+        if targets is not None and targets.shape != tokens.shape:
+            return f"targets {tuple(targets.shape)} and tokens {tuple(tokens.shape)} differ in shape"
+        for what, ids in (("tokens", tokens), ("targets", targets)):
+            if ids is not None and ids.dtype not in (torch.int64, torch.int32):
+                return f"{what} has dtype {ids.dtype}; ids must be torch.int64 or torch.int32"
+        if self.positions is not None and tokens.shape[1] > self.config.seq:
+            return (
+                f"a sequence of {tokens.shape[1]} tokens is longer than the {self.config.seq} learned positions; "
+                "cut it or build the model with a larger seq"
+            )
+        if torch.is_autocast_enabled(tokens.device.type):
+            return "torch.autocast is on; leave it and build the model with Policy(compute=torch.bfloat16)"
         return ""
+
+    def _fault_of_ids(self, what: str, ids: Tensor) -> str:
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= self.config.vocab:
+            return f"{what} ids from {low} to {high}: all must be at least 0 and below vocab={self.config.vocab}"
+        return ""
+
+
+def _digest(tokens: Tensor, targets: Tensor | None) -> int:
+    """A number that tells batches apart."""
+    parts = [tokens] if targets is None else [tokens, targets]
+    weighted = [part.flatten().long() * torch.arange(1, part.numel() + 1, device=part.device) for part in parts]
+    return key_of(*((tuple(part.shape), int(sums.sum())) for part, sums in zip(parts, weighted, strict=True)))
 
 
 def _norm(config: Config, grid: Grid, policy: Policy) -> Norm:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import join
-from fourfold.nn.loss import Vocabulary, gradient_of_logits, log_sum_exp, sum_over_batch
+from fourfold.nn.loss import Vocabulary, gradient_of_logits, log_sum_exp, on_device, sum_over_batch
 from fourfold.product import Body, Factor, Site, enter, identity
 
 
@@ -64,6 +65,7 @@ class ChunkedLoss(torch.autograd.Function):
         return (total / count).to(torch.promote_types(a.dtype, torch.float32))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         da, dw = ctx.saved_tensors
         if dw is not None:
@@ -77,11 +79,11 @@ def chunked_loss(
 ) -> tuple[Tensor, Tensor]:
     """The same as `cross_entropy` of the head's logits, for `a` at rest."""
     vocabulary = head.vocabulary(ignore_index)
-    known = [torch.full((), faults, dtype=torch.float64, device=a.device)]
+    known = [on_device(faults, a.device)]
     if count is None:
         known.append((targets != ignore_index).sum().double())
     sums = sum_over_batch(torch.stack(known), head.grid, vocabulary.label)
-    total = sums[1] if count is None else torch.as_tensor(count, dtype=torch.float64, device=a.device)
+    total = sums[1] if count is None else on_device(count, a.device)
     site = head.site(targets.numel())
     factor = join([head])
     spec = HeadSpec(factor, vocabulary, *_bodies(site, head.width), head.policy.loss_chunk)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fourfold import comm
@@ -40,6 +41,7 @@ class Lookup(torch.autograd.Function):
         return found.masked_fill_(elsewhere[:, None], 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (rows,) = ctx.saved_tensors
         if ctx.unit.members[0].parameter.requires_grad:

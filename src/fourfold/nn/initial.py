@@ -36,11 +36,12 @@ def fill_(local: Tensor, box: Sequence[range], shape: Sequence[int], init: Init,
     row = prod(shape[1:])
     block_rows = max(1, BLOCK_ELEMENTS // row)
     columns = tuple(slice(part.start, part.stop) for part in box[1:])
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     for block in range(box[0].start // block_rows, -(-box[0].stop // block_rows)):
         first = block * block_rows
         generator.manual_seed(key_of(seed, name, block))
-        drawn = torch.randn(min(block_rows, shape[0] - first), *shape[1:], generator=generator)
+        rows = min(block_rows, shape[0] - first)
+        drawn = torch.randn(rows, *shape[1:], generator=generator, dtype=torch.float32, device="cpu")
         start, stop = max(first, box[0].start), min(first + block_rows, box[0].stop)
         part = drawn[(slice(start - first, stop - first), *columns)]
         local[start - box[0].start : stop - box[0].start].copy_(part.mul_(init.std).add_(init.mean))

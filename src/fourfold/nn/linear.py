@@ -18,6 +18,7 @@ from fourfold.layout import (
     EXPAND_BIAS,
     EXPAND_WEIGHT,
     FEATURES,
+    GATHERED,
     OUTPUT_OF_CONTRACT,
     PRODUCT,
     Cut,
@@ -122,9 +123,14 @@ class Contract(Linear):
             widths=(width,),
             columns=(range(width),) * len(biases),
             adds=self.grid.coords["x"] == 0,
-            keep_weights=self.policy.keep_weights,
+            keep_weights=keeps_weights(self),
         )
         return contract(factor, a, self.site(tokens), self.in_features // self.grid.size("x"))
+
+
+def keeps_weights(layer: Layer) -> bool:
+    """Whole already where z is 1: keeping a second copy would save nothing."""
+    return layer.policy.keep_weights and layer.grid.size(GATHERED) > 1
 
 
 def join(layers: Sequence[Expand]) -> Factor:
@@ -147,7 +153,7 @@ def join(layers: Sequence[Expand]) -> Factor:
         widths=tuple(widths),
         columns=tuple(columns),
         adds=True,
-        keep_weights=first.policy.keep_weights,
+        keep_weights=keeps_weights(first),
     )
 
 

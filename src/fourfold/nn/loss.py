@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fourfold import comm
 from fourfold.grid import AXES, Grid
@@ -59,6 +60,7 @@ class CrossEntropy(torch.autograd.Function):
         return (total[0] / count).to(lse.dtype), everyones_faults
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits, targets, lse, count = ctx.saved_tensors
         return None, gradient_of_logits(ctx.vocabulary, logits, targets, lse, dloss / count), None, None, None
@@ -67,11 +69,13 @@ class CrossEntropy(torch.autograd.Function):
 def gradient_of_logits(vocabulary: Vocabulary, logits: Tensor, targets: Tensor, lse: Tensor, share: Tensor) -> Tensor:
     """E10, with `share` = dloss / count; 0 in columns of padding."""
     held = len(vocabulary.ids)
-    dlogits = widen(logits[:, :held]).sub(lse[:, None]).exp_()
+    dlogits = (logits[:, :held] - lse[:, None]).exp_()  # in lse's dtype: one wide buffer, no copy of the logits
     column, here = _column(vocabulary, targets)
     if held:
         dlogits.scatter_add_(1, column[:, None], -here.to(dlogits.dtype)[:, None])
     dlogits.mul_((share.to(lse.dtype) * (targets != vocabulary.ignore_index))[:, None])
+    if held == logits.shape[1]:
+        return dlogits.to(logits.dtype)
     padded = torch.zeros_like(logits)
     padded[:, :held] = dlogits
     return padded
@@ -93,16 +97,16 @@ def _column(vocabulary: Vocabulary, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _stats(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> Tensor:
     """[3, m]: max, sum of exp(l - max) and the target's logit (or 0) over this rank's columns."""
-    held = widen(logits[:, : len(vocabulary.ids)])
+    held = logits[:, : len(vocabulary.ids)]
     if held.shape[1] == 0:
         # finite, so that merging with other ranks never meets inf - inf
-        nothing = held.new_zeros(3, len(targets))
-        nothing[0] = torch.finfo(held.dtype).min
+        nothing = widen(held.new_zeros(3, len(targets)))
+        nothing[0] = torch.finfo(nothing.dtype).min
         return nothing
-    top = held.amax(1)
+    top = widen(held.amax(1))
     column, here = _column(vocabulary, targets)
-    target = held.gather(1, column[:, None])[:, 0].masked_fill(~here, 0)
-    return torch.stack([top, held.sub(top[:, None]).exp_().sum(1), target])
+    target = widen(held.gather(1, column[:, None])[:, 0]).masked_fill(~here, 0)
+    return torch.stack([top, (held - top[:, None]).exp_().sum(1), target])
 
 
 def merge(stats: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,9 +133,15 @@ def cross_entropy(
     Also returns the faults that all places reported, so that every rank hears of one without a message more.
     A batch without any unmasked token has loss 0.
     """
-    if count is not None:
-        count = torch.as_tensor(count, dtype=torch.float64, device=logits.device).clamp(min=1)
-    return CrossEntropy.apply(vocabulary, logits, targets.flatten(), count, faults)
+    known = None if count is None else on_device(count, logits.device).clamp(min=1)
+    return CrossEntropy.apply(vocabulary, logits, targets.flatten(), known, faults)
+
+
+def on_device(number: Tensor | int | float, device: torch.device) -> Tensor:
+    """A number in fp64 on the device, without making the host wait for it."""
+    if isinstance(number, Tensor):
+        return number.to(device, torch.float64, non_blocking=True)
+    return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def sum_over_batch(tensor: Tensor, grid: Grid, label: str) -> Tensor:
@@ -155,7 +165,7 @@ def global_mean(loss: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
 
     For losses of one's own: every rank of a (data, z) place must have computed the same.
     """
-    own = torch.as_tensor(count, dtype=torch.float64, device=loss.device)
+    own = on_device(count, loss.device)
     total = sum_over_batch(own.clone(), grid, "global mean").clamp(min=1)
     share = loss * (own / total).to(loss.dtype)
     return Conjugate.apply(share, lambda value: sum_over_batch(value, grid, "global mean").clone(), torch.clone)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fourfold import comm
 from fourfold.grid import Grid
@@ -59,12 +60,13 @@ class RMSNormFunction(torch.autograd.Function):
         return (wide * rstd[..., None] * weight).to(a.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         spec: NormSpec = ctx.spec
         a, rstd = ctx.saved_tensors
-        unit_a = widen(a) * rstd[..., None]
-        scatter(spec.unit, [widen(dout) * unit_a])
-        g = widen(dout) * spec.weight()
+        unit_a, wide = widen(a) * rstd[..., None], widen(dout)
+        scatter(spec.unit, [wide * unit_a])
+        g = wide * spec.weight()
         mean = spec.sum((g * unit_a).sum(-1)) / spec.features
         da = rstd[..., None] * (g - unit_a * mean[..., None])
         return None, da.to(a.dtype), None
@@ -86,12 +88,13 @@ class LayerNormFunction(torch.autograd.Function):
         return (out + bias[0] if bias else out).to(a.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         spec: NormSpec = ctx.spec
         a, mean, rstd = ctx.saved_tensors
-        unit_a = (widen(a) - mean[..., None]) * rstd[..., None]
-        scatter(spec.unit, [widen(dout) * unit_a, widen(dout)])
-        g = widen(dout) * spec.weight()
+        unit_a, wide = (widen(a) - mean[..., None]) * rstd[..., None], widen(dout)
+        scatter(spec.unit, [wide * unit_a, wide])
+        g = wide * spec.weight()
         sums = spec.sum(torch.stack([g.sum(-1), (g * unit_a).sum(-1)])) / spec.features
         da = rstd[..., None] * (g - sums[0][..., None] - unit_a * sums[1][..., None])
         return (None, da.to(a.dtype), *[None] * len(spec.unit.members))
