@@ -341,7 +341,7 @@ def read_other_rows(**policy: bool) -> list[str]:
     grid = grid_of(Shape(x=2, y=2))
     model = ff.models.build("gpt-tiny", grid, policy=ff.Policy(**policy))
     tokens = torch.arange(16).view(2, 8)
-    found = [refusal(lambda: model(tokens + grid.rank, tokens))]
+    found = [refusal(lambda: model(tokens + grid.rank // 3, tokens))]  # the last rank alone
     if policy:
         found.append(refusal(lambda: model(tokens, tokens + grid.rank)))
     model(tokens, tokens)

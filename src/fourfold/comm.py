@@ -193,14 +193,17 @@ def join_shards(shard: Tensor, spec: Spec, grid: Grid) -> Tensor:
 
 
 def equal_along(number: int, grid: Grid, axes: Sequence[str]) -> bool:
-    """Whether the ranks along these axes hold the same number. Not part of a training step; leaves no record."""
-    mine = torch.tensor([number], device=grid.device)
-    equal = True
+    """Whether all ranks that differ in these axes alone hold the same number; they all get the same answer.
+
+    Not part of a training step; leaves no record.
+    """
+    lowest = highest = torch.tensor([number], device=grid.device)
     for axis in axes:
         if grid.size(axis) > 1:
-            parts = mine.new_empty(grid.size(axis), 1)
-            equal &= bool((_launch_all_gather(parts, mine, grid.group(axis))() == mine).all())
-    return equal
+            mine = torch.cat([lowest, highest])
+            bounds = _launch_all_gather(mine.new_empty(grid.size(axis), 2), mine, grid.group(axis))()
+            lowest, highest = bounds[:, :1].amin(0), bounds[:, 1:].amax(0)
+    return bool(lowest == highest)
 
 
 def from_first(tensor: Tensor, grid: Grid) -> Tensor:
