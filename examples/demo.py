@@ -2,20 +2,27 @@
 
     make demo
     make demo GRID=y=2,z=2
-    torchrun --standalone --nproc-per-node 4 examples/demo.py --grid x=4
+    python examples/demo.py --grid x=4 --steps 50
 
-The corpus is the source of Python's standard library, which is on this machine already.
+It starts as many ranks as the grid has, on torch's elastic agent, unless torchrun has started it. The corpus is
+the source of Python's standard library, which is on this machine already.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
+import sys
 import time
 from collections import Counter
 from functools import partial
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import fourfold as ff
 from fourfold.data.corpus import random_windows, standard_library
@@ -23,8 +30,35 @@ from fourfold.data.corpus import random_windows, standard_library
 ROWS, SEQ, SEED = 16, 128, 1
 
 
-def main() -> None:
+def main() -> int:
     options = parse()
+    if "RANK" not in os.environ:
+        return launch(ff.Shape(**options.grid).world)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent hears Ctrl-C and ends the ranks
+    try:
+        run(options)
+    except ValueError as error:  # the same on every rank; once is enough
+        if os.environ["RANK"] == "0":
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def launch(ranks: int) -> int:
+    """Run this script on local ranks."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = LaunchConfig(1, 1, ranks, run_id="demo", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
+    try:
+        elastic_launch(config, sys.executable)("-u", __file__, *sys.argv[1:])
+    except ChildFailedError as failed:
+        return max((failure.exitcode for failure in failed.failures.values()), default=1)
+    except (KeyboardInterrupt, SignalException):
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(options: argparse.Namespace) -> None:
     grid = ff.Grid(**options.grid, device="cpu")
     say = print if grid.rank == 0 else lambda *_: None
     config = ff.models.config(
@@ -94,4 +128,4 @@ def grid_sizes(text: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
