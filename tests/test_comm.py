@@ -402,7 +402,7 @@ def bytes_sent() -> int:
 @pytest.mark.parametrize("launched", [True, False], ids=["in flight", "before launch"])
 def test_a_collective_that_fails_names_its_record(ranks, name: str, launched: bool) -> None:
     with pytest.raises(RankFailed) as failure:
-        ranks(3).run(lose_rank_2, name, launched, timeout=20)
+        ranks(3).run(lose_rank_2, name, launched, timeout=40)
     errors = failure.value.errors
     assert sorted(errors) == [0, 1, 2]
     assert str(errors.pop(2)) == "the process died"

@@ -62,7 +62,7 @@ def build_not_finite(grid: Grid) -> torch.nn.Module:
 
 def test_a_serial_model_that_fails_is_heard_of_on_every_rank(ranks) -> None:
     with pytest.raises(RankFailed) as failed:
-        ranks(2).run(compare, build_failing_alone, timeout=20)
+        ranks(2).run(compare, build_failing_alone, timeout=40)
     assert isinstance(failed.value.errors[0], MemoryError)
     assert "failed on rank 0" in str(failed.value.errors[1])
 
