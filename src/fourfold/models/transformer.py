@@ -172,7 +172,7 @@ class Transformer(Layer):
                 f"a sequence of {tokens.shape[1]} tokens is longer than the {self.config.seq} learned positions; "
                 "cut it or build the model with a larger seq"
             )
-        if torch.is_autocast_enabled(tokens.device.type):
+        if torch.is_autocast_enabled(self.grid.device.type):
             return "torch.autocast is on; leave it and build the model with Policy(compute=torch.bfloat16)"
         return ""
 
