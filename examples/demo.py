@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     say("  make demo GRID=z=4           fully sharded data parallelism (FSDP)")
     say("  make demo GRID=x=4           tensor parallelism with sequence parallelism (Megatron)")
     say("  make demo GRID=x=2,y=2       both sides of every matrix cut")
-    say("  make test                    every grid of up to 8 ranks beside plain torch")
+    say("  make test                    every grid of 1, 2, 3, 4, 6 and 8 ranks beside plain torch")
 
 
 def train(grid: ff.Grid, config: ff.models.Config, corpus: torch.Tensor, steps: int, say) -> None:

@@ -20,6 +20,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from fourfold.grid import Grid, Shape
 
 DEVICE = os.environ.get("FOURFOLD_TEST_DEVICE", "cpu")
@@ -106,7 +109,6 @@ class Ranks:
 
 
 def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
-    import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -145,3 +147,15 @@ def _calm_gloo() -> None:
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "gloo_tcp_loop":
             os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor with memory has had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if type(out) is torch.Tensor and not out.is_meta:  # a DTensor has no memory of its own
+            self.elements = max(self.elements, out.numel())
+        return out

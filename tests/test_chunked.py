@@ -7,28 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fourfold as ff
 from fourfold.cost.volume import Volume
 from fourfold.gradients import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
-from harness import grid_of
+from harness import Largest, grid_of
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any plain tensor."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if type(out) is torch.Tensor:
-            self.elements = max(self.elements, out.numel())
-        return out
 
 
 def train(shape: Shape, policy: Policy, counted: bool) -> dict[str, Any]:

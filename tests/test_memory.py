@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fourfold as ff
 from fourfold import comm
@@ -16,21 +15,9 @@ from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.initial import BLOCK_ELEMENTS
 from fourfold.nn.layer import specs_of
-from harness import grid_of
+from harness import Largest, grid_of
 
 SHAPE = Shape(x=2, z=2)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements that any tensor with memory has had."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if type(out) is torch.Tensor and not out.is_meta:  # a DTensor has no memory of its own
-            self.elements = max(self.elements, out.numel())
-        return out
 
 
 def start() -> dict[str, Any]:

@@ -113,13 +113,16 @@ def leave(a: Tensor, site: Site) -> Tensor:
     return Conjugate.apply(a, *bodies)
 
 
+def spread_bodies(site: Site, widths: Sequence[int]) -> tuple[Body, Body]:
+    """The two directions of `spread`."""
+    if site.sharded:
+        return partial(site.scatter_features, widths=widths), partial(site.gather_features, widths=widths)
+    return site.sum_y, identity
+
+
 def spread(a: Tensor, site: Site, widths: Sequence[int]) -> Tensor:
     """[m/z, n/x] {sum y} -> inner, for the outputs of these widths side by side"""
-    if site.sharded:
-        bodies = partial(site.scatter_features, widths=widths), partial(site.gather_features, widths=widths)
-    else:
-        bodies = site.sum_y, identity
-    return Conjugate.apply(a, *bodies)
+    return Conjugate.apply(a, *spread_bodies(site, widths))
 
 
 def collect(a: Tensor, site: Site, width: int) -> Tensor:

@@ -8,7 +8,6 @@ once, the input is gathered once, no product is computed twice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import join
 from fourfold.nn.loss import Vocabulary, gradient_of_logits, log_sum_exp, on_device, sum_over_batch
-from fourfold.product import Body, Factor, Site, enter, identity
+from fourfold.product import Body, Factor, enter, spread_bodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +85,7 @@ def chunked_loss(
     total = sums[1] if count is None else on_device(count, a.device)
     site = head.site(targets.numel())
     factor = join([head])
-    spec = HeadSpec(factor, vocabulary, *_bodies(site, head.width), head.policy.loss_chunk)
+    spec = HeadSpec(factor, vocabulary, *spread_bodies(site, [head.width]), head.policy.loss_chunk)
     whole = enter(a, site)
     loss = ChunkedLoss.apply(spec, whole, targets.flatten(), total.clamp(min=1), factor.weights[0].parameter)
     return loss, sums[0]
-
-
-def _bodies(site: Site, width: int) -> tuple[Body, Body]:
-    if site.sharded:
-        return partial(site.scatter_features, widths=[width]), partial(site.gather_features, widths=[width])
-    return site.sum_y, identity
