@@ -1,5 +1,7 @@
 """Fourfold trains neural networks on a four-dimensional grid of devices."""
 
+from importlib.metadata import version
+
 from fourfold import models, nn, optim
 from fourfold.compare import compare_serial
 from fourfold.data.rows import local_rows
@@ -7,6 +9,8 @@ from fourfold.gradients import accumulate, clip_grad_norm_, grad_norm
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.loss import count_targets, global_mean
+
+__version__ = version("fourfold")
 
 __all__ = [
     "Grid",

@@ -11,7 +11,7 @@ Invariant: the order of summation depends on shapes and ranks only, so equal cal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -36,17 +36,23 @@ T = TypeVar("T")
 class Pending(Generic[T]):
     """A collective in flight. `wait()` gives its result and may be called again."""
 
-    def __init__(self, finish: Callable[[], T], record: Collective | None = None) -> None:
+    def __init__(self, finish: Callable[[], T], record: Collective | None = None, grid: Grid | None = None) -> None:
         self._finish: Callable[[], T] | None = finish
         self._record = record
+        self._grid = grid
         self._result: T | None = None
 
     def wait(self) -> T:
         if self._finish is not None:
-            with _named(self._record):
+            with _named(self._record), self._timed():
                 self._result = self._finish()
             self._finish = None  # lets go of the buffers that only the flight needed
         return self._result  # type: ignore[return-value]
+
+    def _timed(self) -> AbstractContextManager[None]:
+        if self._record is None or self._grid is None:
+            return nullcontext()
+        return self._grid.ledger.waiting(self._record.axis, on_gpu=self._grid.device.type == "cuda")
 
 
 def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
@@ -56,10 +62,10 @@ def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str
         return Pending(lambda: shard)
     joined = shard.new_empty((ranks, *shard.shape))
     if record is None or shard.is_meta:
-        return Pending(lambda: _join(joined, dim), record)
+        return Pending(lambda: _join(joined, dim), record, grid)
     with _named(record):
         finish = _launch_all_gather(joined, shard, grid.group(axis))
-    return Pending(lambda: _join(finish(), dim), record)
+    return Pending(lambda: _join(finish(), dim), record, grid)
 
 
 def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
@@ -70,9 +76,9 @@ def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label:
         return Pending(lambda: whole)
     parts = _cut(whole, ranks, dim)
     if record is None or whole.is_meta:
-        return Pending(lambda: parts[0], record)
+        return Pending(lambda: parts[0], record, grid)
     with _named(record):
-        return Pending(_launch_reduce_scatter(parts, grid.group(axis)), record)
+        return Pending(_launch_reduce_scatter(parts, grid.group(axis)), record, grid)
 
 
 def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned: bool = False) -> Pending[Tensor]:
@@ -82,9 +88,9 @@ def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned:
         return Pending(lambda: tensor)
     total = tensor if owned and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
     if tensor.is_meta:
-        return Pending(lambda: total, record)
+        return Pending(lambda: total, record, grid)
     with _named(record):
-        return Pending(_launch_all_reduce(total, grid.group(axis)), record)
+        return Pending(_launch_all_reduce(total, grid.group(axis)), record, grid)
 
 
 def all_gather_together(
@@ -100,17 +106,17 @@ def all_gather_together(
     else:
         wholes = list(into)
     if shards[0].is_meta:
-        return Pending(lambda: wholes, record)
+        return Pending(lambda: wholes, record, grid)
     group = grid.group(axis)
     with _named(record):
         if shards[0].is_cuda:
             with dist._coalescing_manager(group, shards[0].device, async_ops=True) as together:
                 for shard, whole in zip(shards, wholes, strict=True):
                     _all_gather_single(whole.view(-1), shard.reshape(-1), group=group, async_op=True)
-            return Pending(lambda: (together.wait(), wholes)[1], record)
+            return Pending(lambda: (together.wait(), wholes)[1], record, grid)
         if len(shards) == 1:
             finish = _launch_all_gather(wholes[0].view(ranks, *shards[0].shape), shards[0], group)
-            return Pending(lambda: (finish(), wholes)[1], record)
+            return Pending(lambda: (finish(), wholes)[1], record, grid)
         packed = torch.cat([shard.reshape(-1) for shard in shards])
         finish = _launch_all_gather(packed.new_empty(ranks, packed.numel()), packed, group)
 
@@ -120,7 +126,7 @@ def all_gather_together(
             whole.view(ranks, -1).copy_(column)
         return wholes
 
-    return Pending(unpack, record)
+    return Pending(unpack, record, grid)
 
 
 def reduce_scatter_together(
@@ -134,7 +140,9 @@ def reduce_scatter_together(
         return Pending(lambda: list(wholes))
     shapes = [(whole.shape[0] // ranks, *whole.shape[1:]) for whole in wholes]
     if wholes[0].is_meta:
-        return Pending(lambda: [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)], record)
+        return Pending(
+            lambda: [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)], record, grid
+        )
     group = grid.group(axis)
     with _named(record):
         if wholes[0].is_cuda:
@@ -142,7 +150,7 @@ def reduce_scatter_together(
             with dist._coalescing_manager(group, wholes[0].device, async_ops=True) as together:
                 for whole, part in zip(wholes, parts, strict=True):
                     _reduce_scatter_single(part.view(-1), whole.reshape(-1), group=group, async_op=True)
-            return Pending(lambda: (together.wait(), parts)[1], record)
+            return Pending(lambda: (together.wait(), parts)[1], record, grid)
         rows = [whole.reshape(ranks, -1) for whole in wholes]
         finish = _launch_reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), group)
 
@@ -150,28 +158,28 @@ def reduce_scatter_together(
         columns = finish().split([row.shape[1] for row in rows])
         return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
-    return Pending(unpack, record)
+    return Pending(unpack, record, grid)
 
 
 def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, label: str = "") -> Pending[None]:
     """Sum several tensors over all ranks, each in place, in one message."""
     _, record = _open_together("all_reduce", tensors, grid, axis, label, counts_whole=True)
     if record is None or tensors[0].is_meta:
-        return Pending(lambda: None, record)
+        return Pending(lambda: None, record, grid)
     group = grid.group(axis)
     with _named(record):
         if tensors[0].is_cuda:
             with dist._coalescing_manager(group, tensors[0].device, async_ops=True) as together:
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=group, async_op=True)
-            return Pending(together.wait, record)
+            return Pending(together.wait, record, grid)
         finish = _launch_all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
 
     def unpack() -> None:
         for tensor, total in zip(tensors, finish().split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 
-    return Pending(unpack, record)
+    return Pending(unpack, record, grid)
 
 
 def join_shards(shard: Tensor, spec: Spec, grid: Grid) -> Tensor:

@@ -186,20 +186,26 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients together, equal on every rank and to that of one process."""
+    return measure_norms(parameters)[0]
+
+
+def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+    """`grad_norm`, and the norm of this rank's shard of each gradient that is there."""
     gradients = _complete_gradients(parameters)
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros(()), []
     grid = Grid.of(gradients[0][0])
-    counted = [gradient for parameter, gradient in gradients if _counts_here(parameter, grid)]
+    wide = torch.promote_types(gradients[0][1].dtype, torch.float32)
+    shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
+    counted = [norm for (parameter, _), norm in zip(gradients, shards, strict=True) if _counts_here(parameter, grid)]
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
     if counted:
-        wide = torch.promote_types(counted[0].dtype, torch.float32)
-        squares += torch.stack(torch._foreach_norm(counted, 2, wide)).double().square().sum()
+        squares += torch.stack(counted).double().square().sum()
     cut_over_replicas = any(_cuts(parameter.grad, REPLICA) for parameter, _ in gradients)
     for axis in AXES:
         if axis != REPLICA or cut_over_replicas:
             squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
-    return squares.sqrt()
+    return squares.sqrt(), shards
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -209,10 +215,15 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     """
     parameters = list(parameters)
     norm = grad_norm(parameters)
+    scale_gradients(parameters, norm, max_norm)
+    return norm
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of this norm so that it is at most `max_norm`."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients := [gradient for _, gradient in _complete_gradients(parameters)]:
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-    return norm
 
 
 def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:

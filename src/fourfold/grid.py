@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import torch
@@ -196,6 +196,15 @@ class Grid:
         if self.shape.world > 1:
             _agree(what, text)
 
+    def together(self, what: str, fault: Exception | None) -> None:
+        """Go on only if no rank has a fault: a rank with one raises it, the others say whose it was."""
+        if self.shape.world > 1:
+            verdict = _decide("" if fault is None else f"{type(fault).__name__}: {fault}", _first_fault)
+            if fault is None and verdict:
+                raise RuntimeError(f"{what} failed on {verdict}")
+        if fault is not None:
+            raise fault
+
     def close(self) -> None:
         """Give back the process groups of this grid. The process group that it joined stays."""
         if self.shape.world > 1:
@@ -272,27 +281,34 @@ def first_node(nodelist: str) -> str:
 
 
 def _agree(what: str, text: str, fault: Exception | None = None) -> None:
-    """Raise the same error on every rank unless all of them hold the same text and no fault.
+    """Raise the same error on every rank unless all of them hold the same text and no fault."""
+    verdict = _decide(text, partial(_verdict, what))
+    if verdict:
+        raise ValueError(verdict)
+    if fault is not None:
+        raise fault
 
-    Goes through the job's key-value store: rank 0 reads what everyone wrote and writes the verdict. No
-    process group beyond the default one need exist, so a rank whose grid differs is named, not waited for.
+
+def _decide(text: str, judge: Callable[[Sequence[str]], str]) -> str:
+    """Rank 0 judges what all ranks wrote; every rank gets the verdict.
+
+    Goes through the job's key-value store: no process group beyond the default one need exist, so a rank whose
+    grid differs is named, not waited for.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":
-        if fault is not None:
-            raise fault
-        return
+        return judge([text])
     store = dist.distributed_c10d._get_default_store()
     key = f"fourfold/agree/{store.add(f'fourfold/agree/count/{rank}', 1)}"
     store.set(f"{key}/{rank}", text)
     if rank == 0:
         texts = [found.decode() for found in store.multi_get([f"{key}/{r}" for r in range(world)])]
-        store.set(f"{key}/verdict", _verdict(what, texts))
-    verdict = store.get(f"{key}/verdict").decode()
-    if verdict:
-        raise ValueError(verdict)
-    if fault is not None:
-        raise fault
+        store.set(f"{key}/verdict", judge(texts))
+    return store.get(f"{key}/verdict").decode()
+
+
+def _first_fault(texts: Sequence[str]) -> str:
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
 
 
 def _verdict(what: str, texts: Sequence[str]) -> str:

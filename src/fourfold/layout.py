@@ -46,6 +46,8 @@ class Policy:
     """Cut gradients and optimizer state over data as well (ZeRO-1); `optim.AdamW` then gathers parameters."""
     bucket_bytes: int = 25 << 20
     """Gradients that owe the same sums travel together in messages of about this size."""
+    compile: bool = False
+    """Compile the computation between collectives, region by region."""
     check_inputs: bool = False
     """Check token ids on a device too, which reads them back; on the CPU they are always checked."""
 

@@ -8,11 +8,14 @@ Invariant: a record describes the logical operation, equal on gloo, NCCL, fake g
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -46,12 +49,56 @@ class Ledger:
         self.wire_bytes: Counter[str] = Counter()
         """What this rank has sent over each axis."""
         self._watchers: list[list[Collective]] = []
+        self._exposed: defaultdict[str, float] = defaultdict(float)
+        self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] | None = None
 
     def append(self, record: Collective) -> None:
         self.calls[record.axis] += 1
         self.wire_bytes[record.axis] += record.wire_bytes
         for records in self._watchers:
             records.append(record)
+
+    @contextmanager
+    def waiting(self, axis: str, *, on_gpu: bool) -> Iterator[None]:
+        """Around a wait. The host's wait is timed on the CPU; on a GPU the stream's, once `time_stalls` was called."""
+        if not on_gpu:
+            began = time.perf_counter()
+            yield
+            self._exposed[axis] += time.perf_counter() - began
+        elif self._stalls is None:
+            yield
+        else:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._stalls.append((axis, begin, end))
+
+    def time_stalls(self) -> None:
+        """From now on measure on a GPU too how long its stream stands still for collectives."""
+        self._stalls = [] if self._stalls is None else self._stalls
+
+    def take_exposed(self) -> Callable[[], dict[str, float]]:
+        """Seconds of waiting by axis since the last call, to be asked for once a GPU has done the work until now."""
+        exposed, stalls = self._exposed, self._stalls or []
+        self._exposed, self._stalls = defaultdict(float), None if self._stalls is None else []
+
+        def seconds() -> dict[str, float]:
+            for axis, begin, end in stalls:
+                exposed[axis] += begin.elapsed_time(end) / 1e3
+            stalls.clear()
+            return dict(exposed)
+
+        return seconds
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What a dry run inside the block records is not counted."""
+        kept = self.calls.copy(), self.wire_bytes.copy()
+        try:
+            yield
+        finally:
+            self.calls, self.wire_bytes = kept
 
     @contextmanager
     def watch(self) -> Iterator[list[Collective]]:

@@ -9,17 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import cos, pi
+from math import cos, inf, pi
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.gradients import REPLICA, gradients_of, is_owed, local_of
+from fourfold.gradients import REPLICA, gradients_of, is_owed, local_of, measure_norms, scale_gradients
+from fourfold.grid import AXES, Grid
 from fourfold.layout import pad_rows
 
 Decay = Literal["cosine", "stable", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """What a step found of its gradients, on the device until somebody reads it."""
+
+    norm: Tensor
+    """Of all gradients before clipping; not finite where the step was skipped."""
+    grid: Grid
+    names: tuple[str, ...]
+    shards: list[Tensor]
+
+    def first_not_finite(self) -> str | None:
+        """The first parameter whose gradient was not finite on any rank; all ranks ask together."""
+        if not self.shards:
+            return None
+        flags = (~torch.stack(self.shards).isfinite()).float()
+        for axis in AXES:
+            flags = comm.all_reduce(flags, self.grid, axis, label="not finite").wait()
+        return next((name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag), None)
 
 
 class AdamW(torch.optim.AdamW):
@@ -72,6 +93,28 @@ class AdamW(torch.optim.AdamW):
         if self.gradients.policy.shard_optimizer:
             self._gather()
         return result
+
+    @torch.no_grad()
+    def clip_and_step(self, max_norm: float = inf) -> Clipped:
+        """A step with gradients scaled so that their norm is at most `max_norm`.
+
+        Where the norm is not finite the step is skipped: parameters and state stay as they are. The device
+        decides, the host reads nothing.
+        """
+        names = [name for name in self.parts if self.gradients.parameters[name][0].grad is not None]
+        parameters = [self.gradients.parameters[name][0] for name in names]
+        norm, shards = measure_norms(parameters)
+        self.found_inf = (~norm.isfinite()).float()
+        if any(parameter.dtype == torch.float64 for parameter in parameters):
+            scale_gradients(parameters, norm, max_norm)
+        else:  # torch's kernel scales as it goes, in fp32
+            self.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0).float()
+        try:
+            self.step()
+        finally:
+            del self.found_inf
+            self.__dict__.pop("grad_scale", None)
+        return Clipped(norm, self.gradients.grid, tuple(names), shards)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

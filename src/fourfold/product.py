@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from fourfold import comm
+from fourfold import comm, local
 from fourfold.gradients import Gradients, local_of
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Policy, Spec, pad_rows
@@ -179,10 +179,10 @@ class Unit:
         """The members in compute layout and dtype, in these buffers where given. Cast before the wire."""
         z = self.grid.size(GATHERED)
         rows = [member.rows for member in self.members]
-        shards = [
-            pad_rows(local_of(member.parameter).to(self.compute), -(-length // z))
-            for member, length in zip(self.members, rows, strict=True)
-        ]
+        locals_ = [local_of(member.parameter) for member in self.members]
+        if z == 1 and into is not None:  # copying casts as well
+            return [place.copy_(held) for place, held in zip(into, locals_, strict=True)]
+        shards = [pad_rows(held.to(self.compute), -(-length // z)) for held, length in zip(locals_, rows, strict=True)]
         even = all(length % z == 0 for length in rows)
         wholes = comm.all_gather_together(
             shards, self.grid, GATHERED, into=into if even else None, label=self.label
@@ -225,19 +225,39 @@ class Factor:
 
     def gather(self) -> tuple[Tensor, Tensor | None]:
         """Weights and bias in one message: w[sum p_i, k], b[sum p_i]."""
-        w, into = self._buffer()
-        wholes = self.unit.gather(into)
+        w = self._joined()
+        if w is not None:
+            biases = self.unit.only(self.biases).gather() if self.adds else []
+        else:
+            w, into = self._buffer()
+            wholes = self.unit.gather(into)
+            w, biases = (wholes[0] if w is None else w), wholes[len(self.weights) :]
         if not self.biases or not self.adds:
-            return (wholes[0] if w is None else w), None
-        bias = wholes[0].new_zeros(sum(self.widths))
-        for columns, part in zip(self.columns, wholes[len(self.weights) :], strict=True):
+            return w, None
+        if sum(len(columns) for columns in self.columns) == len(w):
+            return w, biases[0] if len(biases) == 1 else torch.cat(biases)
+        bias = w.new_zeros(len(w))
+        for columns, part in zip(self.columns, biases, strict=True):
             bias[columns.start : columns.stop] = part
-        return (wholes[0] if w is None else w), bias
+        return w, bias
+
+    def sum_tokens(self, dout: Tensor) -> Tensor:
+        return local.region(local.sum_tokens, dout, compiled=self.unit.policy.compile)(dout, self.unit.reduce)
 
     def gather_weights(self) -> Tensor:
+        w = self._joined()
+        if w is not None:
+            return w
         w, into = self._buffer(biases=False)
         wholes = self.unit.only(self.weights).gather(into)
         return wholes[0] if w is None else w
+
+    def _joined(self) -> Tensor | None:
+        """The weights as one tensor, where nothing need be gathered and they lie side by side already."""
+        if self.unit.grid.size(GATHERED) > 1 or [member.rows for member in self.weights] != list(self.widths):
+            return None
+        joined = side_by_side([local_of(member.parameter) for member in self.weights])
+        return None if joined is None else joined.to(self.unit.compute)
 
     def _buffer(self, *, biases: bool = True) -> tuple[Tensor | None, list[Tensor] | None]:
         """One buffer for weights that must lie side by side, and the place in it for each member."""
@@ -253,6 +273,19 @@ class Factor:
         if biases:
             into += [w.new_empty(len(columns)) for columns in self.columns]
         return w, into
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensors joined along dim 0 without a copy, if they follow each other in one piece of memory."""
+    first = parts[0].detach()
+    expected = first.storage_offset()
+    for part in parts:
+        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != expected:
+            return None
+        if not part.is_contiguous():
+            return None
+        expected += part.numel()
+    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
 
 
 class Product(torch.autograd.Function):
@@ -285,16 +318,22 @@ class Product(torch.autograd.Function):
         if trained:
             gradients: list[Tensor] = []
             if any(member in trained for member in factor.weights):
-                dw = dout.t() @ ctx.reread(kept)  # E3
+                dw = matmul_into(dout.t(), ctx.reread(kept), factor.unit.reduce)  # E3
                 for member, part in zip(factor.weights, dw.split(list(factor.widths)), strict=True):
                     if member in trained:
                         gradients.append(part[: member.rows])
             for member, columns in zip(factor.biases, factor.columns, strict=True):
                 if member in trained:
-                    part = dout[:, columns.start : columns.stop]
-                    gradients.append(part.sum(0, dtype=factor.unit.reduce))  # E4
+                    gradients.append(factor.sum_tokens(dout[:, columns.start : columns.stop]))  # E4
             factor.unit.only(trained).scatter(gradients)
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+def matmul_into(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b, summed and written in the wider dtype where the device can: no rounding between, no cast after."""
+    if a.is_cuda and a.dtype != dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a @ b
 
 
 def multiply(factor: Factor, a: Tensor, cut: Tensor, reread: Body, *, keep_gathered: bool) -> Tensor:

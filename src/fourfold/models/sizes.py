@@ -20,6 +20,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt-tiny": _gpt(2, 48, 24, vocab=257, seq=128),
     "gpt-125m": _gpt(12, 768, 12, vocab=50257, seq=1024),
     "gpt-1.4b": _gpt(24, 2048, 16, tied=False),
+    "gpt-2.8b": _gpt(32, 2560, 20, tied=False),
     # the sizes of arXiv 2305.13525 and 2502.08145
     "gpt-5b": _gpt(24, 4096, 32),
     "gpt-10b": _gpt(32, 5120, 40),

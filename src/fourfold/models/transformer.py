@@ -98,23 +98,26 @@ class Transformer(Layer):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
+        positions: Tensor | None = None,
         count: Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> Tensor:
-        """With `count`, the targets of a whole batch of which these rows are one micro-step."""
-        fault = self._fault(tokens, targets, ignore_index)
+        """With `positions` [rows, seq] rows hold packed documents: each token's place in its own, counted from 0,
+        and nothing reads across. With `count`, the targets of a whole batch of which these rows are a micro-step."""
+        fault = self._fault(tokens, targets, positions, ignore_index)
         if fault and not self._reads(tokens):
             raise ValueError(fault)
         if fault:  # goes on with other ids, since the ranks beside it do: all of them hear of it at the end
             tokens = torch.zeros(1, 1, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
+            positions = None
         if self.training:
             self.clock.advance()
-        batch = Batch(*tokens.shape)
-        a = self.hidden(tokens)
-        rope = (
-            rope_tables(batch.seq, self.config.head_dim, self.config.rope_theta, a) if self.positions is None else None
-        )
+        batch = Batch.of(tokens, positions)
+        a = self.hidden(tokens, positions)
+        rope = None
+        if self.positions is None:
+            rope = rope_tables(batch, self.config.head_dim, self.config.rope_theta, a)
         for layer in self.layers:
             a = layer(a, batch, rope)
         a = self.norm(a)
@@ -132,39 +135,42 @@ class Transformer(Layer):
             raise ValueError(fault or "the batch of another (data, z) place is refused; its ranks say why")
         return result
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """What the first block reads: embedded tokens at rest."""
         a = self.embedding(tokens)
         if self.positions is not None:
-            a = self.positions(a, tokens.shape[1])
+            a = self.positions(a, tokens.shape[1], positions)
         return self.dropout(a)
 
     def _reads(self, tokens: Tensor) -> bool:
         """Whether ids are checked: always where that needs no reading back from a device."""
         return not tokens.is_meta and (tokens.device.type == "cpu" or self.policy.check_inputs)
 
-    def _fault(self, tokens: Tensor, targets: Tensor | None, ignore_index: int) -> str:
+    def _fault(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None, ignore_index: int) -> str:
         """What is wrong with the batch of this place, if anything."""
-        fault = self._fault_of_shape(tokens, targets)
+        fault = self._fault_of_shape(tokens, targets, positions)
         if not fault and self._reads(tokens):
             fault = self._fault_of_ids("token", tokens)
             if targets is not None and not fault:
                 fault = self._fault_of_ids("target", targets.masked_fill(targets == ignore_index, 0))
+            if positions is not None and not fault and not _count_up(positions):
+                fault = "positions must start at 0 in every row, then count up by 1 or start anew at 0"
         if not tokens.is_meta and (self.policy.check_inputs or not self._compared):
             self._compared = True  # once is enough for a loop that reads its rows wrongly
-            if not equal_along(_digest(tokens, targets), self.grid, ("x", "y")):
+            if not equal_along(_digest(tokens, targets, positions), self.grid, ("x", "y")):
                 fault = fault or (
                     "ranks of one (data, z) place were given different rows; all ranks that differ in x and y alone "
                     "read the same ones (ff.local_rows cuts a batch so)"
                 )
         return fault
 
-    def _fault_of_shape(self, tokens: Tensor, targets: Tensor | None) -> str:
+    def _fault_of_shape(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> str:
         if tokens.dim() != 2 or tokens.numel() == 0:
             return f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq], at least one of each"
-        if targets is not None and targets.shape != tokens.shape:
-            return f"targets {tuple(targets.shape)} and tokens {tuple(tokens.shape)} differ in shape"
-        for what, ids in (("tokens", tokens), ("targets", targets)):
+        for what, ids in (("targets", targets), ("positions", positions)):
+            if ids is not None and ids.shape != tokens.shape:
+                return f"{what} {tuple(ids.shape)} and tokens {tuple(tokens.shape)} differ in shape"
+        for what, ids in (("tokens", tokens), ("targets", targets), ("positions", positions)):
             if ids is not None and ids.dtype not in (torch.int64, torch.int32):
                 return f"{what} has dtype {ids.dtype}; ids must be torch.int64 or torch.int32"
         if self.positions is not None and tokens.shape[1] > self.config.seq:
@@ -183,9 +189,14 @@ class Transformer(Layer):
         return ""
 
 
-def _digest(tokens: Tensor, targets: Tensor | None) -> int:
+def _count_up(positions: Tensor) -> bool:
+    steps = positions.diff(dim=1, prepend=positions.new_full((len(positions), 1), -1))
+    return bool(((steps == 1) | (positions == 0)).all() and (positions[:, 0] == 0).all())
+
+
+def _digest(*ids: Tensor | None) -> int:
     """A number that tells batches apart."""
-    parts = [tokens] if targets is None else [tokens, targets]
+    parts = [part for part in ids if part is not None]
     weighted = [part.flatten().long() * torch.arange(1, part.numel() + 1, device=part.device) for part in parts]
     return key_of(*((tuple(part.shape), int(sums.sum())) for part, sums in zip(parts, weighted, strict=True)))
 

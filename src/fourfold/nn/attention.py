@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fourfold import local
 from fourfold.grid import Grid
 from fourfold.layout import Init, Policy, inner
 from fourfold.nn.layer import Layer
@@ -24,12 +25,25 @@ from fourfold.nn.recompute import recompute
 from fourfold.product import share, spread
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
 class Batch:
-    """The rows of a (data, z) place."""
+    """The rows of a (data, z) place; where documents are packed also the place of each token in its own."""
 
     rows: int
     seq: int
+    positions: Tensor | None = None
+    """[rows, seq], 0 at the first token of every document."""
+    mask: Tensor | None = None
+    """[rows, 1, seq, seq], true where a token may read another: an earlier one of the same document."""
+
+    @classmethod
+    def of(cls, tokens: Tensor, positions: Tensor | None = None) -> Batch:
+        rows, seq = tokens.shape
+        if positions is None:
+            return cls(rows, seq)
+        document = (positions == 0).cumsum(1)
+        causal = torch.ones(seq, seq, dtype=torch.bool, device=tokens.device).tril()
+        return cls(rows, seq, positions, (causal & (document[:, :, None] == document[:, None]))[:, None])
 
     @property
     def tokens(self) -> int:
@@ -68,23 +82,20 @@ class Heads:
         return cls(queries, keys, shared, over_x)
 
 
-def rope_tables(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq, head_dim], at least fp32."""
+def rope_tables(batch: Batch, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [seq, 1, head_dim], or [rows, seq, 1, head_dim] of packed documents, at least fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=like.device, dtype=dtype) / head_dim)
-    angles = torch.outer(torch.arange(seq, device=like.device, dtype=dtype), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def rotate(a: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions, the first half of a head against the second. a [rows, seq, heads, head_dim]"""
-    cos, sin = (table[:, None] for table in tables)
-    first, second = a.chunk(2, dim=-1)
-    return (a * cos + torch.cat([-second, first], dim=-1) * sin).to(a.dtype)
+    angles = torch.outer(torch.arange(batch.seq, device=like.device, dtype=dtype), frequencies).repeat(1, 2)
+    if batch.positions is not None:
+        angles = angles[batch.positions]
+    return angles.cos()[..., None, :], angles.sin()[..., None, :]
 
 
 class Attention(Layer):
     """rest -> q, k, v read together -> attention on whole sequences -> Contract -> rest"""
+
+    side_by_side = (("q.weight", "k.weight", "v.weight"),)
 
     def __init__(
         self,
@@ -114,18 +125,19 @@ class Attention(Layer):
     def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = self._read(a, batch)
         if self.policy.recompute == "attention":
-            mixed = recompute(self._mix, self.clock, q, k, v, rope)
+            mixed = recompute(self._mix, self.clock, q, k, v, rope, batch.mask)
         else:
-            mixed = self._mix(q, k, v, rope)
+            mixed = self._mix(q, k, v, rope, batch.mask)
         return self.out(mixed.transpose(1, 2).reshape(batch.tokens, -1), batch.tokens)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """What lies between the two products; [rows, seq, heads, head_dim] -> [rows, heads, seq, head_dim]."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        return self._attend(q, k, v)
+            rotate = local.region(local.rotate, q, compiled=self.policy.compile)
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        return self._attend(q, k, v, mask)
 
     def _read(self, a: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as [rows, seq, heads, head_dim]."""
@@ -147,16 +159,17 @@ class Attention(Layer):
     def _by_head(self, a: Tensor, batch: Batch) -> Tensor:
         return a.reshape(batch.rows, batch.seq, -1, self.head_dim)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        grouped = q.shape[1] != k.shape[1]
+        options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], dropout_p=dropout)
+        if q.is_meta:  # a dry run keeps what the fused kernel keeps; torch would take the unfused one there
+            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return fused(q, k, v, dropout, mask is None, attn_mask=mask)[0]
         if dropout == 0:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            return functional.scaled_dot_product_attention(q, k, v, **options)
         with drawing(self.clock.key(self.label, self.grid, inner(self.policy.activations)), q.device):
-            return functional.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
-            )
+            return functional.scaled_dot_product_attention(q, k, v, **options)
 
 
 def select_heads(a: Tensor, wanted: Counter[int]) -> Tensor:

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import join
 from fourfold.nn.loss import Vocabulary, gradient_of_logits, log_sum_exp, on_device, sum_over_batch
-from fourfold.product import Body, Factor, enter, spread_bodies
+from fourfold.product import Body, Factor, enter, matmul_into, spread_bodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class ChunkedLoss(torch.autograd.Function):
         for first in range(0, len(a), spec.chunk):
             part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
             logits = spec.spread(part @ w.t())
-            lse, chunk_nll = log_sum_exp(spec.vocabulary, logits, aims)
+            kept, lse, chunk_nll = log_sum_exp(spec.vocabulary, logits, aims)
             nll += chunk_nll
             if da is not None or dw is not None:
-                dout = spec.unspread(gradient_of_logits(spec.vocabulary, logits, aims, lse, share))
+                dout = spec.unspread(gradient_of_logits(spec.vocabulary, kept, aims, lse, share))
                 if da is not None:
                     torch.mm(dout, w, out=da[first : first + spec.chunk])
                 if dw is not None:
-                    dw += dout.t() @ part
+                    dw += matmul_into(dout.t(), part, dw.dtype)
         ctx.factor = factor
         ctx.save_for_backward(da, dw)
         total = sum_over_batch(nll, spec.vocabulary.grid, spec.vocabulary.label)

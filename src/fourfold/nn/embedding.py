@@ -74,9 +74,12 @@ class Positions(Layer):
         super().__init__(grid, policy)
         self.declare("weight", Spec((length, features), POSITIONS, rest(policy.activations), init))
 
-    def forward(self, a: Tensor, seq: int) -> Tensor:
+    def forward(self, a: Tensor, seq: int, positions: Tensor | None = None) -> Tensor:
+        """`positions` [rows, seq] are those of packed documents; otherwise every row counts from 0."""
         first = self.grid.coords["x"] * a.shape[0] if "x" in rest(self.policy.activations).tokens else 0
-        places = torch.arange(first, first + a.shape[0], device=a.device) % seq
+        tokens = torch.arange(first, first + a.shape[0], device=a.device)
+        # what x pads reads any place
+        places = tokens % seq if positions is None else positions.flatten()[tokens.clamp(max=positions.numel() - 1)]
         return a + Lookup.apply(self.unit("weight"), places, 0, self.weight)
 
 
@@ -109,7 +112,8 @@ class Head(Expand):
 
     def vocabulary(self, ignore_index: int = IGNORE_INDEX) -> Vocabulary:
         """What the loss must know of this rank's logits."""
-        return Vocabulary(self.grid, inner(self.policy.activations), self.columns(), ignore_index, "loss")
+        cut = inner(self.policy.activations)
+        return Vocabulary(self.grid, cut, self.columns(), ignore_index, "loss", self.policy.compile)
 
     def columns(self) -> range:
         """The ids that this rank's columns stand for; further columns are padding."""

@@ -7,6 +7,10 @@ a DTensor whose global shape is the unpadded model's on every grid.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +29,8 @@ class Layer(nn.Module):
 
     gradients: Gradients
     clock: Clock
+    side_by_side: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Weights below this layer that are read together and therefore stored one after the other."""
 
     def __init__(self, grid: Grid, policy: Policy) -> None:
         super().__init__()
@@ -37,8 +43,7 @@ class Layer(nn.Module):
     def declare(self, name: str, spec: Spec) -> None:
         """Register a parameter without memory."""
         self.specs[name] = spec
-        box = spec.storage.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
-        local = torch.empty([len(part) for part in box], device="meta")
+        local = torch.empty([len(part) for part in _box(spec, self.grid)], device="meta")
         self.register_parameter(name, _parameter(local, spec, self.grid))
 
     def member(self, name: str) -> Member:
@@ -79,9 +84,17 @@ def assemble(
     for prefix, layer in layers:
         layer.label = prefix or layer.label
         layer.clock = clock
-    for name, spec in specs_of(model).items():
+    specs = specs_of(model)
+    memory: dict[str, Tensor] = {}
+    for prefix, layer in layers:
+        for names in layer.side_by_side:
+            memory |= _reserve([f"{prefix}.{name}".lstrip(".") for name in names], specs, grid, dtype, device)
+    for name, spec in specs.items():
         owner, _, own_name = name.rpartition(".")
-        parameter = _make(spec, grid, seed, name, dtype, device)
+        local = memory[name] if name in memory else _reserve([name], specs, grid, dtype, device)[name]
+        if not local.is_meta:
+            fill_(local, _box(spec, grid), spec.shape, spec.init, seed, name)
+        parameter = _parameter(local, spec, grid)
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
     gradients = Gradients(grid, parameters, policy)
@@ -99,12 +112,18 @@ def specs_of(model: nn.Module) -> dict[str, Spec]:
     }
 
 
-def _make(spec: Spec, grid: Grid, seed: int, name: str, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    box = spec.storage.box(spec.shape, grid.shape.sizes, grid.coords)
-    local = torch.empty([len(part) for part in box], dtype=dtype, device=device)
-    if not local.is_meta:
-        fill_(local, box, spec.shape, spec.init, seed, name)
-    return _parameter(local, spec, grid)
+def _box(spec: Spec, grid: Grid) -> tuple[range, ...]:
+    return spec.storage.box(spec.shape, grid.shape.sizes, grid.coords)
+
+
+def _reserve(
+    names: Sequence[str], specs: Mapping[str, Spec], grid: Grid, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Memory for this rank's shards of these parameters, one after the other; those that are not there left out."""
+    shapes = {name: [len(part) for part in _box(specs[name], grid)] for name in names if name in specs}
+    whole = torch.empty(sum(prod(shape) for shape in shapes.values()), dtype=dtype, device=device)
+    parts = whole.split([prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def _parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:

@@ -123,14 +123,15 @@ class Contract(Linear):
             widths=(width,),
             columns=(range(width),) * len(biases),
             adds=self.grid.coords["x"] == 0,
-            keep_weights=keeps_weights(self),
+            keep_weights=keeps_weights(self, weight),
         )
         return contract(factor, a, self.site(tokens), self.in_features // self.grid.size("x"))
 
 
-def keeps_weights(layer: Layer) -> bool:
-    """Whole already where z is 1: keeping a second copy would save nothing."""
-    return layer.policy.keep_weights and layer.grid.size(GATHERED) > 1
+def keeps_weights(layer: Layer, weight: Member) -> bool:
+    """Where z is 1 and nothing is cast they are whole already: keeping a second copy would save nothing."""
+    casts = layer.policy.compute not in (None, weight.parameter.dtype)
+    return layer.policy.keep_weights and (layer.grid.size(GATHERED) > 1 or casts)
 
 
 def join(layers: Sequence[Expand]) -> Factor:
@@ -153,7 +154,7 @@ def join(layers: Sequence[Expand]) -> Factor:
         widths=tuple(widths),
         columns=tuple(columns),
         adds=True,
-        keep_weights=keeps_weights(first),
+        keep_weights=keeps_weights(first, weights[0]),
     )
 
 
@@ -168,6 +169,8 @@ def expand_together(layers: Sequence[Expand], a: Tensor, tokens: int) -> list[Te
     widths = [layer.width for layer in layers]
     site = layers[0].site(tokens).named(label_of(layers))
     out = spread(read(layers, a, tokens), site, widths)
+    if len(layers) == 1:
+        return [out]  # taking a tensor apart costs a copy in backward, also where there is one part
     cuts = sum(widths) // out.shape[1]
     return list(out.split([width // cuts for width in widths], dim=1))
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fourfold import comm
+from fourfold import comm, local
 from fourfold.grid import AXES, Grid
 from fourfold.layout import Cut
-from fourfold.nn.norm import widen
 from fourfold.product import Conjugate
 
 IGNORE_INDEX = -100
@@ -31,6 +30,12 @@ class Vocabulary:
     ids: range
     ignore_index: int
     label: str
+    compiled: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """No axis cuts the vocabulary."""
+        return all(self.grid.size(axis) == 1 for axis in self.cut.features)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -47,66 +52,55 @@ class CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, count: Tensor | None, faults: int
     ) -> tuple[Tensor, Tensor]:
-        lse, nll = log_sum_exp(vocabulary, logits, targets)
+        kept, lse, nll = log_sum_exp(vocabulary, logits, targets)
         sums = [nll, nll.new_full((), faults)]
         if count is None:
             sums.append((targets != vocabulary.ignore_index).sum().double())
         total = sum_over_batch(torch.stack(sums), vocabulary.grid, vocabulary.label)
         count = total[2].clamp(min=1) if count is None else count
         ctx.vocabulary = vocabulary
-        ctx.save_for_backward(logits, targets, lse, count)
+        ctx.save_for_backward(kept, targets, lse, count)
         everyones_faults = total[1].clone()
         ctx.mark_non_differentiable(everyones_faults)
-        return (total[0] / count).to(lse.dtype), everyones_faults
+        return (total[0] / count).to(local.widen(logits[:0]).dtype), everyones_faults
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        logits, targets, lse, count = ctx.saved_tensors
-        return None, gradient_of_logits(ctx.vocabulary, logits, targets, lse, dloss / count), None, None, None
+        kept, targets, lse, count = ctx.saved_tensors
+        return None, gradient_of_logits(ctx.vocabulary, kept, targets, lse, dloss / count), None, None, None
 
 
-def gradient_of_logits(vocabulary: Vocabulary, logits: Tensor, targets: Tensor, lse: Tensor, share: Tensor) -> Tensor:
-    """E10, with `share` = dloss / count; 0 in columns of padding."""
-    held = len(vocabulary.ids)
-    dlogits = (logits[:, :held] - lse[:, None]).exp_()  # in lse's dtype: one wide buffer, no copy of the logits
-    column, here = _column(vocabulary, targets)
-    if held:
-        dlogits.scatter_add_(1, column[:, None], -here.to(dlogits.dtype)[:, None])
-    dlogits.mul_((share.to(lse.dtype) * (targets != vocabulary.ignore_index))[:, None])
-    if held == logits.shape[1]:
-        return dlogits.to(logits.dtype)
-    padded = torch.zeros_like(logits)
-    padded[:, :held] = dlogits
-    return padded
+def gradient_of_logits(
+    vocabulary: Vocabulary, kept: Tensor, targets: Tensor, lse: Tensor | None, share: Tensor
+) -> Tensor:
+    """E10, with `share` = dloss / count; 0 in columns of padding. Takes what `log_sum_exp` gave."""
+    dtype = local.widen(kept[:0]).dtype
+    scale = share.to(dtype) * (targets != vocabulary.ignore_index)
+    if lse is None:
+        return local.dlogits_normalized(kept, targets, scale)
+    place = vocabulary.ids.start, len(vocabulary.ids)
+    if vocabulary.compiled and not kept.is_meta:
+        return local.region(local.dlogits, kept, compiled=True)(kept, targets, lse, scale, *place)
+    return local.dlogits_eager(kept, targets, lse, scale, *place)
 
 
-def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """E9 for each token, and the sum over unmasked tokens of (lse - target's logit) in fp64."""
-    top, total, target = merge(_stats(vocabulary, logits, targets), vocabulary)
+def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What backward keeps, E9 for each token, and the sum over unmasked tokens of (lse - target's logit) in fp64.
+
+    Backward keeps the logits. Where nothing cuts the vocabulary and no cast is needed it keeps log-probabilities
+    in their place, which torch finds in one pass; their E9 is 0 and not written down.
+    """
+    masked = targets == vocabulary.ignore_index
+    if vocabulary.whole and not vocabulary.compiled and logits.dtype.itemsize >= 4:
+        logp = torch.log_softmax(logits, dim=1)
+        found = logp.gather(1, targets.masked_fill(masked, 0)[:, None])[:, 0]
+        return logp, None, -found.masked_fill(masked, 0).sum().double()
+    statistics = local.region(local.loss_statistics, logits, compiled=vocabulary.compiled)
+    stats = statistics(logits, targets, vocabulary.ids.start, len(vocabulary.ids))
+    top, total, target = merge(stats, vocabulary)
     lse = top + total.log()
-    return lse, (lse - target).masked_fill(targets == vocabulary.ignore_index, 0).sum().double()
-
-
-def _column(vocabulary: Vocabulary, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each target on this rank (0 where it has none), and whether it has one."""
-    column = targets - vocabulary.ids.start
-    here = (column >= 0) & (column < len(vocabulary.ids))
-    return column.masked_fill(~here, 0), here
-
-
-def _stats(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> Tensor:
-    """[3, m]: max, sum of exp(l - max) and the target's logit (or 0) over this rank's columns."""
-    held = logits[:, : len(vocabulary.ids)]
-    if held.shape[1] == 0:
-        # finite, so that merging with other ranks never meets inf - inf
-        nothing = widen(held.new_zeros(3, len(targets)))
-        nothing[0] = torch.finfo(nothing.dtype).min
-        return nothing
-    top = widen(held.amax(1))
-    column, here = _column(vocabulary, targets)
-    target = widen(held.gather(1, column[:, None])[:, 0]).masked_fill(~here, 0)
-    return torch.stack([top, (held - top[:, None]).exp_().sum(1), target])
+    return logits, lse, (lse - target).masked_fill(masked, 0).sum().double()
 
 
 def merge(stats: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
 
+from fourfold import local
 from fourfold.grid import Grid
 from fourfold.layout import Init, Policy
 from fourfold.nn.layer import Layer
@@ -13,6 +13,8 @@ from fourfold.nn.linear import Contract, Expand, expand_together
 
 class MLP(Layer):
     """`gelu`: down(gelu(up(a))). `swiglu`: down(silu(gate(a)) * up(a)), gate and up read together."""
+
+    side_by_side = (("gate.weight", "up.weight"),)
 
     def __init__(
         self,
@@ -36,8 +38,9 @@ class MLP(Layer):
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
         if self.gate is None:
-            hidden = functional.gelu(self.up(a, tokens), approximate="tanh")
+            up = self.up(a, tokens)
+            hidden = local.region(local.gelu, up, compiled=self.policy.compile)(up)
         else:
             gate, up = expand_together([self.gate, self.up], a, tokens)
-            hidden = functional.silu(gate) * up
+            hidden = local.region(local.swiglu, up, compiled=self.policy.compile)(gate, up)
         return self.down(hidden, tokens)

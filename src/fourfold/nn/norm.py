@@ -9,6 +9,7 @@ Statistics are taken in the wider of fp32 and the input's dtype. With k features
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fourfold import comm
+from fourfold import comm, local
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, WHOLE, Init, Policy, Spec, inner, rest
 from fourfold.nn.layer import Layer
@@ -29,91 +30,109 @@ class NormSpec:
     """How to normalise: the weights, the number of features, the axis that cuts them."""
 
     unit: Unit
+    kind: str
     features: int
     axis: str | None
     eps: float
 
-    def sum(self, parts: Tensor) -> Tensor:
-        if self.axis is None:
-            return parts
-        return comm.all_reduce(parts, self.unit.grid, self.axis, label=self.unit.label, owned=True).wait()
+    @property
+    def whole(self) -> bool:
+        """All features are on this rank."""
+        return self.axis is None or self.unit.grid.size(self.axis) == 1
 
-    def gather(self, parts: Tensor) -> Tensor:
-        """[...] -> [ranks, ...]"""
-        if self.axis is None:
-            return parts[None]
-        return comm.all_gather(parts[None], self.unit.grid, self.axis, label=self.unit.label).wait()
+    def run(self, function: Callable[..., Any], a: Tensor, *args: Any) -> Any:
+        return local.region(function, a, compiled=self.unit.policy.compile)(a, *args)
+
+    def sum(self, parts: Tensor) -> Tensor:
+        return comm.all_reduce(parts, self.unit.grid, self.axis or "y", label=self.unit.label, owned=True).wait()
+
+    def statistics(self, a: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Mean (of LayerNorm) and 1 / deviation over the features of all ranks."""
+        if self.kind == "rms":
+            return None, torch.rsqrt(self.sum(self.run(local.sum_of_squares, a)) / self.features + self.eps)
+        parts = self.run(local.layer_statistics, a)
+        parts = comm.all_gather(parts[None], self.unit.grid, self.axis or "y", label=self.unit.label).wait()
+        means, m2s = parts.unbind(1)
+        mean = means.mean(0)
+        m2 = m2s.sum(0) + (means - mean).square().sum(0) * a.shape[-1]  # E8: Chan's merge of equal parts
+        return mean, torch.rsqrt(m2 / self.features + self.eps)
+
+    def forward_whole(self, a: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """out, mean, rstd; by torch's own kernel where it has a good one."""
+        if self.kind == "rms":
+            if self._fused(a):
+                out, rstd = torch.ops.aten._fused_rms_norm(a, [a.shape[-1]], weight, self.eps)
+            else:
+                out, rstd = self.run(local.rms_norm, a, weight, self.eps)
+            return out, None, rstd
+        if self._fused(a):
+            return torch.native_layer_norm(a, [a.shape[-1]], weight, bias, self.eps)
+        return self.run(local.layer_norm, a, weight, bias, self.eps)
+
+    def backward_whole(
+        self, dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """da, dw, db."""
+        if not self._fused(a):
+            return self.run(local.norm_backward, dout, a, mean, rstd, weight)
+        if mean is None:
+            backward = torch.ops.aten._fused_rms_norm_backward
+            da, dw = backward(dout, a, [a.shape[-1]], rstd, weight, [True, True])
+            return da, dw, None
+        backward = torch.ops.aten.native_layer_norm_backward
+        return backward(dout, a, [a.shape[-1]], mean, rstd, weight, weight, [True, True, True])
+
+    def _fused(self, a: Tensor) -> bool:
+        """Whether torch's kernel is used: not for half precision on the CPU, whose statistics it would round."""
+        if self.unit.policy.compile:
+            return False
+        return a.is_cuda or (self.kind == "layer" and a.dtype.itemsize >= 4)
 
     def weight(self) -> Tensor:
         (weight,) = self.unit.only(self.unit.members[:1]).gather()
         return weight
 
 
-class RMSNormFunction(torch.autograd.Function):
+class NormFunction(torch.autograd.Function):
+    """x^ = (a - mean) rstd; out = x^ w + b. a [m, k/y] or [..., k]; w, b [k/y] gathered over z."""
+
     @staticmethod
     def forward(ctx: Any, spec: NormSpec, a: Tensor, *_: nn.Parameter) -> Tensor:
-        (weight,) = spec.unit.gather()
-        wide = widen(a)
-        rstd = torch.rsqrt(spec.sum(wide.square().sum(-1)) / spec.features + spec.eps)
-        ctx.spec = spec
-        ctx.save_for_backward(a, rstd)
-        return (wide * rstd[..., None] * weight).to(a.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        spec: NormSpec = ctx.spec
-        a, rstd = ctx.saved_tensors
-        unit_a, wide = widen(a) * rstd[..., None], widen(dout)
-        scatter(spec.unit, [wide * unit_a])
-        g = wide * spec.weight()
-        mean = spec.sum((g * unit_a).sum(-1)) / spec.features
-        da = rstd[..., None] * (g - unit_a * mean[..., None])
-        return None, da.to(a.dtype), None
-
-
-class LayerNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, spec: NormSpec, a: Tensor, *_: nn.Parameter) -> Tensor:
-        weight, *bias = spec.unit.gather()
-        wide = widen(a)
-        here = wide.mean(-1)
-        means, m2s = spec.gather(torch.stack([here, (wide - here[..., None]).square().sum(-1)])).unbind(1)
-        mean = means.mean(0)
-        m2 = m2s.sum(0) + (means - mean).square().sum(0) * a.shape[-1]  # E8: Chan's merge of equal parts
-        rstd = torch.rsqrt(m2 / spec.features + spec.eps)
+        weight, *rest = spec.unit.gather()
+        bias = rest[0] if rest else None
+        if spec.whole:
+            out, mean, rstd = spec.forward_whole(a, weight, bias)
+        else:
+            mean, rstd = spec.statistics(a)
+            out = spec.run(local.normalize, a, mean, rstd, weight, bias)
         ctx.spec = spec
         ctx.save_for_backward(a, mean, rstd)
-        out = (wide - mean[..., None]) * rstd[..., None] * weight
-        return (out + bias[0] if bias else out).to(a.dtype)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         spec: NormSpec = ctx.spec
         a, mean, rstd = ctx.saved_tensors
-        unit_a, wide = (widen(a) - mean[..., None]) * rstd[..., None], widen(dout)
-        scatter(spec.unit, [wide * unit_a, wide])
-        g = wide * spec.weight()
-        sums = spec.sum(torch.stack([g.sum(-1), (g * unit_a).sum(-1)])) / spec.features
-        da = rstd[..., None] * (g - sums[0][..., None] - unit_a * sums[1][..., None])
-        return (None, da.to(a.dtype), *[None] * len(spec.unit.members))
+        weight = spec.weight()
+        if spec.whole:
+            da, dw, db = spec.backward_whole(dout, a, mean, rstd, weight)
+        else:
+            sums, dw, db = spec.run(local.norm_sums, dout, a, mean, rstd, weight)
+            da = spec.run(local.norm_da, dout, a, mean, rstd, weight, spec.sum(sums) / spec.features)
+        scatter(spec.unit, [dw, db])
+        return (None, da, *[None] * len(spec.unit.members))
 
 
-def widen(a: Tensor) -> Tensor:
-    return a.to(torch.promote_types(a.dtype, torch.float32))
-
-
-def scatter(unit: Unit, by_token: list[Tensor]) -> None:
-    """Sum over tokens, then reduce over z, the gradients of those members that are trained."""
+def scatter(unit: Unit, gradients: Sequence[Tensor | None]) -> None:
+    """Reduce over z the gradients of those members that are trained."""
     trained = [
         (member, gradient)
-        for member, gradient in zip(unit.members, by_token, strict=False)
-        if member.parameter.requires_grad
+        for member, gradient in zip(unit.members, gradients, strict=False)
+        if member.parameter.requires_grad and gradient is not None
     ]
     if trained:
-        gradients = [g.sum(tuple(range(g.dim() - 1))) for _, g in trained]
-        unit.only([member for member, _ in trained]).scatter(gradients)
+        unit.only([member for member, _ in trained]).scatter([gradient for _, gradient in trained])
 
 
 class Norm(Layer):
@@ -135,9 +154,8 @@ class Norm(Layer):
             self.declare("bias", Spec((features,), FEATURES, use))
 
     def forward(self, a: Tensor) -> Tensor:
-        function = RMSNormFunction if self.kind == "rms" else LayerNormFunction
-        spec = NormSpec(self.unit(*self.specs), self.features, "y", self.eps)
-        return function.apply(spec, a, *self.parameters())
+        spec = NormSpec(self.unit(*self.specs), self.kind, self.features, "y", self.eps)
+        return NormFunction.apply(spec, a, *self.parameters())
 
 
 class HeadNorm(Layer):
@@ -149,5 +167,5 @@ class HeadNorm(Layer):
         self.declare("weight", Spec((head_dim,), WHOLE, inner(policy.activations), Init(mean=1.0)))
 
     def forward(self, a: Tensor) -> Tensor:
-        spec = NormSpec(self.unit("weight"), a.shape[-1], None, self.eps)
-        return RMSNormFunction.apply(spec, a, self.weight)
+        spec = NormSpec(self.unit("weight"), "rms", a.shape[-1], None, self.eps)
+        return NormFunction.apply(spec, a, self.weight)

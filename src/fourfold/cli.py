@@ -1,0 +1,209 @@
+"""The command `fourfold`: train | sample | report | data prepare.
+
+Every error that a user can cause is one line that names the cause; anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fourfold import __version__
+
+USER_ERRORS = (ValueError, OSError, ImportError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(arguments)
+    from fourfold.train.launch import INTERRUPTED, report_failure
+    from fourfold.train.loop import NotFiniteError
+
+    try:
+        return options.run(options, arguments)
+    except KeyboardInterrupt:
+        if "RANK" not in os.environ:
+            print("fourfold: interrupted; what was written stays readable", file=sys.stderr)
+        return _leave(INTERRUPTED)
+    except BrokenPipeError:
+        return _leave(1)  # whoever read our output is gone
+    except (*USER_ERRORS, NotFiniteError) as error:
+        report_failure(str(error))
+        return _leave(1)
+    except Exception as error:
+        lost = any(words in str(error) for words in _lost_peer())
+        report_failure(str(error) if lost else traceback.format_exc())
+        return _leave(1)
+
+
+def _lost_peer() -> tuple[str, ...]:
+    from fourfold.train.launch import LOST_PEER
+
+    return LOST_PEER
+
+
+def _leave(code: int) -> int:
+    """A rank that ends early must not wait for the others in the destructors of its process groups."""
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from fourfold.train.command import train
+
+    return train(options, arguments)
+
+
+def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from fourfold.train.command import sample
+
+    return sample(options, arguments)
+
+
+def report(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from fourfold.report import write_report
+
+    print(write_report(options.folder, options.out))
+    return 0
+
+
+def prepare(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from fourfold.data.text import prepare
+    from fourfold.data.tokenizer import load_tokenizer
+
+    found = prepare(options.inputs, options.out, load_tokenizer(options.tokenizer, options.eod), progress=_percent())
+    print(f"{found.path}: {found.tokens} tokens of {found.documents} documents, vocabulary {found.vocab}")
+    return 0
+
+
+def _percent() -> Callable[[int, int], None] | None:
+    """How far it is, on a terminal."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        print(f"\r{done / max(1, total):4.0%}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
+
+    return show
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """`batch.rows=32`; the value as TOML has it, or a plain text."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} lacks a value; write section.key=value, such as batch.rows=32")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def grid(text: str) -> dict[str, int]:
+    """`x=2,z=2`, or `auto`."""
+    if text == "auto":
+        return {}
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in ("x", "y", "z", "data") or not size.isdigit() or int(size) < 1 or axis in sizes:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no axis with a size; write auto, or such as x=2,z=2 with axes x, y, z, data, each once"
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+def parser() -> argparse.ArgumentParser:
+    shape = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser(
+        prog="fourfold", description="Train large models on a four-dimensional grid of devices."
+    )
+    top.add_argument("--version", action="version", version=f"fourfold {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    one = commands.add_parser("train", help="train a model", description=TRAIN, formatter_class=shape)
+    one.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG.toml", help="sections and keys as --print-config shows"
+    )
+    one.add_argument("--grid", type=grid, help="such as x=2,z=2; auto: chosen for the number of ranks")
+    one.add_argument(
+        "--ranks", type=int, help="local ranks to start; by default those of the grid, else the GPUs, else 1"
+    )
+    one.add_argument("--model", help="a published size, such as gpt-125m or llama-3-8b")
+    one.add_argument("--steps", type=int)
+    one.add_argument("--dtype", choices=["fp32", "bf16", "fp64"], help="of products and messages")
+    one.add_argument("--data", action="append", metavar="PATH", help="train on this; may be given several times")
+    one.add_argument("--out", help="the run's folder")
+    one.add_argument("--set", action="append", type=setting, default=[], metavar="SECTION.KEY=VALUE", dest="changes")
+    one.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU where there is one")
+    one.add_argument(
+        "--json", metavar="FILE", help="write config, grid and steps there as one object; -: standard output"
+    )
+    one.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
+    one.add_argument(
+        "--compare-serial", type=int, metavar="N", help="instead of training compare N steps with one process"
+    )
+    one.set_defaults(run=train)
+
+    two = commands.add_parser("sample", help="text from a trained model", description=SAMPLE, formatter_class=shape)
+    two.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
+    two.add_argument("--prompt", default="", help="how the text begins")
+    two.add_argument("--tokens", type=int, default=200, help="how many to add at most")
+    two.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
+    two.add_argument("--top-k", type=int, default=None)
+    two.add_argument("--top-p", type=float, default=None)
+    two.add_argument("--seed", type=int, default=0)
+    two.add_argument("--grid", type=grid, default={"data": 1}, help="any grid, whatever the model was trained on")
+    two.add_argument("--device", choices=["cpu", "cuda"])
+    two.set_defaults(run=sample)
+
+    three = commands.add_parser("report", help="a page about a run", description=REPORT, formatter_class=shape)
+    three.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
+    three.add_argument("--out", type=Path, help="by default RUN/report.html")
+    three.set_defaults(run=report)
+
+    four = commands.add_parser("data", help="prepare text for training").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    five = four.add_parser("prepare", help="write a token file", description=PREPARE, formatter_class=shape)
+    five.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, folders, or standard-library")
+    five.add_argument("--out", type=Path, required=True, metavar="FILE.tokens")
+    five.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
+    five.add_argument("--eod", help="the token that ends a document, where the tokenizer names it unusually")
+    five.set_defaults(run=prepare)
+    return top
+
+
+TRAIN = """\
+Train a model. Outside of torchrun and SLURM the local ranks are started here.
+
+  fourfold train --model gpt-tiny --grid x=2,z=2 --steps 100
+  fourfold train run.toml --set optimizer.rate=3e-4 --set batch.rows=64
+  fourfold train --data texts/ --data more.tokens --ranks 8
+  torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml"""
+SAMPLE = """\
+Print text from a trained model.
+
+  fourfold sample runs/gpt-tiny-20261115-120000 --prompt 'def main('"""
+REPORT = """\
+Write one self-contained HTML page about a run: loss, throughput, time and bytes by axis, the grid.
+
+  fourfold report runs/gpt-tiny-20261115-120000"""
+PREPARE = """\
+Turn text into a memory-mapped token file.
+
+  fourfold data prepare texts/ --out texts.tokens
+  fourfold data prepare corpus.jsonl --tokenizer tokenizer.json --out corpus.tokens"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Text to ids and back: bytes as they are, or a tokenizer in the JSON format of Hugging Face's `tokenizers`."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
+"""What tokenizers call the token that ends a document; the first that a tokenizer has is taken."""
+
+
+class Tokenizer(ABC):
+    """`vocab`: ids are below it; `eod`: the id that ends a document; `description`: what a token file keeps."""
+
+    vocab: int
+    eod: int
+    description: dict[str, str]
+
+    @abstractmethod
+    def encode_many(self, texts: Sequence[bytes]) -> list[Tensor]:
+        """The ids of each text (UTF-8), int64, without an end of document."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
+
+    def encode(self, text: str | bytes) -> Tensor:
+        return self.encode_many([text.encode(errors="replace") if isinstance(text, str) else text])[0]
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """The text of these ids; ends of documents are left out."""
+        ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        outside = [found for found in ids if not 0 <= found < self.vocab]
+        if outside:
+            raise ValueError(
+                f"the id {outside[0]} is none of the tokenizer {self.description['name']}, whose ids are "
+                f"0 to {self.vocab - 1}; decode with the tokenizer that made the ids"
+            )
+        return self._decode([found for found in ids if found != self.eod])
+
+
+class Bytes(Tokenizer):
+    """Ids 0 to 255 are the bytes of the text, 256 ends a document."""
+
+    vocab = 257
+    eod = 256
+    description = {"name": "bytes"}  # noqa: RUF012  # read alone
+
+    def encode_many(self, texts: Sequence[bytes]) -> list[Tensor]:
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
+        return [torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else empty for text in texts]
+
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class Json(Tokenizer):
+    """A tokenizer from a JSON file. `eod` names or numbers the end of a document where it has an unusual name."""
+
+    def __init__(self, path: Path, eod: str | int | None = None) -> None:
+        self._tokenizer = _load(path)
+        # a file may ask to cut texts at a model's length, or to fill them up
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab = max(ids.values()) + 1  # ids may have gaps
+        self.eod = _end_of_document(path, ids, self.vocab, eod)
+        self.description = {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+    def encode_many(self, texts: Sequence[bytes]) -> list[Tensor]:
+        decoded = [text.decode(errors="replace") for text in texts]
+        found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        return [torch.tensor(encoding.ids, dtype=torch.int64, device="cpu") for encoding in found]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def load_tokenizer(name: str | Path, eod: str | int | None = None) -> Tokenizer:
+    """`"bytes"`, or the path of a `tokenizer.json`."""
+    if str(name) == "bytes":
+        if eod not in (None, Bytes.eod):
+            raise ValueError(f"eod={eod!r}: the tokenizer bytes ends documents with {Bytes.eod}; leave eod away")
+        return Bytes()
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no tokenizer {str(name)!r}; give bytes or the path of a tokenizer.json as Hugging Face has them"
+        )
+    return Json(path, eod)
+
+
+def _load(path: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            f"reading {path} needs the library tokenizers: pip install 'fourfold[train]', or use the tokenizer bytes"
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(
+            f"{path} is no tokenizer: {error}; give a tokenizer.json of Hugging Face's tokenizers"
+        ) from error
+
+
+def _end_of_document(path: Path, ids: dict[str, int], vocab: int, eod: str | int | None) -> int:
+    if isinstance(eod, int):
+        if not 0 <= eod < vocab:
+            raise ValueError(f"eod={eod}: {path} has ids 0 to {vocab - 1}; give one of them or a token's text")
+        return eod
+    for name in END_OF_DOCUMENT if eod is None else (eod,):
+        if name in ids:
+            return ids[name]
+    sought = " ".join(END_OF_DOCUMENT) if eod is None else repr(eod)
+    raise ValueError(f"{path} has no token that ends a document (sought {sought}); name one of its tokens with eod=")

@@ -1,0 +1,168 @@
+"""Local computation between collectives: pure functions on plain tensors.
+
+Nothing here knows of grids, ledgers or parameters, so `region` may compile each function as one kernel or a few.
+Statistics and sums are taken in the wider of fp32 and the input's dtype, results are cast back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def region(function: Callable[..., Any], like: Tensor, *, compiled: bool) -> Callable[..., Any]:
+    """The function, compiled if asked for; a dry run on the meta device has nothing to compile."""
+    return _compiled(function) if compiled and not like.is_meta else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+def widen(a: Tensor) -> Tensor:
+    return a.to(torch.promote_types(a.dtype, torch.float32))
+
+
+def sum_tokens(dout: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a bias."""
+    return dout.sum(0, dtype=dtype)
+
+
+# --- norms: x^ = (a - mean) rstd, out = x^ w + b; RMSNorm has neither mean nor bias
+
+
+def layer_statistics(a: Tensor) -> Tensor:
+    """[2, ..., 1]: mean and M2 of the features at hand."""
+    wide = widen(a)
+    mean = wide.mean(-1, keepdim=True)
+    return torch.stack([mean, (wide - mean).square().sum(-1, keepdim=True)])
+
+
+def sum_of_squares(a: Tensor) -> Tensor:
+    return widen(a).square().sum(-1, keepdim=True)
+
+
+def normalize(a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = widen(a) if mean is None else widen(a) - mean
+    out = wide * rstd * weight
+    return (out if bias is None else out + bias).to(a.dtype)
+
+
+def layer_norm(a: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm where all features are at hand: out, mean, rstd."""
+    mean, m2 = layer_statistics(a).unbind(0)
+    rstd = torch.rsqrt(m2 / a.shape[-1] + eps)
+    return normalize(a, mean, rstd, weight, bias), mean, rstd
+
+
+def rms_norm(a: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm where all features are at hand: out, rstd."""
+    rstd = torch.rsqrt(sum_of_squares(a) / a.shape[-1] + eps)
+    return normalize(a, None, rstd, weight, None), rstd
+
+
+def norm_sums(
+    dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With g = dout w: the sums over features of g x^ (and g), then dw and db, sums over tokens."""
+    unit, wide = _unit(a, mean, rstd), widen(dout)
+    g = wide * weight
+    over_features = [(g * unit).sum(-1, keepdim=True)]
+    if mean is not None:
+        over_features.append(g.sum(-1, keepdim=True))
+    tokens = tuple(range(a.dim() - 1))
+    return torch.stack(over_features), (wide * unit).sum(tokens), wide.sum(tokens)
+
+
+def norm_da(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, means: Tensor) -> Tensor:
+    """da = (g - x^ mean(g x^) - mean(g)) rstd, from the means over all features."""
+    rest = widen(dout) * weight - _unit(a, mean, rstd) * means[0]
+    if mean is not None:
+        rest = rest - means[1]
+    return (rest * rstd).to(a.dtype)
+
+
+def norm_backward(
+    dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """da, dw, db where all features are at hand."""
+    sums, dw, db = norm_sums(dout, a, mean, rstd, weight)
+    return norm_da(dout, a, mean, rstd, weight, sums / a.shape[-1]), dw, db
+
+
+def _unit(a: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
+    return (widen(a) if mean is None else widen(a) - mean) * rstd
+
+
+# --- activations
+
+
+def gelu(up: Tensor) -> Tensor:
+    return functional.gelu(up, approximate="tanh")
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
+
+
+def rotate(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions, the first half of a head against the second.
+
+    a [rows, seq, heads, head_dim], tables [seq, 1, head_dim] or [rows, seq, 1, head_dim]
+    """
+    first, second = a.chunk(2, dim=-1)
+    return (a * cos + torch.cat([-second, first], dim=-1) * sin).to(a.dtype)
+
+
+# --- loss: `held` columns of the logits stand for the ids from `first` on, the rest is padding
+
+
+def loss_statistics(logits: Tensor, targets: Tensor, first: int, held: int) -> Tensor:
+    """[3, m]: max, sum of exp(l - max) and the target's logit (or 0) over the columns at hand."""
+    logits = logits[:, :held]
+    if held == 0:
+        # finite, so that merging with other ranks never meets inf - inf
+        nothing = widen(logits.new_zeros(3, len(targets)))
+        nothing[0] = torch.finfo(nothing.dtype).min
+        return nothing
+    top = widen(logits.amax(1))
+    column, here = _column(targets, first, held)
+    target = widen(logits.gather(1, column[:, None])[:, 0]).masked_fill(~here, 0)
+    return torch.stack([top, (logits - top[:, None]).exp().sum(1), target])
+
+
+def dlogits(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: int, held: int) -> Tensor:
+    """(exp(l - lse) - onehot_t) scale for each token, 0 in padding: one pass once compiled."""
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    hot = columns[None] == (targets - first)[:, None]
+    found = ((logits - lse[:, None]).exp() - hot.to(lse.dtype)) * scale[:, None]
+    return torch.where(columns[None] < held, found, 0).to(logits.dtype)
+
+
+def dlogits_eager(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: int, held: int) -> Tensor:
+    """The same with one wide buffer and no mask of the size of the logits, for when each operation is a pass."""
+    found = (logits[:, :held] - lse[:, None]).exp_()
+    if held:
+        column, here = _column(targets, first, held)
+        found.scatter_add_(1, column[:, None], -here.to(found.dtype)[:, None])
+    found.mul_(scale[:, None])
+    return functional.pad(found, (0, logits.shape[1] - held)).to(logits.dtype)
+
+
+def dlogits_normalized(logp: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    """The same from log-probabilities over the whole vocabulary."""
+    found = logp.exp().mul_(scale[:, None])
+    return found.scatter_add_(1, targets.clamp(min=0, max=logp.shape[1] - 1)[:, None], -scale[:, None])
+
+
+def _column(targets: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
+    """The column of each target (0 where it has none here), and whether it has one."""
+    column = targets - first
+    here = (column >= 0) & (column < held)
+    return column.masked_fill(~here, 0), here

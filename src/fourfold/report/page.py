@@ -1,0 +1,171 @@
+"""One HTML page of a run: puts the parts together and writes the file.
+
+The page is complete in itself: plotly.js, style and script stand in it, and its content security policy forbids
+every request. Everything that comes from the run's files is escaped here or in the part that made it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fourfold.report.figures import POINTS, figures
+from fourfold.report.ranks import draw_grid
+from fourfold.report.run import Run, read_run
+from fourfold.report.summary import key_figures, ranks, utilisation
+from fourfold.report.units import count
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""What the page may load: what stands in it. Pictures are those that the reader saves of a figure."""
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Write the page of the run folder `run` to `out` (default: `report.html` in the folder); returns its path.
+
+    FileNotFoundError: the folder is no run. A run without a single step gives a page that says so. The file
+    appears whole or not at all.
+    """
+    out = Path(run) / "report.html" if out is None else Path(out)
+    text = page(read_run(Path(run)), _plotly_js())
+    if out.is_dir():
+        raise IsADirectoryError(f"{out} is a folder; name the file to write, such as {out / 'report.html'}")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another")
+    # beside the target, since a rename is only atomic inside one file system
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+    return out
+
+
+def _plotly_js() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "a report needs plotly, which is not installed; pip install 'fourfold[report]'"
+        ) from error
+    return get_plotlyjs()
+
+
+def page(run: Run, plotly_js: str) -> str:
+    """The HTML of the page."""
+    drawn = figures(run)
+    title = f"{run.text('model')} on {run.shape}"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)} - Fourfold</title>
+<style>{_part("page.css")}</style>
+<script>{_part("errors.js")}</script>
+</head>
+<body>
+<main>
+{_header(run)}
+{_notes(run)}
+<noscript><p class="note">The figures need JavaScript; the numbers below do not.</p></noscript>
+{key_figures(run)}
+{_sections(run, drawn)}
+</main>
+<script type="application/json" id="figures">{_json(drawn)}</script>
+<script>{plotly_js}</script>
+<script>{_part("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _header(run: Run) -> str:
+    facts = [
+        run.text("device"),
+        ranks(run),
+        f"{count(run.number('parameters'))} parameters",
+        f"started {run.text('started')}" if run.text("started") else "",
+        f"Fourfold {run.text('fourfold')}" if run.text("fourfold") else "",
+        f"torch {run.text('torch')}" if run.text("torch") else "",
+    ]
+    shown = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
+    return (
+        f'<header><p class="run">Run {escape(run.name)}</p>'
+        f"<h1>{escape(run.text('model'))} <span>on {escape(str(run.shape))}</span></h1>"
+        f'<ul class="facts">{shown}</ul></header>'
+    )
+
+
+def _notes(run: Run) -> str:
+    notes = list(run.notes)
+    if run.steps and run.end is None:
+        notes.append("The run recorded no end: it is still running, or was killed.")
+    if len(run.steps) > POINTS:
+        notes.append(
+            f"{len(run.steps):,} steps are logged; the figures draw the lowest and highest loss of each stretch."
+        )
+    return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+
+
+def _sections(run: Run, drawn: dict[str, Any]) -> str:
+    clipped = drawn.get("time", {}).get("clipped")
+    slow = " The slowest stand above the frame; double-click to see them." if clipped else ""
+    chosen = escape(run.text("recompute"))
+    silent = "Nothing recorded." if run.shape.world > 1 else "One rank: nothing is communicated."
+    return "\n".join(
+        [
+            _figure("loss", "Loss", "Per token, in nats. Zooming along the steps moves all figures.", drawn),
+            '<div class="pair">',
+            _figure("norm", "Gradient norm and learning rate", "The norm before clipping.", drawn),
+            _figure("throughput", "Throughput", "Utilisation is explained below.", drawn),
+            "</div>",
+            _figure("time", "Time of a step", f"Rank 0. Exposed: waiting for communication.{slow}", drawn),
+            '<div class="pair">',
+            _figure("wire", "Sent per step", "Bytes on the wire from rank 0, by axis; median.", drawn, silent),
+            _figure("kept", "Kept for backward", f"By recompute policy. This run: {chosen or 'not known'}.", drawn),
+            "</div>",
+            _section("The grid", draw_grid(run.shape)),
+            _section(f"Skipped steps ({len(run.skipped)})", _skipped(run)),
+            _section("MFU and HFU", utilisation(run)),
+            f"<details><summary>config.toml</summary><pre>{escape(run.config)}</pre></details>",
+        ]
+    )
+
+
+def _figure(name: str, title: str, caption: str, drawn: dict[str, Any], absent: str = "Nothing recorded.") -> str:
+    if name not in drawn:
+        return _section(title, f'<p class="hint">{absent}</p>')
+    button = f'<button type="button" data-log="{name}" aria-pressed="false">log scale</button>'
+    plot = f'<div class="plot" id="{name}" style="height:{drawn[name]["layout"]["height"]}px"></div>'
+    return _section(title, f'<p class="hint">{caption}</p>{plot}', button if drawn[name].get("log") else "")
+
+
+def _section(title: str, body: str, button: str = "") -> str:
+    return f"<section><h2>{escape(title)}{button}</h2>{body}</section>"
+
+
+def _skipped(run: Run) -> str:
+    if not run.skipped:
+        return '<p class="hint">None recorded.</p>'
+    rows = "".join(
+        f"<tr><td>{step:,}</td><td>{'<br>'.join(map(escape, parameters)) or 'not recorded'}</td></tr>"
+        for step, parameters in run.skipped.items()
+    )
+    head = "<thead><tr><th>step</th><th>parameter whose gradient was not finite</th></tr></thead>"
+    return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _part(name: str) -> str:
+    return files("fourfold.report").joinpath(name).read_text(encoding="utf-8")

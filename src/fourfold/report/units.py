@@ -1,0 +1,54 @@
+"""Numbers as a reader wants them: short, with a unit; a dash where nothing is known."""
+
+from __future__ import annotations
+
+import math
+
+DASH = "\N{EN DASH}"
+
+
+def plain(value: float | None, digits: int = 4) -> str:
+    """A number without a unit, to so many significant digits."""
+    return f"{value:.{digits}g}" if known(value) else DASH
+
+
+def count(value: float | None) -> str:
+    """1234567 -> `1.23 M`."""
+    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P", "E"))
+
+
+def nbytes(value: float | None) -> str:
+    """1234567 -> `1.18 MiB`."""
+    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def percent(value: float | None) -> str:
+    """0.3141 -> `31.4%`."""
+    return f"{100 * value:.3g}%" if value is not None and known(value) else DASH
+
+
+def duration(seconds: float | None) -> str:
+    """0.0213 -> `21.3 ms`."""
+    if seconds is None or not known(seconds):
+        return DASH
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def known(value: float | None) -> bool:
+    """Neither absent nor NaN nor infinite."""
+    return value is not None and math.isfinite(value)
+
+
+def _scaled(value: float | None, base: int, names: tuple[str, ...]) -> str:
+    if value is None or not known(value):
+        return DASH
+    power = 0
+    # 999.9 would be written with four digits: it belongs to the next unit
+    while abs(value) >= base - 0.5 and power < len(names) - 1:
+        value, power = value / base, power + 1
+    shown = f"{value:.0f}" if abs(value) >= 100 or (power == 0 and value == int(value)) else f"{value:.3g}"
+    return f"{shown} {names[power]}".strip()

@@ -1,0 +1,1 @@
+"""The trainer: from a config to a trained model in a run folder."""

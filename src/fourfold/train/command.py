@@ -1,0 +1,258 @@
+"""What `fourfold train` and `fourfold sample` do once their options are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fourfold.checkpoint.weights import load_weights
+from fourfold.compare import compare_serial
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.grid import Grid, Shape
+from fourfold.models.generate import generate
+from fourfold.models.transformer import build
+from fourfold.train.config import Config, read_config, resolve
+from fourfold.train.launch import inside_a_job, launch, listen_to_signals, share_cores
+from fourfold.train.loop import Run, begin, open_sources
+from fourfold.train.progress import Bar, Plain, output, progress
+from fourfold.train.record import Event, open_sinks
+from fourfold.train.schema import to_table
+
+
+def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    config = requested(options)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if inside_a_job():
+        return _train(config, options, device)
+    ranks = wanted_ranks(config, options.ranks, device)
+    config = resolve(config, ranks, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
+    if options.print_config:
+        print(config.toml(), end="")
+        return 0
+    if ranks == 1:
+        return _train(config, options, device)
+    out = config.train.out or default_folder(config)
+    return launch(ranks, [*arguments, "--ranks", str(ranks), "--out", out, "--device", device], sys.stderr)
+
+
+def requested(options: argparse.Namespace) -> Config:
+    """The config file with what the command line changes of it."""
+    changes = list(options.changes)
+    if options.grid is not None:
+        changes += [(f"grid.{axis}", size) for axis, size in options.grid.items()]
+    if options.data is not None:
+        changes.append(("data.sources", [{"path": path} for path in options.data]))
+    given = {
+        "model.name": options.model,
+        "train.steps": options.steps,
+        "policy.dtype": options.dtype,
+        "train.out": options.out,
+    }
+    changes += [(key, value) for key, value in given.items() if value is not None]
+    return read_config(options.config, changes, forget_grid=options.grid is not None)
+
+
+def wanted_ranks(config: Config, ranks: int | None, device: str) -> int:
+    """How many local ranks to start."""
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks {ranks}: there must be at least one")
+    if config.grid.auto:
+        return ranks or (torch.cuda.device_count() if device == "cuda" else 1)
+    world = config.grid.shape.world
+    if ranks not in (None, world):
+        raise ValueError(
+            f"--ranks {ranks}, but the grid {config.grid.shape} has {world}; leave --ranks away or change one"
+        )
+    return world
+
+
+def memory_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def default_folder(config: Config) -> str:
+    return f"runs/{Path(config.model.name).name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _train(config: Config, options: argparse.Namespace, device: str) -> int:
+    """As one rank of the job."""
+    listen_to_signals()
+    grid, config = join(config, device)
+    if options.print_config:
+        if grid.rank == 0:
+            print(config.toml(), end="")
+        return 0
+    if options.compare_serial is not None:
+        return _compare(config, grid, options.compare_serial)
+    stream = output(options.json)
+    out = Path(config.train.out or default_folder(config))
+    run = Run(config, grid, out)
+    shown = progress(stream, config.train.steps)
+    kept = Kept()
+    begin(run, lambda: [*open_sinks(config.log, out, config), shown, kept])
+    if grid.rank == 0:
+        greet(run, shown)
+    try:
+        run.train()
+    finally:
+        if grid.rank == 0 and options.json is not None:
+            write_result(options.json, config, grid, kept)
+    if config.train.save:
+        run.save()
+    if grid.rank == 0:
+        print(f"\n{out}: config, metrics{', weights' if config.train.save else ''}.", file=stream)
+        print(f"  fourfold report {out}\n  fourfold sample {out} --prompt 'import '", file=stream)
+    close(grid)
+    return 0
+
+
+def join(config: Config, device: str) -> tuple[Grid, Config]:
+    """This rank's place on the grid, and the config resolved for it."""
+    first = Grid.alone(device)  # joins the job, whose size the grid may depend on
+    world = dist.get_world_size()
+    del first
+    config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
+    grid = place(config.grid.shape, device)
+    if device == "cpu":
+        env = os.environ
+        local_rank = int(env.get("LOCAL_RANK") or env.get("SLURM_LOCALID") or 0)
+        local_ranks = int(env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or 1)
+        share_cores(local_rank, local_ranks)
+    return grid, config
+
+
+def place(shape: Shape, device: str) -> Grid:
+    return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=device)
+
+
+class Kept:
+    """Events kept for `--json`."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        """Nothing to close: it is read afterwards."""
+
+
+def write_result(path: str, config: Config, grid: Grid, kept: Kept) -> None:
+    by_kind: dict[str, list[Event]] = {"step": [], "evaluation": [], "skipped": [], "end": []}
+    for event in kept.events:
+        by_kind[event["event"]].append({key: value for key, value in event.items() if key != "event"})
+    result = {
+        "config": to_table(config),
+        "grid": grid.shape.sizes,
+        "steps": by_kind["step"],
+        "evaluations": by_kind["evaluation"],
+        "skipped": by_kind["skipped"],
+        "end": by_kind["end"][-1] if by_kind["end"] else None,
+    }
+    text = json.dumps(result, indent=1)
+    if path == "-":
+        print(text, flush=True)
+    else:
+        Path(path).write_text(text + "\n")
+
+
+def greet(run: Run, shown: Plain | Bar) -> None:
+    """What is about to run."""
+    config, grid, policy = run.config, run.grid, run.config.policy
+    batch = config.batch
+    tokens = sum(source.tokens for source in run.sources)
+    micro = f" in {batch.micro_steps} micro-steps" if batch.micro_steps > 1 else ""
+    shown.say(
+        f"{config.model.name}: {run.model_config.parameters / 1e6:.1f}M parameters, {policy.dtype}, "
+        f"{grid.shape.world} rank{'s' if grid.shape.world > 1 else ''} ({grid}) on {grid.device.type}"
+    )
+    names = ", ".join(source.name for source in run.sources)
+    shown.say(f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens a step{micro}")
+    kept = json.loads((run.out / "run.json").read_text())["kept_bytes"]
+    sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in kept.items())
+    shown.say(f"kept for backward by a rank, by kind of recompute: {sizes}; in use: {policy.recompute}")
+    shown.say(f"peak of a device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})")
+    shown.say(f"knowing only how frequent each token is, the loss would be {run.entropy:.4f} (unigram entropy)\n")
+
+
+def _compare(config: Config, grid: Grid, steps: int) -> int:
+    """Train beside one process, on the run's own batches, and show the differences."""
+    from fourfold.data.loader import Loader
+
+    sources = open_sources(config, grid, Path(config.train.out or default_folder(config)) / "data")
+    model = config.model.build()
+    alone = Grid.alone(grid.device)
+    loader = Loader(
+        sources,
+        [source.weight for source in config.data.sources],
+        alone,
+        rows=config.batch.rows,
+        seq=config.batch.seq,
+        vocab=model.vocab,
+        seed=config.train.seed,
+        held_out=config.data.held_out,
+        device=torch.device("cpu"),
+    )
+    with loader:
+        batches = [loader.next()[0][:2] for _ in range(steps)]
+    policy, dtype, seed = config.policy.build(), config.policy.parameters, config.train.seed
+    found = compare_serial(
+        lambda place: build(model, place, policy=policy, seed=seed, dtype=dtype),
+        batches,
+        grid,
+        max_norm=config.optimizer.clip,
+    )
+    if grid.rank == 0:
+        print(found)
+    close(grid)
+    return 0
+
+
+def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    for name in ("config.toml", "weights"):
+        if not (options.folder / name).exists():
+            raise FileNotFoundError(
+                f"{options.folder} has no {name}; give the folder of a finished run of fourfold train"
+            )
+    config = read_config(options.folder / "config.toml")
+    shape = Shape(**options.grid)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not inside_a_job() and shape.world > 1:
+        return launch(shape.world, [*arguments, "--device", device], sys.stderr)
+    listen_to_signals()
+    grid = place(shape, device)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model = build(config.model.build(), grid, policy=config.policy.build(), dtype=config.policy.parameters)
+    load_weights(model, options.folder / "weights")
+    prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
+    (found,) = generate(
+        model,
+        [prompt],
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=tokenizer.eod,
+    )
+    if grid.rank == 0:
+        print(options.prompt + tokenizer.decode(found))
+    close(grid)
+    return 0
+
+
+def close(grid: Grid) -> None:
+    """Leave the job in order."""
+    grid.close()
+    dist.destroy_process_group()

@@ -1,0 +1,319 @@
+"""What a run is: sections of validated fields, from TOML and from the command line.
+
+A config may leave much open (`"auto"`, no grid, no folder). `resolve` fills that in for a number of ranks and a kind
+of device; the resolved config is stored with the run and gives the same run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fourfold import models
+from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.layout import Activations, Policy, Recompute
+from fourfold.optim import Decay, Schedule
+from fourfold.train.schema import nearest, parse, to_table, to_toml
+
+Dtype = Literal["fp32", "bf16", "fp64"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A published size and what is changed of it; the fields are those of `models.Config`."""
+
+    name: str = "gpt-tiny"
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_hidden: int | None = None
+    vocab: int | None = None
+    seq: int | None = None
+    norm: Literal["layer", "rms"] | None = None
+    mlp: Literal["gelu", "swiglu"] | None = None
+    positions: Literal["learned", "rope"] | None = None
+    rope_theta: float | None = None
+    bias: bool | None = None
+    tied: bool | None = None
+    qk_norm: bool | None = None
+    dropout: float | None = None
+    norm_eps: float | None = None
+
+    def build(self) -> models.Config:
+        changes = {key: value for key, value in dataclasses.asdict(self).items() if key != "name" and value is not None}
+        return models.config(self.name, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class GridSection:
+    """Sizes of the axes; with none given the grid is chosen for the number of ranks."""
+
+    x: int | None = None
+    y: int | None = None
+    z: int | None = None
+    data: int | None = None
+    order: tuple[Literal["x", "y", "z", "data"], ...] = AXES  # type: ignore[assignment]
+    """How ranks walk the axes, fastest-varying first."""
+
+    @property
+    def auto(self) -> bool:
+        return all(getattr(self, axis) is None for axis in AXES)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(**{axis: getattr(self, axis) or 1 for axis in AXES}, order=self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySection:
+    """What is cut, kept, recomputed and cast; as `Policy` says."""
+
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Of products and messages; auto: bf16 on a GPU, fp32 on the CPU. Weights are fp32, or fp64 with fp64."""
+    reduce: Dtype | None = None
+    """In which gradients are reduced over z; by default that of the weights."""
+    activations: Activations = "sharded"
+    recompute: Recompute = "none"
+    keep_gathered: bool = False
+    keep_weights: bool = False
+    loss_chunk: int = 0
+    shard_optimizer: bool = False
+    bucket_bytes: int = 25 << 20
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the computation between collectives; auto: on a GPU."""
+
+    @property
+    def parameters(self) -> torch.dtype:
+        return torch.float64 if self.dtype == "fp64" else torch.float32
+
+    def build(self) -> Policy:
+        return Policy(
+            activations=self.activations,
+            recompute=self.recompute,
+            keep_gathered=self.keep_gathered,
+            keep_weights=self.keep_weights,
+            loss_chunk=self.loss_chunk,
+            shard_optimizer=self.shard_optimizer,
+            bucket_bytes=self.bucket_bytes,
+            compute=DTYPES[self.dtype],
+            reduce=None if self.reduce is None else DTYPES[self.reduce],
+            compile=self.compile is True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSection:
+    """Something to train on and its share of the samples."""
+
+    path: str
+    """`standard-library`, a text file or folder, a .tokens file, a Megatron or nanoGPT .bin file."""
+    weight: float = 1.0
+    eod: int | None = None
+    """The id that ends a document, where the file does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSection:
+    sources: tuple[SourceSection, ...] = (SourceSection("standard-library"),)
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    documents: bool = False
+    """Keep attention inside each of the documents that share a row."""
+    held_out: float = 0.01
+    """The last part of every source, for evaluation alone."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("sources is empty; name at least one, such as standard-library")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out={self.held_out} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSection:
+    rows: int = 16
+    """Sequences of a step, over all ranks and micro-steps."""
+    seq: int = 128
+    micro_steps: int = 1
+    """Parts of a step that run one after another, their gradients added up."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "seq", "micro_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.rows % self.micro_steps:
+            raise ValueError(f"rows={self.rows} cannot be cut into micro_steps={self.micro_steps} equal parts")
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSection:
+    """AdamW and its schedule."""
+
+    rate: float = 1e-3
+    warmup: int = 10
+    schedule: Decay = "cosine"
+    decay: float = 0.2
+    """The part of the steps over which a stable schedule decays."""
+    floor: float = 0.1
+    base_rows: int | None = None
+    """The rate is meant for that many rows and grows linearly with them."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Largest norm of the gradients; inf: any."""
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0:
+            raise ValueError(f"clip={self.clip} must be above 0; inf does not clip")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSection:
+    steps: int = 100
+    seed: int = 0
+    out: str | None = None
+    """The run's folder; by default runs/MODEL-DATE-TIME."""
+    evaluate_every: int = 50
+    """Steps between evaluations on the held-out part, which also follows the last step; 0: never."""
+    evaluate_batches: int = 8
+    max_skipped: int = 5
+    """Steps in a row whose gradients are not finite, after which the run stops."""
+    save: bool = True
+    """Write the weights when the run ends."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluate_batches", 1), ("max_skipped", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class LogSection:
+    tensorboard: Literal["auto"] | bool = "auto"
+    """auto: when the package tensorboard is installed."""
+    wandb: str | None = None
+    """A project of Weights & Biases to log to."""
+    peak_flops: float | None = None
+    """FLOP/s of one device, for MFU and HFU; by default its data sheet's, on the CPU measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: Model = field(default_factory=Model)
+    grid: GridSection = field(default_factory=GridSection)
+    policy: PolicySection = field(default_factory=PolicySection)
+    data: DataSection = field(default_factory=DataSection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    @property
+    def schedule(self) -> Schedule:
+        section = self.optimizer
+        return Schedule(
+            section.rate,
+            self.train.steps,
+            warmup=min(section.warmup, self.train.steps),
+            shape=section.schedule,
+            decay=section.decay,
+            floor=section.floor,
+            batch=None if section.base_rows is None else self.batch.rows,
+            base_batch=section.base_rows,
+        )
+
+    def toml(self) -> str:
+        return to_toml(to_table(self))
+
+
+def read_config(path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, forget_grid: bool = False) -> Config:
+    """The config of a TOML file (or the defaults) with some keys changed: `("batch.rows", 32)`.
+
+    With `forget_grid` the sizes of the file's grid do not count.
+    """
+    table: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no config {path}; give the path of a TOML file")
+        try:
+            table = tomllib.loads(path.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no TOML: {error}") from error
+    if forget_grid and isinstance(table.get("grid"), dict):
+        table["grid"] = {key: value for key, value in table["grid"].items() if key not in AXES}
+    for key, value in changes:
+        _put(table, key, value)
+    try:
+        return parse(Config, table)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if path is not None else str(error)) from error
+
+
+def _put(table: dict[str, Any], key: str, value: Any) -> None:
+    sections = [section.name for section in dataclasses.fields(Config)]
+    section, dot, name = key.partition(".")
+    if not dot or section not in sections:
+        known = ", ".join(sections)
+        raise ValueError(
+            f"{key!r} is no key{nearest(section, sections)}; write section.key=value, sections are {known}"
+        )
+    table.setdefault(section, {})[name] = value
+
+
+def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> Config:
+    """Fill in what is left open, for that many ranks on that kind of device."""
+    dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
+    compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
+    policy = replace(config.policy, dtype=dtype, compile=compiled)
+    model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
+    config = replace(config, policy=policy, model=model)
+    if config.grid.auto:
+        shape = choose_grid(config, ranks, memory_bytes)
+        config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]
+    shape = config.grid.shape
+    config.model.build().check(shape, policy.build())
+    places, rows = shape.data * shape.z, config.batch.rows // config.batch.micro_steps
+    if rows % places:
+        raise ValueError(
+            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} are {rows} rows, which data*z = "
+            f"{shape.data}*{shape.z} does not divide; take a multiple of {places * config.batch.micro_steps} rows"
+        )
+    return config
+
+
+def choose_grid(config: Config, ranks: int, memory_bytes: int) -> Shape:
+    """A grid for that many ranks, by a rule.
+
+    Replicas (data) while weights, gradients and optimizer state take less than a quarter of a device, else the
+    weights are cut (z); rows that do not suffice for that leave the rest to x, then to y.
+    """
+    model, policy = config.model.build(), config.policy.build()
+    rows = config.batch.rows // config.batch.micro_steps
+    state_bytes = model.parameters * 4 * config.policy.parameters.itemsize
+    first, second = ("data", "z") if state_bytes * 4 < memory_bytes else ("z", "data")
+    fitting = [
+        shape
+        for shape in shapes_of(ranks, config.grid.order)
+        if model.misfit(shape, policy) is None and rows % (shape.data * shape.z) == 0
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no grid of {ranks} ranks cuts the model {config.model.name} and {rows} rows evenly; change the number of "
+            f"ranks or batch.rows"
+        )
+    return max(fitting, key=lambda shape: (shape.sizes[first], shape.x, shape.sizes[second], shape.y))

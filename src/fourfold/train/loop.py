@@ -1,0 +1,298 @@
+"""The training loop: one run on this rank, from a resolved config.
+
+On a GPU the host runs one step ahead: what a step gave is read when the next one has been launched, so reading
+never makes the device wait.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fourfold
+from fourfold.checkpoint.weights import save_weights
+from fourfold.cost.flops import flops_per_token
+from fourfold.cost.kept import kept_bytes
+from fourfold.data.loader import Evaluation, Loader
+from fourfold.data.opening import open_source
+from fourfold.data.samples import unigram_entropy
+from fourfold.data.source import Source
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.gradients import accumulate
+from fourfold.grid import Grid
+from fourfold.models.transformer import build
+from fourfold.nn.loss import count_targets
+from fourfold.optim import AdamW, Clipped
+from fourfold.train.config import DTYPES, Config
+from fourfold.train.meter import Meter, Reading, peak_of
+from fourfold.train.record import Event, Sink, start_folder, write_json, write_text
+
+
+class NotFiniteError(RuntimeError):
+    """Gradients stayed non-finite for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way on the device."""
+
+    step: int
+    rate: float
+    loss: Tensor
+    clipped: Clipped
+    reading: Callable[[], Reading]
+
+
+class Run:
+    """A model in training: made on every rank, recorded by rank 0."""
+
+    def __init__(self, config: Config, grid: Grid, out: Path) -> None:
+        self.config, self.grid, self.out = config, grid, out
+        self.model_config = config.model.build()
+        self.policy = config.policy.build()
+        self.sources = open_sources(config, grid, out / "data")
+        batch, data = config.batch, config.data
+        common: dict[str, Any] = dict(
+            seq=batch.seq, vocab=self.model_config.vocab, held_out=data.held_out, documents=data.documents
+        )
+        weights = [source.weight for source in data.sources]
+        self.loader = Loader(
+            self.sources,
+            weights,
+            grid,
+            rows=batch.rows,
+            micro_steps=batch.micro_steps,
+            seed=config.train.seed,
+            **common,
+        )
+        self.evaluation = None
+        if config.train.evaluate_every and data.held_out:
+            rows, batches = batch.rows // batch.micro_steps, config.train.evaluate_batches
+            self.evaluation = Evaluation(self.sources, grid, rows=rows, batches=batches, **common)
+        self.model = build(
+            self.model_config, grid, policy=self.policy, seed=config.train.seed, dtype=config.policy.parameters
+        )
+        section = config.optimizer
+        self.optimizer = AdamW(
+            self.model,
+            section.rate,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+        )
+        self.schedule = config.schedule
+        self.flops = flops_per_token(self.model_config, batch.seq, self.policy.recompute)
+        self.peak = peak_of(grid, DTYPES[config.policy.dtype], config.log.peak_flops)
+        shares = [weight / sum(weights) for weight in weights]
+        self.entropy = sum(
+            share * unigram_entropy(source, self.model_config.vocab, held_out=data.held_out, seq=batch.seq)
+            for share, source in zip(shares, self.sources, strict=True)
+        )
+        self.meter = Meter(grid)
+        self.sinks: list[Sink] = []
+        self.step = 0
+        self._under_way: deque[Launched] = deque()
+        self._skipped = 0
+
+    def facts(self) -> Event:
+        """What the run is, for run.json."""
+        batch, shape = self.config.batch, self.grid.shape
+        rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
+        return {
+            "fourfold": fourfold.__version__,
+            "torch": torch.__version__,
+            "device": device_name(self.grid.device),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "grid": shape.sizes,
+            "order": list(shape.order),
+            "ranks": shape.world,
+            "model": self.config.model.name,
+            "parameters": self.model_config.parameters,
+            "flops_per_token": {"model": self.flops.model, "hardware": self.flops.hardware},
+            "peak_flops": self.peak.flops,
+            "peak_flops_from": self.peak.origin,
+            "unigram_entropy": self.entropy,
+            "tokens": sum(source.tokens for source in self.sources),
+            "kept_bytes": kept_bytes(
+                self.model_config, self.grid, self.policy, rows, batch.seq, self.config.policy.parameters
+            ),
+            "recompute": self.policy.recompute,
+            "tokens_per_step": batch.tokens,
+            "steps": self.config.train.steps,
+        }
+
+    def train(self) -> None:
+        """All steps; whatever ends them is recorded."""
+        reason = "finished"
+        try:
+            self.meter.begin()
+            for step in range(self.step + 1, self.config.train.steps + 1):
+                self._launch(step)
+                while len(self._under_way) > (1 if self.meter.on_gpu else 0):
+                    self._settle(self._under_way.popleft())
+                last = step == self.config.train.steps
+                if self.evaluation is not None and (last or step % self.config.train.evaluate_every == 0):
+                    self._drain()
+                    self._record({"event": "evaluation", "step": step, **self.evaluate()})
+                    self.meter.begin()
+            self._drain()
+        except KeyboardInterrupt:
+            reason = "interrupted"
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._end(reason)
+
+    def _launch(self, step: int) -> None:
+        model, optimizer = self.model, self.optimizer
+        model.clock.begin_step(step)
+        rate = self.schedule.apply(optimizer, step)
+        batches = self.loader.next()
+        count = None
+        if len(batches) > 1:
+            count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
+        loss = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+        for index, (tokens, targets, positions) in enumerate(batches):
+            with accumulate(model) if index < len(batches) - 1 else nullcontext():
+                share = model(tokens, targets, positions=positions, count=count)
+                share.backward()
+            loss += share.detach()
+        clipped = optimizer.clip_and_step(self.config.optimizer.clip)
+        optimizer.zero_grad()
+        self._under_way.append(Launched(step, rate, loss, clipped, self.meter.end()))
+
+    def _drain(self) -> None:
+        while self._under_way:
+            self._settle(self._under_way.popleft())
+
+    def _settle(self, done: Launched) -> None:
+        """Read what a step gave and record it."""
+        loss, norm = done.loss.item(), done.clipped.norm.item()  # waits for the step
+        reading = done.reading()
+        skipped = not isfinite(norm)
+        rate = self.config.batch.tokens / reading.seconds
+        mfu, hfu = self.peak.utilization(self.flops, rate, self.grid.shape.world)
+        self.step = done.step
+        self._record(
+            {
+                "event": "step",
+                "step": done.step,
+                "loss": loss,
+                "grad_norm": norm,
+                "learning_rate": done.rate,
+                "seconds": reading.seconds,
+                "tokens_per_second": rate,
+                "mfu": mfu,
+                "hfu": hfu,
+                "wire_bytes": reading.wire_bytes,
+                "exposed_seconds": reading.exposed_seconds,
+                "peak_memory_bytes": reading.peak_memory_bytes,
+                "skipped": skipped,
+            }
+        )
+        self._skipped = self._skipped + 1 if skipped else 0
+        if skipped:
+            self._report_skipped(done)
+
+    def _report_skipped(self, done: Launched) -> None:
+        name = done.clipped.first_not_finite()
+        self._record({"event": "skipped", "step": done.step, "parameter": name, "in_a_row": self._skipped})
+        if self._skipped >= self.config.train.max_skipped:
+            raise NotFiniteError(
+                f"stopped at step {done.step}: gradients were not finite in {self._skipped} steps in a row, first in "
+                f"{name}; lower optimizer.rate, raise optimizer.warmup, or look at the data of these steps"
+            )
+
+    @torch.no_grad()
+    def evaluate(self) -> Event:
+        """Mean loss over the held-out batches."""
+        if self.evaluation is None:
+            raise ValueError("nothing is held out; set data.held_out and train.evaluate_every above 0")
+        total, count = (torch.zeros((), dtype=torch.float64, device=self.grid.device) for _ in range(2))
+        with evaluating(self.model):
+            for tokens, targets, positions in self.evaluation:
+                targets_here = count_targets(targets, self.grid)
+                total += self.model(tokens, targets, positions=positions, count=targets_here) * targets_here
+                count += targets_here
+        return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
+
+    def state(self) -> Event:
+        """Where training stands, beside the weights."""
+        return {"step": self.step, "data": self.loader.state()}
+
+    def save(self) -> None:
+        """Write the weights and where training stands; all ranks together."""
+        save_weights(self.model, self.out / "weights")
+        if self.grid.rank == 0:
+            write_json(self.out / "state.json", self.state())
+
+    def _record(self, event: Event) -> None:
+        for sink in self.sinks:
+            sink.write(event)
+
+    def _end(self, reason: str) -> None:
+        self.loader.close()
+        # a sink that fails now, such as a full disk, must not hide why the run ended
+        with nullcontext() if reason == "finished" else suppress(OSError), ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close)
+            self._record({"event": "end", "step": self.step, "reason": reason})
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+def open_sources(config: Config, grid: Grid, cache: Path) -> list[Source]:
+    """Open what the run trains on. Text is prepared once, by rank 0, while the others wait."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+
+    def sources() -> list[Source]:
+        return [
+            open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
+        ]
+
+    found, fault = [], None
+    if grid.rank == 0:
+        try:
+            found = sources()
+        except (OSError, ValueError, ImportError) as error:
+            fault = error
+    grid.together("the data", fault)
+    return found or sources()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
+
+
+def begin(run: Run, sinks: Callable[[], Sequence[Sink]]) -> None:
+    """Rank 0 writes what the run is and opens what records it; what fails there fails on all ranks."""
+    fault = None
+    if run.grid.rank == 0:
+        try:
+            start_folder(run.out)
+            write_text(run.out / "config.toml", run.config.toml())
+            write_json(run.out / "run.json", run.facts())
+            run.sinks = list(sinks())
+        except (OSError, ImportError, ValueError) as error:
+            fault = error
+    run.grid.together("starting the run", fault)

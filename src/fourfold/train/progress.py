@@ -1,0 +1,126 @@
+"""What a person sees of a run: a bar on a terminal, plain lines in a pipe or log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.util import find_spec
+from typing import IO, Any
+
+from fourfold.train.record import Event
+
+
+def progress(stream: IO[str], steps: int) -> Plain | Bar:
+    """A bar where somebody watches and `rich` is installed."""
+    if stream.isatty() and find_spec("rich") is not None:
+        return Bar(stream, steps)
+    return Plain(stream, steps)
+
+
+class Plain:
+    """A line for the first step, the last, and about every tenth of the way or ten seconds between."""
+
+    def __init__(self, stream: IO[str], steps: int) -> None:
+        self.stream, self.steps = stream, steps
+        self._every = max(1, steps // 10)
+        self._began = self._last = time.monotonic()
+        self._headed = False
+
+    def say(self, text: str = "") -> None:
+        print(text, file=self.stream, flush=True)
+
+    def write(self, event: Event) -> None:
+        if event["event"] == "step":
+            self._step(event)
+        elif (text := sentence(event)) is not None:
+            self.say(text)
+
+    def _step(self, event: Event) -> None:
+        step, now = event["step"], time.monotonic()
+        if step not in (1, self.steps) and step % self._every and now - self._last < 10:
+            return
+        self._last = now
+        if not self._headed:
+            self._headed = True
+            self.say(
+                f"{'step':>7} {'loss':>8} {'grad norm':>9} {'rate':>8} {'tokens/s':>9} {'MFU':>6} {'left':>7}   sent"
+            )
+        left = (now - self._began) / step * (self.steps - step)
+        mfu = "-" if event["mfu"] is None else f"{event['mfu']:.1%}"
+        self.say(
+            f"{step:>7} {event['loss']:>8.4f} {event['grad_norm']:>9.3f} {event['learning_rate']:>8.1e} "
+            f"{event['tokens_per_second']:>9.0f} {mfu:>6} {duration(left):>7}   {sent(event)}"
+        )
+
+    def close(self) -> None:
+        self.stream.flush()
+
+
+class Bar:
+    """rich's progress bar; what is said appears above it."""
+
+    def __init__(self, stream: IO[str], steps: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console(file=stream)
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} tokens/s"),
+            TextColumn("MFU {task.fields[mfu]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task("train", total=steps, loss="-", rate="-", mfu="-")
+        self._started = False
+
+    def say(self, text: str = "") -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def write(self, event: Event) -> None:
+        if event["event"] != "step":
+            if (text := sentence(event)) is not None:
+                self.say(text)
+            return
+        if not self._started:
+            self._started = True
+            self._progress.start()
+        fields: dict[str, Any] = {
+            "loss": f"{event['loss']:.4f}",
+            "rate": f"{event['tokens_per_second']:.0f}",
+            "mfu": "-" if event["mfu"] is None else f"{event['mfu']:.1%}",
+        }
+        self._progress.update(self._task, completed=event["step"], **fields)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def sentence(event: Event) -> str | None:
+    """An event that is no step, in words."""
+    if event["event"] == "evaluation":
+        entropy = f"unigram entropy {event['unigram_entropy']:.4f}"
+        return f"step {event['step']}: validation loss {event['loss']:.4f} ({entropy})"
+    if event["event"] == "skipped":
+        cause = f"the gradient of {event['parameter']} is not finite"
+        return f"step {event['step']} skipped: {cause} ({event['in_a_row']} in a row)"
+    return None
+
+
+def sent(event: Event) -> str:
+    """Bytes that a rank sent in a step, by axis."""
+    parts = [f"{axis} {nbytes / 1e6:.2f} MB" for axis, nbytes in event["wire_bytes"].items()]
+    return ", ".join(parts) or "nothing"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def output(json_to: str | None) -> IO[str]:
+    """Where people read: standard output, unless JSON goes there."""
+    return sys.stderr if json_to == "-" else sys.stdout

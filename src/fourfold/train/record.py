@@ -1,0 +1,136 @@
+"""A run's folder: what is written there while it trains, so that it stays readable whenever the run ends.
+
+    config.toml     the resolved config; `fourfold train RUN/config.toml` runs it again
+    run.json        what the run is: grid, model, device, versions
+    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, the end
+    tensorboard/    the same for TensorBoard, where it is installed
+    data/           prepared text
+    weights/        the trained weights
+    state.json      step and position in the data when the run ended
+
+Rank 0 alone writes the records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from fourfold.train.config import Config, LogSection
+from fourfold.train.schema import to_table
+
+Event = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Something that takes events: a file, TensorBoard, Weights & Biases, the terminal."""
+
+    def write(self, event: Event) -> None: ...
+    def close(self) -> None: ...
+
+
+class Lines:
+    """JSON lines, each complete on disk before the next."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a")
+
+    def write(self, event: Event) -> None:
+        try:
+            self._file.write(json.dumps(event) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot log to {self.path} ({error.strerror}); what was written so far stays readable"
+            ) from error
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError:
+            os.close(self._file.fileno())  # the line that did not fit was reported already
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, event: Event) -> None:
+        for name, value in scalars(event):
+            self._writer.add_scalar(name, value, event["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    def __init__(self, project: str, folder: Path, config: Config) -> None:
+        try:
+            import wandb  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise ImportError(
+                "log.wandb needs the package wandb: pip install wandb, or leave log.wandb away"
+            ) from error
+        self._run = wandb.init(project=project, dir=str(folder), name=folder.name, config=to_table(config))
+
+    def write(self, event: Event) -> None:
+        self._run.log(dict(scalars(event)), step=event["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(event: Event) -> list[tuple[str, float]]:
+    """An event's numbers by name, those by axis as `wire_bytes/x`."""
+    found = []
+    for key, value in event.items():
+        name = f"{event['event']}/{key}"
+        if isinstance(value, dict):
+            found += [(f"{name}/{axis}", float(number)) for axis, number in value.items()]
+        elif isinstance(value, int | float) and key != "step":
+            found.append((name, float(value)))
+    return found
+
+
+def open_sinks(log: LogSection, folder: Path, config: Config) -> list[Sink]:
+    sinks: list[Sink] = [Lines(folder / "metrics.jsonl")]
+    if log.tensorboard is True and find_spec("tensorboard") is None:
+        raise ImportError("log.tensorboard is true but tensorboard is not installed: pip install 'fourfold[train]'")
+    if log.tensorboard is True or (log.tensorboard == "auto" and find_spec("tensorboard") is not None):
+        sinks.append(TensorBoard(folder / "tensorboard"))
+    if log.wandb is not None:
+        sinks.append(WeightsAndBiases(log.wandb, folder, config))
+    return sinks
+
+
+def write_json(path: Path, content: Any) -> None:
+    """All of it or nothing."""
+    _replace(path, lambda partial: partial.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def write_text(path: Path, content: str) -> None:
+    _replace(path, lambda partial: partial.write_text(content))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
+
+
+def start_folder(out: Path) -> None:
+    """Make the run's folder; one that holds a run already is refused."""
+    if (out / "metrics.jsonl").exists():
+        raise FileExistsError(f"{out} holds a run already; give another --out, or remove it")
+    out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,115 @@
+"""Dataclasses from nested tables and back: every key and type is checked, nothing is ignored.
+
+An error names the key by its full path, the value, what is allowed, and the nearest spelling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def parse(kind: type[T], table: Any, path: str = "") -> T:
+    """An instance of the dataclass from a table; keys that are left out have their defaults."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{path or 'the config'} is {_shown(table)}; it must be a table of keys")
+    hints = get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for key in table:
+        if key not in names:
+            known = f"{path or 'it'} has {', '.join(names)}"
+            raise ValueError(f"unknown key {_join(path, key)}{nearest(key, names)}; {known}")
+    values = {key: _value(hints[key], value, _join(path, key)) for key, value in table.items()}
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}" if path else str(error)) from error
+
+
+def _value(kind: Any, value: Any, path: str) -> Any:
+    """The value as this type, or an error that says what is allowed."""
+    if dataclasses.is_dataclass(kind):
+        return parse(kind, value, path)  # type: ignore[arg-type]
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return _one_of([option for option in get_args(kind) if option is not NoneType], value, path)
+    if origin is Literal:
+        allowed = get_args(kind)
+        if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
+            choices = ", ".join(_shown(choice) for choice in allowed)
+            raise ValueError(f"{path} = {_shown(value)}{nearest(str(value), allowed)}; it is one of {choices}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError(f"{path} = {_shown(value)}; it must be a list")
+        return tuple(_value(get_args(kind)[0], item, f"{path}[{index}]") for index, item in enumerate(value))
+    return _plain(kind, value, path)
+
+
+def _one_of(kinds: list[Any], value: Any, path: str) -> Any:
+    errors = []
+    for kind in kinds:
+        try:
+            return _value(kind, value, path)
+        except ValueError as error:
+            errors.append(str(error))
+    raise ValueError(" or ".join(errors))
+
+
+def _plain(kind: type, value: Any, path: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+        raise ValueError(f"{path} = {_shown(value)}; it must be {words[kind]}")
+    return value
+
+
+def to_table(config: Any) -> dict[str, Any]:
+    """The dataclass as nested tables, without what is None."""
+    table: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            table[field.name] = to_table(value)
+        elif isinstance(value, tuple):
+            table[field.name] = [to_table(item) if dataclasses.is_dataclass(item) else item for item in value]
+        elif value is not None:
+            table[field.name] = value
+    return table
+
+
+def to_toml(table: Mapping[str, Any], path: str = "") -> str:
+    """Nested tables as TOML text."""
+    lines, below = [], []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            below.append(f"\n[{_join(path, key)}]\n{to_toml(value, _join(path, key))}")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            below += [f"\n[[{_join(path, key)}]]\n{to_toml(item, _join(path, key))}" for item in value]
+        else:
+            lines.append(f"{key} = {_shown(value)}\n")
+    return "".join(lines + below).lstrip("\n")
+
+
+def _shown(value: Any) -> str:
+    """As TOML writes it; JSON writes plain values the same way, but for what is not finite."""
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return "inf" if value > 0 else "-inf"
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def nearest(word: str, words: Sequence[Any]) -> str:
+    """` (did you mean 'rate'?)`, or nothing."""
+    found = get_close_matches(word, [str(other) for other in words], n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,49 @@
+"""Opens a page in headless Chromium: the document as its script left it, or a picture of it.
+
+`find()` is None where no Chromium is installed; a test then skips and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def find() -> str | None:
+    """Path of a Chromium, or None."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def document(page: Path, *, width: int = 1280, dark: bool = False) -> str:
+    """The HTML of the page after its script ran."""
+    return _open(page, "--dump-dom", f"--window-size={width},1200", dark=dark)
+
+
+def screenshot(page: Path, out: Path, *, width: int = 1280, height: int = 2400, dark: bool = False) -> Path:
+    """A PNG of the page."""
+    _open(page, f"--screenshot={out}", f"--window-size={width},{height}", "--hide-scrollbars", dark=dark)
+    return out
+
+
+def _open(page: Path, *more: str, dark: bool, timeout: float = 60) -> str:
+    program = find()
+    if program is None:
+        raise FileNotFoundError(f"no Chromium: none of {', '.join(NAMES)} is on the PATH")
+    flags = [
+        "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--virtual-time-budget=5000",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+    ]  # fmt: skip
+    if os.geteuid() == 0:
+        flags.append("--no-sandbox")  # Chromium refuses to start as root with it
+    with tempfile.TemporaryDirectory(prefix="fourfold-browser-", ignore_cleanup_errors=True) as profile:
+        command = [program, *flags, f"--user-data-dir={profile}", *more, page.resolve().as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    if done.returncode:
+        raise RuntimeError(f"Chromium ended with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout

@@ -1,0 +1,402 @@
+"""Tokenizers, token files (ours and others'), text that becomes tokens, and what is said of files that are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from fourfold.data.foreign import Megatron, NanoGPT
+from fourfold.data.opening import open_source
+from fourfold.data.source import Source
+from fourfold.data.text import prepare, text_files
+from fourfold.data.tokenizer import Bytes, Tokenizer, load_tokenizer
+from fourfold.data.tokens import HEAD, TokenFile, TokenWriter
+
+LINES = '{"text": "one"}\n\n{"text": "two"}'
+TEXTS = {"b.txt": "Grüße, 世界\n", "a/deep.md": "# deep\n", "a/more.py": "pass\n", "z.jsonl": LINES}
+DOCUMENTS = ["# deep\n", "pass\n", "Grüße, 世界\n", "one", "two"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with five documents, and files that are not text."""
+    folder = tmp_path / "corpus"
+    ignored = {"a/image.png": "x", ".git/config.txt": "x", ".hidden.txt": "x", "empty.txt": ""}
+    for name, text in {**TEXTS, **ignored}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A tokenizer.json of bytes joined into pairs, with gaps in its ids and a habit of cutting texts short."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)  # type: ignore[call-arg]
+    tokenizer.train_from_iterator(["# deep pass one two deep pass"] * 3, trainer)
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.enable_truncation(2)
+    path = tmp_path / "words.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def documents(source: Source) -> list[list[int]]:
+    starts = [*source.document_starts(0, source.tokens).tolist(), source.tokens]
+    return [source.read(start, stop).tolist() for start, stop in pairwise(starts)]
+
+
+# tokenizers
+
+
+def test_bytes_are_their_own_ids() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.vocab, tokenizer.eod) == (257, 256)
+    assert tokenizer.encode("aé").tolist() == tokenizer.encode("aé".encode()).tolist() == [97, 195, 169]
+    assert tokenizer.encode("").tolist() == []
+    assert tokenizer.decode([97, 195, 169, 256, 98]) == tokenizer.decode(torch.tensor([97, 195, 169, 98])) == "aéb"
+    assert tokenizer.decode([195]) == "�"
+    with pytest.raises(ValueError, match="the id 257 is none of the tokenizer bytes, whose ids are 0 to 256"):
+        tokenizer.decode([1, 257])
+
+
+def test_tokenizer_of_a_json_file(words: Path) -> None:
+    tokenizer = load_tokenizer(words)
+    text = "# deep pass, Grüße\n"
+    ids = tokenizer.encode(text)
+    assert 2 < len(ids) < len(text.encode())
+    assert tokenizer.decode([*ids.tolist(), tokenizer.eod]) == text
+    assert tokenizer.vocab == tokenizer.eod + 1
+    assert load_tokenizer(words, eod="p").eod < 256 and load_tokenizer(words, eod=3).eod == 3
+
+
+def test_tokenizers_that_cannot_be(words: Path, tmp_path: Path) -> None:
+    no_end = json.loads(words.read_text())
+    no_end["added_tokens"] = []
+    (tmp_path / "endless.json").write_text(json.dumps(no_end))
+    (tmp_path / "config.json").write_text("{}")
+    for name, eod, message in (
+        (
+            tmp_path / "endless.json",
+            None,
+            r"endless.json has no token that ends a document .*<\|endoftext\|> .*eod=",
+        ),
+        (words, "<end>", "words.json has no token that ends a document .sought '<end>'"),
+        (words, 9999, "eod=9999: .*words.json has ids 0 to"),
+        (tmp_path / "config.json", None, "config.json is no tokenizer: .*give a tokenizer.json"),
+        ("bytes", 0, "eod=0: the tokenizer bytes ends documents with 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(name, eod)
+    with pytest.raises(FileNotFoundError, match="there is no tokenizer 'byte'; give bytes or the path of"):
+        load_tokenizer("byte")
+
+
+def test_without_the_library_the_extra_is_named(words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install 'fourfold\[train\]'"):
+        load_tokenizer(words)
+
+
+# our token file
+
+
+@pytest.mark.parametrize(("vocab", "itemsize"), [(257, 2), (65536, 2), (65537, 4), (1 << 32, 4)])
+def test_token_file_gives_back_what_was_written(tmp_path: Path, vocab: int, itemsize: int) -> None:
+    path = tmp_path / "a.tokens"
+    with TokenWriter(path, vocab=vocab, eod=0, tokenizer={"name": "test"}) as writer:
+        for ids in ([vocab - 1, 5], [], [7]):
+            writer.append(torch.tensor(ids, dtype=torch.int64))
+        writer.end_document()
+        writer.end_document()  # an empty document leaves no trace
+        writer.append(torch.tensor([9]))
+    source = TokenFile(path)
+    assert documents(source) == [[vocab - 1, 5, 7, 0], [9, 0]]
+    assert (source.tokens, source.documents, source.vocab, source.eod) == (6, 2, vocab, 0)
+    assert path.stat().st_size == HEAD + -(-6 * itemsize // 8) * 8 + 2 * 8
+    assert source.document_starts(1, 5).tolist() == [4] and source.document_starts(1, 4).tolist() == []
+    with pytest.raises(IndexError, match="numbers 5 to 7 of a file that has 6"):
+        source.read(5, 7)
+
+
+def test_writing_leaves_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.tokens"
+    path.write_text("what was there before")
+    for ids, error in ([1], KeyboardInterrupt), ([300], ValueError), ([-1], ValueError), ([], ValueError):
+        with pytest.raises(error), TokenWriter(path, vocab=257, eod=256, tokenizer={}) as writer:
+            writer.append(torch.tensor(ids, dtype=torch.int64))
+            if ids == [1]:
+                raise KeyboardInterrupt
+    with (
+        pytest.raises(ValueError, match=r"header of .* rename the tokenizer"),
+        TokenWriter(path, vocab=257, eod=256, tokenizer={"name": "x" * HEAD}) as writer,
+    ):
+        writer.append(torch.tensor([1]))
+    assert os.listdir(tmp_path) == ["a.tokens"]
+    assert path.read_text() == "what was there before"
+    with pytest.raises(ValueError, match="eod=257 and vocab=257"):
+        TokenWriter(path, vocab=257, eod=257, tokenizer={})
+
+
+def damaged(whole: bytes, kind: str) -> bytes:
+    header = json.loads(whole[16:HEAD].rstrip())
+    return {
+        "empty": b"",
+        "magic": b"notmagic" + whole[8:],
+        "head cut": whole[:100],
+        "version": whole[:8] + struct.pack("<I", 2) + whole[12:],
+        "not json": whole[:16] + b"[" + whole[17:],
+        "no vocab": whole[:12] + struct.pack("<I", 2) + b"{}".ljust(HEAD - 16) + whole[HEAD:],
+        "dtype": whole[:16] + json.dumps(header).replace("uint16", "uint99").encode().ljust(HEAD - 16) + whole[HEAD:],
+        "cut": whole[:-1],
+        "longer": whole + b"\0",
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("empty", "is no token file: it starts with b'', not b'4FTOKENS'"),
+        ("magic", "is no token file: it starts with b'notmagic', not b'4FTOKENS'"),
+        ("head cut", "its header has 100 of 4096 bytes"),
+        ("version", "has version 2, this Fourfold reads version 1"),
+        ("not json", "has a damaged header .JSONDecodeError"),
+        ("no vocab", "has a damaged header .KeyError: 'dtype'"),
+        ("dtype", "has a damaged header, {'dtype': 'uint99'"),
+        ("cut", "3 tokens of uint16 and 1 documents take 4112 bytes, the file has 4111"),
+        ("longer", "take 4112 bytes, the file has 4113"),
+    ],
+)
+def test_damaged_token_files_are_refused(tmp_path: Path, kind: str, message: str) -> None:
+    path = tmp_path / "a.tokens"
+    with TokenWriter(path, vocab=257, eod=256, tokenizer={}) as writer:
+        writer.append(torch.tensor([1, 2]))
+    path.write_bytes(damaged(path.read_bytes(), kind))
+    with pytest.raises(ValueError, match=rf"a\.tokens .*{message}.*prepare it again with `fourfold data prepare`"):
+        open_source(path, tokenizer=None, cache=tmp_path)
+
+
+# files of others
+
+
+def megatron(prefix: Path, sequences: list[list[int]], marks: list[int], **changes: Any) -> Path:
+    """Write a pair of int32 by hand."""
+    lengths = [len(sequence) for sequence in sequences]
+    begins = [4 * sum(lengths[:number]) for number in range(len(lengths))]
+    head = {"magic": b"MMIDIDX\0\0", "version": 1, "code": 4, "lengths": lengths, "begins": begins, **changes}
+    index = head["magic"] + struct.pack("<QBQQ", head["version"], head["code"], len(lengths), len(marks))
+    index += struct.pack(f"<{len(lengths)}i", *head["lengths"]) + struct.pack(f"<{len(lengths)}q", *head["begins"])
+    prefix.with_suffix(".idx").write_bytes(index + struct.pack(f"<{len(marks)}q", *marks) + changes.get("rest", b""))
+    ids = [one for sequence in sequences for one in sequence]
+    prefix.with_suffix(".bin").write_bytes(struct.pack(f"<{len(ids)}i", *ids))
+    return prefix
+
+
+SEQUENCES = [[1, 2, 3], [4], [], [5, 6], [7]]
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_megatron_pair(tmp_path: Path, suffix: str) -> None:
+    """Sequences 0 and 1 are a document, 2 is an empty one, 3 and 4 are one each."""
+    megatron(tmp_path / "pair", SEQUENCES, [0, 2, 3, 4, 5])
+    source = open_source(tmp_path / f"pair{suffix}", tokenizer=None, eod=9, cache=tmp_path)
+    assert isinstance(source, Megatron) and (source.name, source.vocab, source.eod) == ("pair", None, 9)
+    assert documents(source) == [[1, 2, 3, 4], [5, 6], [7]]
+    assert source.document_starts(1, 6).tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("marks", "changes", "message"),
+    [
+        ([0, 5], {"magic": b"MMIDIDX\0\1"}, "is no Megatron index: it starts with"),
+        ([0, 5], {"version": 2}, "has version 2, version 1 is known"),
+        ([0, 5], {"code": 7}, "has the dtype code 7; tokens have one of 1 uint8"),
+        ([0, 5], {"code": 8}, "sequences that do not follow one another"),
+        ([0, 5], {"begins": [0, 12, 16, 20, 24]}, "sequences that do not follow one another"),
+        ([0, 5], {"lengths": [3, 1, 0, 2, 2]}, "pair.bin has 28 bytes, but pair.idx lists 8 tokens of int32, 32 bytes"),
+        ([0, 5], {"rest": b"12345"}, "5 sequences and 2 document marks take 110 bytes, the file has 115"),
+        ([0, 6], {}, "document marks that fall or go beyond its 5 sequences"),
+        ([0, 3, 2, 5], {}, "document marks that fall"),
+        ([-1, 5], {}, "document marks that fall"),
+    ],
+)
+def test_damaged_megatron_pairs_are_refused(tmp_path: Path, marks: list[int], changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"pair.*{message}.*make the pair again"):
+        Megatron(megatron(tmp_path / "pair", SEQUENCES, marks, **changes))
+
+
+def test_incomplete_megatron_pairs_are_refused(tmp_path: Path) -> None:
+    prefix = megatron(tmp_path / "pair", SEQUENCES, [0, 5])
+    index = prefix.with_suffix(".idx").read_bytes()
+    prefix.with_suffix(".idx").write_bytes(index[:20])
+    with pytest.raises(ValueError, match=r"pair.idx is cut off: its header has 20 of 34 bytes"):
+        Megatron(prefix)
+    prefix.with_suffix(".bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"pair.idx has no pair.bin beside it; a Megatron pair needs both"):
+        open_source(prefix, tokenizer=None, cache=tmp_path)
+
+
+def test_nanogpt_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    path.write_bytes(struct.pack("<7H", 1, 0, 65535, 3, 0, 0, 2))
+    source = open_source(path, tokenizer=Bytes(), eod=0, cache=tmp_path)
+    assert isinstance(source, NanoGPT) and source.has_documents and source.vocab is None
+    assert documents(source) == [[1, 0], [65535, 3, 0], [0], [2]]
+    assert source.document_starts(1, 5).tolist() == [2] and source.document_starts(2, 6).tolist() == [2, 5]
+    unknown = NanoGPT(path)
+    assert not unknown.has_documents
+    with pytest.raises(ValueError, match=r"train.bin does not say where documents start; .*eod="):
+        unknown.document_starts(0, 7)
+    for raw in (b"", b"123"):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=rf"train.bin has {len(raw)} bytes; .* nanoGPT's, 2 bytes a token"):
+            open_source(path, tokenizer=None, cache=tmp_path)
+
+
+# text
+
+
+@pytest.mark.parametrize("kind", ["bytes", "json"])
+def test_prepared_text_comes_back(corpus: Path, words: Path, tmp_path: Path, kind: str) -> None:
+    tokenizer = load_tokenizer("bytes" if kind == "bytes" else words)
+    seen: list[tuple[int, int]] = []
+    out = tmp_path / "new" / "out.tokens"
+    summary = prepare([corpus, corpus / "b.txt"], out, tokenizer, progress=lambda *pair: seen.append(pair))
+    source = TokenFile(out)
+    found = documents(source)
+    assert [tokenizer.decode(ids) for ids in found] == [*DOCUMENTS, DOCUMENTS[2]]
+    assert all(ids[-1] == tokenizer.eod for ids in found)
+    assert source.tokenizer == tokenizer.description and source.vocab == tokenizer.vocab
+    size = sum(len(text.encode()) for text in TEXTS.values()) + len(DOCUMENTS[2].encode())
+    assert seen[-1] == (size, size)
+    assert (summary.tokens, summary.documents, summary.files, summary.empty) == (source.tokens, 6, 6, 1)
+    assert (summary.text_bytes, summary.path, summary.vocab) == (size, out, tokenizer.vocab)
+
+
+def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.data.text.PIECE", 64)
+    text = "".join(f"line {number} äöü\n" for number in range(100)) + "no end"
+    (tmp_path / "long").write_text(text)
+    calls: list[tuple[int, int]] = []
+    prepare([tmp_path / "long"], tmp_path / "out.tokens", Bytes(), progress=lambda *pair: calls.append(pair))
+    source = TokenFile(tmp_path / "out.tokens")
+    assert source.documents == 1 and Bytes().decode(source.read(0, source.tokens)) == text
+    assert len(calls) > 20 and calls == sorted(calls)
+
+
+def test_standard_library_is_text_that_is_always_there() -> None:
+    names = [file.name for file in text_files("standard-library")]
+    assert {"abc.py", "json/decoder.py"} <= set(names) and not [name for name in names if "site-packages" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", r"a.txt is empty: there are 0 bytes of text in 1 files"),
+        ("a.txt", b"PK\0\0", r"a.txt is no UTF-8 text: there are zero bytes in it"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"', r"a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"body": "x"}', r"a.jsonl, line 1: no \"text\" with a string \(keys \['body'\]\)"),
+        ("a.jsonl", b"[1]", r"a.jsonl, line 1: no \"text\" with a string \(list\)"),
+        ("a.jsonl", b'{"text": ""}\n', r"out.tokens would have no tokens"),
+    ],
+)
+def test_text_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prepare([tmp_path / name], tmp_path / "out.tokens", Bytes())
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_inputs_and_outputs_that_cannot_be(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"out.bin: a token file's name ends in .tokens; write .*out.tokens"):
+        prepare([corpus], tmp_path / "out.bin", Bytes())
+    with pytest.raises(ValueError, match="no input was given"):
+        prepare([], tmp_path / "out.tokens", Bytes())
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"the folder .*bare has no text file; .* known suffix .*\.txt"):
+        prepare([tmp_path / "bare"], tmp_path / "out.tokens", Bytes())
+
+
+# opening
+
+
+def test_text_is_prepared_once(corpus: Path, words: Path, tmp_path: Path) -> None:
+    def source(tokenizer: Tokenizer) -> tuple[int, int]:
+        opened = open_source(corpus, tokenizer=tokenizer, cache=cache, progress=lambda *_: prepared.append(1))
+        assert isinstance(opened, TokenFile) and opened.name == "corpus"
+        return opened.tokens, len(prepared)
+
+    cache, prepared = tmp_path / "cache" / "tokens", []
+    tokens, _ = source(Bytes())
+    assert source(Bytes()) == (tokens, 1)
+    assert source(load_tokenizer(words))[1] == source(load_tokenizer(words))[1] == 2
+    (corpus / "new.txt").write_text("new")
+    assert source(Bytes()) == (tokens + 4, 3)
+    for kept in cache.iterdir():
+        kept.write_bytes(kept.read_bytes()[:-1])
+    assert source(Bytes()) == (tokens + 4, 4)
+    assert source(Bytes()) == (tokens + 4, 4)
+
+
+def test_opening_by_a_folder_of_no_name(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(corpus)
+    assert open_source(".", tokenizer=Bytes(), cache=tmp_path).name == "corpus"
+
+
+def test_missing_paths_name_what_is_near(corpus: Path, tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "corpsu", r"there is no 'corpsu' in .* \(1 entries\); nearest to it are corpus"),
+        (corpus / "a" / "depe.md" / "x", r"there is no 'depe.md' in .*; nearest to it are deep.md"),
+        (corpus / "train.idx", r"there is no 'train.idx'"),
+        ("standard_library", "nearest to it are standard-library"),
+        (corpus / "qqqqqq", "standard-library is text that is always there"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            open_source(path, tokenizer=Bytes(), cache=tmp_path)
+
+
+def test_a_token_file_belongs_to_its_tokenizer(corpus: Path, words: Path, tmp_path: Path) -> None:
+    tokenizer, path = load_tokenizer(words), tmp_path / "out.tokens"
+    prepare([corpus], path, tokenizer)
+    renamed = words.rename(tmp_path / "renamed.json")
+    for same in (load_tokenizer(renamed), None):
+        assert open_source(path, tokenizer=same, eod=tokenizer.eod, cache=tmp_path).vocab == tokenizer.vocab
+    for options, message in (
+        (
+            {"tokenizer": Bytes()},
+            r"out.tokens was made by the tokenizer .*'words.json'.*, not by {'name': 'bytes'}",
+        ),
+        ({"tokenizer": None, "eod": 1}, f"out.tokens ends documents with {tokenizer.eod}, not eod=1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_source(path, **options, cache=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="corpus is text: give a tokenizer"):
+        open_source(corpus, tokenizer=None, cache=tmp_path)
+    with pytest.raises(ValueError, match=r"eod=1 is for .bin files"):
+        open_source(corpus, tokenizer=Bytes(), eod=1, cache=tmp_path)
+
+
+def test_files_need_torch_alone(corpus: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['numpy', 'tokenizers']))\n"
+        "from pathlib import Path\n"
+        "from fourfold.data.opening import open_source\n"
+        "from fourfold.data.tokenizer import load_tokenizer\n"
+        "path, cache = map(Path, sys.argv[1:])\n"
+        "print(open_source(path, tokenizer=load_tokenizer('bytes'), cache=cache).read(0, 4).tolist())\n"
+    )
+    command = [sys.executable, "-c", code, corpus, tmp_path]
+    assert json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout) == list(b"# de")

@@ -1,0 +1,430 @@
+"""Local computation: each function against torch's own in fp64, and the same once it is traced as one graph.
+
+Side-by-side storage too: what joins without a copy, what falls back, and that both compute the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import fourfold as ff
+from fourfold import local
+from fourfold.gradients import local_of
+from fourfold.grid import Grid, Shape
+from fourfold.layout import Policy
+from fourfold.nn.linear import Expand, join
+from fourfold.nn.norm import Norm, NormSpec
+from fourfold.optim import AdamW
+from fourfold.product import side_by_side
+from harness import grid_of
+
+EPS = 1e-5
+FEATURES = 12
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def norm_case(kind: str, *tokens: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """a, weight, bias, dout. The mean is far from 0, so that statistics are not right by chance."""
+    bias = draw(FEATURES, seed=2) if kind == "layer" else None
+    return 3 + draw(*tokens, FEATURES), 1 + draw(FEATURES, seed=1), bias, draw(*tokens, FEATURES, seed=3)
+
+
+def norm_by_torch(a: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor, kind: str) -> tuple[Tensor | None, ...]:
+    """out, da, dw, db"""
+    given = [None if t is None else t.clone().requires_grad_() for t in (a, weight, bias)]
+    if kind == "layer":
+        out = functional.layer_norm(given[0], [FEATURES], given[1], given[2], EPS)
+    else:
+        out = functional.rms_norm(given[0], [FEATURES], given[1], EPS)
+    out.backward(dout)
+    return out.detach(), *(None if t is None else t.grad for t in given)
+
+
+def norm_whole(a: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor, kind: str) -> tuple[Tensor | None, ...]:
+    if kind == "layer":
+        out, mean, rstd = local.layer_norm(a, weight, bias, EPS)
+    else:
+        mean, (out, rstd) = None, local.rms_norm(a, weight, EPS)
+    da, dw, db = local.norm_backward(dout, a, mean, rstd, weight)
+    return out, da, dw, db if bias is not None else None
+
+
+def norm_by_phases(
+    a: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor, kind: str
+) -> tuple[Tensor | None, ...]:
+    """The features in two halves, as two ranks hold them, with the sums between the phases taken here."""
+    halves = [tuple(t.chunk(2, -1)) if t is not None else (None, None) for t in (a, weight, bias, dout)]
+    parts = list(zip(*halves, strict=True))
+    mean = None
+    if kind == "layer":
+        (mean_a, m2_a), (mean_b, m2_b) = (local.layer_statistics(part[0]).unbind(0) for part in parts)
+        mean = (mean_a + mean_b) / 2
+        m2 = m2_a + m2_b + (mean_a - mean_b).square() * FEATURES / 4
+    else:
+        m2 = local.sum_of_squares(parts[0][0]) + local.sum_of_squares(parts[1][0])
+    rstd = torch.rsqrt(m2 / FEATURES + EPS)
+    out = torch.cat([local.normalize(part, mean, rstd, w, b) for part, w, b, _ in parts], dim=-1)
+    sums = [local.norm_sums(d, part, mean, rstd, w) for part, w, _, d in parts]
+    means = (sums[0][0] + sums[1][0]) / FEATURES
+    da = torch.cat([local.norm_da(d, part, mean, rstd, w, means) for part, w, _, d in parts], dim=-1)
+    dw, db = (torch.cat([found[index] for found in sums]) for index in (1, 2))
+    return out, da, dw, db if bias is not None else None
+
+
+@pytest.mark.parametrize("tokens", [(7,), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norms_compute_what_torch_computes_whole_and_by_phases(kind: str, tokens: tuple[int, ...]) -> None:
+    case = norm_case(kind, *tokens)
+    expected = norm_by_torch(*case, kind)
+    for compute in (norm_whole, norm_by_phases):
+        for name, found, value in zip(("out", "da", "dw", "db"), compute(*case, kind), expected, strict=True):
+            assert (found is None) == (value is None), name
+            if value is not None:
+                close(found, value)
+
+
+def norm_spec(kind: str, *, compiled: bool = False, bias: bool = True) -> NormSpec:
+    policy = Policy(compile=compiled)
+    layer = Norm(Grid.alone("cpu"), policy, FEATURES, kind=kind, bias=bias and kind == "layer", eps=EPS)
+    layer.gradients = None  # type: ignore[assignment]  # nothing is handed in here
+    return NormSpec(layer.unit(*layer.specs), kind, FEATURES, "y", EPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_torchs_kernel_and_ours_agree_inside_a_norm(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, weight, bias, dout = (t.to(dtype) for t in norm_case("layer", 7) if t is not None)
+    spec = norm_spec("layer")
+    assert spec._fused(a)
+    for b in (bias, None):
+        fused = spec.forward_whole(a, weight, b)
+        fused += tuple(spec.backward_whole(dout, a, fused[1], fused[2], weight))
+        with monkeypatch.context() as patch:
+            patch.setattr(NormSpec, "_fused", lambda *_: False)
+            ours = spec.forward_whole(a, weight, b)
+            ours += tuple(spec.backward_whole(dout, a, ours[1], ours[2], weight))
+        for found, expected in zip(ours, fused, strict=True):
+            # fp32: a few roundings at 6e-8 of sums of 12 terms
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_torchs_kernel_runs_where_it_rounds_no_statistics_and_nothing_is_compiled() -> None:
+    a = draw(7, FEATURES)
+    assert norm_spec("layer")._fused(a.float())
+    assert not norm_spec("layer")._fused(a.bfloat16())
+    assert not norm_spec("layer", compiled=True)._fused(a)
+    assert not norm_spec("rms")._fused(a)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norms_of_half_precision_take_their_statistics_in_fp32(kind: str) -> None:
+    a, weight, bias, _ = norm_case(kind, 7)
+    small = [None if t is None else t.bfloat16() for t in (a, weight, bias)]
+    out, *statistics = norm_spec(kind).forward_whole(*small)
+    assert {t.dtype for t in statistics if t is not None} == {torch.float32}
+    wide = [None if t is None else t.double() for t in small]
+    expected = norm_spec(kind).forward_whole(*wide)
+    torch.testing.assert_close(statistics[-1].double(), expected[2], rtol=1e-6, atol=0)
+    # one rounding of the result to 8 bits, no more
+    torch.testing.assert_close(out.double(), expected[0], rtol=2**-8, atol=1e-6)
+
+
+def test_activations_and_bias_sums_compute_what_torch_computes() -> None:
+    gate, up = draw(5, 6), draw(5, 6, seed=1)
+    close(local.gelu(up), functional.gelu(up, approximate="tanh"))
+    close(local.swiglu(gate, up), gate * gate.sigmoid() * up)
+    assert local.sum_tokens(up.bfloat16(), torch.float32).dtype == torch.float32
+    close(local.sum_tokens(up, torch.float64), torch.einsum("mp->p", up))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rotation_turns_each_pair_of_a_head_by_its_angle(packed: bool) -> None:
+    a = draw(2, 3, 4, 6)
+    angle = draw(2, 3, 1, 3) if packed else draw(3, 1, 3)
+    tables = angle.repeat(*[1] * (angle.dim() - 1), 2)
+    turned = torch.complex(a[..., :3], a[..., 3:]) * torch.polar(torch.ones_like(angle), angle)
+    close(local.rotate(a, tables.cos(), tables.sin()), torch.cat([turned.real, turned.imag], dim=-1))
+
+
+# --- loss
+
+IGNORED = -100
+VOCAB = 11
+
+
+def loss_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits, targets with masked ones, dl of the mean by torch, and each token's share of it."""
+    logits = (30 * draw(9, VOCAB)).requires_grad_()
+    targets = torch.tensor([0, 3, IGNORED, 10, 7, IGNORED, 8, 4, 0])
+    functional.cross_entropy(logits, targets, ignore_index=IGNORED).backward()
+    scale = (targets != IGNORED).double() / (targets != IGNORED).sum()
+    return logits.detach(), targets, logits.grad, scale
+
+
+PARTS = [(0, 11, 11), (0, 11, 13), (0, 4, 4), (4, 4, 6), (8, 3, 4), (11, 0, 4), (11, 0, 0)]
+"""first id, ids held, columns: all of the vocabulary, a part, with padding, and padding alone."""
+
+
+@pytest.mark.parametrize(("first", "held", "columns"), PARTS)
+def test_gradients_of_logits_are_those_of_torch_in_every_form(first: int, held: int, columns: int) -> None:
+    logits, targets, dlogits, scale = loss_case()
+    lse = logits.logsumexp(1)
+    padding = torch.full((len(logits), columns - held), 1e3, dtype=logits.dtype)  # large: it must not be read
+    part = torch.cat([logits[:, first : first + held], padding], dim=1)
+    expected = functional.pad(dlogits[:, first : first + held], (0, columns - held))
+    for compute in (local.dlogits, local.dlogits_eager):
+        found = compute(part, targets, lse, scale, first, held)
+        assert found.shape == part.shape
+        close(found, expected)
+        assert not found[:, held:].any()
+        assert not found[targets == IGNORED].any()
+        assert compute(part.float(), targets, lse.float(), scale.float(), first, held).dtype == torch.float32
+
+
+@pytest.mark.parametrize("ignored", [-100, 3, 5000])
+def test_gradients_from_log_probabilities_are_those_of_torch(ignored: int) -> None:
+    logits, targets, _, _ = loss_case()
+    targets = targets.masked_fill(targets == IGNORED, ignored)
+    logits.requires_grad_()
+    functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum").backward()
+    scale = (targets != ignored).double()
+    logp = logits.detach().log_softmax(1)
+    kept = logp.clone()
+    close(local.dlogits_normalized(logp, targets, scale), logits.grad)
+    assert torch.equal(logp, kept), "backward may run twice"
+
+
+def test_statistics_of_parts_of_a_vocabulary_merge_into_its_log_sum_exp() -> None:
+    logits, targets, _, _ = loss_case()
+    parts = []
+    for first, held, columns in ((0, 4, 4), (4, 4, 6), (8, 3, 4), (11, 0, 4)):
+        padding = torch.full((len(logits), columns - held), 1e3, dtype=logits.dtype)
+        part = torch.cat([logits[:, first : first + held], padding], dim=1)
+        parts.append(local.loss_statistics(part, targets, first, held))
+    tops, totals, found = torch.stack(parts, dim=1).unbind(0)
+    top = tops.amax(0)
+    close(top + (totals * (tops - top).exp()).sum(0).log(), logits.logsumexp(1))
+    masked = targets == IGNORED
+    expected = logits.gather(1, targets.masked_fill(masked, 0)[:, None])[:, 0].masked_fill(masked, 0)
+    close(found.sum(0), expected)
+
+
+# --- compiled
+
+
+@cache
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `local._compiled`, but without generating code: seconds less for each function."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The compiler replaced by one that only traces; the names of what was compiled."""
+    compiled: list[str] = []
+
+    def compile_(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled.append(function.__name__)
+        return traced(function)
+
+    monkeypatch.setattr(local, "_compiled", compile_)
+    yield compiled
+
+
+def regions() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Every region with arguments."""
+    a, weight, bias, dout = norm_case("layer", 7)
+    _, mean, rstd = local.layer_norm(a, weight, bias, EPS)
+    means = local.norm_sums(dout, a, mean, rstd, weight)[0] / FEATURES
+    logits, targets, _, scale = loss_case()
+    lse = logits.logsumexp(1)
+    tables = draw(3, 1, 6).cos(), draw(3, 1, 6).sin()
+    return [
+        (local.sum_tokens, (dout, torch.float64)),
+        (local.layer_statistics, (a,)),
+        (local.sum_of_squares, (a,)),
+        (local.normalize, (a, mean, rstd, weight, bias)),
+        (local.layer_norm, (a, weight, bias, EPS)),
+        (local.rms_norm, (a, weight, EPS)),
+        (local.norm_sums, (dout, a, mean, rstd, weight)),
+        (local.norm_da, (dout, a, mean, rstd, weight, means)),
+        (local.norm_backward, (dout, a, None, rstd, weight)),
+        (local.gelu, (a,)),
+        (local.swiglu, (a, dout)),
+        (local.rotate, (draw(2, 3, 4, 6), *tables)),
+        (local.loss_statistics, (logits, targets, 0, VOCAB)),
+        (local.loss_statistics, (logits[:, :4], targets, 8, 3)),
+        (local.loss_statistics, (logits[:, :4], targets, 11, 0)),
+        (local.dlogits, (logits, targets, lse, scale, 0, VOCAB)),
+        (local.dlogits, (logits[:, :4], targets, lse, scale, 8, 3)),
+        (local.dlogits, (logits[:, :4], targets, lse, scale, 11, 0)),
+    ]
+
+
+def test_every_region_traces_as_one_graph_and_computes_the_same() -> None:
+    for function, args in regions():
+        close(traced(function)(*args), function(*args))
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+def test_a_compiled_training_step_computes_the_same(name: str, tracing: list[str]) -> None:
+    config = ff.models.config(name, layers=1, qk_norm=True)
+    tokens = torch.arange(32).view(2, 16) * 7 % config.vocab
+    targets = tokens.roll(-1, 1).masked_fill(tokens % 5 == 0, -100)
+    found = []
+    for compiled in (False, True):
+        model = ff.models.build(config, Grid.alone("cpu"), policy=Policy(compile=compiled), dtype=torch.float64)
+        optimizer = AdamW(model, lr=1e-3)
+        loss = model(tokens, targets)
+        loss.backward()
+        gradients = [local_of(p.grad).clone() for p in model.parameters()]
+        optimizer.clip_and_step(1.0)
+        found.append((loss.detach(), gradients, [local_of(p).detach() for p in model.parameters()]))
+        assert bool(tracing) == compiled
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
+    norm, mlp, other = ("layer_norm", "gelu", "sum_tokens") if name == "gpt-tiny" else ("rms_norm", "swiglu", "rotate")
+    assert {norm, mlp, other, "norm_backward", "loss_statistics", "dlogits"} <= set(tracing)
+
+
+def test_a_dry_run_compiles_nothing(tracing: list[str]) -> None:
+    model = ff.models.build("gpt-tiny", Grid.alone("cpu"), policy=Policy(compile=True), device="meta")
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    model(tokens, tokens).backward()
+    assert tracing == []
+
+
+# --- weights that are read together lie side by side
+
+
+def model_of(name: str = "llama-tiny", dtype: torch.dtype = torch.float64, **changes: Any) -> ff.models.Transformer:
+    config = ff.models.config(name, layers=1, bias=True, **changes)
+    return ff.models.build(config, Grid.alone("cpu"), dtype=dtype)
+
+
+def reads(model: ff.models.Transformer) -> list[list[Expand]]:
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    return [[attention.q, attention.k, attention.v], [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]]
+
+
+def joined_in_place(model: ff.models.Transformer) -> list[bool]:
+    """For each product, whether its weights are the parameters' own memory."""
+    found = []
+    for layers in reads(model):
+        first = local_of(layers[0].weight)
+        factor = join(layers)
+        weights, bias = factor.gather()
+        expected = torch.cat([local_of(layer.weight) for layer in layers])
+        assert torch.equal(weights, expected.to(weights.dtype))
+        assert torch.equal(bias, torch.cat([local_of(layer.bias) for layer in layers]).to(weights.dtype))
+        assert torch.equal(factor.gather_weights(), weights)
+        found.append(weights.data_ptr() == first.data_ptr() == factor.gather_weights().data_ptr())
+    return found
+
+
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def outcome(model: ff.models.Transformer) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients."""
+    model.zero_grad()
+    loss = model(TOKENS, TOKENS.roll(1, 1))
+    loss.backward()
+    gradients = [local_of(p.grad).clone() for p in model.parameters()]
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+def test_weights_read_together_join_without_a_copy_also_after_training_and_loading(name: str) -> None:
+    model, other = model_of(name), model_of(name)
+    assert joined_in_place(model) == [True, True]
+    optimizer = AdamW(model, lr=1e-2)
+    model(TOKENS, TOKENS).backward()
+    optimizer.step()
+    assert joined_in_place(model) == [True, True]
+    other.load_state_dict(model.state_dict())
+    assert joined_in_place(other) == [True, True]
+    for a, b in zip(outcome(other)[1], outcome(model)[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weights_that_moved_apart_are_copied_together_and_compute_the_same() -> None:
+    model = model_of(dtype=torch.float32).to(torch.float64)
+    expected = model_of(dtype=torch.float32)
+    assert joined_in_place(model) == [False, False]
+    loss, gradients = outcome(model)
+    torch.testing.assert_close(loss.float(), outcome(expected)[0])
+    for found, gradient in zip(gradients, outcome(expected)[1], strict=True):
+        torch.testing.assert_close(found.float(), gradient, rtol=1e-4, atol=1e-6)  # fp32 of a few hundred terms
+    apart, together = model_of(), model_of()
+    for layers in reads(apart):
+        local_parts = [layer.weight for layer in layers[1:]]
+        for parameter in local_parts:
+            parameter._local_tensor = local_of(parameter).clone()
+    assert joined_in_place(apart) == [False, False]
+    torch.testing.assert_close(outcome(apart), outcome(together), rtol=0, atol=0)
+
+
+def test_a_copy_of_a_model_computes_the_same_and_shares_nothing_with_it() -> None:
+    model = model_of()
+    other = copy.deepcopy(model)
+    expected = outcome(model)
+    joined_in_place(other)
+    torch.testing.assert_close(outcome(other), expected, rtol=0, atol=0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            local_of(parameter).zero_()
+    torch.testing.assert_close(outcome(model), expected, rtol=0, atol=0)
+    copy.deepcopy(model.state_dict())
+
+
+def test_only_neighbours_in_one_memory_lie_side_by_side() -> None:
+    memory = torch.arange(24.0)
+    a, b, c = memory[:6].view(2, 3), memory[6:18].view(4, 3), memory[18:].view(2, 3)
+    whole = side_by_side([a, b, c])
+    assert whole is not None
+    assert torch.equal(whole, memory.view(8, 3))
+    assert whole.data_ptr() == memory.data_ptr()
+    assert side_by_side([b, c]).data_ptr() == b.data_ptr()
+    assert side_by_side([a, c]) is None  # a gap
+    assert side_by_side([b, a]) is None  # another order
+    assert side_by_side([a, b.clone()]) is None  # another memory
+    assert side_by_side([memory.view(8, 3).t()]) is None
+
+
+def outcomes_with_bias_and_without(shape: Shape) -> list[float]:
+    """On a grid: the largest difference that joining by a copy makes, for a model with biases and one without."""
+    grid = grid_of(shape)
+    rows = ff.local_rows(torch.arange(48).view(4, 12), grid)
+    differences = []
+    for bias in (True, False):
+        config = ff.models.config("llama-tiny", layers=1, bias=bias)
+        found = []
+        for copied in (False, True):
+            model = ff.models.build(config, grid, dtype=torch.float64)
+            for layers in reads(model) if copied else ():
+                for layer in layers:
+                    layer.weight._local_tensor = local_of(layer.weight).clone()
+            model(rows, rows).backward()
+            found.append([local_of(p.grad) for p in model.parameters()])
+        differences.append(max((a - b).abs().max().item() for a, b in zip(*found, strict=True)))
+    return differences
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2, y=2), Shape(x=4)], ids=str)
+def test_joining_in_place_and_by_a_copy_agree_on_grids(ranks, shape: Shape) -> None:
+    assert ranks(4).run(outcomes_with_bias_and_without, shape) == [[0.0, 0.0]] * 4

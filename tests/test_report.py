@@ -1,0 +1,317 @@
+"""The page of a run: drawn in a browser without a request, true to the files, and never broken by a broken run."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import sys
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import browser
+from fourfold.grid import Shape
+from fourfold.report import write_report
+from fourfold.report.figures import figures, smooth, thin
+from fourfold.report.page import POLICY, page
+from fourfold.report.ranks import draw_grid
+from fourfold.report.run import FILES, read_run
+from fourfold.report.units import count, duration, nbytes, percent
+
+MiB = 1 << 20
+
+
+def facts(**more: Any) -> dict[str, Any]:
+    return {
+        "fourfold": "0.1.0", "torch": "2.13.0", "device": "cpu: 4 processes", "started": "2026-11-15T04:20:00+00:00",
+        "grid": {"x": 2, "y": 1, "z": 2, "data": 1}, "order": ["x", "y", "z", "data"], "ranks": 4,
+        "model": "gpt-tiny", "parameters": 868352, "flops_per_token": {"model": 5.6e6, "hardware": 7.1e6},
+        "peak_flops": 4.4e10, "peak_flops_from": "measured: 1024 x 1024 products in float32", "unigram_entropy": 3.31,
+        "kept_bytes": {"none": 61 * MiB, "attention": 38 * MiB, "block": 9 * MiB}, "recompute": "attention",
+        "tokens_per_step": 2048, "steps": 200, **more,
+    }  # fmt: skip
+
+
+def records(steps: int = 200, skip: tuple[int, ...] = (61, 62)) -> list[dict[str, Any]]:
+    """What a run of four ranks logs: a slow first step, noise, an evaluation every 50 steps, two skipped steps."""
+    chance = random.Random(0)
+    found: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        seconds = (0.95 if step == 1 else 0.21) * chance.uniform(0.95, 1.1)
+        mfu = 5.6e6 * 2048 / seconds / (4 * 4.4e10)
+        exposed = {"x": 0.031 * chance.uniform(0.8, 1.3), "z": 0.018 * chance.uniform(0.7, 1.5)}
+        loss = 1.9 + 3.6 * math.exp(-step / 40) + chance.gauss(0, 0.06)
+        found.append({
+            "event": "step", "step": step, "loss": loss, "grad_norm": 0.6 + 2 / math.sqrt(step) + chance.random() / 4,
+            "learning_rate": 1e-3 * min(step / 20, 0.5 + 0.5 * math.cos(math.pi * step / 220)), "seconds": seconds,
+            "tokens_per_second": 2048 / seconds, "mfu": mfu, "hfu": mfu * 7.1 / 5.6,
+            "wire_bytes": {"x": 3_407_872, "z": 5_210_112}, "exposed_seconds": exposed,
+            "peak_memory_bytes": 412 * MiB, "skipped": step in skip,
+        })  # fmt: skip
+        if step in skip:
+            found.append({"event": "skipped", "step": step, "parameter": "layers.0.mlp.up.weight"})
+        if step % 50 == 0:
+            found.append({"event": "evaluation", "step": step, "loss": loss + 0.1, "seconds": 0.5})
+    return [*found, {"event": "end", "step": steps, "reason": "finished"}]
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]], cut: str = "", **more: Any) -> Path:
+    """A run folder; `cut` is left of a last line that the run was killed in."""
+    folder.mkdir(exist_ok=True)
+    config = '[model]\nname = "gpt-tiny"\n\n[grid]\nx = 2\nz = 2\n\n[train]\nsteps = 200\n'
+    (folder / "config.toml").write_text(config)
+    (folder / "run.json").write_text(json.dumps(facts(**more)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
+    return folder
+
+
+def html_of(folder: Path) -> str:
+    """The page without plotly.js."""
+    return page(read_run(folder), "")
+
+
+def opened(path: Path, **how: Any) -> str:
+    if browser.find() is None:
+        pytest.skip(f"no Chromium (none of {', '.join(browser.NAMES)}): the page was not opened in a browser")
+    return browser.document(path, **how)
+
+
+def attribute(document: str, name: str) -> str | None:
+    found = re.search(rf'<html[^>]* data-{name}="([^"]*)"', document)
+    return found and found.group(1)
+
+
+def test_a_browser_draws_every_figure_and_asks_for_nothing(tmp_path: Path) -> None:
+    path = write_report(write_run(tmp_path / "run", records()))
+    assert path == tmp_path / "run" / "report.html"
+    document = opened(path)
+    assert attribute(document, "errors") is None
+    assert attribute(document, "drawn") == "6"
+    # 5 of the loss (training, mean, validation, entropy, skipped), 2 + 3 in panels, 3 of the time
+    assert len(re.findall(r'<g class="trace scatter', document)) == 13
+    assert len(re.findall(r'<g class="trace bars', document)) == 2
+    assert len(re.findall(r'class="rank"', document)) == 4
+    buttons = {"Download plot as a PNG", "Zoom", "Pan", "Autoscale", "Reset axes"}
+    assert set(re.findall(r'data-title="([^"]*)"', document)) == buttons  # none that would share the data
+    assert "var(--" not in "".join(re.findall(r'<svg class="main-svg".*?</svg>', document, re.DOTALL))
+
+
+def test_the_browser_tells_of_a_request_and_of_an_error(tmp_path: Path) -> None:
+    """The checks of the test above can fail, and a diverged run without evaluations is drawn all the same."""
+    lines = [line for line in records(40, skip=()) if line["event"] == "step"]
+    for line in lines[20:]:
+        line.update(loss=math.nan, grad_norm=math.inf, mfu=None, hfu=None)
+    path = write_report(write_run(tmp_path / "run", lines))
+    planted = '<img src="http://example.invalid/a.png"><script>missing()</script></main>'
+    text = path.read_text().replace("</main>", planted, 1)
+    path.write_text(text.replace("</body>", f"<script>{READER}</script></body>"))
+    document = opened(path, width=400)
+    errors = attribute(document, "errors")
+    assert errors is not None
+    assert "refused to load http://example.invalid/a.png" in errors
+    assert "missing is not defined" in errors
+    assert attribute(document, "drawn") == "6"
+    assert attribute(document, "scale") == "log"
+    assert attribute(document, "range") == "5 15"
+    assert attribute(document, "near") == "1 2"
+    assert int(attribute(document, "width") or 0) <= 500  # Chromium makes no narrower window
+    assert attribute(document, "overflow") == "0"  # nothing sticks out to the right
+
+
+READER = """
+const plot = (name) => document.getElementById(name);
+setTimeout(async () => {
+  document.querySelector("[data-log=loss]").click();
+  await Plotly.relayout(plot("loss"), {"xaxis.range[0]": 5, "xaxis.range[1]": 15});
+  document.querySelector(".rank").dispatchEvent(new Event("mouseenter"));
+  setTimeout(() => Object.assign(document.documentElement.dataset, {
+    scale: plot("loss").layout.yaxis.type,
+    range: plot("time").layout.xaxis.range.join(" "),
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    width: innerWidth,
+    near: [...document.querySelectorAll(".near b")].map((rank) => rank.textContent).join(" "),
+  }), 500);
+}, 500);
+"""
+"""A reader who takes the log scale, zooms the loss, and points at rank 0."""
+
+
+def test_the_page_links_to_nothing(tmp_path: Path) -> None:
+    text = html_of(write_run(tmp_path / "run", records()))
+    assert not re.search(r"""\b(src|href|srcset|action)\s*=|@import|url\(""", text)
+    assert f'content="{POLICY}"' in text
+    assert text.index("Content-Security-Policy") < text.index("<style>") < text.index("<script")
+    assert "http" not in POLICY and "*" not in POLICY
+
+
+def test_figures_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", records()))
+    made = figures(run)
+    loss = {trace["name"]: trace for trace in made["loss"]["traces"]}
+    assert loss["training"]["y"] == [step.loss for step in run.steps]
+    assert (loss["validation"]["x"], loss["skipped"]["x"]) == ([50, 100, 150, 200], [61, 62])
+    assert loss["unigram entropy"]["y"] == [3.31, 3.31]
+    parts = zip(*(trace["y"] for trace in made["time"]["traces"]), strict=True)
+    for stacked, step in zip(parts, run.steps, strict=True):
+        assert sum(stacked) == pytest.approx(step.seconds)  # compute and exposed time make up the whole step
+    assert made["time"]["clipped"]  # the first step took five times as long
+    assert made["wire"]["traces"][0]["x"] == [3_407_872, 5_210_112]
+    assert made["wire"]["traces"][0]["marker"]["color"] == ["var(--axis-x)", "var(--axis-z)"]
+    shades = made["kept"]["traces"][0]["marker"]["color"]
+    assert [shade == "var(--strong)" for shade in shades] == [False, True, False]
+
+
+def test_key_figures(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", records()))
+    text = html_of(tmp_path / "run")
+    best = min(run.evaluations.values())
+    for shown in ("200 / 200", f"{best:.4g}", "3.31", "412 MiB", "3.25 MiB", "4.97 MiB", "410 k tokens, finished"):
+        assert shown in text, shown
+    assert text.count("MFU = model FLOPs per token") == 2  # as a tooltip and as a footnote
+    assert "5.6 MFLOP a token by the model, 7.1 MFLOP by the hardware" in text
+
+
+def test_text_from_files_is_escaped(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>\"'&"
+    lines = [*records(30), {"event": "skipped", "step": 9, "parameter": evil}, {"event": evil, "step": 3}]
+    lines[4]["wire_bytes"] = {evil: 7}
+    names = dict.fromkeys(("model", "device", "started", "torch", "fourfold", "recompute", "peak_flops_from"), evil)
+    folder = write_run(tmp_path / "run", lines, **names, kept_bytes={evil: 5})
+    (folder / "config.toml").write_text(evil)
+    text = html_of(folder)
+    assert "alert(1)" in text
+    assert "<script>alert" not in text
+    assert text.count("</script") == 4  # errors, figures, plotly, page
+    assert evil.encode() in (folder / "config.toml").read_bytes() and escape(evil) in text
+
+
+def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records()[:30], cut='{"event": "step", "step": 31, "lo')
+    text = html_of(folder)
+    assert "The last line of metrics.jsonl (line 31) is cut off and was left out." in text
+    assert "The run recorded no end" in text
+    assert "30 / 200" in text
+    assert "no evaluation" in text
+
+
+def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
+    first, again = records(30, skip=(28,))[:-1], records(40, skip=())[25:]
+    again[0]["loss"] = 1.25
+    folder = write_run(tmp_path / "run", [*first, {"event": "end", "step": 30, "reason": "stopped"}, *again])
+    run = read_run(folder)
+    assert [step.step for step in run.steps] == list(range(1, 41))
+    assert (run.steps[25].loss, run.end, run.skipped) == (1.25, "finished", {})
+    assert "5 logged steps were taken again after a resume" in " ".join(run.notes)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_none(tmp_path: Path, value: float) -> None:
+    """NaN and infinity anywhere give a gap, a mark and a note, never a page that cannot be read."""
+    lines = records(20)
+    lines[10].update(dict.fromkeys(("loss", "grad_norm", "seconds", "tokens_per_second", "mfu"), value))
+    lines[11].update(loss=None, wire_bytes=None, exposed_seconds={"x": value}, peak_memory_bytes=None)
+    lines.append({"event": "evaluation", "step": 15, "loss": value})
+    folder = write_run(tmp_path / "run", lines, unigram_entropy=value, peak_flops=None, flops_per_token=None)
+    run = read_run(folder)
+    assert [step.step for step in run.steps if step.diverged] == [11]
+    assert any("first at step 11" in note for note in run.notes)
+    assert any("validation loss of step 15" in note for note in run.notes)
+    data = re.search(r'id="figures">(.*?)</script>', html_of(folder)).group(1)  # type: ignore[union-attr]
+    assert not re.search(r"\b(NaN|Infinity)\b", data)
+    marks = [trace for trace in json.loads(data)["loss"]["traces"] if trace["name"] == "not finite"]
+    assert [trace["x"] for trace in marks] == [[11]]
+
+
+def test_a_run_without_a_step_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    text = html_of(write_run(tmp_path / "run", []))
+    assert "metrics.jsonl holds no step" in text
+    assert "Nothing recorded." in text
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is not a folder; give the folder"):
+        write_report(tmp_path / "nowhere")
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"not a run: it has no config.toml, metrics.jsonl; a run folder holds"):
+        write_report(tmp_path)
+    for name in FILES:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match="has no model and no grid"):
+        write_report(tmp_path)
+    (tmp_path / "run.json").write_text('{"model":')
+    with pytest.raises(ValueError, match="is not JSON"):
+        write_report(tmp_path)
+    with pytest.raises(ValueError, match=r"grid=.*grid axis x=0"):
+        write_report(write_run(tmp_path, [], grid={"x": 0}))
+
+
+def test_the_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run", records(5))
+    out = tmp_path / "page.html"
+    out.write_text("the old page")
+
+    def fails(self: Path, target: Path) -> Path:
+        raise OSError(f"cannot rename {self} to {target}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fails)
+        with pytest.raises(OSError, match="cannot rename"):
+            write_report(folder, out)
+    assert out.read_text() == "the old page"
+    assert write_report(folder, out) == out
+    assert out.read_text().endswith("</html>\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        write_report(folder, tmp_path / "missing" / "page.html")
+    with pytest.raises(IsADirectoryError, match="name the file to write"):
+        write_report(folder, tmp_path)
+
+
+def test_without_plotly_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)  # as if it were not installed
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'fourfold\[report\]'"):
+        write_report(write_run(tmp_path / "run", records(2)))
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2, y=3, z=2, data=2, order=("z", "x", "data", "y")), Shape(), Shape(z=64)])
+def test_every_rank_stands_at_its_coordinates(shape: Shape) -> None:
+    drawn = re.findall(r'data-coords="(\d+) (\d+) (\d+) (\d+)" title="rank (\d+):', draw_grid(shape))
+    assert sorted(int(rank) for *_, rank in drawn) == list(range(shape.world))
+    for *coords, rank in drawn:
+        assert shape.coords(int(rank)) == dict(zip(("x", "y", "z", "data"), map(int, coords), strict=True))
+
+
+def test_a_large_grid_shows_only_its_axes() -> None:
+    text = draw_grid(Shape(x=4, z=8, data=4))
+    assert "data-coords" not in text
+    assert all(part in text for part in ("x = 4", "z = 8", "data = 4", "128 ranks"))
+
+
+def test_thinning_keeps_spikes_and_marks(tmp_path: Path) -> None:
+    lines = records(3000, skip=())
+    lines[1234]["loss"] = 99.0
+    steps = read_run(write_run(tmp_path / "run", lines)).steps
+    drawn = thin(steps, 400)
+    assert len(drawn) <= 400
+    assert max(step.loss for step in drawn if step.loss is not None) == 99.0
+    assert [step.step for step in drawn] == sorted({step.step for step in drawn})
+    assert thin(steps, 3000) == steps
+
+
+def test_smoothing_does_not_lag_and_leaves_gaps() -> None:
+    slope = [float(place) for place in range(9)]
+    assert smooth(slope, 5) == pytest.approx(slope)
+    assert smooth([1.0, None, 4.0, math.nan, 1.0], 3) == pytest.approx([1.0, None, 2.0, None, 1.0])
+    assert smooth([0.0, 0.0, 5.0, 0.0, 0.0], 5)[2] == pytest.approx(1.0)
+
+
+def test_units() -> None:
+    assert [count(value) for value in (0, 12, 999.9, 1_234_567, None)] == ["0", "12", "1 k", "1.23 M", "\N{EN DASH}"]
+    assert [nbytes(value) for value in (512, 1536, 1 << 30)] == ["512 B", "1.5 KiB", "1 GiB"]
+    assert (percent(0.3141), percent(math.nan)) == ("31.4%", "\N{EN DASH}")
+    assert [duration(value) for value in (0.0213, 2.5, 75, 7320)] == ["21.3 ms", "2.5 s", "1 min 15 s", "2 h 02 min"]
