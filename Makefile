@@ -7,8 +7,12 @@ SOAK_START ?= 0
 
 .PHONY: demo test soak lint types clean
 
+demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: .venv/installed
-	@$(BIN)/python examples/demo.py --grid $(GRID)
+	@$(BIN)/fourfold train examples/demo.toml --grid $(GRID) --out $(RUN)
+	@$(BIN)/fourfold report $(RUN)
+	@echo && $(BIN)/fourfold sample $(RUN) --prompt 'import ' --tokens 120
+	@echo && echo 'Other grids: make demo GRID=z=4 (FSDP), GRID=x=4 (tensor parallelism), GRID=x=2,y=2, GRID=data=4 (DDP)'
 
 test: lint types
 	$(BIN)/python -m pytest

@@ -3,9 +3,10 @@
     python benchmarks/vs_plain_torch.py                                   # CPU or GPU, sizes to match
     python benchmarks/vs_plain_torch.py gpt-1.4b:8x2048 gpt-2.8b:4x2048   # model:rows x seq
 
-A step is forward, backward, clipping and AdamW. Both sides keep fp32 weights; on a GPU both compute in bf16 (plain
-torch by autocast) and both are compiled. Medians of interleaved rounds; MFU counts 6 FLOPs a matmul parameter and
-token and causal attention half. Peak memory is that of one side's step without what the other side holds.
+A step is forward, backward, clipping and AdamW. Both sides keep fp32 weights unless --weights bf16; on a GPU both
+compute in bf16 (plain torch by autocast) and both are compiled. Medians of interleaved rounds; MFU counts 6 FLOPs a
+matmul parameter and token and causal attention half. Peak memory is that of one side's step without what the other
+side holds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fourfold.cost.flops import PEAK_FLOPS, flops_per_token
 from fourfold.layout import Policy
 
 CPU_CASES = ["gpt-125m,layers=4,hidden=512,heads=8,kv_heads=8,head_dim=64,mlp_hidden=2048,vocab=8192:8x256"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GPU_CASES = ["gpt-1.4b:8x2048", "gpt-2.8b:4x2048"]
 
 
@@ -94,13 +96,14 @@ def timed(step: Callable[[], torch.Tensor], steps: int, device: torch.device) ->
 
 
 def plain_torch(config, tokens, targets, device, options) -> Side:
-    model = plain.Transformer(config).to(device)
+    model = plain.Transformer(config).to(device, DTYPES[options.weights])
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(model) if options.compile else model
-    half = torch.autocast(device.type, torch.bfloat16) if options.dtype == "bf16" else nullcontext()
+    casts = options.dtype != options.weights
+    half = torch.autocast(device.type, DTYPES[options.dtype]) if casts else nullcontext()
 
     def step() -> torch.Tensor:
         with half:
@@ -116,9 +119,8 @@ def plain_torch(config, tokens, targets, device, options) -> Side:
 
 def fourfold(config, tokens, targets, device, options) -> Side:
     grid = ff.Grid(device=device)
-    compute = torch.bfloat16 if options.dtype == "bf16" else None
-    policy = Policy(compute=compute, compile=options.compile, **options.policy)
-    model = ff.models.build(config, grid, policy=policy)
+    policy = Policy(compute=DTYPES[options.dtype], compile=options.compile, **options.policy)
+    model = ff.models.build(config, grid, policy=policy, dtype=DTYPES[options.weights])
     optimizer = ff.optim.AdamW(model, lr=1e-4)
 
     def step() -> torch.Tensor:
@@ -182,6 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", default=GPU_CASES if gpu else CPU_CASES, help="model[,field=N]:ROWSxSEQ")
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
+    parser.add_argument("--weights", choices=["bf16", "fp32"], default="fp32")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=gpu)
     parser.add_argument("--policy", type=json.loads, default={}, help='of ff.Policy as JSON: {"loss_chunk": 2048}')
     parser.add_argument("--rounds", type=int, default=7)

@@ -17,13 +17,13 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.grid import Grid, Shape
+from fourfold.train.launch import share_cores
 
 DEVICE = os.environ.get("FOURFOLD_TEST_DEVICE", "cpu")
 
@@ -114,8 +114,7 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_HOSTID"], os.environ["NCCL_IB_DISABLE"] = f"rank-{rank}", "1"
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank * len(cores) // world]})  # wake-ups across cores cost most of a message
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(world)
     backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
     while True:
@@ -138,15 +137,8 @@ def grid_of(shape: Shape) -> Grid:
         for grid in _last:
             grid.close()
         _last[:] = [Grid(**shape.sizes, order=shape.order, device=DEVICE)]
-        _calm_gloo()
+        share_cores()
     return _last[0]
-
-
-def _calm_gloo() -> None:
-    """gloo's socket threads spin for a while after each message; let them yield to the ranks."""
-    for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == "gloo_tcp_loop":
-            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
 
 
 class Largest(TorchDispatchMode):

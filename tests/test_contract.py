@@ -19,6 +19,7 @@ ORDER = [
     "ledger",
     "grid",
     "layout",
+    "local",
     "comm",
     "gradients",
     "product",
@@ -26,8 +27,12 @@ ORDER = [
     "models",
     "optim",
     "data",
+    "checkpoint",
     "compare",
     "cost",
+    "report",
+    "train",
+    "cli",
 ]
 """A file may import only from what stands before it. Folders count as one; inside them `INSIDE` holds."""
 
@@ -36,9 +41,15 @@ INSIDE = {
         "initial", "moment", "recompute", "layer", "linear", "norm", "loss",
         "embedding", "chunked", "dropout", "attention", "mlp", "__init__",
     ],
-    "models": ["sizes", "config", "transformer", "__init__"],
-    "data": ["__init__", "rows", "corpus"],
-    "cost": ["__init__", "share", "owed", "volume"],
+    "models": ["sizes", "config", "transformer", "generate", "__init__"],
+    "data": [
+        "__init__", "rows", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order", "samples",
+        "loader",
+    ],
+    "checkpoint": ["__init__", "index", "weights"],
+    "cost": ["__init__", "share", "owed", "volume", "flops", "kept"],
+    "report": ["units", "run", "figures", "ranks", "summary", "page", "__init__"],
+    "train": ["__init__", "schema", "config", "record", "meter", "progress", "launch", "loop", "command"],
 }  # fmt: skip
 
 

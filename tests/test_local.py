@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -228,8 +228,8 @@ def test_statistics_of_parts_of_a_vocabulary_merge_into_its_log_sum_exp() -> Non
 
 @cache
 def traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `local._compiled`, but without generating code: seconds less for each function."""
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
+    """As `local._compiled`, but for fixed shapes and without generating code: seconds less for each function."""
+    return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
 
 
 @pytest.fixture
@@ -246,43 +246,47 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def regions() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Every region with arguments."""
+    """The regions that a training step of one rank does not run, with arguments."""
     a, weight, bias, dout = norm_case("layer", 7)
     _, mean, rstd = local.layer_norm(a, weight, bias, EPS)
     means = local.norm_sums(dout, a, mean, rstd, weight)[0] / FEATURES
     logits, targets, _, scale = loss_case()
     lse = logits.logsumexp(1)
-    tables = draw(3, 1, 6).cos(), draw(3, 1, 6).sin()
     return [
-        (local.sum_tokens, (dout, torch.float64)),
         (local.layer_statistics, (a,)),
         (local.sum_of_squares, (a,)),
         (local.normalize, (a, mean, rstd, weight, bias)),
-        (local.layer_norm, (a, weight, bias, EPS)),
-        (local.rms_norm, (a, weight, EPS)),
+        (local.normalize, (a, None, rstd, weight, None)),
         (local.norm_sums, (dout, a, mean, rstd, weight)),
         (local.norm_da, (dout, a, mean, rstd, weight, means)),
-        (local.norm_backward, (dout, a, None, rstd, weight)),
-        (local.gelu, (a,)),
-        (local.swiglu, (a, dout)),
-        (local.rotate, (draw(2, 3, 4, 6), *tables)),
-        (local.loss_statistics, (logits, targets, 0, VOCAB)),
         (local.loss_statistics, (logits[:, :4], targets, 8, 3)),
         (local.loss_statistics, (logits[:, :4], targets, 11, 0)),
-        (local.dlogits, (logits, targets, lse, scale, 0, VOCAB)),
         (local.dlogits, (logits[:, :4], targets, lse, scale, 8, 3)),
         (local.dlogits, (logits[:, :4], targets, lse, scale, 11, 0)),
     ]
 
 
-def test_every_region_traces_as_one_graph_and_computes_the_same() -> None:
+def test_regions_between_collectives_trace_as_one_graph_and_compute_the_same() -> None:
     for function, args in regions():
         close(traced(function)(*args), function(*args))
 
 
+def test_a_region_takes_inputs_of_many_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, evaluation and generation differ in shapes, ranks and what needs gradients. torch compiles a
+    function 8 times by default and then, where it must be one graph, refuses."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # how often, not how well
+    compiled = local._compiled.__wrapped__(local.sum_of_squares)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for shape in ((3, 4), (1, 4), (2, 3, 4), (2, 3, 4, 4)):
+            a = torch.ones(shape, dtype=dtype)
+            assert torch.equal(compiled(a), local.sum_of_squares(a))
+
+
+# dynamo hides this warning about a step of its own, but not where warnings are errors
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 def test_a_compiled_training_step_computes_the_same(name: str, tracing: list[str]) -> None:
-    config = ff.models.config(name, layers=1, qk_norm=True)
+    config = ff.models.config(name, layers=1)
     tokens = torch.arange(32).view(2, 16) * 7 % config.vocab
     targets = tokens.roll(-1, 1).masked_fill(tokens % 5 == 0, -100)
     found = []
@@ -310,9 +314,14 @@ def test_a_dry_run_compiles_nothing(tracing: list[str]) -> None:
 # --- weights that are read together lie side by side
 
 
-def model_of(name: str = "llama-tiny", dtype: torch.dtype = torch.float64, **changes: Any) -> ff.models.Transformer:
-    config = ff.models.config(name, layers=1, bias=True, **changes)
-    return ff.models.build(config, Grid.alone("cpu"), dtype=dtype)
+@cache
+def one_rank() -> Grid:
+    return Grid.alone("cpu")
+
+
+def model_of(name: str = "llama-tiny", compute: torch.dtype | None = None) -> ff.models.Transformer:
+    config = ff.models.config(name, layers=1)
+    return ff.models.build(config, one_rank(), policy=Policy(compute=compute), dtype=torch.float64)
 
 
 def reads(model: ff.models.Transformer) -> list[list[Expand]]:
@@ -329,7 +338,10 @@ def joined_in_place(model: ff.models.Transformer) -> list[bool]:
         weights, bias = factor.gather()
         expected = torch.cat([local_of(layer.weight) for layer in layers])
         assert torch.equal(weights, expected.to(weights.dtype))
-        assert torch.equal(bias, torch.cat([local_of(layer.bias) for layer in layers]).to(weights.dtype))
+        if layers[0].bias is None:
+            assert bias is None
+        else:
+            assert torch.equal(bias, torch.cat([local_of(layer.bias) for layer in layers]))
         assert torch.equal(factor.gather_weights(), weights)
         found.append(weights.data_ptr() == first.data_ptr() == factor.gather_weights().data_ptr())
     return found
@@ -349,34 +361,49 @@ def outcome(model: ff.models.Transformer) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
-def test_weights_read_together_join_without_a_copy_also_after_training_and_loading(name: str) -> None:
-    model, other = model_of(name), model_of(name)
+def test_weights_read_together_join_without_a_copy_also_after_a_step(name: str) -> None:
+    model = model_of(name)
+    before = joined_weights(model)
     assert joined_in_place(model) == [True, True]
     optimizer = AdamW(model, lr=1e-2)
     model(TOKENS, TOKENS).backward()
     optimizer.step()
     assert joined_in_place(model) == [True, True]
-    other.load_state_dict(model.state_dict())
-    assert joined_in_place(other) == [True, True]
-    for a, b in zip(outcome(other)[1], outcome(model)[1], strict=True):
-        assert torch.equal(a, b)
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(joined_weights(model), before, strict=True))
+
+
+def joined_weights(model: ff.models.Transformer) -> list[Tensor]:
+    return [join(layers).gather_weights().clone() for layers in reads(model)]
+
+
+def test_loaded_weights_still_join_without_a_copy() -> None:
+    model, other = model_of(), model_of()
+    with torch.no_grad():
+        for layer in reads(other)[0]:
+            local_of(layer.weight).mul_(2)
+    attention = model.layers[0].attention
+    attention.load_state_dict(other.layers[0].attention.state_dict())
+    assert joined_in_place(model) == [True, True]
+    assert torch.equal(joined_weights(model)[0], joined_weights(other)[0])
 
 
 def test_weights_that_moved_apart_are_copied_together_and_compute_the_same() -> None:
-    model = model_of(dtype=torch.float32).to(torch.float64)
-    expected = model_of(dtype=torch.float32)
-    assert joined_in_place(model) == [False, False]
-    loss, gradients = outcome(model)
-    torch.testing.assert_close(loss.float(), outcome(expected)[0])
-    for found, gradient in zip(gradients, outcome(expected)[1], strict=True):
-        torch.testing.assert_close(found.float(), gradient, rtol=1e-4, atol=1e-6)  # fp32 of a few hundred terms
     apart, together = model_of(), model_of()
-    for layers in reads(apart):
-        local_parts = [layer.weight for layer in layers[1:]]
-        for parameter in local_parts:
-            parameter._local_tensor = local_of(parameter).clone()
+    moved, stays = apart.layers[0].attention.k, together.layers[0].attention.k
+    moved.to(torch.float32).to(torch.float64)  # rounds and moves it
+    with torch.no_grad():
+        local_of(stays.weight).copy_(local_of(moved.weight))
+    gate = apart.layers[0].mlp.gate.weight
+    gate._local_tensor = local_of(gate).clone()
     assert joined_in_place(apart) == [False, False]
+    assert joined_in_place(together) == [True, True]
     torch.testing.assert_close(outcome(apart), outcome(together), rtol=0, atol=0)
+
+
+def test_weights_that_are_cast_are_joined_before_the_cast() -> None:
+    model = model_of(compute=torch.bfloat16)
+    assert joined_in_place(model) == [False, False]
+    assert join(reads(model)[0]).gather()[0].dtype == torch.bfloat16
 
 
 def test_a_copy_of_a_model_computes_the_same_and_shares_nothing_with_it() -> None:
@@ -389,7 +416,24 @@ def test_a_copy_of_a_model_computes_the_same_and_shares_nothing_with_it() -> Non
         for parameter in other.parameters():
             local_of(parameter).zero_()
     torch.testing.assert_close(outcome(model), expected, rtol=0, atol=0)
-    copy.deepcopy(model.state_dict())
+
+
+def test_a_model_with_gradients_can_be_copied() -> None:
+    model = model_of()
+    model(TOKENS, TOKENS).backward()
+    for found, expected in zip(copy.deepcopy(model).parameters(), model.parameters(), strict=True):
+        assert torch.equal(local_of(found), local_of(expected))
+        assert torch.equal(local_of(found.grad), local_of(expected.grad))
+
+
+def test_a_state_dict_can_be_copied() -> None:
+    model = model_of()
+    kept = copy.deepcopy(model.state_dict())
+    before = {name: local_of(p).detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_of(parameter).zero_()
+    assert all(torch.equal(local_of(kept[name]), value) for name, value in before.items())
 
 
 def test_only_neighbours_in_one_memory_lie_side_by_side() -> None:

@@ -28,7 +28,7 @@ SEED = 5
 LENGTHS = ((5, 6), (11,), (1, 1, 9), (3, 7, 1))
 """Documents of each row. Cuts of 44 tokens over x=2 and x=3, and of 22 over x=2, fall inside some of them."""
 SEQ = sum(LENGTHS[0])
-SMALL = dict(layers=2, hidden=24, head_dim=8, mlp_hidden=24, vocab=29, seq=16)
+SMALL = dict(layers=1, hidden=24, head_dim=8, mlp_hidden=24, vocab=29, seq=16)
 GPT = ff.models.config("gpt-tiny", **SMALL)
 LLAMA = ff.models.config("llama-tiny", **SMALL, kv_heads=3, qk_norm=True)
 """3 KV heads for 24: x or y of 2 cuts through them or leaves ranks without one of their own."""

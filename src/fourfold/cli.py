@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import __version__
+from fourfold.grid import FailedElsewhereError
 
-USER_ERRORS = (ValueError, OSError, ImportError)
+USER_ERRORS = (ValueError, OSError, ImportError, FailedElsewhereError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ Invariant: the order of summation depends on shapes and ranks only, so equal cal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -44,15 +44,14 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         if self._finish is not None:
-            with _named(self._record), self._timed():
+            if self._record is None or self._grid is None:
                 self._result = self._finish()
+            else:
+                on_gpu = self._grid.device.type == "cuda"
+                with _named(self._record), self._grid.ledger.waiting(self._record.axis, on_gpu=on_gpu):
+                    self._result = self._finish()
             self._finish = None  # lets go of the buffers that only the flight needed
         return self._result  # type: ignore[return-value]
-
-    def _timed(self) -> AbstractContextManager[None]:
-        if self._record is None or self._grid is None:
-            return nullcontext()
-        return self._grid.ledger.waiting(self._record.axis, on_gpu=self._grid.device.type == "cuda")
 
 
 def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:

@@ -75,7 +75,9 @@ class Gradients:
         self.parameters = dict(parameters)
         self.policy = policy
         self.accumulating = False
-        self._owes = {parameter: spec.owes for parameter, spec in self.parameters.values()}
+        self._owed = {p: (spec.owes, spec_like(p, owes=spec.owes)) for p, spec in self.parameters.values()}
+        cut = policy.shard_optimizer
+        self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
         self._in_pass: int | None = None  # the backward pass whose end will call _finish
 
@@ -85,8 +87,8 @@ class Gradients:
         if this_pass != self._in_pass:  # by its number: a pass that failed has dropped its callback
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             self._in_pass = this_pass
-        owes = self._owes.get(parameter)
-        if owes is None:
+        owed = self._owed.get(parameter)
+        if owed is None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} was replaced after the model was built; "
                 "change parameters in place (load_state_dict without assign=True)"
@@ -96,8 +98,8 @@ class Gradients:
             local_of(before).add_(gradient)
             return
         if before is not None:
-            self._add_complete(gradient, local_of(before), owes)
-        parameter.grad = like_parameter(gradient, parameter, owes=owes)
+            self._add_complete(gradient, local_of(before), owed[0])
+        parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)  # from_local takes a millisecond
 
     def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
         """Add an earlier pass's sum to a part that will be summed again, so that the sum counts it once: the
@@ -141,7 +143,8 @@ class Gradients:
                 comm.all_reduce_together(sums, self.grid, axis, label=bucket.label).wait()
         for parameter, gradient, total in zip(parameters, own, sums, strict=True):
             if gradient is not None:
-                parameter.grad = like_parameter(total, parameter, cut_over_replicas=cut)
+                parameter.grad._local_tensor = own_storage(total)  # type: ignore[union-attr]
+                parameter.grad._spec = self._complete[parameter]  # type: ignore[union-attr]
 
     def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> list[Tensor]:
         """This replica's rows of each sum."""
@@ -239,19 +242,27 @@ def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Par
     return [(parameter, local_of(gradient)) for parameter, gradient in found]
 
 
-def like_parameter(
-    local: Tensor, parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False
-) -> DTensor:
-    """A DTensor over this local tensor that lies as the parameter does, still owed over some axes, or cut
-    over replicas too."""
+def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False) -> DTensorSpec:
+    """How a gradient lies that lies as the parameter does, still owed over some axes, or cut over replicas too."""
     spec: DTensorSpec = parameter._spec  # type: ignore[attr-defined]
-    if owes or cut_over_replicas:
-        placements = dict(zip(AXES, spec.placements, strict=True))
-        placements |= dict.fromkeys(owes, Partial())
-        if cut_over_replicas:
-            placements[REPLICA] = Shard(0)
-        spec = DTensorSpec(spec.mesh, tuple(placements.values()), spec.tensor_meta)
-    return DTensor(local, spec, requires_grad=False)  # DTensor.from_local takes a millisecond
+    placements = dict(zip(AXES, spec.placements, strict=True))
+    placements |= dict.fromkeys(owes, Partial())
+    if cut_over_replicas:
+        placements[REPLICA] = Shard(0)
+    return DTensorSpec(spec.mesh, tuple(placements.values()), spec.tensor_meta)
+
+
+def own_storage(local: Tensor) -> Tensor:
+    """The same memory in a storage that begins with it.
+
+    A DTensor takes over its local tensor's offset, and with one torch's deepcopy mistakes it for a tensor that has
+    memory of its own.
+    """
+    if local.is_meta or local.storage_offset() == 0:
+        return local
+    storage = local.untyped_storage()
+    rest = storage[local.storage_offset() * local.element_size() : storage.nbytes()]
+    return local.new_empty(0).set_(rest, 0, local.shape, local.stride())  # type: ignore[arg-type]
 
 
 def is_owed(gradient: Tensor) -> bool:

@@ -30,6 +30,10 @@ AXES = ("x", "y", "z", "data")
 """Every axis, outermost cut of a tensor first."""
 
 
+class FailedElsewhereError(RuntimeError):
+    """Another rank could not do its part; the message says which and why."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of the axes and the order in which ranks walk them (fastest-varying axis first).
@@ -201,7 +205,7 @@ class Grid:
         if self.shape.world > 1:
             verdict = _decide("" if fault is None else f"{type(fault).__name__}: {fault}", _first_fault)
             if fault is None and verdict:
-                raise RuntimeError(f"{what} failed on {verdict}")
+                raise FailedElsewhereError(f"{what} failed on {verdict}")
         if fault is not None:
             raise fault
 

@@ -22,6 +22,8 @@ def region(function: Callable[..., Any], like: Tensor, *, compiled: bool) -> Cal
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # One norm serves rows and heads, training and evaluation, several batches: more kinds of input than torch's 8.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(function, fullgraph=True)
 
 
@@ -67,6 +69,12 @@ def rms_norm(a: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return normalize(a, None, rstd, weight, None), rstd
 
 
+def norm_weight_sums(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """dw and db, sums over tokens."""
+    wide, tokens = widen(dout), tuple(range(a.dim() - 1))
+    return (wide * _unit(a, mean, rstd)).sum(tokens), wide.sum(tokens)
+
+
 def norm_sums(
     dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,8 +84,7 @@ def norm_sums(
     over_features = [(g * unit).sum(-1, keepdim=True)]
     if mean is not None:
         over_features.append(g.sum(-1, keepdim=True))
-    tokens = tuple(range(a.dim() - 1))
-    return torch.stack(over_features), (wide * unit).sum(tokens), wide.sum(tokens)
+    return torch.stack(over_features), *norm_weight_sums(dout, a, mean, rstd)
 
 
 def norm_da(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, means: Tensor) -> Tensor:

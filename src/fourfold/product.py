@@ -16,7 +16,7 @@ stands, which mode is on, or how large an axis is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,7 @@ class Site:
     label: str
 
     def named(self, label: str) -> Site:
-        return replace(self, label=label)
+        return Site(self.grid, self.policy, self.tokens, label)
 
     @property
     def sharded(self) -> bool:
@@ -203,7 +203,7 @@ class Unit:
 
     def only(self, members: Sequence[Member]) -> Unit:
         """A part of the unit, under the same label."""
-        return replace(self, members=tuple(members))
+        return Unit(self.grid, self.policy, self.gradients, self.label, tuple(members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,13 +278,14 @@ class Factor:
 def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
     """The tensors joined along dim 0 without a copy, if they follow each other in one piece of memory."""
     first = parts[0].detach()
-    expected = first.storage_offset()
+    expected = first.data_ptr()
     for part in parts:
-        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != expected:
+        if part.data_ptr() != expected or not part.is_contiguous():
             return None
-        if not part.is_contiguous():
-            return None
-        expected += part.numel()
+        expected += part.nbytes
+    storage = first.untyped_storage()
+    if expected > storage.data_ptr() + storage.nbytes():
+        return None  # neighbours by chance
     return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
 
 

@@ -78,7 +78,7 @@ def write_tensors(tensors: Tensors, grid: Grid, folder: str | os.PathLike[str]) 
     place = _Place(Path(folder).resolve())
     grid.agree("the folder to write", str(place.target))
     on_first = grid.rank == 0
-    failure = f"cannot write {place.target}"
+    failure = f"writing {place.target}"
     # Rank 0 makes the folder before anyone writes, and shows it when everyone has: each line ends in agreement.
     _together(grid, place.prepare if on_first else _nothing, failure)
     try:
@@ -94,8 +94,8 @@ def read_tensors(tensors: Tensors, grid: Grid, folder: str | os.PathLike[str]) -
     """Read tensors in place from a folder; see `load_weights`."""
     source = Path(folder).resolve()
     grid.agree("the folder to read", str(source))
-    reads = _together(grid, lambda: _plan(tensors, grid, source), f"cannot read {source}")
-    _together(grid, lambda: _copy(tensors, source, reads), f"reading {source} broke off with tensors half changed")
+    reads = _together(grid, lambda: _plan(tensors, grid, source), f"reading {source}")
+    _together(grid, lambda: _copy(tensors, source, reads), f"reading {source}, with tensors half changed by then,")
 
 
 def _together(grid: Grid, act: Callable[[], T], failure: str) -> T:
@@ -105,13 +105,9 @@ def _together(grid: Grid, act: Callable[[], T], failure: str) -> T:
         result = act()
     except Exception as error:
         fault = error
-    try:
-        grid.agree("the outcome", "done" if fault is None else f"{type(fault).__name__}: {fault}")
-    except ValueError as verdict:
-        raise OSError(f"{failure}: {verdict}") from fault
-    if fault is not None:  # the same one on every rank
-        fault.add_note(failure)
-        raise fault
+    if fault is not None:
+        fault.add_note(f"{failure} failed")
+    grid.together(failure, fault)
     return result  # type: ignore[return-value]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fourfold.gradients import Gradients
+from fourfold.gradients import Gradients, own_storage
 from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec
 from fourfold.nn.initial import fill_
@@ -132,4 +132,4 @@ def _parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     lies = DTensorSpec(
         grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
-    return nn.Parameter(DTensor(local, lies, requires_grad=False))
+    return nn.Parameter(DTensor(own_storage(local), lies, requires_grad=False))

@@ -97,7 +97,7 @@ def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tupl
         found = logp.gather(1, targets.masked_fill(masked, 0)[:, None])[:, 0]
         return logp, None, -found.masked_fill(masked, 0).sum().double()
     statistics = local.region(local.loss_statistics, logits, compiled=vocabulary.compiled)
-    stats = statistics(logits, targets, vocabulary.ids.start, len(vocabulary.ids))
+    stats = statistics(logits.detach(), targets, vocabulary.ids.start, len(vocabulary.ids))
     top, total, target = merge(stats, vocabulary)
     lse = top + total.log()
     return logits, lse, (lse - target).masked_fill(masked, 0).sum().double()

@@ -41,7 +41,8 @@ class NormSpec:
         return self.axis is None or self.unit.grid.size(self.axis) == 1
 
     def run(self, function: Callable[..., Any], a: Tensor, *args: Any) -> Any:
-        return local.region(function, a, compiled=self.unit.policy.compile)(a, *args)
+        # detached: what is computed in a function of its own needs no variant for tensors that want gradients
+        return local.region(function, a, compiled=self.unit.policy.compile)(a.detach(), *args)
 
     def sum(self, parts: Tensor) -> Tensor:
         return comm.all_reduce(parts, self.unit.grid, self.axis or "y", label=self.unit.label, owned=True).wait()
@@ -75,12 +76,17 @@ class NormSpec:
         """da, dw, db."""
         if not self._fused(a):
             return self.run(local.norm_backward, dout, a, mean, rstd, weight)
+        wide = a.dtype.itemsize >= 4  # in half precision the kernel would round the sums over tokens
         if mean is None:
             backward = torch.ops.aten._fused_rms_norm_backward
-            da, dw = backward(dout, a, [a.shape[-1]], rstd, weight, [True, True])
-            return da, dw, None
-        backward = torch.ops.aten.native_layer_norm_backward
-        return backward(dout, a, [a.shape[-1]], mean, rstd, weight, weight, [True, True, True])
+            da, dw = backward(dout, a, [a.shape[-1]], rstd, weight, [True, wide])
+            db = None
+        else:
+            backward = torch.ops.aten.native_layer_norm_backward
+            da, dw, db = backward(dout, a, [a.shape[-1]], mean, rstd, weight, weight, [True, wide, wide])
+        if not wide:
+            dw, db = local.norm_weight_sums(dout, a, mean, rstd)
+        return da, dw, db
 
     def _fused(self, a: Tensor) -> bool:
         """Whether torch's kernel is used: not for half precision on the CPU, whose statistics it would round."""

@@ -124,10 +124,7 @@ def join(config: Config, device: str) -> tuple[Grid, Config]:
     config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
     grid = place(config.grid.shape, device)
     if device == "cpu":
-        env = os.environ
-        local_rank = int(env.get("LOCAL_RANK") or env.get("SLURM_LOCALID") or 0)
-        local_ranks = int(env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or 1)
-        share_cores(local_rank, local_ranks)
+        share_cores()
     return grid, config
 
 

@@ -6,6 +6,7 @@ The agent watches the ranks: when one fails or dies it ends the others, and the 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+RANK = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch is imported Ctrl-C ends it without a traceback
+from fourfold.cli import main
+sys.exit(main())
+"""
+"""The program of a rank."""
 INTERRUPTED = 130
 STARTED_BY_US = "FOURFOLD_LAUNCHED"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -35,11 +43,14 @@ def launch(ranks: int, arguments: Sequence[str], errors: IO[str]) -> int:
     """Run `fourfold` with these arguments on that many local ranks; returns the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ[STARTED_BY_US] = "1"
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what the agent has to say is said below
     config = LaunchConfig(
         1, 1, ranks, run_id="fourfold", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "fourfold.cli", *arguments)
+        elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
     except ChildFailedError as failed:
         rank, failure = first_cause(failed.failures)
         if failure.exitcode != INTERRUPTED:
@@ -83,32 +94,35 @@ def report_failure(message: str) -> None:
 
 
 def listen_to_signals() -> None:
-    """SIGTERM ends a run as Ctrl-C does. Where an agent watches the ranks it alone hears Ctrl-C."""
+    """SIGTERM ends a run as Ctrl-C does; once is enough, though terminal and agent may both send it."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
-    if "RANK" in os.environ:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share_cores(local_rank: int, local_ranks: int) -> None:
+def share_cores() -> None:
     """Let ranks on the CPU of one machine share its cores well, once their process groups are there.
 
     gloo's socket threads spin for milliseconds after each message. With more ranks than cores they take the time
     that the ranks need, and wake-ups across cores cost most of a message: each rank stays on a core of its own, and
     the threads of gloo yield.
     """
-    torch.set_num_threads(max(1, cores() // local_ranks))
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     if local_ranks <= 1 or not Path("/proc/self/task").exists():
         return
-    if local_ranks >= cores():
-        mine = sorted(os.sched_getaffinity(0))
+    mine = sorted(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, len(mine) // local_ranks))
+    if 1 < len(mine) <= local_ranks:
         os.sched_setaffinity(0, {mine[local_rank * len(mine) // local_ranks]})
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "gloo_tcp_loop":

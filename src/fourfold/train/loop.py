@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,10 @@ def begin(run: Run, sinks: Callable[[], Sequence[Sink]]) -> None:
     fault = None
     if run.grid.rank == 0:
         try:
+            if run.config.train.save and find_spec("safetensors") is None:
+                raise ImportError(
+                    "writing weights needs the package safetensors: pip install 'fourfold[train]', or train.save=false"
+                )
             start_folder(run.out)
             write_text(run.out / "config.toml", run.config.toml())
             write_json(run.out / "run.json", run.facts())

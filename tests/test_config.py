@@ -1,0 +1,413 @@
+"""Configs: every key is checked by name, TOML and `--set` say the same, and `resolve` leaves nothing open."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import models
+from fourfold.cli import grid, parser, setting
+from fourfold.train.config import (
+    Config,
+    DataSection,
+    GridSection,
+    LogSection,
+    OptimizerSection,
+    SourceSection,
+    TrainSection,
+    read_config,
+    resolve,
+)
+from fourfold.train.schema import parse, to_table
+
+SECTIONS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
+SOURCE = "data.sources[0]"
+
+WHOLE, NUMBER, FLAG, TEXT = "a whole number", "a number", "true or false", "a text"
+DTYPES = '"fp32", "bf16", "fp64"'
+
+KEYS: dict[str, tuple[Any, Any, str]] = {
+    "model.name": ("llama-tiny", 7, TEXT),
+    **{
+        f"model.{name}": (12, 1.5, WHOLE)
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp_hidden", "vocab", "seq")
+    },
+    "model.norm": ("rms", "rmss", '"layer", "rms"'),
+    "model.mlp": ("gelu", "swigloo", '"gelu", "swiglu"'),
+    "model.positions": ("rope", "ropes", '"learned", "rope"'),
+    "model.rope_theta": (5e5, "5e5", NUMBER),
+    **{f"model.{name}": (True, 1, FLAG) for name in ("bias", "tied", "qk_norm")},
+    "model.dropout": (0.1, False, NUMBER),
+    "model.norm_eps": (1e-6, [1e-6], NUMBER),
+    **{f"grid.{axis}": (2, "2", WHOLE) for axis in ("x", "y", "z", "data")},
+    "grid.order": (["z", "x", "y", "data"], ["z", "x", "y", "date"], '"x", "y", "z", "data"'),
+    "policy.dtype": ("fp64", "fp46", f'"auto", {DTYPES}'),
+    "policy.reduce": ("bf16", "bf61", DTYPES),
+    "policy.activations": ("replicated", "replicate", '"sharded", "replicated"'),
+    "policy.recompute": ("block", "blocks", '"none", "attention", "block"'),
+    **{f"policy.{name}": (True, "true", FLAG) for name in ("keep_gathered", "keep_weights", "shard_optimizer")},
+    "policy.loss_chunk": (64, 64.0, WHOLE),
+    "policy.bucket_bytes": (1 << 20, True, WHOLE),
+    "policy.compile": (False, "autos", '"auto"'),
+    "data.sources": ([{"path": "a.txt"}], "a.txt", "a list"),
+    "data.tokenizer": ("tokenizer.json", 256, TEXT),
+    "data.documents": (True, 1, FLAG),
+    "data.held_out": (0, "0.1", NUMBER),
+    f"{SOURCE}.path": ("standard-library", 3, TEXT),
+    f"{SOURCE}.weight": (2, "2", NUMBER),
+    f"{SOURCE}.eod": (0, 0.5, WHOLE),
+    **{f"batch.{name}": (4, 4.5, WHOLE) for name in ("rows", "seq")},
+    "batch.micro_steps": (4, True, WHOLE),
+    "optimizer.rate": (1e-4, "1e-4", NUMBER),
+    "optimizer.warmup": (0, 0.1, WHOLE),
+    "optimizer.schedule": ("stable", "stabel", '"cosine", "stable", "constant"'),
+    **{f"optimizer.{name}": (0.5, None, NUMBER) for name in ("decay", "floor", "beta1", "beta2", "eps")},
+    "optimizer.weight_decay": (0, True, NUMBER),
+    "optimizer.clip": (float("inf"), "inf", NUMBER),
+    "optimizer.base_rows": (256, 2.5, WHOLE),
+    "train.steps": (7, "7", WHOLE),
+    "train.seed": (3, 3.0, WHOLE),
+    "train.out": ("runs/a", 5, TEXT),
+    **{f"train.{name}": (1, [1], WHOLE) for name in ("evaluate_every", "evaluate_batches", "max_skipped")},
+    "train.save": (False, "no", FLAG),
+    "log.tensorboard": (True, "yes", '"auto"'),
+    "log.wandb": ("project", True, TEXT),
+    "log.peak_flops": (1e15, "1e15", NUMBER),
+}
+"""A value that is right, one of the wrong type or spelling, and what the error must offer."""
+
+
+def table_of(key: str, value: Any) -> dict[str, Any]:
+    """The nested table that has this one key."""
+    if key.startswith(f"{SOURCE}."):
+        name = key.rpartition(".")[2]
+        return {"data": {"sources": [{"path": "a.txt", name: value}]}}
+    section, _, name = key.partition(".")
+    return {section: {name: value}}
+
+
+def value_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    if key.startswith(f"{SOURCE}."):
+        return getattr(config.data.sources[0], key.rpartition(".")[2])
+    return getattr(getattr(config, section), name)
+
+
+def test_the_table_above_has_every_key() -> None:
+    keys = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in dataclasses.fields(section)}
+    keys |= {f"{SOURCE}.{field.name}" for field in dataclasses.fields(SourceSection)}
+    assert keys == set(KEYS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_takes_what_is_right_and_names_what_is_not(key: str) -> None:
+    right, wrong, allowed = KEYS[key]
+    found = value_of(parse(Config, table_of(key, right)), key)
+    if key == "data.sources":
+        assert found == (SourceSection("a.txt"),)
+    else:
+        assert (list(found) if isinstance(found, tuple) else found) == right
+    with pytest.raises(ValueError, match=r"it (must be|is one of)") as caught:
+        parse(Config, table_of(key, wrong))
+    message = str(caught.value)
+    assert key in message  # by its full path
+    assert allowed in message
+    assert not isinstance(wrong, str) or wrong in message
+    if allowed.startswith('"') and key not in ("policy.compile", "log.tensorboard"):
+        assert "did you mean" in message
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_misspelt_key_is_named_with_its_nearest_spelling(key: str) -> None:
+    wrong = key + key[-1]
+    with pytest.raises(ValueError, match="unknown key") as caught:
+        parse(Config, table_of(wrong, KEYS[key][0]))
+    name = key.rpartition(".")[2]
+    assert f"unknown key {wrong} (did you mean {name!r}?); {key.rpartition('.')[0]} has " in str(caught.value)
+
+
+def test_an_unknown_section_is_named_and_the_others_listed() -> None:
+    with pytest.raises(ValueError, match=r"unknown key optimiser \(did you mean 'optimizer'\?\); it has model, grid"):
+        parse(Config, {"optimiser": {"rate": 1.0}})
+    with pytest.raises(ValueError, match=r"'batsh.rows' is no key \(did you mean 'batch'\?\).*sections are model,"):
+        read_config(None, [("batsh.rows", 4)])
+    for key in ("rows", "batch"):
+        with pytest.raises(ValueError, match=r"is no key.*write section.key=value"):
+            read_config(None, [(key, 4)])
+    with pytest.raises(ValueError, match="batch is 3; it must be a table"):
+        parse(Config, {"batch": 3})
+
+
+def test_model_has_the_fields_of_the_models_and_a_name() -> None:
+    ours = [field.name for field in dataclasses.fields(SECTIONS["model"])]
+    assert ours == ["name", *(field.name for field in dataclasses.fields(models.Config))]
+    assert parse(Config, {"model": {"name": "llama-tiny", "layers": 5}}).model.build() == models.config(
+        "llama-tiny", layers=5
+    )
+
+
+SENSELESS: list[tuple[str, Any, str]] = [
+    ("batch.rows", 0, "rows=0 must be at least 1"),
+    ("batch.seq", -1, "seq=-1 must be at least 1"),
+    ("batch.micro_steps", 3, r"rows=16 cannot be cut into micro_steps=3"),
+    ("data.sources", [], "sources is empty"),
+    ("data.sources", [{"path": "a", "weight": 0.0}], "weight"),
+    ("data.sources", [{"weight": 1.0}], "path"),
+    ("data.held_out", 1.0, "held_out=1.0 must be"),
+    ("data.held_out", float("nan"), "held_out=nan must be"),
+    ("grid.x", 0, "x"),
+    ("grid.z", -2, "z=-2"),
+    ("grid.order", ["x", "x", "y", "z"], "order.*must name each axis once"),
+    ("log.peak_flops", -1.0, "peak_flops"),
+    ("model.heads", 7, "heads=7"),
+    ("model.layers", 0, "layers=0 must be at least 1"),
+    ("model.name", "gpt-tinny", r"no model 'gpt-tinny' \(did you mean 'gpt-tiny'\?\)"),
+    ("model.seq", 0, "seq=0"),
+    ("optimizer.base_rows", 0, "base_rows"),
+    ("optimizer.beta1", 2.0, "beta1"),
+    ("optimizer.clip", 0.0, "clip=0.0 must be above 0"),
+    ("optimizer.clip", float("nan"), "clip=nan must be above 0"),
+    ("optimizer.decay", 0.0, "decay=0.0 must be above 0"),
+    ("optimizer.eps", -1.0, "eps"),
+    ("optimizer.floor", 2.0, "floor=2.0"),
+    ("optimizer.rate", float("nan"), "rate"),
+    ("optimizer.rate", -1.0, "rate"),
+    ("optimizer.warmup", -1, "warmup=-1"),
+    ("optimizer.weight_decay", -0.1, "weight_decay"),
+    ("policy.bucket_bytes", 0, "bucket_bytes=0"),
+    ("policy.loss_chunk", -1, "loss_chunk=-1"),
+    ("train.evaluate_batches", 0, "evaluate_batches=0 must be at least 1"),
+    ("train.evaluate_every", -1, "evaluate_every=-1 must be at least 0"),
+    ("train.max_skipped", 0, "max_skipped=0 must be at least 1"),
+    ("train.steps", 0, "steps=0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), SENSELESS)
+def test_what_makes_no_sense_is_refused_before_anything_starts(key: str, value: Any, message: str) -> None:
+    """By the time a config is resolved: not in the middle of a run, and not by another error than ValueError."""
+    with pytest.raises(ValueError, match=message) as caught:
+        resolved = resolve(read_config(None, [(key, value)]), 1, on_gpu=False, memory_bytes=1 << 34)
+        _ = resolved.schedule.at(1)
+    assert "__init__" not in str(caught.value)
+
+
+# --- TOML and the command line
+
+
+def random_value(draw: random.Random, key: str) -> Any:
+    right, _, allowed = KEYS[key]
+    if isinstance(right, bool):
+        return draw.random() < 0.5
+    if isinstance(right, float):
+        return draw.choice([1e-08, 0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 2.0])
+    if isinstance(right, int):
+        return draw.choice([1, 2, 3, 1 << 40])
+    if allowed == TEXT:
+        letters = "aZ0 .-_/\\\"'#=[]{}\n\t\r\0\x1b\u2028éß猫😀"
+        return "".join(draw.choices(letters, k=draw.randrange(12)))
+    return right
+
+
+def random_config(draw: random.Random) -> Config:
+    table: dict[str, Any] = {}
+    for key in KEYS:
+        if draw.random() < 0.5 and not key.startswith("data.sources") and key != "batch.micro_steps":
+            section, _, name = key.partition(".")
+            table.setdefault(section, {})[name] = random_value(draw, key)
+    table.setdefault("data", {})["held_out"] = draw.choice([0.0, 1e-08, 0.999])
+    table.setdefault("optimizer", {})["clip"] = draw.choice([float("inf"), 1e-08, 3.0])
+    table["data"]["sources"] = [
+        {name: random_value(draw, f"{SOURCE}.{name}") for name in ("path", "weight", "eod")[: draw.randrange(1, 4)]}
+        for _ in range(draw.randrange(1, 4))
+    ]
+    return parse(Config, table)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_toml_reads_back_as_it_was(seed: int) -> None:
+    config = random_config(random.Random(seed))
+    assert parse(Config, tomllib.loads(config.toml())) == config
+    assert parse(Config, to_table(config)) == config
+
+
+def test_toml_takes_every_character() -> None:
+    config = replace(Config(), train=TrainSection(out="".join(map(chr, range(0x2100)))))
+    assert parse(Config, tomllib.loads(config.toml())) == config
+
+
+def test_a_file_reads_back_and_the_command_line_wins(tmp_path: Path) -> None:
+    config = replace(
+        Config(),
+        grid=GridSection(x=2, z=2, order=("z", "x", "y", "data")),
+        data=DataSection(sources=(SourceSection("a"), SourceSection('b "c"\n猫', 0.5, 3))),
+        train=TrainSection(out="ünï", steps=5),
+        optimizer=OptimizerSection(clip=float("inf"), eps=1e-08),
+        log=LogSection(tensorboard=False, peak_flops=1e15),
+    )
+    path = tmp_path / "c.toml"
+    path.write_text(config.toml(), encoding="utf-8")
+    assert read_config(path) == config
+    changed = read_config(path, [("train.steps", 9), ("data.sources", [{"path": "d"}])])
+    assert changed == replace(
+        config, train=TrainSection(out="ünï", steps=9), data=DataSection(sources=(SourceSection("d"),))
+    )
+    # another grid is another grid: no axis of the file's remains
+    other = read_config(path, [("grid.y", 2)], forget_grid=True)
+    assert (other.grid.shape.sizes, other.grid.order) == ({"x": 1, "y": 2, "z": 1, "data": 1}, ("z", "x", "y", "data"))
+    assert read_config(path, forget_grid=True).grid.auto
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no config .*absent\.toml"):
+        read_config(tmp_path / "absent.toml")
+    path = tmp_path / "c.toml"
+    for content, message in (
+        (b"batch = [", "is no TOML"),
+        (b"\xff\xfe", "is no TOML"),
+        (b"[batch]\nrow = 3\n", r"unknown key batch.row \(did you mean 'rows'\?\)"),
+        (b"batch = 3\n", "batch is 3; it must be a table"),
+    ):
+        path.write_bytes(content)
+        for changes in ([], [("batch.seq", 8)]):
+            with pytest.raises(ValueError, match=rf"c\.toml.*{message}"):
+                read_config(path, changes)
+
+
+def test_settings_of_the_command_line() -> None:
+    for text, value in (
+        ("batch.rows=32", 32),
+        ("optimizer.rate=3e-4", 3e-4),
+        ("optimizer.clip=inf", float("inf")),
+        ("train.save=false", False),
+        ("policy.dtype=fp64", "fp64"),
+        ('policy.dtype="fp64"', "fp64"),
+        ("data.tokenizer=a=b.json", "a=b.json"),
+        ("train.out=", ""),
+        ('grid.order=["z", "x", "y", "data"]', ["z", "x", "y", "data"]),
+        ('data.sources=[{path="a", weight=2}]', [{"path": "a", "weight": 2}]),
+    ):
+        assert setting(text) == (text.partition("=")[0], value)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"lacks a value; write section.key=value"):
+        setting("batch.rows")
+
+
+def test_grids_of_the_command_line() -> None:
+    assert grid("x=2,z=2") == {"x": 2, "z": 2}
+    assert grid("data=12") == {"data": 12}
+    assert grid("auto") == {}
+    for wrong in ("", "x", "x=", "x=0", "x=-1", "x=2;z=2", "w=2", "x=2,x=2", "x=2,", "x=two"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"no axis with a size; write auto, or such as x=2,z=2"):
+            grid(wrong)
+
+
+def test_help_names_every_option_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    top = parser()
+    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    assert list(commands.choices) == ["train", "sample", "report", "data"]
+    for name in ("train", "sample", "report"):
+        with pytest.raises(SystemExit) as left:
+            top.parse_args([name, "--help"])
+        assert left.value.code == 0
+        text = capsys.readouterr().out
+        assert f"fourfold {name} " in text.partition("options:")[0]
+        for action in commands.choices[name]._actions:
+            assert all(option in text for option in action.option_strings)
+
+
+# --- resolve
+
+
+def resolved(changes: dict[str, Any], ranks: int = 1, *, on_gpu: bool = False, memory_bytes: int = 1 << 34) -> Config:
+    return resolve(read_config(None, list(changes.items())), ranks, on_gpu=on_gpu, memory_bytes=memory_bytes)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_auto_follows_the_device_and_what_is_given_stays(on_gpu: bool) -> None:
+    found = resolved({}, on_gpu=on_gpu)
+    assert (found.policy.dtype, found.policy.compile) == (("bf16", True) if on_gpu else ("fp32", False))
+    for dtype, compiled in (("fp64", True), ("fp32", False), ("bf16", True)):
+        given = resolved({"policy.dtype": dtype, "policy.compile": compiled}, on_gpu=on_gpu)
+        assert (given.policy.dtype, given.policy.compile) == (dtype, compiled)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 64])
+@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 20])
+def test_an_automatic_grid_fits(name: str, ranks: int, memory_bytes: int) -> None:
+    for activations in ("sharded", "replicated"):
+        for rows, micro_steps in ((16, 1), (16, 4), (6, 2), (1, 1)):
+            given = {"model.name": name, "policy.activations": activations}
+            given |= {"batch.rows": rows, "batch.micro_steps": micro_steps}
+            try:
+                found = resolved(given, ranks, memory_bytes=memory_bytes)
+            except ValueError as error:
+                # no grid at all fits then, which is so where neither rows nor heads have the factors
+                assert "no grid of" in str(error)
+                assert ranks == 64
+                continue
+            shape = found.grid.shape
+            assert shape.world == ranks
+            assert found.model.build().misfit(shape, found.policy.build()) is None
+            assert rows // micro_steps % (shape.data * shape.z) == 0
+            assert resolve(found, ranks, on_gpu=False, memory_bytes=memory_bytes) == found
+
+
+def test_weights_are_cut_where_replicas_would_not_fit() -> None:
+    assert resolved({}, 4, memory_bytes=1 << 34).grid.shape.sizes["data"] == 4
+    assert resolved({}, 4, memory_bytes=1 << 20).grid.shape.sizes["z"] == 4
+
+
+def test_a_given_grid_stays_with_its_order() -> None:
+    found = resolved({"grid.x": 2, "grid.order": ["data", "z", "y", "x"]}, 2)
+    assert found.grid.shape.sizes == {"x": 2, "y": 1, "z": 1, "data": 1}
+    assert found.grid.shape.order == ("data", "z", "y", "x")
+
+
+def test_an_automatic_grid_keeps_the_order_asked_for() -> None:
+    assert resolved({"grid.order": ["data", "z", "y", "x"]}, 4).grid.shape.order == ("data", "z", "y", "x")
+
+
+def test_rows_that_do_not_divide_are_refused_with_a_way_out() -> None:
+    with pytest.raises(ValueError, match=r"batch.rows=16 .*data\*z = 3\*1 does not divide; take a multiple of 3 rows"):
+        resolved({"grid.data": 3}, 3)
+    given = {"grid.z": 2, "grid.data": 2, "batch.rows": 8, "batch.micro_steps": 4}
+    with pytest.raises(ValueError, match=r"micro_steps=4 are 2 rows.*take a multiple of 16 rows") as caught:
+        resolved(given, 4)
+    assert "2*2" in str(caught.value)
+    assert resolved({**given, "batch.rows": 16}, 4).grid.shape.world == 4  # the way out is one
+    with pytest.raises(ValueError, match=r"no grid of 7 ranks .*change the number of ranks or batch.rows"):
+        resolved({}, 7)
+    with pytest.raises(ValueError, match=r"heads=24 is not divisible by.*grids of 5 ranks that fit: z=5|data=5"):
+        resolved({"grid.x": 5}, 5)
+
+
+def test_learned_positions_reach_as_far_as_a_sequence() -> None:
+    assert resolved({"batch.seq": 300}).model.build().seq == 300
+    assert resolved({"batch.seq": 16}).model.build().seq == models.config("gpt-tiny").seq
+    assert resolved({"batch.seq": 16, "model.seq": 16}).model.build().seq == 16
+    with pytest.raises(ValueError, match="seq"):  # learned positions know no token beyond theirs
+        resolved({"batch.seq": 64, "model.seq": 32})
+
+
+def test_a_resolved_config_resolves_to_itself() -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        given: dict[str, Any] = {
+            "model.name": draw.choice(["gpt-tiny", "llama-tiny"]),
+            "policy.dtype": draw.choice(["auto", "fp64"]),
+            "policy.recompute": draw.choice(["none", "block"]),
+            "batch.seq": draw.choice([32, 500]),
+        }
+        on_gpu, ranks = draw.random() < 0.5, draw.choice([1, 2, 3, 4, 8])
+        once = resolved(given, ranks, on_gpu=on_gpu)
+        assert resolve(once, ranks, on_gpu=on_gpu, memory_bytes=1 << 34) == once
+        read = parse(Config, tomllib.loads(once.toml()))
+        assert resolve(read, ranks, on_gpu=not on_gpu, memory_bytes=1 << 20) == once  # nothing is left to the device

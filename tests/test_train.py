@@ -1,0 +1,659 @@
+"""`fourfold train` and what follows it: the run's folder, output, records, faults, signals, samples, the report.
+
+Most commands run as `cli.main` inside a process of a pool, since importing torch takes longer than the runs do;
+those that are about processes (torchrun, signals, a rank that dies) are started for real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from curves import Kept, config_of, write_texts
+from fourfold import models
+from fourfold.checkpoint.weights import weights_of
+from fourfold.cost.volume import Volume
+from fourfold.data.text import prepare
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.gradients import local_of
+from fourfold.grid import AXES, Shape
+from fourfold.report.run import read_run
+from fourfold.train.config import Config, read_config
+from fourfold.train.loop import NotFiniteError, Run
+from fourfold.train.record import Lines
+from fourfold.train.schema import parse
+from harness import Ranks, grid_of
+
+STEPS = 6
+SMALL = [
+    "--model", "gpt-tiny", "--device", "cpu", "--set", "model.layers=1", "--set", "batch.rows=4", "--set",
+    "batch.seq=12", "--set", "data.held_out=0.1", "--set", "log.peak_flops=1e12",
+]  # fmt: skip
+STEP_KEYS = {
+    "event", "step", "loss", "grad_norm", "learning_rate", "seconds", "tokens_per_second", "mfu", "hfu", "wire_bytes",
+    "exposed_seconds", "peak_memory_bytes", "skipped",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Left:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def cli(*arguments: str) -> Left:
+    """A job: the command in this process."""
+    from fourfold.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as left:
+            code = int(left.code or 0)
+    return Left(code, out.getvalue(), err.getvalue())
+
+
+def cli_as_rank(*commands: Sequence[str]) -> list[Left]:
+    """A job: commands one after another on ranks that a launcher has started already."""
+    import fourfold.cli
+    from fourfold.train import command
+
+    rank, world = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world}
+    fourfold.cli._leave = lambda code: code  # the process serves other jobs
+    command.close = lambda grid: grid.close()  # so does its process group
+    return [cli(*arguments) for arguments in commands]
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    """A process of its own for commands of one rank, which end the process group of theirs."""
+    pool = Ranks(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def tokens(texts: Path) -> str:
+    """The same as a token file, so that nothing needs preparing."""
+    return str(prepare([texts], texts.parent / "texts.tokens", load_tokenizer("bytes")).path)
+
+
+def train_arguments(data: str | Path, out: Path, *more: str, steps: int = STEPS) -> list[str]:
+    return ["train", *SMALL, "--data", str(data), "--steps", str(steps), "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def finished(one: Ranks, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Left]:
+    """A finished run and what the command said."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    more = ["--dtype", "fp64", "--set", "train.evaluate_every=4"]
+    (left,) = one.run(cli, *train_arguments(texts, folder, *more))
+    assert (left.code, left.err) == (0, "")
+    return folder, left
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(folder: Path, event: str, key: str) -> list[Any]:
+    return [found[key] for found in lines_of(folder) if found["event"] == event]
+
+
+# --- the folder
+
+
+def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
+    folder, _ = finished
+    assert {path.name for path in folder.iterdir()} == {
+        "config.toml", "run.json", "metrics.jsonl", "tensorboard", "data", "weights", "state.json"
+    }  # fmt: skip
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert [path.suffix for path in (folder / "data").iterdir()] == [".tokens"]
+    facts = json.loads((folder / "run.json").read_text())
+    model = models.config("gpt-tiny", layers=1)
+    assert facts["grid"] == {"x": 1, "y": 1, "z": 1, "data": 1}
+    assert facts["order"] == list(AXES)
+    assert (facts["ranks"], facts["model"], facts["steps"], facts["tokens_per_step"]) == (1, "gpt-tiny", STEPS, 48)
+    assert facts["parameters"] == model.parameters
+    assert (facts["peak_flops"], facts["peak_flops_from"]) == (1e12, "log.peak_flops")
+    assert facts["flops_per_token"]["hardware"] >= facts["flops_per_token"]["model"] > 6 * 48 * 257
+    assert facts["recompute"] == "none"
+    assert facts["kept_bytes"].keys() == {"none", "attention", "block"}
+    assert facts["kept_bytes"]["none"] > facts["kept_bytes"]["block"] > 0
+    assert 1 < facts["unigram_entropy"] < 3.6  # of a dozen letters and a blank
+    assert facts["tokens"] > 1000
+    assert {"fourfold", "torch", "device", "started"} <= facts.keys()
+    assert json.loads((folder / "state.json").read_text())["step"] == STEPS
+
+
+def test_metrics_are_lines_with_every_figure(finished: tuple[Path, Left]) -> None:
+    folder, _ = finished
+    lines = lines_of(folder)
+    kinds = ["step"] * 4 + ["evaluation"] + ["step"] * 2 + ["evaluation", "end"]
+    assert [line["event"] for line in lines] == kinds
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    entropy = json.loads((folder / "run.json").read_text())["unigram_entropy"]
+    flops = json.loads((folder / "run.json").read_text())["flops_per_token"]
+    for line in steps:
+        assert line.keys() == STEP_KEYS
+        assert line["loss"] > 0
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] == pytest.approx(48 / line["seconds"])
+        assert line["mfu"] == pytest.approx(flops["model"] * line["tokens_per_second"] / 1e12)
+        assert line["peak_memory_bytes"] > 10 << 20
+        assert (line["wire_bytes"], line["skipped"]) == ({}, False)
+    schedule = read_config(folder / "config.toml").schedule
+    assert [line["learning_rate"] for line in steps] == [schedule.at(step) for step in range(1, STEPS + 1)]
+    for line in (line for line in lines if line["event"] == "evaluation"):
+        assert line.keys() == {"event", "step", "loss", "unigram_entropy"}
+        assert line["unigram_entropy"] == entropy
+    assert [line["step"] for line in lines if line["event"] == "evaluation"] == [4, 6]
+    assert lines[-1] == {"event": "end", "step": STEPS, "reason": "finished"}
+
+
+def test_the_stored_config_gives_the_run_again(one: Ranks, finished: tuple[Path, Left], tmp_path: Path) -> None:
+    folder, _ = finished
+    (left,) = one.run(cli, "train", str(folder / "config.toml"), "--out", str(tmp_path / "again"))
+    assert left.code == 0
+    for event, key in (("step", "loss"), ("step", "grad_norm"), ("evaluation", "loss")):
+        assert column(tmp_path / "again", event, key) == column(folder, event, key)
+    files = [path / "weights" / "rank-00000.safetensors" for path in (folder, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    first, again = (tomllib.loads((path / "config.toml").read_text()) for path in (folder, tmp_path / "again"))
+    assert again == {**first, "train": {**first["train"], "out": str(tmp_path / "again")}}
+
+
+def test_a_folder_with_a_run_is_refused_and_stays(one: Ranks, finished: tuple[Path, Left], texts: Path) -> None:
+    folder, _ = finished
+    before = (folder / "metrics.jsonl").read_bytes(), (folder / "config.toml").read_bytes()
+    (left,) = one.run(cli, *train_arguments(texts, folder, "--set", "train.seed=5"))
+    assert_error(left, "holds a run already; give another --out")
+    assert ((folder / "metrics.jsonl").read_bytes(), (folder / "config.toml").read_bytes()) == before
+
+
+def assert_error(left: Left, *parts: str) -> None:
+    """A user's error is one line that begins alike."""
+    assert left.code == 1, left
+    assert left.err.startswith("fourfold: error: "), left.err
+    assert left.err.count("\n") == 1, left.err
+    assert all(part in left.err for part in parts), left.err
+
+
+# --- output
+
+
+def test_lines_without_a_terminal(finished: tuple[Path, Left]) -> None:
+    folder, left = finished
+    assert "\r" not in left.out
+    assert "\x1b" not in left.out
+    rows = [line.split() for line in left.out.splitlines() if re.match(r" +\d+ ", line)]
+    assert [int(row[0]) for row in rows] == list(range(1, STEPS + 1))
+    assert [float(row[1]) for row in rows] == pytest.approx(column(folder, "step", "loss"), abs=1e-4)
+    assert "step 4: validation loss" in left.out
+    assert f"fourfold sample {folder}" in left.out
+
+
+def cli_on_terminal(*arguments: str) -> tuple[int, str]:
+    """A job: the command with a terminal as its standard output."""
+    from fourfold.cli import main
+
+    ours, theirs = pty.openpty()
+    read: list[bytes] = []
+
+    def keep() -> None:
+        with contextlib.suppress(OSError):  # the other side is closed
+            while piece := os.read(ours, 4096):
+                read.append(piece)
+
+    reader = threading.Thread(target=keep)
+    reader.start()
+    os.environ |= {"TERM": "xterm", "COLUMNS": "100"}
+    with os.fdopen(theirs, "w") as terminal, contextlib.redirect_stdout(terminal):
+        code = main(arguments)
+    reader.join(5)
+    os.close(ours)
+    return code, b"".join(read).decode()
+
+
+def test_a_bar_on_a_terminal(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    ((code, shown),) = one.run(cli_on_terminal, *train_arguments(tokens, tmp_path / "run", steps=3))
+    assert code == 0
+    assert "\x1b[" in shown
+    assert "3/3" in shown
+    assert "tokens/s" in shown
+    assert "validation loss" in shown
+    assert len(column(tmp_path / "run", "step", "loss")) == 3
+
+
+def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "run", "--json", "-", steps=3))
+    assert left.code == 0
+    found = json.loads(left.out)
+    assert found.keys() == {"config", "grid", "steps", "evaluations", "skipped", "end"}
+    assert parse(Config, found["config"]) == read_config(tmp_path / "run" / "config.toml")
+    assert found["grid"] == {"x": 1, "y": 1, "z": 1, "data": 1}
+    lines = [line for line in lines_of(tmp_path / "run") if line["event"] == "step"]
+    assert found["steps"] == [{key: value for key, value in line.items() if key != "event"} for line in lines]
+    assert found["end"] == {"step": 3, "reason": "finished"}
+    assert (len(found["evaluations"]), found["skipped"]) == (1, [])
+    assert "validation loss" in left.err  # people read on there
+
+    file = tmp_path / "result.json"
+    (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "other", "--json", str(file), steps=3))
+    assert left.code == 0
+    assert "validation loss" in left.out
+    again = json.loads(file.read_text())
+    assert [step["loss"] for step in again["steps"]] == [step["loss"] for step in found["steps"]]
+
+
+def test_a_result_that_cannot_be_written_is_found_before_training(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    absent = tmp_path / "absent" / "result.json"
+    (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "run", "--json", str(absent), steps=2))
+    assert_error(left, str(absent))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) -> None:
+    arguments = train_arguments("absent", tmp_path / "run", "--grid", "x=2,z=2", "--dtype", "fp64", "--print-config")
+    (left,) = one.run(cli, *arguments)
+    assert (left.code, left.err) == (0, "")
+    path = tmp_path / "c.toml"
+    path.write_text(left.out)
+    config = read_config(path)
+    assert config.grid.shape.sizes == {"x": 2, "y": 1, "z": 2, "data": 1}
+    assert (config.policy.dtype, config.policy.compile, config.model.layers) == ("fp64", False, 1)
+    assert config.toml() == left.out
+    assert not (tmp_path / "run").exists()
+    (left,) = one.run(cli, "train", str(path), "--grid", "auto", "--ranks", "4", "--print-config", "--device", "cpu")
+    assert read_config(None, [*_flat(tomllib.loads(left.out))]).grid.shape.sizes == {"x": 1, "y": 1, "z": 1, "data": 4}
+
+
+def _flat(table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
+    return [(f"{section}.{key}", value) for section, keys in table.items() for key, value in keys.items()]
+
+
+# --- what a step sends
+
+
+def record(config: Config, folder: Path) -> list[dict[str, Any]]:
+    """A job: the events of a run on this rank."""
+    run = Run(config, grid_of(config.grid.shape), folder)
+    kept = Kept()
+    run.sinks = [kept]
+    run.train()
+    return kept.events
+
+
+def predicted(config: Config, rank: int) -> dict[str, int]:
+    """Bytes by axis that a rank sends in a step."""
+    shape, batch = config.grid.shape, config.batch
+    rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
+    policy = config.policy.build()
+    volume = Volume(config.model.build(), shape, policy, rows, batch.seq, config.policy.parameters, rank)
+    sent: Counter[str] = Counter()
+    for found in volume.training_step(clip=True, micro_steps=batch.micro_steps):
+        sent[found.axis] += found.wire_bytes
+    for found in volume.optimizer_step() if policy.shard_optimizer else ():
+        sent[found.axis] += found.wire_bytes
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (Shape(x=2, z=2), {"batch.micro_steps": 2}),
+        (Shape(z=2, data=2), {"policy.shard_optimizer": True, "batch.micro_steps": 2}),
+        (Shape(y=2, data=2), {"policy.recompute": "block", "policy.loss_chunk": 5}),
+    ],
+    ids=str,
+)
+def test_every_step_sends_what_was_predicted(ranks, tmp_path: Path, shape: Shape, changes: dict[str, Any]) -> None:
+    """Each step alone: neither the start nor an evaluation between two steps counts."""
+    write_texts(tmp_path)
+    changes = {"model.layers": 1, "train.evaluate_every": 2, **changes}
+    config = config_of("gpt-tiny", "fp32", 4, tmp_path, shape, changes)
+    for rank, events in enumerate(ranks(4).run(record, config, tmp_path)):
+        sent = [event["wire_bytes"] for event in events if event["event"] == "step"]
+        assert sent == [predicted(config, rank)] * 4
+        assert sum(event["event"] == "evaluation" for event in events) == 2
+        for event in (event for event in events if event["event"] == "step"):
+            assert event["exposed_seconds"].keys() == event["wire_bytes"].keys()
+            assert 0 < sum(event["exposed_seconds"].values()) < event["seconds"]
+
+
+# --- numbers that are not finite
+
+
+POISONED = ("layers.0.mlp.up.weight", "layers.0.mlp.down.weight")
+
+
+def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
+    """A job: a run in which on rank 1 alone gradients are infinite in some steps."""
+    run = Run(config, grid_of(config.grid.shape), folder)
+    kept = Kept()
+    run.sinks = [kept]
+    clip_and_step = run.optimizer.clip_and_step
+    before: list[dict[str, torch.Tensor]] = []
+
+    def values() -> dict[str, torch.Tensor]:
+        return {name: local.clone() for name, (local, _) in weights_of(run.model).items()}
+
+    def poison(max_norm: float) -> Any:
+        before.append(values())
+        if len(before) in steps and run.grid.rank == 1:
+            for name in POISONED:
+                gradient = run.model.gradients.parameters[name][0].grad
+                local_of(gradient).view(-1)[3] = float("inf" if len(before) % 2 else "nan")
+        return clip_and_step(max_norm)
+
+    run.optimizer.clip_and_step = poison
+    error = ""
+    try:
+        run.train()
+    except NotFiniteError as caught:
+        error = str(caught)
+    before.append(values())
+    changed = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(before)]
+    finite = all(value.isfinite().all() for value in before[-1].values())
+    return {"events": kept.events, "error": error, "changed": changed, "finite": finite}
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2), Shape(data=2)], ids=str)
+def test_a_step_without_finite_gradients_is_skipped_on_all_ranks(ranks, tmp_path: Path, shape: Shape) -> None:
+    write_texts(tmp_path)
+    config = config_of("gpt-tiny", "fp32", 6, tmp_path, shape, {"model.layers": 1, "train.evaluate_every": 0})
+    for rank, found in enumerate(ranks(2).run(poisoned, config, tmp_path, [3, 4])):
+        assert (found["error"], found["finite"]) == ("", True)
+        steps = [event for event in found["events"] if event["event"] == "step"]
+        assert [step["skipped"] for step in steps] == [False, False, True, True, False, False]
+        assert found["changed"] == [True, True, False, False, True, True]
+        assert all(0 < step["loss"] < 10 for step in steps)
+        skipped = [event for event in found["events"] if event["event"] == "skipped"]
+        assert skipped == [
+            {"event": "skipped", "step": step, "parameter": POISONED[0], "in_a_row": number}
+            for number, step in enumerate((3, 4), 1)
+        ]
+        assert [step["wire_bytes"] for step in steps] == [predicted(config, rank)] * 6
+
+
+def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    changes = {"model.layers": 1, "train.evaluate_every": 0, "train.max_skipped": 2}
+    config = config_of("gpt-tiny", "fp64", 8, tmp_path, Shape(z=2), changes)
+    for found in ranks(2).run(poisoned, config, tmp_path, [2, 4, 5]):  # one alone is not enough
+        assert "stopped at step 5" in found["error"]
+        assert f"first in {POISONED[0]}" in found["error"]
+        assert found["finite"]
+        end = found["events"][-1]
+        assert (end["event"], end["step"]) == ("end", 5)
+        assert end["reason"] == f"NotFiniteError: {found['error']}"
+        assert sum(event["event"] == "step" for event in found["events"]) == 5
+
+
+# --- disks
+
+
+def test_a_full_disk_is_named_and_closing_says_nothing_more() -> None:
+    lines = Lines(Path("/dev/full"))
+    with pytest.raises(OSError, match=r"cannot log to /dev/full \(No space left on device\)"):
+        lines.write({"event": "step"})
+    lines.close()
+
+
+def cli_with_little_disk(largest: int, *arguments: str) -> Left:
+    """A job: the command while no file can be longer than that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
+    try:
+        return cli(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_leaves_it_readable(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = train_arguments(tokens, folder, "--set", "log.tensorboard=false", steps=30)
+    (left,) = one.run(cli_with_little_disk, 4000, *arguments)
+    assert_error(left, f"cannot log to {folder / 'metrics.jsonl'} (File too large)", "stays readable")
+    *whole, _ = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
+    assert len(whole) > 5
+    assert len(read_run(folder).steps) == len(whole)
+
+
+def test_weights_that_do_not_fit_are_an_error_of_one_line(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = train_arguments(tokens, folder, "--set", "log.tensorboard=false", steps=2)
+    (left,) = one.run(cli_with_little_disk, 50_000, *arguments)
+    assert_error(left, "weights")
+    assert not (folder / "weights").exists()
+    assert lines_of(folder)[-1]["reason"] == "finished"
+
+
+# --- what users do wrong
+
+
+def test_mistakes_are_errors_of_one_line(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    empty, bad = tmp_path / "empty", tmp_path / "bad.tokens"
+    empty.mkdir()
+    bad.write_bytes(Path(tokens).read_bytes()[:100])
+    blank = tmp_path / "blank.txt"
+    blank.write_text("")
+
+    def attempt(data: str | Path, *more: str) -> Left:
+        return one.run(cli, *train_arguments(data, tmp_path / "run", *more, steps=1))[0]
+
+    assert_error(attempt(tmp_path / "absent"), str(tmp_path / "absent"))
+    assert_error(attempt(empty), str(empty))
+    assert_error(attempt(blank), str(blank))
+    assert_error(attempt(bad), str(bad))
+    assert_error(attempt(tokens, "--set", "model.vocab=100"), "vocab=100", "vocab=257 or more")
+    assert_error(attempt(tokens, "--set", "batch.seq=100000"), "too short")
+    assert_error(attempt(tokens, "--set", "batch.row=3"), "unknown key batch.row (did you mean 'rows'?)")
+    assert_error(attempt(tokens, "--set", "data.tokenizer=absent.json"), "absent.json")
+    assert_error(attempt(tokens, "--model", "gpt-tinny"), "did you mean 'gpt-tiny'?")
+    assert_error(attempt(tokens, "--grid", "x=2", "--ranks", "3"), "--ranks 3", "x=2")
+    assert_error(attempt(tokens, "--ranks", "0"), "--ranks 0")
+    assert_error(attempt(tokens, "--grid", "x=5"), "grids of 5 ranks that fit")
+    assert_error(one.run(cli, "train", str(tmp_path / "absent.toml"))[0], "there is no config", "absent.toml")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert_error(one.run(cli, "sample", str(empty))[0], "has no config.toml")
+    assert_error(one.run(cli, "report", str(empty))[0], "is not a run")
+    assert one.run(cli, "train", "--grid", "x=0")[0].code == 2
+
+
+# --- after training
+
+
+def test_a_sample_does_not_depend_on_the_grid(one: Ranks, ranks, finished: tuple[Path, Left]) -> None:
+    folder, _ = finished
+    arguments = ["sample", str(folder), "--prompt", "the ", "--tokens", "24", "--temperature", "0", "--device", "cpu"]
+    (alone,) = one.run(cli, *arguments)
+    assert (alone.code, alone.err) == (0, "")
+    assert alone.out.startswith("the ")
+    assert len(alone.out) > 20
+    compare = train_arguments(folder.parent.parent, folder.parent / "none", "--grid", "z=2", "--dtype", "fp64")
+    data = read_config(folder / "config.toml").data.sources[0].path
+    compare = train_arguments(data, folder.parent / "none", "--grid", "z=2", "--dtype", "fp64", "--compare-serial", "2")
+    first, second = ranks(2).run(cli_as_rank, [*arguments, "--grid", "x=2"], compare)
+    ranks(2).close()  # these ranks have the environment of a launcher now
+    assert [left.out for left in first[:1] + second[:1]] == [alone.out, ""]
+    assert_compared(first[1])
+    assert second[1] == Left(0, "", "")
+
+
+def assert_compared(left: Left) -> None:
+    """`--compare-serial` shows the difference of every tensor, worst first."""
+    assert (left.code, left.err) == (0, "")
+    title, head, *rows = left.out.splitlines()
+    assert title == "z=2 beside one process: largest difference of each tensor"
+    assert head.split() == ["relative", "absolute", "step", "tensor"]
+    relative = [float(row.split()[0]) for row in rows]
+    assert relative == sorted(relative, reverse=True)
+    assert 0 < relative[0] < 1e-10
+    assert {row.split(maxsplit=3)[3].split()[0] for row in rows} == {"loss", "gradient", "parameter"}
+    assert any(row.endswith("parameter layers.0.mlp.up.weight") for row in rows)
+
+
+def test_report_writes_the_page(one: Ranks, finished: tuple[Path, Left], tmp_path: Path) -> None:
+    folder, _ = finished
+    (left,) = one.run(cli, "report", str(folder), "--out", str(tmp_path / "page.html"))
+    assert (left.code, left.err) == (0, "")
+    assert left.out.strip() == str(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<html" in page
+    assert folder.name in page
+
+
+# --- processes
+
+
+def start(*arguments: str, launcher: Sequence[str] = ("-m", "fourfold.cli")) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *launcher, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """The processes that a launcher has started, by rank."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == process.pid:
+                environment = (stat.parent / "environ").read_bytes().split(b"\0")
+                rank = next((item for item in environment if item.startswith(b"RANK=")), None)
+                if rank is not None:
+                    found[int(rank.partition(b"=")[2])] = int(stat.parent.name)
+    return found
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int = 2, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step was recorded"
+        time.sleep(0.05)
+
+
+def ended(process: subprocess.Popen[str], timeout: float) -> Left:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return Left(process.returncode, out, err)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks through /proc")
+def test_a_rank_that_dies_ends_the_job_and_ctrl_c_too(tokens: str, tmp_path: Path) -> None:
+    """Two jobs side by side, since most of their time is torch's import."""
+    endless = ("--grid", "z=2", "--set", "train.evaluate_every=0", "--set", "log.tensorboard=false")
+    killed, stopped = (
+        start(*train_arguments(tokens, tmp_path / name, *endless, steps=100_000)) for name in ("killed", "stopped")
+    )
+    try:
+        wait_for_steps(killed, tmp_path / "killed")
+        first = ranks_of(killed)
+        assert first.keys() == {0, 1}
+        began = time.monotonic()
+        os.kill(first[1], signal.SIGKILL)
+        left = ended(killed, timeout=20)
+        assert time.monotonic() - began < 10
+        assert left.code not in (0, 130)
+        assert f"rank 1 (process {first[1]}) was killed by SIGKILL" in left.err
+        assert "Traceback" not in left.err
+        assert not any(alive(pid) for pid in first.values())
+        assert len(read_run(tmp_path / "killed").steps) >= 2
+
+        wait_for_steps(stopped, tmp_path / "stopped")
+        second = ranks_of(stopped)
+        began = time.monotonic()
+        os.killpg(stopped.pid, signal.SIGINT)
+        left = ended(stopped, timeout=20)
+        assert time.monotonic() - began < 10
+        assert left.code == 130
+        assert "fourfold: interrupted" in left.err
+        assert "Traceback" not in left.out + left.err
+        assert not any(alive(pid) for pid in second.values())
+        assert lines_of(tmp_path / "stopped")[-1]["reason"] == "interrupted"
+    finally:
+        for process in (killed, stopped):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def interrupted(folder: Path, number: int, *arguments: str) -> Left:
+    """A job: the command, and a signal to its process once it trains."""
+
+    def interrupt() -> None:
+        while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    return cli(*arguments)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_rank_ends_in_order(one: Ranks, tokens: str, tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "run"
+    (left,) = one.run(interrupted, folder, number, *train_arguments(tokens, folder, steps=100_000))
+    assert left.code == 130
+    assert left.err == "fourfold: interrupted; what was written stays readable\n"
+    *_, last, end = lines_of(folder)
+    assert end == {"event": "end", "step": last["step"], "reason": "interrupted"}
+
+
+def test_torchrun_starts_the_ranks(tokens: str, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fourfold.cli")
+    arguments = train_arguments(tokens, tmp_path / "run", "--grid", "x=2", "--json", "-", steps=2)
+    left = ended(start(*arguments, launcher=launcher), timeout=120)
+    assert left.code == 0, left.err
+    found = json.loads(left.out)
+    assert found["grid"] == {"x": 2, "y": 1, "z": 1, "data": 1}
+    assert [step["loss"] for step in found["steps"]] == column(tmp_path / "run", "step", "loss")
+    assert found["steps"][0]["wire_bytes"].keys() == {"x"}
+    assert (tmp_path / "run" / "weights" / "rank-00001.safetensors").exists()
