@@ -207,7 +207,8 @@ def random_value(draw: random.Random, key: str) -> Any:
     if isinstance(right, bool):
         return draw.random() < 0.5
     if isinstance(right, float):
-        return draw.choice([1e-08, 0.1, 1 / 3, 5e-324, 1.7976931348623157e308, 2.0])
+        shares = [1e-08, 0.1, 1 / 3, 5e-324, 0.9999999999999999]  # many keys are parts of 1
+        return draw.choice(shares if right < 1 else [1e-08, 2.0, 1e22, 1.7976931348623157e308])
     if isinstance(right, int):
         return draw.choice([1, 2, 3, 1 << 40])
     if allowed == TEXT:

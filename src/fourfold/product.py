@@ -31,6 +31,8 @@ from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Policy, Spec, pad_rows
 
 Body = Callable[[Tensor], Tensor]
+MEMORY = "_fourfold_memory"
+"""Attribute of the first of several weights that lie side by side: the memory of all of them."""
 
 
 class Conjugate(torch.autograd.Function):
@@ -241,8 +243,15 @@ class Factor:
             bias[columns.start : columns.stop] = part
         return w, bias
 
-    def sum_tokens(self, dout: Tensor) -> Tensor:
-        return local.region(local.sum_tokens, dout, compiled=self.unit.policy.compile)(dout, self.unit.reduce)
+    def sums_over_tokens(self, dout: Tensor) -> list[Tensor]:
+        """The gradient of each bias; in one pass where they cover all columns."""
+        run = local.region(local.sum_tokens, dout, compiled=self.unit.policy.compile)
+        if self.unit.policy.compile:
+            torch._dynamo.mark_static(dout, 1)  # a kernel for any width would take twice the time
+        widths = [len(columns) for columns in self.columns]
+        if sum(widths) == dout.shape[1]:
+            return list(run(dout, self.unit.reduce).split(widths))
+        return [run(dout[:, columns.start : columns.stop], self.unit.reduce) for columns in self.columns]
 
     def gather_weights(self) -> Tensor:
         w = self._joined()
@@ -256,7 +265,7 @@ class Factor:
         """The weights as one tensor, where nothing need be gathered and they lie side by side already."""
         if self.unit.grid.size(GATHERED) > 1 or [member.rows for member in self.weights] != list(self.widths):
             return None
-        joined = side_by_side([local_of(member.parameter) for member in self.weights])
+        joined = side_by_side([member.parameter for member in self.weights])
         return None if joined is None else joined.to(self.unit.compute)
 
     def _buffer(self, *, biases: bool = True) -> tuple[Tensor | None, list[Tensor] | None]:
@@ -275,18 +284,18 @@ class Factor:
         return w, into
 
 
-def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensors joined along dim 0 without a copy, if they follow each other in one piece of memory."""
-    first = parts[0].detach()
-    expected = first.data_ptr()
+def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """Their shards joined along dim 0 without a copy, if they still lie where they were made, one after the other."""
+    parts = [local_of(parameter).detach() for parameter in parameters]
+    if len(parts) == 1:
+        return parts[0]
+    memory = getattr(parameters[0], MEMORY, None)
+    expected = -1 if memory is None else memory.data_ptr()
     for part in parts:
         if part.data_ptr() != expected or not part.is_contiguous():
             return None
         expected += part.nbytes
-    storage = first.untyped_storage()
-    if expected > storage.data_ptr() + storage.nbytes():
-        return None  # neighbours by chance
-    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
+    return memory.view(sum(part.shape[0] for part in parts), *parts[0].shape[1:])  # type: ignore[union-attr]
 
 
 class Product(torch.autograd.Function):
@@ -323,9 +332,9 @@ class Product(torch.autograd.Function):
                 for member, part in zip(factor.weights, dw.split(list(factor.widths)), strict=True):
                     if member in trained:
                         gradients.append(part[: member.rows])
-            for member, columns in zip(factor.biases, factor.columns, strict=True):
-                if member in trained:
-                    gradients.append(factor.sum_tokens(dout[:, columns.start : columns.stop]))  # E4
+            if any(member in trained for member in factor.biases):
+                parts = zip(factor.biases, factor.sums_over_tokens(dout), strict=True)  # E4
+                gradients += [part for member, part in parts if member in trained]
             factor.unit.only(trained).scatter(gradients)
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 

@@ -25,6 +25,10 @@ from fourfold.nn.mlp import MLP
 from fourfold.nn.norm import Norm
 from fourfold.nn.recompute import recompute
 
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream: what it held, and what the last sublayer adds. The next norm adds it up as it reads."""
+Rope = tuple[Tensor, Tensor] | None
+
 
 class Block(Layer):
     """a + attention(norm(a)), then a + mlp(norm(a)), both in rest."""
@@ -62,14 +66,16 @@ class Block(Layer):
         )
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
 
-    def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> Stream:
         if self.policy.recompute == "block":
-            return recompute(self._compute, self.clock, a, batch, rope)
-        return self._compute(a, batch, rope)
+            whole = a if delta is None else a + delta  # one tensor to keep instead of two
+            return recompute(self._compute, self.clock, whole, None, batch, rope)
+        return self._compute(a, delta, batch, rope)
 
-    def _compute(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        a = a + self.attention_dropout(self.attention(self.attention_norm(a), batch, rope))
-        return a + self.mlp_dropout(self.mlp(self.mlp_norm(a), batch.tokens))
+    def _compute(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> Stream:
+        a, normed = self.attention_norm.add(a, delta)
+        a, normed = self.mlp_norm.add(a, self.attention_dropout(self.attention(normed, batch, rope)))
+        return a, self.mlp_dropout(self.mlp(normed, batch.tokens))
 
 
 class Transformer(Layer):
@@ -118,9 +124,10 @@ class Transformer(Layer):
         rope = None
         if self.positions is None:
             rope = rope_tables(batch, self.config.head_dim, self.config.rope_theta, a)
+        stream: Stream = (a, None)
         for layer in self.layers:
-            a = layer(a, batch, rope)
-        a = self.norm(a)
+            stream = layer(*stream, batch, rope)
+        _, a = self.norm.add(*stream)
         targets = None if targets is None else targets.long()
         if targets is None:
             faults = sum_over_batch(torch.full((), float(bool(fault)), device=a.device), self.grid, "faults")

@@ -21,7 +21,7 @@ from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec
 from fourfold.nn.initial import fill_
 from fourfold.nn.moment import Clock
-from fourfold.product import Member, Site, Unit
+from fourfold.product import MEMORY, Member, Site, Unit
 
 
 class Layer(nn.Module):
@@ -45,6 +45,11 @@ class Layer(nn.Module):
         self.specs[name] = spec
         local = torch.empty([len(part) for part in _box(spec, self.grid)], device="meta")
         self.register_parameter(name, _parameter(local, spec, self.grid))
+
+    def neighbours(self, prefix: str, specs: Mapping[str, Spec]) -> list[tuple[str, ...]]:
+        """`side_by_side` by the names in the model, of those parameters that there are."""
+        full = [tuple(f"{prefix}.{name}" if prefix else name for name in names) for names in self.side_by_side]
+        return [names for group in full if len(names := tuple(name for name in group if name in specs)) > 1]
 
     def member(self, name: str) -> Member:
         """The parameter as products take it."""
@@ -86,15 +91,20 @@ def assemble(
         layer.clock = clock
     specs = specs_of(model)
     memory: dict[str, Tensor] = {}
+    joined: dict[str, Tensor] = {}
     for prefix, layer in layers:
-        for names in layer.side_by_side:
-            memory |= _reserve([f"{prefix}.{name}".lstrip(".") for name in names], specs, grid, dtype, device)
+        for names in layer.neighbours(prefix, specs):
+            joined[names[0]], parts = _reserve(names, specs, grid, dtype, device)
+            memory |= parts
     for name, spec in specs.items():
+        if name not in memory:
+            memory |= _reserve([name], specs, grid, dtype, device)[1]
         owner, _, own_name = name.rpartition(".")
-        local = memory[name] if name in memory else _reserve([name], specs, grid, dtype, device)[name]
-        if not local.is_meta:
-            fill_(local, _box(spec, grid), spec.shape, spec.init, seed, name)
-        parameter = _parameter(local, spec, grid)
+        if not memory[name].is_meta:
+            fill_(memory[name], _box(spec, grid), spec.shape, spec.init, seed, name)
+        parameter = _parameter(memory[name], spec, grid)
+        if name in joined:
+            setattr(parameter, MEMORY, joined[name])
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
     gradients = Gradients(grid, parameters, policy)
@@ -118,12 +128,12 @@ def _box(spec: Spec, grid: Grid) -> tuple[range, ...]:
 
 def _reserve(
     names: Sequence[str], specs: Mapping[str, Spec], grid: Grid, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Memory for this rank's shards of these parameters, one after the other; those that are not there left out."""
-    shapes = {name: [len(part) for part in _box(specs[name], grid)] for name in names if name in specs}
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Memory for this rank's shards of these parameters, one after the other."""
+    shapes = {name: [len(part) for part in _box(specs[name], grid)] for name in names}
     whole = torch.empty(sum(prod(shape) for shape in shapes.values()), dtype=dtype, device=device)
     parts = whole.split([prod(shape) for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    return whole, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def _parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:

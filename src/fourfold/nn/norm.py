@@ -58,24 +58,31 @@ class NormSpec:
         m2 = m2s.sum(0) + (means - mean).square().sum(0) * a.shape[-1]  # E8: Chan's merge of equal parts
         return mean, torch.rsqrt(m2 / self.features + self.eps)
 
-    def forward_whole(self, a: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """out, mean, rstd; by torch's own kernel where it has a good one."""
-        if self.kind == "rms":
-            if self._fused(a):
-                out, rstd = torch.ops.aten._fused_rms_norm(a, [a.shape[-1]], weight, self.eps)
-            else:
-                out, rstd = self.run(local.rms_norm, a, weight, self.eps)
-            return out, None, rstd
+    def forward_whole(
+        self, a: Tensor, weight: Tensor, bias: Tensor | None, delta: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """a + delta, out, mean, rstd; by torch's own kernel where it has a good one."""
         if self._fused(a):
-            return torch.native_layer_norm(a, [a.shape[-1]], weight, bias, self.eps)
-        return self.run(local.layer_norm, a, weight, bias, self.eps)
+            total = a if delta is None else a + delta
+            if self.kind == "layer":
+                return total, *torch.native_layer_norm(total, [a.shape[-1]], weight, bias, self.eps)
+            out, rstd = torch.ops.aten._fused_rms_norm(total, [a.shape[-1]], weight, self.eps)
+            return total, out, None, rstd
+        options = (weight, self.eps) if self.kind == "rms" else (weight, bias, self.eps)
+        if delta is None:
+            norm = local.rms_norm if self.kind == "rms" else local.layer_norm
+            total, (out, *mean, rstd) = a, self.run(norm, a, *options)
+        else:
+            norm = local.add_rms_norm if self.kind == "rms" else local.add_layer_norm
+            total, out, *mean, rstd = self.run(norm, a, delta.detach(), *options)
+        return total, out, mean[0] if mean else None, rstd
 
     def backward_whole(
-        self, dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
+        self, dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dtotal: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """da, dw, db."""
         if not self._fused(a):
-            return self.run(local.norm_backward, dout, a, mean, rstd, weight)
+            return self.run(local.norm_backward, dout, a, mean, rstd, weight, dtotal)
         wide = a.dtype.itemsize >= 4  # in half precision the kernel would round the sums over tokens
         if mean is None:
             backward = torch.ops.aten._fused_rms_norm_backward
@@ -86,7 +93,7 @@ class NormSpec:
             da, dw, db = backward(dout, a, [a.shape[-1]], mean, rstd, weight, weight, [True, wide, wide])
         if not wide:
             dw, db = local.norm_weight_sums(dout, a, mean, rstd)
-        return da, dw, db
+        return da if dtotal is None else da.add_(dtotal), dw, db
 
     def _fused(self, a: Tensor) -> bool:
         """Whether torch's kernel is used: not for half precision on the CPU, whose statistics it would round."""
@@ -100,34 +107,45 @@ class NormSpec:
 
 
 class NormFunction(torch.autograd.Function):
-    """x^ = (a - mean) rstd; out = x^ w + b. a [m, k/y] or [..., k]; w, b [k/y] gathered over z."""
+    """total = a + delta; x^ = (total - mean) rstd; out = x^ w + b. a [m, k/y] or [..., k]; w, b [k/y] gathered over z.
+
+    The residual stream's sum and the norm that reads it are one function, since both only pass over memory.
+    Without a delta, total is a itself.
+    """
 
     @staticmethod
-    def forward(ctx: Any, spec: NormSpec, a: Tensor, *_: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, spec: NormSpec, a: Tensor, delta: Tensor | None, *_: nn.Parameter
+    ) -> tuple[Tensor, Tensor] | Tensor:
         weight, *rest = spec.unit.gather()
         bias = rest[0] if rest else None
         if spec.whole:
-            out, mean, rstd = spec.forward_whole(a, weight, bias)
+            total, out, mean, rstd = spec.forward_whole(a, weight, bias, delta)
         else:
-            mean, rstd = spec.statistics(a)
-            out = spec.run(local.normalize, a, mean, rstd, weight, bias)
+            total = a if delta is None else a + delta
+            mean, rstd = spec.statistics(total)
+            out = spec.run(local.normalize, total, mean, rstd, weight, bias)
         ctx.spec = spec
-        ctx.save_for_backward(a, mean, rstd)
-        return out
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, mean, rstd)
+        return out if delta is None else (total, out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         spec: NormSpec = ctx.spec
-        a, mean, rstd = ctx.saved_tensors
+        total, mean, rstd = ctx.saved_tensors
+        dtotal, dout = (None, *gradients) if len(gradients) == 1 else gradients
+        dout = torch.zeros_like(total) if dout is None else dout  # the norm's output was not used
         weight = spec.weight()
         if spec.whole:
-            da, dw, db = spec.backward_whole(dout, a, mean, rstd, weight)
+            da, dw, db = spec.backward_whole(dout, total, mean, rstd, weight, dtotal)
         else:
-            sums, dw, db = spec.run(local.norm_sums, dout, a, mean, rstd, weight)
-            da = spec.run(local.norm_da, dout, a, mean, rstd, weight, spec.sum(sums) / spec.features)
+            sums, dw, db = spec.run(local.norm_sums, dout, total, mean, rstd, weight)
+            da = spec.run(local.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
+            da = da if dtotal is None else da.add_(dtotal)
         scatter(spec.unit, [dw, db])
-        return (None, da, *[None] * len(spec.unit.members))
+        return (None, da, None if len(gradients) == 1 else da, *[None] * len(spec.unit.members))
 
 
 def scatter(unit: Unit, gradients: Sequence[Tensor | None]) -> None:
@@ -160,8 +178,16 @@ class Norm(Layer):
             self.declare("bias", Spec((features,), FEATURES, use))
 
     def forward(self, a: Tensor) -> Tensor:
-        spec = NormSpec(self.unit(*self.specs), self.kind, self.features, "y", self.eps)
-        return NormFunction.apply(spec, a, *self.parameters())
+        return NormFunction.apply(self._spec(), a, None, *self.parameters())
+
+    def add(self, a: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """a + delta, and its norm."""
+        if delta is None:
+            return a, self(a)
+        return NormFunction.apply(self._spec(), a, delta, *self.parameters())
+
+    def _spec(self) -> NormSpec:
+        return NormSpec(self.unit(*self.specs), self.kind, self.features, "y", self.eps)
 
 
 class HeadNorm(Layer):
@@ -174,4 +200,4 @@ class HeadNorm(Layer):
 
     def forward(self, a: Tensor) -> Tensor:
         spec = NormSpec(self.unit("weight"), "rms", a.shape[-1], None, self.eps)
-        return NormFunction.apply(spec, a, self.weight)
+        return NormFunction.apply(spec, a, None, self.weight)

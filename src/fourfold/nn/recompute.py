@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.nn.moment import Clock
 
+T = TypeVar("T")
 
-def recompute(function: Callable[..., Tensor], clock: Clock, *args: Any) -> Tensor:
+
+def recompute(function: Callable[..., T], clock: Clock, *args: Any) -> T:
     """`function(*args)`, of which backward keeps the arguments alone."""
     step, micro_step = clock.step, clock.micro_step
     return checkpoint(
