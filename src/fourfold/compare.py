@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fourfold import comm
 from fourfold.data.rows import local_rows
-from fourfold.gradients import clip_grad_norm_, grad_norm, local_of
+from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of, local_of
 from fourfold.grid import Grid
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.layer import specs_of
@@ -91,6 +91,8 @@ def compare_serial(
     sides = [_Side(build, grid, make_optimizer)]
     if any(isinstance(module, Dropout) and module.probability for module in sides[0].model.modules()):
         raise ValueError("dropout draws other masks on other grids; compare models with dropout=0")
+    if gradients_of(sides[0].model).policy.shard_optimizer and grid.size("data") > 1:
+        raise ValueError("gradients of a sharded optimizer are cut over data; compare with shard_optimizer=False")
     if grid.rank == 0:
         sides += _together(grid, lambda: [_Side(build, Grid.alone(grid.device), make_optimizer)])
     else:

@@ -200,6 +200,10 @@ class Grid:
         if self.shape.world > 1:
             _agree(what, text)
 
+    def hear(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        return text if self.shape.world == 1 else _decide(text, lambda texts: texts[0])
+
     def together(self, what: str, fault: Exception | None) -> None:
         """Go on only if no rank has a fault: a rank with one raises it, the others say whose it was."""
         if self.shape.world > 1:

@@ -196,7 +196,11 @@ def _write_own(tensors: Tensors, grid: Grid, folder: Path) -> None:
 
 
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
-    _safetensors().torch.save_file(tensors, path)
+    safetensors = _safetensors()
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
     _flush(path)
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from fourfold.checkpoint.weights import load_weights
 from fourfold.compare import compare_serial
+from fourfold.data.loader import Loader
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Grid, Shape
 from fourfold.models.generate import generate
@@ -23,7 +25,7 @@ from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.launch import inside_a_job, launch, listen_to_signals, share_cores
 from fourfold.train.loop import Run, begin, open_sources
 from fourfold.train.progress import Bar, Plain, output, progress
-from fourfold.train.record import Event, open_sinks
+from fourfold.train.record import Event, open_sinks, strict
 from fourfold.train.schema import to_table
 
 
@@ -95,7 +97,9 @@ def _train(config: Config, options: argparse.Namespace, device: str) -> int:
     if options.compare_serial is not None:
         return _compare(config, grid, options.compare_serial)
     stream = output(options.json)
-    out = Path(config.train.out or default_folder(config))
+    if options.json not in (None, "-") and not Path(options.json).parent.is_dir():
+        raise FileNotFoundError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
+    out = Path(grid.hear(config.train.out or default_folder(config)))
     run = Run(config, grid, out)
     shown = progress(stream, config.train.steps)
     kept = Kept()
@@ -104,11 +108,11 @@ def _train(config: Config, options: argparse.Namespace, device: str) -> int:
         greet(run, shown)
     try:
         run.train()
+        if config.train.save:
+            run.save()
     finally:
         if grid.rank == 0 and options.json is not None:
             write_result(options.json, config, grid, kept)
-    if config.train.save:
-        run.save()
     if grid.rank == 0:
         print(f"\n{out}: config, metrics{', weights' if config.train.save else ''}.", file=stream)
         print(f"  fourfold report {out}\n  fourfold sample {out} --prompt 'import '", file=stream)
@@ -157,7 +161,7 @@ def write_result(path: str, config: Config, grid: Grid, kept: Kept) -> None:
         "skipped": by_kind["skipped"],
         "end": by_kind["end"][-1] if by_kind["end"] else None,
     }
-    text = json.dumps(result, indent=1)
+    text = json.dumps(strict(result), indent=1)
     if path == "-":
         print(text, flush=True)
     else:
@@ -184,28 +188,29 @@ def greet(run: Run, shown: Plain | Bar) -> None:
 
 
 def _compare(config: Config, grid: Grid, steps: int) -> int:
-    """Train beside one process, on the run's own batches, and show the differences."""
-    from fourfold.data.loader import Loader
-
-    sources = open_sources(config, grid, Path(config.train.out or default_folder(config)) / "data")
-    model = config.model.build()
-    alone = Grid.alone(grid.device)
+    """Train beside one process, on the run's own batches, each in one micro-step, and show the differences."""
+    if steps < 1 or config.data.documents:
+        raise ValueError(
+            f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, of rows "
+            "that are not packed with documents"
+        )
+    sources = open_sources(config, grid, Path(tempfile.gettempdir()) / "fourfold-data")
+    model, policy, seed = config.model.build(), config.policy.build(), config.train.seed
     loader = Loader(
         sources,
         [source.weight for source in config.data.sources],
-        alone,
+        Grid.alone(grid.device),  # whole batches
         rows=config.batch.rows,
         seq=config.batch.seq,
         vocab=model.vocab,
-        seed=config.train.seed,
+        seed=seed,
         held_out=config.data.held_out,
         device=torch.device("cpu"),
     )
     with loader:
         batches = [loader.next()[0][:2] for _ in range(steps)]
-    policy, dtype, seed = config.policy.build(), config.policy.parameters, config.train.seed
     found = compare_serial(
-        lambda place: build(model, place, policy=policy, seed=seed, dtype=dtype),
+        lambda place: build(model, place, policy=policy, seed=seed, dtype=config.policy.parameters),
         batches,
         grid,
         max_norm=config.optimizer.clip,

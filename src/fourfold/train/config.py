@@ -64,6 +64,11 @@ class GridSection:
     order: tuple[Literal["x", "y", "z", "data"], ...] = AXES  # type: ignore[assignment]
     """How ranks walk the axes, fastest-varying first."""
 
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) is not None and getattr(self, axis) < 1:
+                raise ValueError(f"{axis}={getattr(self, axis)} must be at least 1")
+
     @property
     def auto(self) -> bool:
         return all(getattr(self, axis) is None for axis in AXES)
@@ -119,6 +124,10 @@ class SourceSection:
     weight: float = 1.0
     eod: int | None = None
     """The id that ends a document, where the file does not say."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"weight={self.weight} must be above 0; leave a source away to not use it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +189,14 @@ class OptimizerSection:
     def __post_init__(self) -> None:
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0; inf does not clip")
+        for name in ("rate", "eps", "weight_decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if self.base_rows is not None and self.base_rows < 1:
+            raise ValueError(f"base_rows={self.base_rows} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +227,10 @@ class LogSection:
     """A project of Weights & Biases to log to."""
     peak_flops: float | None = None
     """FLOP/s of one device, for MFU and HFU; by default its data sheet's, on the CPU measured."""
+
+    def __post_init__(self) -> None:
+        if self.peak_flops is not None and not self.peak_flops > 0:
+            raise ValueError(f"peak_flops={self.peak_flops} must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +293,9 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
         raise ValueError(
             f"{key!r} is no key{nearest(section, sections)}; write section.key=value, sections are {known}"
         )
-    table.setdefault(section, {})[name] = value
+    keys = table.setdefault(section, {})
+    if isinstance(keys, dict):  # otherwise `parse` says what is wrong with it
+        keys[name] = value
 
 
 def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> Config:
@@ -282,6 +305,11 @@ def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> C
     policy = replace(config.policy, dtype=dtype, compile=compiled)
     model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
     config = replace(config, policy=policy, model=model)
+    if model.build().positions == "learned" and config.batch.seq > model.build().seq:
+        raise ValueError(
+            f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
+            "raise model.seq or lower batch.seq"
+        )
     if config.grid.auto:
         shape = choose_grid(config, ranks, memory_bytes)
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]

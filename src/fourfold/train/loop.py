@@ -78,7 +78,7 @@ class Run:
         )
         self.evaluation = None
         if config.train.evaluate_every and data.held_out:
-            rows, batches = batch.rows // batch.micro_steps, config.train.evaluate_batches
+            rows, batches = batch.rows // batch.micro_steps, config.train.evaluate_batches * batch.micro_steps
             self.evaluation = Evaluation(self.sources, grid, rows=rows, batches=batches, **common)
         self.model = build(
             self.model_config, grid, policy=self.policy, seed=config.train.seed, dtype=config.policy.parameters
@@ -208,7 +208,8 @@ class Run:
             self._report_skipped(done)
 
     def _report_skipped(self, done: Launched) -> None:
-        name = done.clipped.first_not_finite()
+        with self.grid.ledger.aside():  # what it asks belongs to no step
+            name = done.clipped.first_not_finite()
         self._record({"event": "skipped", "step": done.step, "parameter": name, "in_a_row": self._skipped})
         if self._skipped >= self.config.train.max_skipped:
             raise NotFiniteError(

@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +44,7 @@ class Lines:
 
     def write(self, event: Event) -> None:
         try:
-            self._file.write(json.dumps(event) + "\n")
+            self._file.write(json.dumps(strict(event)) + "\n")
             self._file.flush()
         except OSError as error:
             raise OSError(
@@ -50,10 +52,17 @@ class Lines:
             ) from error
 
     def close(self) -> None:
-        try:
+        with suppress(OSError):  # the line that did not fit was reported already; the file is closed all the same
             self._file.close()
-        except OSError:
-            os.close(self._file.fileno())  # the line that did not fit was reported already
+
+
+def strict(content: Any) -> Any:
+    """As JSON knows it: numbers that are not finite become null."""
+    if isinstance(content, dict):
+        return {key: strict(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [strict(value) for value in content]
+    return None if isinstance(content, float) and not isfinite(content) else content
 
 
 class TensorBoard:

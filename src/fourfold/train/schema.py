@@ -25,6 +25,10 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
         if key not in names:
             known = f"{path or 'it'} has {', '.join(names)}"
             raise ValueError(f"unknown key {_join(path, key)}{nearest(key, names)}; {known}")
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in table:
+            raise ValueError(f"{_join(path, field.name)} is missing")
     values = {key: _value(hints[key], value, _join(path, key)) for key, value in table.items()}
     try:
         return kind(**values)
@@ -102,7 +106,7 @@ def _shown(value: Any) -> str:
     """As TOML writes it; JSON writes plain values the same way, but for what is not finite."""
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return "inf" if value > 0 else "-inf"
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
 def nearest(word: str, words: Sequence[Any]) -> str:
