@@ -17,8 +17,10 @@ demo: .venv/installed
 test: lint types
 	$(BIN)/python -m pytest
 
-# every grid with every combination of options, for days; SOAK_SECONDS=N stops after about that long
+# loss curves of 200 steps, then every grid with every combination of options, for days; SOAK_SECONDS=N stops these
+# after about that long
 soak: .venv/installed
+	$(BIN)/python tests/soak_curves.py
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_START=$(SOAK_START) $(BIN)/python tests/soak.py
 
 lint: .venv/installed

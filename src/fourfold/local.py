@@ -47,7 +47,7 @@ def layer_statistics(a: Tensor) -> Tensor:
 
 
 def sum_of_squares(a: Tensor) -> Tensor:
-    return widen(a).square().sum(-1, keepdim=True)
+    return torch.linalg.vector_norm(widen(a), dim=-1, keepdim=True).square()  # one pass, no squares in memory
 
 
 def normalize(a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,8 +85,7 @@ def add_rms_norm(a: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 def norm_weight_sums(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """dw and db, sums over tokens."""
-    wide, tokens = widen(dout), tuple(range(a.dim() - 1))
-    return (wide * _unit(a, mean, rstd)).sum(tokens), wide.sum(tokens)
+    return _over_tokens(widen(dout), _unit(a, mean, rstd))
 
 
 def norm_sums(
@@ -94,28 +93,41 @@ def norm_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With g = dout w: the sums over features of g x^ (and g), then dw and db, sums over tokens."""
     unit, wide = _unit(a, mean, rstd), widen(dout)
-    g = wide * weight
-    over_features = [(g * unit).sum(-1, keepdim=True)]
-    if mean is not None:
-        over_features.append(g.sum(-1, keepdim=True))
-    return torch.stack(over_features), *norm_weight_sums(dout, a, mean, rstd)
+    return _over_features(wide * weight, unit, mean), *_over_tokens(wide, unit)
 
 
 def norm_da(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, means: Tensor) -> Tensor:
     """da = (g - x^ mean(g x^) - mean(g)) rstd, from the means over all features."""
-    rest = widen(dout) * weight - _unit(a, mean, rstd) * means[0]
-    if mean is not None:
-        rest = rest - means[1]
-    return (rest * rstd).to(a.dtype)
+    return _da(widen(dout) * weight, _unit(a, mean, rstd), rstd, means).to(a.dtype)
 
 
 def norm_backward(
     dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """da, dw, db where all features are at hand; `dtotal` is what reaches `a` beside the norm."""
-    sums, dw, db = norm_sums(dout, a, mean, rstd, weight)
-    da = norm_da(dout, a, mean, rstd, weight, sums / a.shape[-1])
-    return da if dtotal is None else da + dtotal, dw, db
+    unit, wide = _unit(a, mean, rstd), widen(dout)
+    g = wide * weight
+    da = _da(g, unit, rstd, _over_features(g, unit, mean) / a.shape[-1]).to(a.dtype)
+    return da if dtotal is None else da + dtotal, *_over_tokens(wide, unit)
+
+
+def _over_features(g: Tensor, unit: Tensor, mean: Tensor | None) -> Tensor:
+    sums = [(g * unit).sum(-1, keepdim=True)]
+    if mean is not None:
+        sums.append(g.sum(-1, keepdim=True))
+    return torch.stack(sums)
+
+
+def _over_tokens(wide: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = tuple(range(wide.dim() - 1))
+    return (wide * unit).sum(tokens), wide.sum(tokens)
+
+
+def _da(g: Tensor, unit: Tensor, rstd: Tensor, means: Tensor) -> Tensor:
+    rest = g - unit * means[0]
+    for mean_of_g in means[1:]:
+        rest = rest - mean_of_g
+    return rest * rstd
 
 
 def _unit(a: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
