@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -159,7 +160,7 @@ def report(case, config, sides, tokens, seq, device, options) -> dict:
         "date": str(date.today()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "command": "python " + " ".join(sys.argv),
+        "command": re.sub(r" --json \S+", "", "python " + " ".join(sys.argv)),
         "parameters": config.parameters,
         "config": asdict(config),
         "sides": found,

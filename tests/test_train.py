@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import tomllib
+import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from fourfold.grid import AXES, Shape
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import NotFiniteError, Run
-from fourfold.train.record import Lines
+from fourfold.train.record import Lines, open_sinks
 from fourfold.train.schema import parse
 from harness import Ranks, _context, grid_of
 
@@ -699,3 +700,38 @@ def test_torchrun_starts_the_ranks(jobs: dict[str, Job]) -> None:
     assert [step["loss"] for step in found["steps"]] == column(job.folder, "step", "loss")
     assert found["steps"][0]["wire_bytes"].keys() == {"x"}
     assert (job.folder / "weights" / "rank-00001.safetensors").exists()
+
+
+def test_weights_and_biases_gets_what_the_file_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package: what it is asked to start, log and finish."""
+    calls: list[tuple[str, Any]] = []
+
+    class Stub:
+        def log(self, values: dict[str, float], step: int) -> None:
+            calls.append(("log", (step, values)))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    def init(**options: Any) -> Stub:
+        calls.append(("init", options))
+        return Stub()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    config = read_config(None, [("log.wandb", "project"), ("log.tensorboard", False)])
+    lines, wandb = open_sinks(config.log, tmp_path, config)
+    for sink in (lines, wandb):
+        sink.write({"event": "step", "step": 3, "loss": 1.5, "mfu": None, "wire_bytes": {"x": 7}, "skipped": False})
+        sink.close()
+    started, logged, finished = calls
+    assert started[1]["project"] == "project"
+    assert started[1]["config"]["log"] == {"tensorboard": False, "wandb": "project"}
+    assert logged == ("log", (3, {"step/loss": 1.5, "step/wire_bytes/x": 7.0, "step/skipped": 0.0}))
+    assert finished == ("finish", None)
+
+
+def test_weights_and_biases_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = read_config(None, [("log.wandb", "project"), ("log.tensorboard", False)])
+    with pytest.raises(ImportError, match="pip install wandb"):
+        open_sinks(config.log, tmp_path, config)
