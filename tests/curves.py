@@ -18,7 +18,7 @@ from fourfold.gradients import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.loop import Run
-from fourfold.train.record import Event
+from fourfold.train.record import Kept
 from harness import Ranks, grid_of
 
 DOCUMENTS = 40
@@ -130,17 +130,8 @@ def config_of(name: str, dtype: str, steps: int, folder: Path, shape: Shape, cha
     return resolve(read_config(None, list(given.items())), shape.world, on_gpu=False, memory_bytes=1 << 34)
 
 
-class Kept:
-    """Events in memory."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def write(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        """Nothing to close."""
+class Curves(Kept):
+    """Events by column."""
 
     def column(self, event: str, key: str) -> list[Any]:
         return [found[key] for found in self.events if found["event"] == event]
@@ -149,7 +140,7 @@ class Kept:
 def train(config: Config, folder: Path, grid: Grid | None = None) -> dict[str, Any]:
     """The whole run on this rank: its curves, and a digest of the parameters that it ends with."""
     run = Run(config, grid or grid_of(config.grid.shape), folder)
-    kept = Kept()
+    kept = Curves()
     run.sinks = [kept]
     run.train()
     digest = hashlib.sha256()

@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 
-from curves import Kept, config_of, write_texts
+from curves import Curves, config_of, write_texts
 from fourfold import models
 from fourfold.checkpoint.weights import weights_of
 from fourfold.cost.volume import Volume
@@ -310,7 +310,7 @@ def _flat(table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
 def record(config: Config, folder: Path) -> list[dict[str, Any]]:
     """A job: the events of a run on this rank."""
     run = Run(config, grid_of(config.grid.shape), folder)
-    kept = Kept()
+    kept = Curves()
     run.sinks = [kept]
     run.train()
     return kept.events
@@ -366,7 +366,7 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     two parameters' shards of the gradient.
     """
     run = Run(config, grid_of(config.grid.shape), folder)
-    kept = Kept()
+    kept = Curves()
     run.sinks = [kept]
     clip_and_step = run.optimizer.clip_and_step
     before: list[dict[str, torch.Tensor]] = []

@@ -51,13 +51,6 @@ class Megatron(Source):
             )
         self._ids = Numbers(map_file(tokens), dtype)
 
-    @property
-    def has_documents(self) -> bool:
-        return True
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self._ids.read(start, stop)
-
     def document_starts(self, start: int, stop: int) -> Tensor:
         first, last = (bisect_left(range(len(self._marks)), place, key=self._place) for place in (start, stop))
         places = [self._place(document) for document in range(first, last)]
@@ -132,9 +125,6 @@ class NanoGPT(Source):
     @property
     def has_documents(self) -> bool:
         return self.eod is not None
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self._ids.read(start, stop)
 
     def document_starts(self, start: int, stop: int) -> Tensor:
         if self.eod is None:

@@ -67,15 +67,16 @@ class Source(ABC):
     tokens: int
     vocab: int | None
     eod: int | None
+    _ids: Numbers
 
     @property
-    @abstractmethod
     def has_documents(self) -> bool:
         """Whether it is known where documents start."""
+        return True
 
-    @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
         """Tokens [start, stop) as int64 on the CPU."""
+        return self._ids.read(start, stop)
 
     @abstractmethod
     def document_starts(self, start: int, stop: int) -> Tensor:

@@ -133,13 +133,6 @@ class TokenFile(Source):
         self._ids = Numbers(view, header["dtype"], HEAD, self.tokens)
         self._starts = Numbers(view, "int64", _starts_at(header), self.documents)
 
-    @property
-    def has_documents(self) -> bool:
-        return True
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self._ids.read(start, stop)
-
     def document_starts(self, start: int, stop: int) -> Tensor:
         return places_between(self._starts, start, stop)
 

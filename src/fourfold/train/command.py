@@ -25,7 +25,7 @@ from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.launch import inside_a_job, launch, listen_to_signals, share_cores
 from fourfold.train.loop import Run, begin, open_sources
 from fourfold.train.progress import Bar, Plain, output, progress
-from fourfold.train.record import Event, open_sinks, strict
+from fourfold.train.record import Event, Kept, open_sinks, strict
 from fourfold.train.schema import to_table
 
 
@@ -134,19 +134,6 @@ def join(config: Config, device: str) -> tuple[Grid, Config]:
 
 def place(shape: Shape, device: str) -> Grid:
     return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=device)
-
-
-class Kept:
-    """Events kept for `--json`."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def write(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        """Nothing to close: it is read afterwards."""
 
 
 def write_result(path: str, config: Config, grid: Grid, kept: Kept) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -65,6 +65,19 @@ def strict(content: Any) -> Any:
     return None if isinstance(content, float) and not isfinite(content) else content
 
 
+class Kept:
+    """Events in memory, for `--json`."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        """Nothing to close: it is read afterwards."""
+
+
 class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -109,13 +122,22 @@ def scalars(event: Event) -> list[tuple[str, float]]:
 
 
 def open_sinks(log: LogSection, folder: Path, config: Config) -> list[Sink]:
-    sinks: list[Sink] = [Lines(folder / "metrics.jsonl")]
+    """All that the config asks for, or none."""
     if log.tensorboard is True and find_spec("tensorboard") is None:
         raise ImportError("log.tensorboard is true but tensorboard is not installed: pip install 'fourfold[train]'")
-    if log.tensorboard is True or (log.tensorboard == "auto" and find_spec("tensorboard") is not None):
-        sinks.append(TensorBoard(folder / "tensorboard"))
-    if log.wandb is not None:
-        sinks.append(WeightsAndBiases(log.wandb, folder, config))
+    sinks: list[Sink] = []
+    with ExitStack() as opened:
+
+        def add(sink: Sink) -> None:
+            opened.callback(sink.close)
+            sinks.append(sink)
+
+        add(Lines(folder / "metrics.jsonl"))
+        if log.tensorboard is True or (log.tensorboard == "auto" and find_spec("tensorboard") is not None):
+            add(TensorBoard(folder / "tensorboard"))
+        if log.wandb is not None:
+            add(WeightsAndBiases(log.wandb, folder, config))
+        opened.pop_all()
     return sinks
 
 
