@@ -1,6 +1,7 @@
-"""Loss curves of 200 steps on every grid of `curves.CASES` and `curves.MORE_CASES` beside one process.
+"""Loss curves of 200 steps beside one process: every grid of `curves.CASES` in fp64 and fp32, then those of
+`curves.MORE_CASES`, up to 8 ranks, in fp64. GPT and Llama each time.
 
-python tests/soak_curves.py [STEPS]
+    python tests/soak_curves.py [STEPS]
 """
 
 from __future__ import annotations
@@ -10,36 +11,53 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from curves import CASES, MORE_CASES, bound, check
 from harness import Ranks
 
+MODELS = ("gpt-tiny", "llama-tiny")
+EPS_RATIO = 2.0**29
+"""How much coarser fp32 rounds than fp64. Over 200 steps rounding is magnified, most in GPT, whose key biases have a
+true gradient of 0 that AdamW turns into steps. How much is seen in fp64, where 1e-9 is the law: fp32 may differ by
+ten times what fp64 does on the same grid, in its own roundings."""
+
 
 def main() -> int:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    failed = 0
-    pools: dict[int, Ranks] = {}
-
-    def pool(world: int) -> Ranks:
-        if world not in pools:
-            for other in list(pools):
-                pools.pop(other).close()
-            pools[world] = Ranks(world)
-        return pools[world]
-
-    cases = sorted([*CASES, *MORE_CASES], key=lambda case: case.shape.world)
-    for name, dtype in itertools.product(("gpt-tiny", "llama-tiny"), ("fp64", "fp32")):
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            found = check(pool, name, dtype, steps, Path(folder), cases=cases, timeout=600)
-        limit = bound(dtype, steps)
-        for case, deviation in found.items():
-            failed += not deviation.largest <= limit
-            mark = "" if deviation.largest <= limit else "FAILED "
-            print(f"{mark}{name} {dtype} {case}: loss {deviation.loss:.1e}, norm {deviation.grad_norm:.1e}", flush=True)
-        print(f"{name} {dtype}: {len(found)} grids, {steps} steps, {time.monotonic() - began:.0f} s", flush=True)
-    for world in list(pools):
-        pools.pop(world).close()
+    work = list(itertools.product(sorted(CASES, key=lambda case: case.shape.world), MODELS, ("fp64", "fp32")))
+    work += itertools.product(sorted(MORE_CASES, key=lambda case: case.shape.world), MODELS, ("fp64",))
+    began, failed, worst = time.monotonic(), 0, {"fp64": 0.0, "fp32": 0.0}
+    pool = Ranks(0)
+    known: dict[str, dict[str, Any]] = {}  # runs of one process
+    exact: dict[tuple[str, str, str], float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for case, model, dtype in work:
+            if pool.world != case.shape.world:
+                pool.close()
+                pool = Ranks(case.shape.world)
+            (found,) = check(
+                lambda _: pool,  # noqa: B023  # used at once
+                model,
+                dtype,
+                steps,
+                Path(folder),
+                cases=[case],
+                known=known,
+                timeout=900,
+            ).values()
+            exact[str(case), model, dtype] = found.largest
+            limit = bound(dtype, steps)
+            if dtype == "fp32":
+                limit = max(limit, 10 * exact[str(case), model, "fp64"] * EPS_RATIO)
+            right = found.largest <= limit
+            failed += not right
+            worst[dtype] = max(worst[dtype], found.largest)
+            outcome = "" if right else "FAILED "
+            print(f"{outcome}{model} {dtype} {case}: loss {found.loss:.1e}, norm {found.grad_norm:.1e}", flush=True)
+    pool.close()
+    print(f"{len(work)} curves of {steps} steps, {failed} failed, largest deviations {worst}, ", end="")
+    print(f"{time.monotonic() - began:.0f} s")
     return 1 if failed else 0
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -222,7 +223,8 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     listen_to_signals()
     grid = place(shape, device)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    model = build(config.model.build(), grid, policy=config.policy.build(), dtype=config.policy.parameters)
+    policy = replace(config.policy.build(), compile=False)  # every token would be another shape to compile
+    model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
     load_weights(model, options.folder / "weights")
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
     (found,) = generate(
