@@ -117,7 +117,7 @@ def config_of(name: str, dtype: str, steps: int, folder: Path, shape: Shape, cha
         "data.held_out": 0.1,
         "batch.rows": ROWS,
         "batch.seq": SEQ,
-        "optimizer.warmup": 3,
+        "optimizer.warmup": min(3, steps),
         "train.steps": steps,
         "train.seed": 3,
         "train.evaluate_every": 10,

@@ -58,6 +58,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "policy.compile": (False, "autos", '"auto"'),
     "data.sources": ([{"path": "a.txt"}], "a.txt", "a list"),
     "data.tokenizer": ("tokenizer.json", 256, TEXT),
+    "data.eod": ("<STOP>", 0.5, WHOLE),
     "data.documents": (True, 1, FLAG),
     "data.held_out": (0, "0.1", NUMBER),
     f"{SOURCE}.path": ("standard-library", 3, TEXT),

@@ -23,35 +23,35 @@ USER_ERRORS = (ValueError, OSError, ImportError, FailedElsewhereError)
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)
-    from fourfold.train.launch import INTERRUPTED, report_failure
+    import torch
+
+    from fourfold.train.launch import INTERRUPTED, LOST_PEER, inside_a_job, report_failure
     from fourfold.train.loop import NotFiniteError
 
     try:
         return options.run(options, arguments)
     except KeyboardInterrupt:
-        if "RANK" not in os.environ:
+        if not inside_a_job():
             print("fourfold: interrupted; what was written stays readable", file=sys.stderr)
-        return _leave(INTERRUPTED)
+        return _leave(INTERRUPTED, at_once=inside_a_job())
     except BrokenPipeError:
-        return _leave(1)  # whoever read our output is gone
+        return _leave(1, at_once=inside_a_job())  # whoever read our output is gone
     except (*USER_ERRORS, NotFiniteError) as error:
         report_failure(str(error))
-        return _leave(1)
+        return _leave(1, at_once=inside_a_job())
+    except torch.OutOfMemoryError as error:
+        less = "policy.recompute=block, policy.loss_chunk, more batch.micro_steps, or a grid with a larger z"
+        report_failure(f"the device's memory does not suffice ({str(error).split('.')[0]}); {less} need less")
+        return _leave(1, at_once=inside_a_job())
     except Exception as error:
-        lost = any(words in str(error) for words in _lost_peer())
+        lost = any(words in str(error) for words in LOST_PEER)
         report_failure(str(error) if lost else traceback.format_exc())
-        return _leave(1)
+        return _leave(1, at_once=inside_a_job())
 
 
-def _lost_peer() -> tuple[str, ...]:
-    from fourfold.train.launch import LOST_PEER
-
-    return LOST_PEER
-
-
-def _leave(code: int) -> int:
+def _leave(code: int, *, at_once: bool) -> int:
     """A rank that ends early must not wait for the others in the destructors of its process groups."""
-    if "RANK" in os.environ:
+    if at_once:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

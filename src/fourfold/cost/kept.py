@@ -38,20 +38,31 @@ class Alive(TorchDispatchMode):
 
 
 def kept_bytes(
-    config: Config, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype = torch.float32
+    config: Config,
+    grid: Grid,
+    policy: Policy,
+    rows: int,
+    seq: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    documents: bool = False,
 ) -> dict[str, int]:
-    """Bytes that a rank keeps from forward to backward of `rows` rows of its place, by kind of recompute."""
+    """Bytes that a rank keeps from forward to backward of `rows` rows of its place, by kind of recompute.
+
+    With `documents` the rows are packed, and their mask is kept too.
+    """
     return {
-        kind: _kept(config, grid, replace(policy, recompute=kind), rows, seq, dtype) for kind in get_args(Recompute)
+        kind: _kept(config, grid, replace(policy, recompute=kind), rows, seq, dtype, documents)
+        for kind in get_args(Recompute)
     }
 
 
-def _kept(config: Config, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype) -> int:
+def _kept(config: Config, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype, documents: bool) -> int:
     model = Transformer(config, grid, policy)
     assemble(model, grid, policy, dtype=dtype, device=torch.device("meta"))
     tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
     with grid.ledger.aside(), Alive() as alive:
-        loss = model(tokens, tokens)
+        loss = model(tokens, tokens, positions=tokens if documents else None)
         kept = alive.nbytes
     del loss
     return kept

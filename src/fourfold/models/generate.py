@@ -36,6 +36,7 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    ids: int | None = None
 
     @property
     def fault(self) -> str:
@@ -46,6 +47,8 @@ class Sampling:
             return f"top_k={self.top_k} must be at least 1, or None for all tokens"
         if self.top_p is not None and not 0 < self.top_p <= 1:
             return f"top_p={self.top_p} must be above 0 and at most 1, or None for all tokens"
+        if self.ids is not None and self.ids < 1:
+            return f"ids={self.ids} must be at least 1, or None for all ids of the model"
         return ""
 
     def choose(self, logits: Tensor, point: float) -> int:
@@ -54,7 +57,7 @@ class Sampling:
         `top_k` keeps the k likeliest; of these `top_p` keeps the fewest likeliest that together have at least
         that share. Of equal logits the lower id comes first.
         """
-        logits = logits.double()
+        logits = logits[: self.ids].double()
         if not isfinite(logits.max()):
             return NO_CHOICE
         if self.temperature == 0:
@@ -77,6 +80,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    ids: int | None = None,
     seed: int = 0,
     stop: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
@@ -85,10 +89,11 @@ def generate(
 
     All ranks call it with the same prompts, which may differ in length, and all get the whole result. A draw
     depends on the seed, the row and the position alone, so grids differ only where rounding of logits decides.
-    `temperature=0` takes the likeliest token. The model reads the last `config.seq` tokens of a text.
+    `temperature=0` takes the likeliest token; only `ids` below that number are taken, where a tokenizer has fewer
+    than the model. The model reads the last `config.seq` tokens of a text.
     `on_token(row, token)` is called on every rank as each token is known.
     """
-    grid, sampling = model.grid, Sampling(temperature, top_k, top_p)
+    grid, sampling = model.grid, Sampling(temperature, top_k, top_p, ids)
     texts = _ids(prompts)
     fault = sampling.fault or _fault(texts, new_tokens, stop, model.config.vocab)
     asked = key_of(texts, new_tokens, sampling, seed, stop)
@@ -97,7 +102,7 @@ def generate(
         raise ValueError(fault)
     starts = [len(text) for text in texts]
     active = list(range(len(texts)))
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         for _ in range(new_tokens):
             chosen = _next_tokens(model, texts, active, sampling, seed)
             for row, token in zip(active, chosen, strict=True):
@@ -132,7 +137,7 @@ def _fault(texts: Sequence[Sequence[int]], new_tokens: int, stop: int | None, vo
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """In eval mode, and afterwards each module as it was."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()

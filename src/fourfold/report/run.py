@@ -10,6 +10,7 @@ Invariant: `steps` and `evaluations` are in order of their step, each step once 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -202,7 +203,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def _step(record: Mapping[str, Any]) -> Step:
-    single = {name: _number(record.get(name)) for name in Step.__slots__ if name not in ("step", *_BY_AXIS)}
+    single = {name: _measured(record, name) for name in Step.__slots__ if name not in ("step", *_BY_AXIS)}
     by_axis = {name: _by_axis(record.get(name)) for name in _BY_AXIS}
     return Step(step=record["step"], **single, **by_axis)  # type: ignore[arg-type]
 
@@ -213,6 +214,13 @@ _BY_AXIS = ("wire_bytes", "exposed_seconds")
 def _by_axis(found: Any) -> dict[str, float]:
     numbers = {str(axis): _number(value) for axis, value in found.items()} if isinstance(found, dict) else {}
     return {axis: value for axis, value in numbers.items() if value is not None and known(value)}
+
+
+def _measured(record: Mapping[str, Any], name: str) -> float | None:
+    """A number of a record. Losses and norms that are null were not finite: JSON has no other way to say so."""
+    if name in ("loss", "grad_norm") and name in record and record[name] is None:
+        return math.nan
+    return _number(record.get(name))
 
 
 def _number(value: Any) -> float | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -26,13 +28,13 @@ from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.launch import inside_a_job, launch, listen_to_signals, share_cores
 from fourfold.train.loop import Run, begin, open_sources
 from fourfold.train.progress import Bar, Plain, output, progress
-from fourfold.train.record import Event, Kept, open_sinks, strict
+from fourfold.train.record import Event, Kept, check_folder, open_sinks, strict
 from fourfold.train.schema import to_table
 
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     config = requested(options)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = chosen_device(options.device)
     if inside_a_job():
         return _train(config, options, device)
     ranks = wanted_ranks(config, options.ranks, device)
@@ -44,6 +46,13 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _train(config, options, device)
     out = config.train.out or default_folder(config)
     return launch(ranks, [*arguments, "--ranks", str(ranks), "--out", out, "--device", device], sys.stderr)
+
+
+def chosen_device(asked: str | None) -> str:
+    found = torch.cuda.is_available()
+    if asked == "cuda" and not found:
+        raise ValueError("--device cuda, but torch finds no GPU here; leave --device away to train on the CPU")
+    return asked or ("cuda" if found else "cpu")
 
 
 def requested(options: argparse.Namespace) -> Config:
@@ -67,9 +76,14 @@ def wanted_ranks(config: Config, ranks: int | None, device: str) -> int:
     """How many local ranks to start."""
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks {ranks}: there must be at least one")
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    world = (ranks or gpus or 1) if config.grid.auto else config.grid.shape.world
+    if gpus and world > gpus:
+        raise ValueError(
+            f"{world} ranks, but this machine has {gpus} GPUs; start fewer, or use torchrun on more machines"
+        )
     if config.grid.auto:
-        return ranks or (torch.cuda.device_count() if device == "cuda" else 1)
-    world = config.grid.shape.world
+        return world
     if ranks not in (None, world):
         raise ValueError(
             f"--ranks {ranks}, but the grid {config.grid.shape} has {world}; leave --ranks away or change one"
@@ -89,43 +103,72 @@ def default_folder(config: Config) -> str:
 
 def _train(config: Config, options: argparse.Namespace, device: str) -> int:
     """As one rank of the job."""
+    if inside_a_job():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
+    grid, config = join(config, device, options.ranks)
     listen_to_signals()
-    grid, config = join(config, device)
     if options.print_config:
         if grid.rank == 0:
             print(config.toml(), end="")
         return 0
     if options.compare_serial is not None:
+        if options.json is not None:
+            raise ValueError("--compare-serial prints a table and writes no --json; leave one of them away")
         return _compare(config, grid, options.compare_serial)
+    return _run(config, grid, options)
+
+
+def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
+    """Train and leave a run's folder behind."""
     stream = output(options.json)
-    if options.json not in (None, "-") and not Path(options.json).parent.is_dir():
-        raise FileNotFoundError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
     out = Path(grid.hear(config.train.out or default_folder(config)))
+    check_outputs(grid, out, config, options.json)
     run = Run(config, grid, out)
     shown = progress(stream, config.train.steps)
-    kept = Kept()
-    begin(run, lambda: [*open_sinks(config.log, out, config), shown, kept])
+    kept = [Kept()] if options.json is not None else []
+    begin(run, lambda: [*open_sinks(config.log, out, config), shown, *kept])
     if grid.rank == 0:
         greet(run, shown)
     try:
         run.train()
         if config.train.save:
             run.save()
-    finally:
-        if grid.rank == 0 and options.json is not None:
+    except BaseException:
+        with suppress(OSError):  # must not hide what ended the run
             write_result(options.json, config, grid, kept)
+        raise
+    write_result(options.json, config, grid, kept)
     if grid.rank == 0:
         print(f"\n{out}: config, metrics{', weights' if config.train.save else ''}.", file=stream)
-        print(f"  fourfold report {out}\n  fourfold sample {out} --prompt 'import '", file=stream)
+        print(f"  fourfold report {out}", file=stream)
+        if config.train.save:
+            print(f"  fourfold sample {out} --prompt 'import '", file=stream)
     close(grid)
     return 0
 
 
-def join(config: Config, device: str) -> tuple[Grid, Config]:
+def check_outputs(grid: Grid, out: Path, config: Config, json_to: str | None) -> None:
+    """Before anything is made: rank 0 must be able to write what is asked for."""
+    fault: Exception | None = None
+    if grid.rank == 0:
+        try:
+            check_folder(out, save=config.train.save)
+            if json_to not in (None, "-"):
+                Path(json_to).open("a").close()
+        except (OSError, ImportError) as error:
+            fault = error
+    grid.together("the run's folder", fault)
+
+
+def join(config: Config, device: str, ranks: int | None) -> tuple[Grid, Config]:
     """This rank's place on the grid, and the config resolved for it."""
     first = Grid.alone(device)  # joins the job, whose size the grid may depend on
     world = dist.get_world_size()
     del first
+    if ranks not in (None, world):
+        raise ValueError(
+            f"--ranks {ranks}, but this job has {world}; leave --ranks away where something else starts them"
+        )
     config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
     grid = place(config.grid.shape, device)
     if device == "cpu":
@@ -137,9 +180,12 @@ def place(shape: Shape, device: str) -> Grid:
     return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=device)
 
 
-def write_result(path: str, config: Config, grid: Grid, kept: Kept) -> None:
+def write_result(path: str | None, config: Config, grid: Grid, kept: Sequence[Kept]) -> None:
+    """What `--json` asks for, by rank 0."""
+    if path is None or grid.rank != 0:
+        return
     by_kind: dict[str, list[Event]] = {"step": [], "evaluation": [], "skipped": [], "end": []}
-    for event in kept.events:
+    for event in kept[0].events:
         by_kind[event["event"]].append({key: value for key, value in event.items() if key != "event"})
     result = {
         "config": to_table(config),
@@ -168,10 +214,11 @@ def greet(run: Run, shown: Plain | Bar) -> None:
     )
     names = ", ".join(source.name for source in run.sources)
     shown.say(f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens a step{micro}")
-    kept = json.loads((run.out / "run.json").read_text())["kept_bytes"]
-    sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in kept.items())
+    sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in run.kept_bytes.items())
     shown.say(f"kept for backward by a rank, by kind of recompute: {sizes}; in use: {policy.recompute}")
     shown.say(f"peak of a device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})")
+    if run.evaluation is None:
+        shown.say("no evaluation: data.held_out or train.evaluate_every is 0")
     shown.say(f"knowing only how frequent each token is, the loss would be {run.entropy:.4f} (unigram entropy)\n")
 
 
@@ -182,21 +229,21 @@ def _compare(config: Config, grid: Grid, steps: int) -> int:
             f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, of rows "
             "that are not packed with documents"
         )
-    sources = open_sources(config, grid, Path(tempfile.gettempdir()) / "fourfold-data")
     model, policy, seed = config.model.build(), config.policy.build(), config.train.seed
-    loader = Loader(
-        sources,
-        [source.weight for source in config.data.sources],
-        Grid.alone(grid.device),  # whole batches
-        rows=config.batch.rows,
-        seq=config.batch.seq,
-        vocab=model.vocab,
-        seed=seed,
-        held_out=config.data.held_out,
-        device=torch.device("cpu"),
-    )
-    with loader:
-        batches = [loader.next()[0][:2] for _ in range(steps)]
+    with tempfile.TemporaryDirectory() as cache:
+        loader = Loader(
+            open_sources(config, grid, Path(cache)),
+            [source.weight for source in config.data.sources],
+            Grid.alone(grid.device),  # whole batches
+            rows=config.batch.rows,
+            seq=config.batch.seq,
+            vocab=model.vocab,
+            seed=seed,
+            held_out=config.data.held_out,
+            device=torch.device("cpu"),
+        )
+        with loader:
+            batches = [loader.next()[0][:2] for _ in range(steps)]
     found = compare_serial(
         lambda place: build(model, place, policy=policy, seed=seed, dtype=config.policy.parameters),
         batches,
@@ -213,16 +260,16 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     for name in ("config.toml", "weights"):
         if not (options.folder / name).exists():
             raise FileNotFoundError(
-                f"{options.folder} has no {name}; give the folder of a finished run of fourfold train"
+                f"{options.folder} has no {name}; give the folder of a run that has ended, trained with train.save"
             )
     config = read_config(options.folder / "config.toml")
     shape = Shape(**options.grid)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = chosen_device(options.device)
     if not inside_a_job() and shape.world > 1:
         return launch(shape.world, [*arguments, "--device", device], sys.stderr)
-    listen_to_signals()
     grid = place(shape, device)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    listen_to_signals()
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
     policy = replace(config.policy.build(), compile=False)  # every token would be another shape to compile
     model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
     load_weights(model, options.folder / "weights")
@@ -234,6 +281,7 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
+        ids=min(tokenizer.vocab, model.config.vocab),
         seed=options.seed,
         stop=tokenizer.eod,
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -135,6 +136,8 @@ class DataSection:
     sources: tuple[SourceSection, ...] = (SourceSection("standard-library"),)
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    eod: str | int | None = None
+    """The token of a tokenizer.json that ends a document, where it has an unusual name."""
     documents: bool = False
     """Keep attention inside each of the documents that share a row."""
     held_out: float = 0.01
@@ -172,7 +175,8 @@ class OptimizerSection:
     """AdamW and its schedule."""
 
     rate: float = 1e-3
-    warmup: int = 10
+    warmup: int | None = None
+    """Steps until the rate is reached; by default 10, or all where there are fewer."""
     schedule: Decay = "cosine"
     decay: float = 0.2
     """The part of the steps over which a stable schedule decays."""
@@ -250,7 +254,7 @@ class Config:
         return Schedule(
             section.rate,
             self.train.steps,
-            warmup=min(section.warmup, self.train.steps),
+            warmup=min(10, self.train.steps) if section.warmup is None else section.warmup,
             shape=section.schedule,
             decay=section.decay,
             floor=section.floor,
@@ -303,8 +307,13 @@ def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> C
     dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
     compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
     policy = replace(config.policy, dtype=dtype, compile=compiled)
-    model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
-    config = replace(config, policy=policy, model=model)
+    with _section("model"):
+        model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
+    with _section("optimizer"):
+        optimizer = replace(config.optimizer, warmup=config.schedule.warmup)
+    with _section("policy"):
+        policy.build()
+    config = replace(config, policy=policy, model=model, optimizer=optimizer)
     if model.build().positions == "learned" and config.batch.seq > model.build().seq:
         raise ValueError(
             f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
@@ -322,6 +331,15 @@ def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> C
             f"{shape.data}*{shape.z} does not divide; take a multiple of {places * config.batch.micro_steps} rows"
         )
     return config
+
+
+@contextmanager
+def _section(name: str) -> Iterator[None]:
+    """Errors inside name the section."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def choose_grid(config: Config, ranks: int, memory_bytes: int) -> Shape:

@@ -53,8 +53,7 @@ def launch(ranks: int, arguments: Sequence[str], errors: IO[str]) -> int:
         elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
     except ChildFailedError as failed:
         rank, failure = first_cause(failed.failures)
-        if failure.exitcode != INTERRUPTED:
-            print(f"fourfold: error: {explain(rank, failure)}", file=errors)
+        print(f"fourfold: error: {explain(rank, failure)}", file=errors)
         return failure.exitcode if failure.exitcode > 0 else 1
     except (KeyboardInterrupt, SignalException):
         print("fourfold: interrupted; what was written stays readable", file=errors)
@@ -79,6 +78,8 @@ def explain(rank: int, failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         return f"rank {rank} (process {failure.pid}) was killed by {name}; the other ranks were stopped"
+    if failure.exitcode == INTERRUPTED:  # that rank alone: where the launcher is interrupted it says so itself
+        return f"rank {rank} (process {failure.pid}) was interrupted by a signal; the other ranks were stopped"
     lines = failure.message.strip().splitlines() or [f"rank {rank} failed with exit code {failure.exitcode}"]
     return lines[0] if len(lines) == 1 else f"rank {rank}: {failure.message.strip()}"
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,13 @@ from fourfold.data.source import Source
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
+from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
 from fourfold.train.config import DTYPES, Config
 from fourfold.train.meter import Meter, Reading, peak_of
-from fourfold.train.record import Event, Sink, start_folder, write_json, write_text
+from fourfold.train.record import Event, Sink, write_json, write_text
 
 
 class NotFiniteError(RuntimeError):
@@ -99,6 +99,15 @@ class Run:
             share * unigram_entropy(source, self.model_config.vocab, held_out=data.held_out, seq=batch.seq)
             for share, source in zip(shares, self.sources, strict=True)
         )
+        self.kept_bytes = kept_bytes(
+            self.model_config,
+            grid,
+            self.policy,
+            batch.rows // batch.micro_steps // (grid.size("data") * grid.size("z")),
+            batch.seq,
+            dtype=config.policy.parameters,
+            documents=data.documents,
+        )
         self.meter = Meter(grid)
         self.sinks: list[Sink] = []
         self.step = 0
@@ -107,8 +116,7 @@ class Run:
 
     def facts(self) -> Event:
         """What the run is, for run.json."""
-        batch, shape = self.config.batch, self.grid.shape
-        rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
+        shape = self.grid.shape
         return {
             "fourfold": fourfold.__version__,
             "torch": torch.__version__,
@@ -124,11 +132,9 @@ class Run:
             "peak_flops_from": self.peak.origin,
             "unigram_entropy": self.entropy,
             "tokens": sum(source.tokens for source in self.sources),
-            "kept_bytes": kept_bytes(
-                self.model_config, self.grid, self.policy, rows, batch.seq, self.config.policy.parameters
-            ),
+            "kept_bytes": self.kept_bytes,
             "recompute": self.policy.recompute,
-            "tokens_per_step": batch.tokens,
+            "tokens_per_step": self.config.batch.tokens,
             "steps": self.config.train.steps,
         }
 
@@ -253,33 +259,22 @@ class Run:
             self._record({"event": "end", "step": self.step, "reason": reason})
 
 
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    before = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(before)
-
-
 def open_sources(config: Config, grid: Grid, cache: Path) -> list[Source]:
     """Open what the run trains on. Text is prepared once, by rank 0, while the others wait."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
-
-    def sources() -> list[Source]:
-        return [
-            open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
-        ]
-
-    found, fault = [], None
-    if grid.rank == 0:
-        try:
-            found = sources()
-        except (OSError, ValueError, ImportError) as error:
-            fault = error
-    grid.together("the data", fault)
-    return found or sources()
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
+    found: list[Source] = []
+    for turn in (grid.rank == 0, grid.rank != 0):
+        fault = None
+        if turn:
+            try:
+                found = [
+                    open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache)
+                    for source in config.data.sources
+                ]
+            except (OSError, ValueError, ImportError) as error:
+                fault = error
+        grid.together("opening the data", fault)
+    return found
 
 
 def device_name(device: torch.device) -> str:
@@ -288,17 +283,20 @@ def device_name(device: torch.device) -> str:
 
 def begin(run: Run, sinks: Callable[[], Sequence[Sink]]) -> None:
     """Rank 0 writes what the run is and opens what records it; what fails there fails on all ranks."""
-    fault = None
+    fault: Exception | None = None
     if run.grid.rank == 0:
         try:
-            if run.config.train.save and find_spec("safetensors") is None:
-                raise ImportError(
-                    "writing weights needs the package safetensors: pip install 'fourfold[train]', or train.save=false"
-                )
-            start_folder(run.out)
-            write_text(run.out / "config.toml", run.config.toml())
+            run.out.mkdir(parents=True, exist_ok=True)
+            stored = replace(run.config, train=replace(run.config.train, out=None))  # run again it gets another folder
+            write_text(run.out / "config.toml", stored.toml())
             write_json(run.out / "run.json", run.facts())
             run.sinks = list(sinks())
-        except (OSError, ImportError, ValueError) as error:
+        except Exception as error:  # a sink of another package may raise anything
             fault = error
     run.grid.together("starting the run", fault)
+    if run.config.train.save and not (run.out / "run.json").exists():
+        fault = FileNotFoundError(
+            f"{run.out.absolute()}, which rank 0 has made, is not there on rank {run.grid.rank}; give --out on a file "
+            "system that all nodes share, or train.save=false"
+        )
+    run.grid.together("finding the run's folder", fault)

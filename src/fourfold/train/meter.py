@@ -110,6 +110,7 @@ def peak_of(grid: Grid, dtype: torch.dtype, given: float | None) -> Peak:
 
 def _measure(size: int, dtype: torch.dtype, device: torch.device, seconds: float = 0.2) -> float:
     a = torch.ones(size, size, dtype=dtype, device=device)
+    torch.mm(a, a).sum().item()  # the first product also starts the library
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
         began = time.perf_counter()

@@ -160,8 +160,9 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
 
 
-def start_folder(out: Path) -> None:
-    """Make the run's folder; one that holds a run already is refused."""
+def check_folder(out: Path, *, save: bool) -> None:
+    """Refuse a folder that holds a run already, and weights that nothing here can write."""
     if (out / "metrics.jsonl").exists():
         raise FileExistsError(f"{out} holds a run already; give another --out, or remove it")
-    out.mkdir(parents=True, exist_ok=True)
+    if save and find_spec("safetensors") is None:
+        raise ImportError("writing weights needs safetensors: pip install 'fourfold[train]', or train.save=false")

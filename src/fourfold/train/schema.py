@@ -42,6 +42,8 @@ def _value(kind: Any, value: Any, path: str) -> Any:
         return parse(kind, value, path)  # type: ignore[arg-type]
     origin = get_origin(kind)
     if origin in (Union, UnionType):
+        if value is None and NoneType in get_args(kind):
+            return None
         return _one_of([option for option in get_args(kind) if option is not NoneType], value, path)
     if origin is Literal:
         allowed = get_args(kind)
@@ -76,7 +78,7 @@ def _plain(kind: type, value: Any, path: str) -> Any:
 
 
 def to_table(config: Any) -> dict[str, Any]:
-    """The dataclass as nested tables, without what is None."""
+    """The dataclass as nested tables."""
     table: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -84,13 +86,13 @@ def to_table(config: Any) -> dict[str, Any]:
             table[field.name] = to_table(value)
         elif isinstance(value, tuple):
             table[field.name] = [to_table(item) if dataclasses.is_dataclass(item) else item for item in value]
-        elif value is not None:
+        else:
             table[field.name] = value
     return table
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
-    """Nested tables as TOML text."""
+    """Nested tables as TOML text; what is not set is named in a comment, since TOML has no word for it."""
     lines, below = [], []
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -98,7 +100,7 @@ def to_toml(table: Mapping[str, Any], path: str = "") -> str:
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
             below += [f"\n[[{_join(path, key)}]]\n{to_toml(item, _join(path, key))}" for item in value]
         else:
-            lines.append(f"{key} = {_shown(value)}\n")
+            lines.append(f"# {key} is not set\n" if value is None else f"{key} = {_shown(value)}\n")
     return "".join(lines + below).lstrip("\n")
 
 
