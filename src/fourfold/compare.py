@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of, local_o
 from fourfold.grid import Grid
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.layer import specs_of
-
-T = TypeVar("T")
 
 
 class Stepper(Protocol):
@@ -93,14 +91,15 @@ def compare_serial(
         raise ValueError("dropout draws other masks on other grids; compare models with dropout=0")
     if gradients_of(sides[0].model).policy.shard_optimizer and grid.size("data") > 1:
         raise ValueError("gradients of a sharded optimizer are cut over data; compare with shard_optimizer=False")
-    if grid.rank == 0:
-        sides += _together(grid, lambda: [_Side(build, Grid.alone(grid.device), make_optimizer)])
-    else:
-        _together(grid, list)
+    # the serial model is on rank 0 alone: what fails there fails on all instead of a hang
+    grid.first_alone("the serial model", lambda: sides.append(_Side(build, Grid.alone(grid.device), make_optimizer)))
     found = Comparison(str(grid))
     for step, (tokens, targets) in enumerate(batches):
         values = [sides[0].backward(tokens, targets, max_norm)]
-        values += _together(grid, lambda: [side.backward(tokens, targets, max_norm) for side in sides[1:]])  # noqa: B023
+        values += grid.together(
+            "the serial model",
+            lambda: [side.backward(tokens, targets, max_norm) for side in sides[1:]],  # noqa: B023
+        )
         for kind in ("loss", "gradient norm"):
             found.differences += _compare_values(step, kind, [value[kind] for value in values], grid)
         found.differences += _compare_tensors(step, "gradient", sides, grid)
@@ -140,22 +139,6 @@ class _Side:
             if kind == "gradient":  # none is zero
                 local = torch.zeros_like(local) if parameter.grad is None else local_of(parameter.grad)
             yield name, comm.join_shards(local, specs[name], self.grid)
-
-
-def _together(grid: Grid, function: Callable[[], list[T]]) -> list[T]:
-    """Run it on every rank; what fails on rank 0, where the serial model is, fails on all instead of a hang."""
-    error: Exception | None = None
-    result: list[T] = []
-    try:
-        result = function()
-    except Exception as caught:
-        error = caught
-    failed = comm.from_first(torch.full((), float(error is not None), device=grid.device), grid)
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError("the serial model failed on rank 0, which says why")
-    return result
 
 
 def _compare_values(step: int, kind: str, values: Sequence[Tensor], grid: Grid) -> list[Difference]:

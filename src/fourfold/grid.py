@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fourfold.ledger import Ledger
+
+T = TypeVar("T")
 
 AXES = ("x", "y", "z", "data")
 """Every axis, outermost cut of a tensor first."""
@@ -204,14 +207,26 @@ class Grid:
         """Rank 0's text, on every rank."""
         return text if self.shape.world == 1 else _decide(text, lambda texts: texts[0])
 
-    def together(self, what: str, fault: Exception | None) -> None:
-        """Go on only if no rank has a fault: a rank with one raises it, the others say whose it was."""
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """Act on every rank. When it fails on one, all raise, since none may go on to wait for the others: that rank
+        what it met, the others whose fault it was."""
+        result, fault = None, None
+        try:
+            result = act()
+        except Exception as error:
+            error.add_note(f"{what} failed")
+            fault = error
         if self.shape.world > 1:
             verdict = _decide("" if fault is None else f"{type(fault).__name__}: {fault}", _first_fault)
             if fault is None and verdict:
                 raise FailedElsewhereError(f"{what} failed on {verdict}")
         if fault is not None:
             raise fault
+        return result  # type: ignore[return-value]
+
+    def first_alone(self, what: str, act: Callable[[], object]) -> None:
+        """Act on rank 0 while the others wait; when it fails there, all raise."""
+        self.together(what, act if self.rank == 0 else lambda: None)
 
     def close(self) -> None:
         """Give back the process groups of this grid. The process group that it joined stays."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,8 +36,6 @@ from fourfold.gradients import gradients_of, local_of
 from fourfold.grid import Grid
 from fourfold.layout import Spec
 from fourfold.nn.layer import specs_of
-
-T = TypeVar("T")
 
 
 def save_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -77,15 +75,14 @@ def write_tensors(tensors: Tensors, grid: Grid, folder: str | os.PathLike[str]) 
     """Write tensors into a folder; see `save_weights`."""
     place = _Place(Path(folder).resolve())
     grid.agree("the folder to write", str(place.target))
-    on_first = grid.rank == 0
-    failure = f"writing {place.target}"
+    what = f"writing {place.target}"
     # Rank 0 makes the folder before anyone writes, and shows it when everyone has: each line ends in agreement.
-    _together(grid, place.prepare if on_first else _nothing, failure)
+    grid.first_alone(what, place.prepare)
     try:
-        _together(grid, lambda: _write_own(tensors, grid, place.partial), failure)
-        _together(grid, place.publish if on_first else _nothing, failure)
+        grid.together(what, lambda: _write_own(tensors, grid, place.partial))
+        grid.first_alone(what, place.publish)
     except BaseException:
-        if on_first:
+        if grid.rank == 0:
             shutil.rmtree(place.partial, ignore_errors=True)
         raise
 
@@ -94,25 +91,8 @@ def read_tensors(tensors: Tensors, grid: Grid, folder: str | os.PathLike[str]) -
     """Read tensors in place from a folder; see `load_weights`."""
     source = Path(folder).resolve()
     grid.agree("the folder to read", str(source))
-    reads = _together(grid, lambda: _plan(tensors, grid, source), f"reading {source}")
-    _together(grid, lambda: _copy(tensors, source, reads), f"reading {source}, with tensors half changed by then,")
-
-
-def _together(grid: Grid, act: Callable[[], T], failure: str) -> T:
-    """Act on every rank; when it fails on one, all raise, since none may go on to wait for the others."""
-    result, fault = None, None
-    try:
-        result = act()
-    except Exception as error:
-        fault = error
-    if fault is not None:
-        fault.add_note(f"{failure} failed")
-    grid.together(failure, fault)
-    return result  # type: ignore[return-value]
-
-
-def _nothing() -> None:
-    """What the other ranks do while rank 0 acts alone."""
+    reads = grid.together(f"reading {source}", lambda: _plan(tensors, grid, source))
+    grid.together(f"reading {source}, with tensors half changed by then,", lambda: _copy(tensors, source, reads))
 
 
 @dataclass(frozen=True, slots=True)

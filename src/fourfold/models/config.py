@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -99,14 +100,15 @@ class Config:
 def config(name: str, **changes: Any) -> Config:
     """The published size of that name, with some fields changed."""
     if name not in SIZES:
-        raise ValueError(f"no model {name!r}{_nearest(name, list(SIZES))}; there are {', '.join(SIZES)}")
+        raise ValueError(f"no model {name!r}{nearest(name, list(SIZES))}; there are {', '.join(SIZES)}")
     fields = [field.name for field in dataclasses.fields(Config)]
     for key in changes:
         if key not in fields:
-            raise ValueError(f"a model has no {key!r}{_nearest(key, fields)}; it has {', '.join(fields)}")
+            raise ValueError(f"a model has no {key!r}{nearest(key, fields)}; it has {', '.join(fields)}")
     return Config(**{**SIZES[name], **changes})
 
 
-def _nearest(word: str, words: list[str]) -> str:
+def nearest(word: str, words: Sequence[str]) -> str:
+    """` (did you mean 'rate'?)`, or nothing."""
     found = get_close_matches(word, words, n=1)
     return f" (did you mean {found[0]!r}?)" if found else ""

@@ -149,15 +149,13 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
 
 def check_outputs(grid: Grid, out: Path, config: Config, json_to: str | None) -> None:
     """Before anything is made: rank 0 must be able to write what is asked for."""
-    fault: Exception | None = None
-    if grid.rank == 0:
-        try:
-            check_folder(out, save=config.train.save)
-            if json_to not in (None, "-"):
-                Path(json_to).open("a").close()
-        except (OSError, ImportError) as error:
-            fault = error
-    grid.together("the run's folder", fault)
+
+    def check() -> None:
+        check_folder(out, save=config.train.save)
+        if json_to not in (None, "-"):
+            Path(json_to).open("a").close()
+
+    grid.first_alone("the run's folder", check)
 
 
 def join(config: Config, device: str, ranks: int | None) -> tuple[Grid, Config]:

@@ -19,8 +19,9 @@ import torch
 from fourfold import models
 from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.layout import Activations, Policy, Recompute
+from fourfold.models.config import nearest
 from fourfold.optim import Decay, Schedule
-from fourfold.train.schema import nearest, parse, to_table, to_toml
+from fourfold.train.schema import parse, to_table, to_toml
 
 Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

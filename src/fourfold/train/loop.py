@@ -262,19 +262,14 @@ class Run:
 def open_sources(config: Config, grid: Grid, cache: Path) -> list[Source]:
     """Open what the run trains on. Text is prepared once, by rank 0, while the others wait."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-    found: list[Source] = []
-    for turn in (grid.rank == 0, grid.rank != 0):
-        fault = None
-        if turn:
-            try:
-                found = [
-                    open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache)
-                    for source in config.data.sources
-                ]
-            except (OSError, ValueError, ImportError) as error:
-                fault = error
-        grid.together("opening the data", fault)
-    return found
+
+    def opened() -> list[Source]:
+        return [
+            open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
+        ]
+
+    found = grid.together("opening the data", lambda: opened() if grid.rank == 0 else [])
+    return grid.together("opening the data", lambda: found or opened())
 
 
 def device_name(device: torch.device) -> str:
@@ -283,20 +278,20 @@ def device_name(device: torch.device) -> str:
 
 def begin(run: Run, sinks: Callable[[], Sequence[Sink]]) -> None:
     """Rank 0 writes what the run is and opens what records it; what fails there fails on all ranks."""
-    fault: Exception | None = None
-    if run.grid.rank == 0:
-        try:
-            run.out.mkdir(parents=True, exist_ok=True)
-            stored = replace(run.config, train=replace(run.config.train, out=None))  # run again it gets another folder
-            write_text(run.out / "config.toml", stored.toml())
-            write_json(run.out / "run.json", run.facts())
-            run.sinks = list(sinks())
-        except Exception as error:  # a sink of another package may raise anything
-            fault = error
-    run.grid.together("starting the run", fault)
-    if run.config.train.save and not (run.out / "run.json").exists():
-        fault = FileNotFoundError(
-            f"{run.out.absolute()}, which rank 0 has made, is not there on rank {run.grid.rank}; give --out on a file "
-            "system that all nodes share, or train.save=false"
-        )
-    run.grid.together("finding the run's folder", fault)
+
+    def start() -> None:
+        run.out.mkdir(parents=True, exist_ok=True)
+        stored = replace(run.config, train=replace(run.config.train, out=None))  # run again it gets another folder
+        write_text(run.out / "config.toml", stored.toml())
+        write_json(run.out / "run.json", run.facts())
+        run.sinks = list(sinks())
+
+    def find() -> None:
+        if run.config.train.save and not (run.out / "run.json").exists():
+            raise FileNotFoundError(
+                f"{run.out.absolute()}, which rank 0 has made, is not there on rank {run.grid.rank}; give --out on a "
+                "file system that all nodes share, or train.save=false"
+            )
+
+    run.grid.first_alone("starting the run", start)
+    run.grid.together("finding the run's folder", find)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fourfold.models.config import nearest
 
 T = TypeVar("T")
 
@@ -49,7 +50,8 @@ def _value(kind: Any, value: Any, path: str) -> Any:
         allowed = get_args(kind)
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
             choices = ", ".join(_shown(choice) for choice in allowed)
-            raise ValueError(f"{path} = {_shown(value)}{nearest(str(value), allowed)}; it is one of {choices}")
+            near = nearest(str(value), [str(choice) for choice in allowed])
+            raise ValueError(f"{path} = {_shown(value)}{near}; it is one of {choices}")
         return value
     if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
@@ -109,12 +111,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return "inf" if value > 0 else "-inf"
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
-
-
-def nearest(word: str, words: Sequence[Any]) -> str:
-    """` (did you mean 'rate'?)`, or nothing."""
-    found = get_close_matches(word, [str(other) for other in words], n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def _join(path: str, key: str) -> str:
