@@ -7,11 +7,13 @@ from fourfold.gradients import accumulate, clip_grad_norm_, grad_norm
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.loss import count_targets, global_mean
+from fourfold.overlap import Overlap
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Grid",
+    "Overlap",
     "Policy",
     "Shape",
     "accumulate",

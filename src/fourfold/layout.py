@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fourfold.grid import AXES
+from fourfold.overlap import Overlap
 
 Activations = Literal["sharded", "replicated"]
 Recompute = Literal["none", "attention", "block"]
@@ -26,7 +27,7 @@ GATHERED = "z"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is kept, what is cut, and in which precision. Only the two dtypes change a result."""
+    """What is kept, what is cut, and in which precision. Only the two dtypes and halves change a result."""
 
     activations: Activations = "sharded"
     """`sharded` cuts activations fully; `replicated` is the published algorithm, whole where ours are cut."""
@@ -48,6 +49,8 @@ class Policy:
     """Gradients that owe the same sums travel together in messages of about this size."""
     compile: bool = False
     """Compile the computation between collectives, region by region."""
+    overlap: Overlap = Overlap()
+    """How much communication runs behind computation."""
     check_inputs: bool = False
     """Check token ids on a device too, which reads them back; on the CPU they are always checked."""
 
