@@ -21,6 +21,7 @@ ORDER = [
     "overlap",
     "layout",
     "local",
+    "pending",
     "comm",
     "gradients",
     "product",

@@ -11,9 +11,9 @@ Invariant: the order of summation depends on shapes and ranks only, so equal cal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 from fourfold.grid import Grid
 from fourfold.layout import Spec, Storage
 from fourfold.ledger import Collective, Op
+from fourfold.pending import Pending, named
 
 # torch 2.13 renamed the two; torch 2.11 has only the old names, which 2.13 warns about.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,28 +31,40 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 ONE_ROUND_NBYTES = 64 << 10
 """On the CPU a collective whose messages to all ranks stay below this takes one round instead of a ring."""
 
-T = TypeVar("T")
+
+@contextmanager
+def muted(grid: Grid) -> Iterator[None]:
+    """Inside, collectives are recorded and nothing travels: results have their shapes and hold anything.
+
+    For measuring what computation costs alone.
+    """
+    before, grid.muted = grid.muted, True
+    try:
+        yield
+    finally:
+        grid.muted = before
 
 
-class Pending(Generic[T]):
-    """A collective in flight. `wait()` gives its result and may be called again."""
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a collective travels: the communicator, and whom to tell of its arrival."""
 
-    def __init__(self, finish: Callable[[], T], record: Collective | None = None, grid: Grid | None = None) -> None:
-        self._finish: Callable[[], T] | None = finish
-        self._record = record
-        self._grid = grid
-        self._result: T | None = None
+    group: dist.ProcessGroup
+    arrived: Callable[[], None] | None = None
+    tag: int = 0
+    """Tells the messages of several rings on one communicator apart."""
 
-    def wait(self) -> T:
-        if self._finish is not None:
-            if self._record is None or self._grid is None:
-                self._result = self._finish()
-            else:
-                on_gpu = self._grid.device.type == "cuda"
-                with _named(self._record), self._grid.ledger.waiting(self._record.axis, on_gpu=on_gpu):
-                    self._result = self._finish()
-            self._finish = None  # lets go of the buffers that only the flight needed
-        return self._result  # type: ignore[return-value]
+    @classmethod
+    def of(cls, record: Collective, grid: Grid) -> Link:
+        """Gathers and reductions have a communicator each."""
+        lane = "gather" if record.op == "all_gather" else "reduce"
+        return cls(grid.group(record.axis, lane), grid.ledger.begin_flight(record.axis), next(grid.tags))
+
+    def watch(self, work: dist.Work | None) -> dist.Work | None:
+        if self.arrived is not None and work is not None:
+            arrived = self.arrived
+            work.get_future().add_done_callback(lambda _: arrived())
+        return work
 
 
 def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
@@ -60,10 +73,10 @@ def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str
     if ranks == 1:
         return Pending(lambda: shard)
     joined = shard.new_empty((ranks, *shard.shape))
-    if record is None or shard.is_meta:
+    if record is None or _stays(shard, grid):
         return Pending(lambda: _join(joined, dim), record, grid)
-    with _named(record):
-        finish = _launch_all_gather(joined, shard, grid.group(axis))
+    with named(record):
+        finish = _launch_all_gather(joined, shard, Link.of(record, grid))
     return Pending(lambda: _join(finish(), dim), record, grid)
 
 
@@ -74,10 +87,10 @@ def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label:
     if ranks == 1:
         return Pending(lambda: whole)
     parts = _cut(whole, ranks, dim)
-    if record is None or whole.is_meta:
+    if record is None or _stays(whole, grid):
         return Pending(lambda: parts[0], record, grid)
-    with _named(record):
-        return Pending(_launch_reduce_scatter(parts, grid.group(axis)), record, grid)
+    with named(record):
+        return Pending(_launch_reduce_scatter(parts, Link.of(record, grid)), record, grid)
 
 
 def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned: bool = False) -> Pending[Tensor]:
@@ -86,10 +99,10 @@ def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned:
     if record is None:
         return Pending(lambda: tensor)
     total = tensor if owned and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
-    if tensor.is_meta:
+    if _stays(tensor, grid):
         return Pending(lambda: total, record, grid)
-    with _named(record):
-        return Pending(_launch_all_reduce(total, grid.group(axis)), record, grid)
+    with named(record):
+        return Pending(_launch_all_reduce(total, Link.of(record, grid)), record, grid)
 
 
 def all_gather_together(
@@ -104,20 +117,20 @@ def all_gather_together(
         wholes = [shard.new_empty((ranks * shard.shape[0], *shard.shape[1:])) for shard in shards]
     else:
         wholes = list(into)
-    if shards[0].is_meta:
+    if _stays(shards[0], grid):
         return Pending(lambda: wholes, record, grid)
-    group = grid.group(axis)
-    with _named(record):
+    link = Link.of(record, grid)
+    with named(record):
         if shards[0].is_cuda:
-            with dist._coalescing_manager(group, shards[0].device, async_ops=True) as together:
+            with dist._coalescing_manager(link.group, shards[0].device, async_ops=True) as together:
                 for shard, whole in zip(shards, wholes, strict=True):
-                    _all_gather_single(whole.view(-1), shard.reshape(-1), group=group, async_op=True)
+                    _all_gather_single(whole.view(-1), shard.reshape(-1), group=link.group, async_op=True)
             return Pending(lambda: (together.wait(), wholes)[1], record, grid)
         if len(shards) == 1:
-            finish = _launch_all_gather(wholes[0].view(ranks, *shards[0].shape), shards[0], group)
+            finish = _launch_all_gather(wholes[0].view(ranks, *shards[0].shape), shards[0], link)
             return Pending(lambda: (finish(), wholes)[1], record, grid)
         packed = torch.cat([shard.reshape(-1) for shard in shards])
-        finish = _launch_all_gather(packed.new_empty(ranks, packed.numel()), packed, group)
+        finish = _launch_all_gather(packed.new_empty(ranks, packed.numel()), packed, link)
 
     def unpack() -> list[Tensor]:
         columns = finish().split([shard.numel() for shard in shards], dim=1)
@@ -138,20 +151,20 @@ def reduce_scatter_together(
     if record is None:
         return Pending(lambda: list(wholes))
     shapes = [(whole.shape[0] // ranks, *whole.shape[1:]) for whole in wholes]
-    if wholes[0].is_meta:
+    if _stays(wholes[0], grid):
         return Pending(
             lambda: [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)], record, grid
         )
-    group = grid.group(axis)
-    with _named(record):
+    link = Link.of(record, grid)
+    with named(record):
         if wholes[0].is_cuda:
             parts = [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)]
-            with dist._coalescing_manager(group, wholes[0].device, async_ops=True) as together:
+            with dist._coalescing_manager(link.group, wholes[0].device, async_ops=True) as together:
                 for whole, part in zip(wholes, parts, strict=True):
-                    _reduce_scatter_single(part.view(-1), whole.reshape(-1), group=group, async_op=True)
+                    _reduce_scatter_single(part.view(-1), whole.reshape(-1), group=link.group, async_op=True)
             return Pending(lambda: (together.wait(), parts)[1], record, grid)
         rows = [whole.reshape(ranks, -1) for whole in wholes]
-        finish = _launch_reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), group)
+        finish = _launch_reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), link)
 
     def unpack() -> list[Tensor]:
         columns = finish().split([row.shape[1] for row in rows])
@@ -163,16 +176,16 @@ def reduce_scatter_together(
 def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, label: str = "") -> Pending[None]:
     """Sum several tensors over all ranks, each in place, in one message."""
     _, record = _open_together("all_reduce", tensors, grid, axis, label, counts_whole=True)
-    if record is None or tensors[0].is_meta:
+    if record is None or _stays(tensors[0], grid):
         return Pending(lambda: None, record, grid)
-    group = grid.group(axis)
-    with _named(record):
+    link = Link.of(record, grid)
+    with named(record):
         if tensors[0].is_cuda:
-            with dist._coalescing_manager(group, tensors[0].device, async_ops=True) as together:
+            with dist._coalescing_manager(link.group, tensors[0].device, async_ops=True) as together:
                 for tensor in tensors:
-                    dist.all_reduce(tensor, group=group, async_op=True)
+                    dist.all_reduce(tensor, group=link.group, async_op=True)
             return Pending(together.wait, record, grid)
-        finish = _launch_all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
+        finish = _launch_all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), link)
 
     def unpack() -> None:
         for tensor, total in zip(tensors, finish().split([t.numel() for t in tensors]), strict=True):
@@ -195,7 +208,7 @@ def join_shards(shard: Tensor, spec: Spec, grid: Grid) -> Tensor:
         padding = [0, 0] * (shard.dim() - 1 - dim) + [0, longest - shard.shape[dim]]
         padded = torch.nn.functional.pad(shard, padding)
         parts = padded.new_empty((grid.size(axis), *padded.shape))
-        shard = _join(_launch_all_gather(parts, padded, grid.group(axis))(), dim).narrow(dim, 0, len(outer[dim]))
+        shard = _join(_launch_all_gather(parts, padded, Link(grid.group(axis)))(), dim).narrow(dim, 0, len(outer[dim]))
     return shard
 
 
@@ -208,7 +221,7 @@ def equal_along(number: int, grid: Grid, axes: Sequence[str]) -> bool:
     for axis in axes:
         if grid.size(axis) > 1:
             mine = torch.cat([lowest, highest])
-            bounds = _launch_all_gather(mine.new_empty(grid.size(axis), 2), mine, grid.group(axis))()
+            bounds = _launch_all_gather(mine.new_empty(grid.size(axis), 2), mine, Link(grid.group(axis)))()
             lowest, highest = bounds[:, :1].amin(0), bounds[:, 1:].amax(0)
     return bool(lowest == highest)
 
@@ -228,66 +241,93 @@ def from_first(tensor: Tensor, grid: Grid) -> Tensor:
 # own, which moves the minimum and crosses between nodes no more often than it must.
 
 
+def _stays(tensor: Tensor, grid: Grid) -> bool:
+    """Whether the launch is recorded and nothing travels."""
+    return tensor.is_meta or grid.muted
+
+
 def _one_round(nbytes: int, tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and nbytes < ONE_ROUND_NBYTES
 
 
-def _launch_all_gather(joined: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def _launch_all_gather(joined: Tensor, shard: Tensor, link: Link) -> Callable[[], Tensor]:
     """Start `joined[rank] = shard` for the shards of all ranks; the result finishes it."""
     if _one_round(joined.nbytes, joined):
-        work = dist.all_to_all_single(joined, shard.expand_as(joined).contiguous(), group=group, async_op=True)
+        work = dist.all_to_all_single(joined, shard.expand_as(joined).contiguous(), group=link.group, async_op=True)
     else:
-        work = _all_gather_single(joined.view(-1), shard.reshape(-1), group=group, async_op=True)
+        work = _all_gather_single(joined.view(-1), shard.reshape(-1), group=link.group, async_op=True)
+    link.watch(work)
     return lambda: (_wait(work), joined)[1]
 
 
-def _launch_all_reduce(total: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def _launch_all_reduce(total: Tensor, link: Link) -> Callable[[], Tensor]:
     """Start summing `total` over all ranks, in place; the result finishes it."""
-    if _one_round(total.nbytes * group.size(), total):
-        finish = _launch_all_gather(total.new_empty((group.size(), *total.shape)), total, group)
+    ranks = link.group.size()
+    if _one_round(total.nbytes * ranks, total):
+        finish = _launch_all_gather(total.new_empty((ranks, *total.shape)), total, link)
         return lambda: torch.sum(finish(), dim=0, out=total)
-    work = dist.all_reduce(total, group=group, async_op=True)
+    work = link.watch(dist.all_reduce(total, group=link.group, async_op=True))
     return lambda: (_wait(work), total)[1]
 
 
-def _launch_reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def _launch_reduce_scatter(parts: Tensor, link: Link) -> Callable[[], Tensor]:
     """Start summing `parts[rank]` over all ranks; the result finishes it."""
     parts = parts.contiguous()
     if parts.is_cuda:
         mine = torch.empty_like(parts[0])
-        work = _reduce_scatter_single(mine.view(-1), parts.view(-1), group=group, async_op=True)
+        work = _reduce_scatter_single(mine.view(-1), parts.view(-1), group=link.group, async_op=True)
         return lambda: (_wait(work), mine)[1]
     if _one_round(parts.nbytes, parts):
         arrived = torch.empty_like(parts)
-        work = dist.all_to_all_single(arrived, parts, group=group, async_op=True)
+        work = link.watch(dist.all_to_all_single(arrived, parts, group=link.group, async_op=True))
         return lambda: (_wait(work), arrived.sum(0, dtype=arrived.dtype))[1]
-    return _Ring(parts, group).finish
+    return _Ring(parts, link).finish
 
 
 class _Ring:
     """A reduce-scatter around a ring: each hop passes a partial sum on to the right, where it grows by one.
 
-    The first hop is in flight from the start; the others are driven by `finish`.
+    The first hop is in flight from the start. Where there are more a thread passes them on, so that the ring turns
+    while this rank computes.
     """
 
-    def __init__(self, parts: Tensor, group: dist.ProcessGroup) -> None:
-        self.parts, self.group = parts, group
-        self.ranks, self.me = group.size(), group.rank()
+    def __init__(self, parts: Tensor, link: Link) -> None:
+        self.parts, self.link = parts, link
+        self.ranks, self.me = link.group.size(), link.group.rank()
         self.hop = self._pass_on(parts[self.me - 1])
+        self.result: Tensor | Exception | None = None
+        self.thread = None
+        if self.ranks > 2 or link.arrived is not None:
+            self.thread = Thread(target=self._turn, daemon=True)
+            self.thread.start()
 
     def _pass_on(self, partial: Tensor) -> _Hop:
         arriving = torch.empty_like(partial)
-        sent = dist.isend(partial, group=self.group, group_dst=(self.me + 1) % self.ranks)
-        received = dist.irecv(arriving, group=self.group, group_src=(self.me - 1) % self.ranks)
+        group, tag = self.link.group, self.link.tag
+        sent = dist.isend(partial, group=group, group_dst=(self.me + 1) % self.ranks, tag=tag)
+        received = dist.irecv(arriving, group=group, group_src=(self.me - 1) % self.ranks, tag=tag)
         return _Hop(partial, arriving, sent, received)
 
+    def _turn(self) -> None:
+        try:
+            for step in range(2, self.ranks + 1):
+                partial = self.hop.wait().add_(self.parts[(self.me - step) % self.ranks])
+                if step < self.ranks:
+                    self.hop = self._pass_on(partial)
+            self.result = partial
+            if self.link.arrived is not None:
+                self.link.arrived()
+        except Exception as error:  # raised again where the result is waited for
+            self.result = error
+
     def finish(self) -> Tensor:
-        for step in range(2, self.ranks + 1):
-            partial = self.hop.wait().add_(self.parts[(self.me - step) % self.ranks])
-            if step == self.ranks:
-                return partial
-            self.hop = self._pass_on(partial)
-        raise ValueError("a ring needs at least two ranks")
+        if self.thread is None:
+            self._turn()
+        else:
+            self.thread.join()
+        if not isinstance(self.result, Tensor):
+            raise self.result or RuntimeError("a ring needs at least two ranks")
+        return self.result
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,21 +376,6 @@ def _require_divisible(whole: Tensor, dim: int, grid: Grid, axis: str, label: st
             f"reduce_scatter[{axis}] {label}: dim {dim} of {tuple(whole.shape)} "
             f"is not divisible by axis {axis}={grid.size(axis)}"
         )
-
-
-@contextmanager
-def _named(record: Collective | None) -> Iterator[None]:
-    """Says in a profile, or in an error, which collective it is."""
-    span = (
-        torch.profiler.record_function(f"fourfold::{record}") if torch.autograd._profiler_enabled() else nullcontext()
-    )
-    try:
-        with span:
-            yield
-    except torch.OutOfMemoryError:
-        raise  # keeps its type: callers may free memory and try again
-    except RuntimeError as error:
-        raise RuntimeError(f"collective failed: {record}: {error}") from error
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 AXES = ("x", "y", "z", "data")
 """Every axis, outermost cut of a tensor first."""
+LANES = ("gather", "reduce")
+"""Each axis has a communicator for either kind of collective, so that a gather never queues behind a reduction."""
 
 
 class FailedElsewhereError(RuntimeError):
@@ -140,7 +142,7 @@ class Grid:
         shape = _checked_shape(x, y, z, data, order)
         if isinstance(shape, Shape):
             _agree("the grid", f"{shape} on {_device(device).type}")
-            self._place(shape, dist.get_rank(), device)
+            self._place(shape, dist.get_rank(), device, timeout)
         else:
             _agree("the grid", str(shape), fault=shape)
 
@@ -152,7 +154,9 @@ class Grid:
         grid._place(Shape(), 0, device)
         return grid
 
-    def _place(self, shape: Shape, rank: int, device: str | torch.device | None) -> None:
+    def _place(
+        self, shape: Shape, rank: int, device: str | torch.device | None, timeout: timedelta | None = None
+    ) -> None:
         self.shape = shape
         self.rank = rank
         self.coords = shape.coords(rank)
@@ -160,6 +164,10 @@ class Grid:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.ledger = Ledger()
+        self.tags = itertools.count()
+        """Numbers for messages; all ranks launch in the same order and so count alike."""
+        self.muted = False
+        """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
         alone = shape.world == 1
         self.mesh = DeviceMesh(
             self.device.type,
@@ -169,8 +177,20 @@ class Grid:
         )
         # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
         self.mesh._thread_id = -next(self._made)
-        self._groups = {axis: self.mesh.get_group(axis) for axis in AXES} if not alone else {}
+        self._groups = {} if alone else self._lanes(timeout)
         self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
+
+    def _lanes(self, timeout: timedelta | None) -> dict[tuple[str, str], dist.ProcessGroup]:
+        """The mesh's own groups for gathers, and others of the same ranks for reductions."""
+        groups = {(axis, "gather"): self.mesh.get_group(axis) for axis in AXES}
+        for axis in AXES:
+            if timeout is not None:  # the mesh makes its groups with torch's default
+                dist.distributed_c10d._set_pg_timeout(timeout, groups[axis, "gather"])
+            groups[axis, "reduce"] = groups[axis, "gather"]
+            if self.size(axis) > 1 and dist.get_backend() != "fake":
+                lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis))
+                groups[axis, "reduce"], _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)
+        return groups
 
     @staticmethod
     def of(parameter: torch.Tensor) -> Grid:
@@ -195,8 +215,8 @@ class Grid:
     def size(self, axis: str) -> int:
         return self.shape.sizes[axis]
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        return self._groups[axis]
+    def group(self, axis: str, lane: str = "gather") -> dist.ProcessGroup:
+        return self._groups[axis, lane]
 
     def agree(self, what: str, text: str) -> None:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
@@ -231,7 +251,7 @@ class Grid:
     def close(self) -> None:
         """Give back the process groups of this grid. The process group that it joined stays."""
         if self.shape.world > 1:
-            for group in self._groups.values():
+            for group in {id(group): group for group in self._groups.values()}.values():
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
 

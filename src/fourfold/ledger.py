@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -41,6 +41,13 @@ class Collective:
         return f"{self.op}[{self.axis}] {self.label}"
 
 
+class Event(NamedTuple):
+    """What the host did: launched a collective, waited for one, or ran a product."""
+
+    kind: Literal["launch", "wait", "product"]
+    what: Collective | str
+
+
 class Ledger:
     """Counts of all collectives since the start, and the records of those that somebody watched."""
 
@@ -49,6 +56,8 @@ class Ledger:
         self.wire_bytes: Counter[str] = Counter()
         """What this rank has sent over each axis."""
         self._watchers: list[list[Collective]] = []
+        self._events: list[Event] | None = None
+        self._links: list[tuple[str, float]] | None = None
         self._exposed: defaultdict[str, float] = defaultdict(float)
         self._stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] | None = None
 
@@ -57,14 +66,18 @@ class Ledger:
         self.wire_bytes[record.axis] += record.wire_bytes
         for records in self._watchers:
             records.append(record)
+        if self._events is not None:
+            self._events.append(Event("launch", record))
 
     @contextmanager
-    def waiting(self, axis: str, *, on_gpu: bool) -> Iterator[None]:
+    def waiting(self, record: Collective, *, on_gpu: bool) -> Iterator[None]:
         """Around a wait. The host's wait is timed on the CPU; on a GPU the stream's, once `time_stalls` was called."""
+        if self._events is not None:
+            self._events.append(Event("wait", record))
         if not on_gpu:
             began = time.perf_counter()
             yield
-            self._exposed[axis] += time.perf_counter() - began
+            self._exposed[record.axis] += time.perf_counter() - began
         elif self._stalls is None:
             yield
         else:
@@ -72,7 +85,24 @@ class Ledger:
             begin.record()
             yield
             end.record()
-            self._stalls.append((axis, begin, end))
+            self._stalls.append((record.axis, begin, end))
+
+    @contextmanager
+    def multiplying(self, label: str) -> Iterator[None]:
+        """Around a product: E1 of a layer, or E2 or E3 of its backward."""
+        if self._events is not None:
+            self._events.append(Event("product", label))
+        with span(f"product {label}"):
+            yield
+
+    @contextmanager
+    def events(self) -> Iterator[list[Event]]:
+        """Collect what the host does inside the block, in its order."""
+        before, self._events = self._events, []
+        try:
+            yield self._events
+        finally:
+            self._events = before
 
     def time_stalls(self) -> None:
         """From now on measure on a GPU too how long its stream stands still for collectives."""
@@ -90,6 +120,25 @@ class Ledger:
             return dict(exposed)
 
         return seconds
+
+    def time_links(self) -> None:
+        """From now on measure on the CPU how long each collective takes from its launch until it has arrived."""
+        self._links = []
+
+    def begin_flight(self, axis: str) -> Callable[[], None] | None:
+        """Called at a launch; what it returns is called on arrival, from whatever thread sees that."""
+        if self._links is None:
+            return None
+        began, links = time.perf_counter(), self._links
+        return lambda: links.append((axis, time.perf_counter() - began))
+
+    def take_link_seconds(self) -> dict[str, float]:
+        """Seconds that collectives were on the link by axis since `time_links`, which ends here."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for axis, flight in self._links or ():
+            seconds[axis] += flight
+        self._links = None
+        return dict(seconds)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -110,3 +159,8 @@ class Ledger:
         finally:
             # by identity: two watchers may hold equal lists
             self._watchers = [kept for kept in self._watchers if kept is not records]
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """Shows in a profile, and costs nothing where none is taken."""
+    return torch.profiler.record_function(f"fourfold::{name}") if torch.autograd._profiler_enabled() else nullcontext()

@@ -1,11 +1,29 @@
 """Overlap: communication behind computation. It decides when something runs, never what.
 
-Invariant: for the same number of halves, any policy gives the same bits.
+The engine of a model knows nothing of grids and collectives; it orders what it is handed. `Ahead` launches gathers
+before their use, `Behind` waits for reductions after others were launched, `Backlog` keeps products for the moment
+when something is in flight, `take_turns` lets the halves of a batch alternate.
+
+Invariant: for the same number of halves every policy gives the same bits, and every rank launches in the same order:
+nothing here asks whether something has arrived yet.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+Turns = Generator[None, None, T]
+"""Work that pauses wherever another half may use the device while its own message is on its way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +55,314 @@ class Overlap:
     def off(cls, *, halves: int = 1) -> Overlap:
         """Every collective is waited for where it is launched."""
         return cls(prefetch=False, defer=False, behind_products=False, halves=halves, data=False)
+
+
+class Halves(NamedTuple):
+    """Into how many parts a batch is cut, and why."""
+
+    number: int
+    reason: str
+
+
+WORTH_HIDING_NBYTES = 1 << 20
+"""A message of half a batch below this takes its time for latency, which two of them pay twice."""
+
+
+def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
+    """Cut `rows` rows, whose messages over x or y have up to `nbytes` bytes (0 where nothing travels)?"""
+    if rows < 2:
+        return Halves(1, f"{rows} row cannot be cut")
+    if policy.halves is not None:
+        return Halves(policy.halves, f"the policy says halves={policy.halves}")
+    if nbytes == 0:
+        return Halves(1, "nothing travels over x or y")
+    if nbytes // 2 < WORTH_HIDING_NBYTES:
+        return Halves(1, f"messages over x or y of at most {nbytes} bytes are too small to be cut")
+    return Halves(2, f"messages over x or y of {nbytes} bytes are worth hiding")
+
+
+class Awaited(Protocol[T_co]):
+    """Something in flight."""
+
+    def wait(self) -> T_co: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Whose turn it is: this half, of so many."""
+
+    index: int = 0
+    of: int = 1
+
+
+class Engine:
+    """The overlap of one model: what its passes did in which order, and what is in flight."""
+
+    def __init__(self, policy: Overlap) -> None:
+        self.policy = policy
+        self.turn = Turn()
+        self.buffers = Buffers()
+        self.ahead = Ahead(policy, self.buffers)
+        self.behind = Behind(policy)
+        self.backlog = Backlog(policy)
+        self.sums = Sums()
+
+    def begin(self, kind: Hashable) -> None:
+        """A forward pass begins. Passes of one kind are expected to use the same weights in the same order."""
+        self.turn = Turn()
+        self.ahead.begin(kind)
+
+    def finish_backward(self) -> None:
+        """What is left when a backward pass ends."""
+        self.backlog.run_all()
+        self.behind.land_all()
+        self.ahead.end()
+
+    def abandon(self) -> None:
+        """A pass failed: wait for what it launched and forget what it meant to do."""
+        self.backlog.jobs.clear()
+        self.sums.forget()
+        self.behind.forget()
+        self.ahead.end()
+
+    def take_turns(self, parts: Sequence[Turns[T]]) -> list[T]:
+        """Run all parts to their end, one pause after another.
+
+        The first leads by one: when it stands between two messages (a norm), the second has a product to run.
+        """
+        results: dict[int, T] = {}
+
+        def advance(index: int) -> None:
+            if index in results:
+                return
+            self.turn = Turn(index, len(parts))
+            try:
+                next(parts[index])
+            except StopIteration as end:
+                results[index] = end.value
+
+        before = self.turn
+        try:
+            if len(parts) > 1:
+                advance(0)
+            while len(results) < len(parts):
+                for index in range(len(parts)):
+                    advance(index)
+        finally:
+            self.turn = before
+        return [results[index] for index in range(len(parts))]
+
+    def alone(self, part: Turns[T]) -> T:
+        """Run one part to its end, in whoever's turn it is."""
+        while True:
+            try:
+                next(part)
+            except StopIteration as end:
+                return end.value
+
+
+class Buffers:
+    """Memory for gathered weights, used again and again."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        free = self._free[tuple(shape), dtype, device]
+        return free.pop() if free else torch.empty(*shape, dtype=dtype, device=device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """On a GPU too: whoever takes it launches after what was launched on it, on the same stream."""
+        if not buffer.is_meta:
+            self._free[tuple(buffer.shape), buffer.dtype, buffer.device].append(buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering(Generic[T]):
+    """Weights to be gathered: which, how, how many bytes (equal on all ranks), the state that they are in now, and
+    what is free again when the last half has used them."""
+
+    key: Hashable
+    launch: Callable[[], Awaited[T]]
+    nbytes: int
+    version: Callable[[], Hashable]
+    buffers: Callable[[T], Sequence[Tensor]]
+
+
+@dataclass(slots=True)
+class _Held(Generic[T]):
+    value: T
+    uses_left: int
+
+
+class Ahead:
+    """Gathers launched ahead of use, in the order in which an earlier pass of the same kind used them.
+
+    In flight are at most so many bytes, but always the next one. A pass that differs from the recorded one gathers
+    where it uses and is recorded anew from there on. What is in flight when a weight changes is gathered again.
+    """
+
+    def __init__(self, policy: Overlap, buffers: Buffers) -> None:
+        self.policy, self.buffers = policy, buffers
+        self._orders: dict[Hashable, list[Gathering]] = {}
+        self._order: list[Gathering] = []
+        self._cursor = 0
+        self._in_pass = False
+        self._in_flight: dict[Hashable, tuple[Gathering, Hashable, Awaited]] = {}
+        self._held: dict[Hashable, _Held] = {}
+        self._largest = 0
+
+    def begin(self, kind: Hashable) -> None:
+        self.end()
+        self._order = self._orders.setdefault(kind, [])
+        self._in_pass = True
+
+    def end(self) -> None:
+        """Nothing is used ahead of this: what is still in flight was launched for nothing."""
+        for wanted, _, pending in self._in_flight.values():
+            self._free(wanted, pending.wait())
+        self._in_flight.clear()
+        self._held.clear()
+        self._cursor = 0
+        self._in_pass = False
+
+    @contextmanager
+    def using(self, wanted: Gathering[T], *, uses: int, keep: bool = False) -> Iterator[T]:
+        """The gathered weights, for one of so many uses. With `keep` their memory is not used again."""
+        held = self._held.pop(wanted.key, None)
+        if held is None:
+            pending = self._take(wanted)
+            if self._in_pass:
+                self._follow(wanted)
+                self._launch_next()
+            held = _Held(pending.wait(), uses)
+        yield held.value
+        held.uses_left -= 1
+        if held.uses_left:
+            self._held[wanted.key] = held
+        elif not keep:
+            self._free(wanted, held.value)
+
+    def _take(self, wanted: Gathering[T]) -> Awaited[T]:
+        if wanted.key in self._in_flight:
+            _, version, pending = self._in_flight.pop(wanted.key)
+            if version == wanted.version():
+                return pending
+            self._free(wanted, pending.wait())
+        return wanted.launch()
+
+    def _follow(self, used: Gathering) -> None:
+        """Move on in the recorded order, or record."""
+        if self._cursor < len(self._order) and self._order[self._cursor].key != used.key:
+            del self._order[self._cursor :]
+        if self._cursor == len(self._order):
+            self._order.append(used)
+        self._cursor += 1
+        self._largest = max(self._largest, used.nbytes)
+
+    def _launch_next(self) -> None:
+        if not self.policy.prefetch:
+            return
+        most = bound(self.policy, self._largest)
+        in_flight = sum(wanted.nbytes for wanted, _, _ in self._in_flight.values())
+        for wanted in self._order[self._cursor :]:
+            if wanted.nbytes == 0 or wanted.key in self._held:
+                continue
+            if wanted.key in self._in_flight:
+                continue
+            if in_flight and in_flight + wanted.nbytes > most:
+                return
+            self._in_flight[wanted.key] = wanted, wanted.version(), wanted.launch()
+            in_flight += wanted.nbytes
+
+    def _free(self, wanted: Gathering[T], value: T) -> None:
+        for buffer in wanted.buffers(value):
+            self.buffers.give_back(buffer)
+
+
+class Behind:
+    """Reductions that are waited for later, oldest first, so that so many bytes at most are in flight."""
+
+    def __init__(self, policy: Overlap) -> None:
+        self.policy = policy
+        self._queue: deque[tuple[int, Awaited, Callable[[Any], None]]] = deque()
+        self._nbytes = 0
+        self._largest = 0
+
+    def defer(self, pending: Awaited[T], nbytes: int, land: Callable[[T], None]) -> None:
+        """`land` takes the result, some time before backward ends."""
+        self._queue.append((nbytes, pending, land))
+        self._nbytes += nbytes
+        self._largest = max(self._largest, nbytes)
+        most = bound(self.policy, self._largest) if self.policy.defer else -1
+        while self._nbytes > most and self._queue:
+            self._land_oldest()
+
+    def land_all(self) -> None:
+        while self._queue:
+            self._land_oldest()
+
+    def forget(self) -> None:
+        for _, pending, _ in self._queue:
+            pending.wait()
+        self._queue.clear()
+        self._nbytes = 0
+
+    def _land_oldest(self) -> None:
+        nbytes, pending, land = self._queue.popleft()
+        self._nbytes -= nbytes
+        land(pending.wait())
+
+
+def bound(policy: Overlap, largest: int) -> int:
+    """Bytes that may be in flight: two messages keep a link busy, one travels while the other is used."""
+    return 2 * largest if policy.bytes_in_flight is None else policy.bytes_in_flight
+
+
+class Backlog:
+    """Products of backward that nobody waits for, kept until something is in flight.
+
+    Each flight takes the oldest one, so that the next flight finds one too; a few may stand in line, because what they
+    read stays in memory.
+    """
+
+    MOST = 3
+
+    def __init__(self, policy: Overlap) -> None:
+        self.policy = policy
+        self.jobs: deque[Callable[[], None]] = deque()
+
+    def add(self, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
+        while len(self.jobs) > (self.MOST if self.policy.behind_products else 0):
+            self.run_one()
+
+    def run_one(self) -> None:
+        if self.jobs:
+            self.jobs.popleft()()
+
+    def run_all(self) -> None:
+        while self.jobs:
+            self.run_one()
+
+
+class Sums:
+    """Gradients of weights that several halves use, added up until the last half has given its part."""
+
+    def __init__(self) -> None:
+        self._begun: dict[Hashable, tuple[list[Tensor], int]] = {}
+
+    def begun(self, key: Hashable) -> list[Tensor] | None:
+        """What earlier halves gave, to be added to in place."""
+        return self._begun[key][0] if key in self._begun else None
+
+    def add(self, key: Hashable, parts: list[Tensor], of: int) -> list[Tensor] | None:
+        """Count one more half; `parts` is the sum with its own part in it. Returns it when that was the last."""
+        given = self._begun.pop(key, (parts, 0))[1] + 1
+        if given == of:
+            return parts
+        self._begun[key] = parts, given
+        return None
+
+    def forget(self) -> None:
+        self._begun.clear()
