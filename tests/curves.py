@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.gradients import local_of
+from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.loop import Run

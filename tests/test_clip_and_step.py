@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fourfold as ff
 from fourfold import comm
-from fourfold.gradients import local_of
+from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.optim import AdamW

@@ -14,6 +14,7 @@ import pytest
 
 from fourfold import models
 from fourfold.cli import grid, parser, setting
+from fourfold.overlap import Overlap
 from fourfold.train.config import (
     Config,
     DataSection,
@@ -56,6 +57,9 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "policy.loss_chunk": (64, 64.0, WHOLE),
     "policy.bucket_bytes": (1 << 20, True, WHOLE),
     "policy.compile": (False, "autos", '"auto"'),
+    **{f"overlap.{name}": (False, "false", FLAG) for name in ("prefetch", "defer", "behind_products", "data")},
+    "overlap.halves": (2, "2", WHOLE),
+    "overlap.bytes_in_flight": (1 << 20, 1e6, WHOLE),
     "data.sources": ([{"path": "a.txt"}], "a.txt", "a list"),
     "data.tokenizer": ("tokenizer.json", 256, TEXT),
     "data.eod": ("<STOP>", 0.5, WHOLE),
@@ -182,6 +186,8 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("optimizer.rate", -1.0, "rate"),
     ("optimizer.warmup", -1, "warmup=-1"),
     ("optimizer.weight_decay", -0.1, "weight_decay"),
+    ("overlap.bytes_in_flight", 0, "overlap: bytes_in_flight=0 must be at least 1"),
+    ("overlap.halves", 3, "overlap: halves=3 must be 1 or 2"),
     ("policy.bucket_bytes", 0, "bucket_bytes=0"),
     ("policy.loss_chunk", -1, "loss_chunk=-1"),
     ("train.evaluate_batches", 0, "evaluate_batches=0 must be at least 1"),
@@ -211,7 +217,7 @@ def random_value(draw: random.Random, key: str) -> Any:
         shares = [1e-08, 0.1, 1 / 3, 5e-324, 0.9999999999999999]  # many keys are parts of 1
         return draw.choice(shares if right < 1 else [1e-08, 2.0, 1e22, 1.7976931348623157e308])
     if isinstance(right, int):
-        return draw.choice([1, 2, 3, 1 << 40])
+        return draw.choice([1, 2] if key == "overlap.halves" else [1, 2, 3, 1 << 40])
     if allowed == TEXT:
         letters = "aZ0 .-_/\\\"'#=[]{}\n\t\r\0\x1b\u2028éß猫😀"
         return "".join(draw.choices(letters, k=draw.randrange(12)))
@@ -340,6 +346,14 @@ def test_auto_follows_the_device_and_what_is_given_stays(on_gpu: bool) -> None:
         assert (given.policy.dtype, given.policy.compile) == (dtype, compiled)
 
 
+def test_the_model_gets_the_overlap_asked_for() -> None:
+    assert resolved({}).build_policy().overlap == Overlap()
+    given = {"overlap.halves": 2, "overlap.prefetch": False, "overlap.bytes_in_flight": 1 << 30}
+    found = resolved({**given, "policy.keep_weights": True}).build_policy()
+    assert found.overlap == Overlap(halves=2, prefetch=False, bytes_in_flight=1 << 30)
+    assert found.keep_weights
+
+
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 64])
 @pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 20])
@@ -357,7 +371,7 @@ def test_an_automatic_grid_fits(name: str, ranks: int, memory_bytes: int) -> Non
                 continue
             shape = found.grid.shape
             assert shape.world == ranks
-            assert found.model.build().misfit(shape, found.policy.build()) is None
+            assert found.model.build().misfit(shape, found.build_policy()) is None
             assert rows // micro_steps % (shape.data * shape.z) == 0
             assert resolve(found, ranks, on_gpu=False, memory_bytes=memory_bytes) == found
 

@@ -23,7 +23,10 @@ ORDER = [
     "local",
     "pending",
     "comm",
+    "arriving",
     "gradients",
+    "operators",
+    "unit",
     "product",
     "nn",
     "models",
@@ -50,8 +53,8 @@ INSIDE = {
     ],
     "checkpoint": ["__init__", "index", "weights"],
     "cost": ["__init__", "share", "owed", "volume", "flops", "kept"],
-    "report": ["units", "run", "figures", "ranks", "summary", "page", "__init__"],
-    "train": ["__init__", "schema", "config", "record", "meter", "progress", "launch", "loop", "command"],
+    "report": ["units", "run", "figures", "ranks", "summary", "profile", "page", "__init__"],
+    "train": ["__init__", "schema", "config", "record", "meter", "profile", "progress", "launch", "loop", "command"],
 }  # fmt: skip
 
 

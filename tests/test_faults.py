@@ -11,8 +11,8 @@ import torch
 from torch.distributed import checkpoint
 
 import fourfold as ff
+from fourfold.arriving import local_of
 from fourfold.comm import join_shards
-from fourfold.gradients import local_of
 from fourfold.grid import Shape
 from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.gradients import local_of
+from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.models.generate import NO_CHOICE, Sampling, generate

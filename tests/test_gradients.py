@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import Partial
 
 import fourfold as ff
-from fourfold.gradients import fill_buckets, local_of
+from fourfold.arriving import local_of
+from fourfold.gradients import fill_buckets
 from fourfold.grid import Shape
 from harness import RankFailed, grid_of
 

@@ -7,9 +7,9 @@ from collections import Counter
 import torch
 
 import fourfold as ff
+from fourfold.arriving import local_of
 from fourfold.comm import join_shards
 from fourfold.cost.volume import Volume
-from fourfold.gradients import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of

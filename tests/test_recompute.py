@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fourfold as ff
+from fourfold.arriving import local_of
 from fourfold.cost.volume import Volume
-from fourfold.gradients import local_of
 from fourfold.grid import Shape
 from fourfold.layout import Policy
 from harness import grid_of
@@ -80,7 +80,7 @@ def test_what_runs_again_is_predicted(ranks, policy: Policy) -> None:
 def forward_of(volume: Volume) -> list:
     """What forward alone communicates, which recompute does not change."""
     records = [record for index in range(volume.config.layers) for record in volume.layer_forward(index)]
-    records += [*volume.norm_forward("norm"), *volume.loss(counted=False)]
+    records += [*volume.norm_forward("norm"), *volume.loss_statistics(), *volume.loss(counted=False)]
     records += [*volume.enter("head"), *volume.spread(volume.vocab_columns, "head"), *volume.leave("embedding")]
     for label in ("embedding", "head"):
         records += volume.weights("all_gather", [(volume.vocab_rows, volume.k)], [], label)

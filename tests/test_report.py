@@ -69,9 +69,28 @@ def write_run(folder: Path, lines: list[dict[str, Any]], cut: str = "", **more: 
     return folder
 
 
+def write_profile(folder: Path, ranks: int = 4, **per_step: Any) -> None:
+    """What a run of four ranks leaves of a profile."""
+
+    def over_ranks(mean: float | None, slowest: float | None, rank: int) -> dict[str, Any]:
+        return {"mean": mean, "slowest": slowest, "slowest_rank": rank}
+
+    numbers = {
+        "seconds": over_ranks(0.25, 0.26, 1),
+        "link_seconds": {"x": over_ranks(0.04, 0.05, 3), "z": over_ranks(0.02, 0.021, 0)},
+        "exposed_seconds": {"x": over_ranks(0.01, 0.012, 2), "z": over_ranks(0.024, 0.03, 1)},
+        **per_step,
+    }
+    summary = {"steps": [7, 9], "ranks": 4, "link_seconds_are": "kernels in the trace", "per_step": numbers}
+    (folder / "profile").mkdir()
+    (folder / "profile" / "summary.json").write_text(json.dumps(summary))
+    for rank in range(ranks):
+        (folder / "profile" / f"rank-{rank}.json").write_text('{"traceEvents": []}')
+
+
 def html_of(folder: Path) -> str:
     """The page without plotly.js."""
-    return page(read_run(folder), "")
+    return page(read_run(folder), "", folder)
 
 
 def opened(path: Path, **how: Any) -> str:
@@ -105,7 +124,9 @@ def test_the_browser_tells_of_a_request_and_of_an_error(tmp_path: Path) -> None:
     lines = [line for line in records(40, skip=()) if line["event"] == "step"]
     for line in lines[20:]:
         line.update(loss=math.nan, grad_norm=math.inf, mfu=None, hfu=None)
-    path = write_report(write_run(tmp_path / "run", lines))
+    folder = write_run(tmp_path / "run", lines)
+    write_profile(folder)
+    path = write_report(folder)
     planted = '<img src="http://example.invalid/a.png"><script>missing()</script></main>'
     text = path.read_text().replace("</main>", planted, 1)
     path.write_text(text.replace("</body>", f"<script>{READER}</script></body>"))
@@ -114,7 +135,7 @@ def test_the_browser_tells_of_a_request_and_of_an_error(tmp_path: Path) -> None:
     assert errors is not None
     assert "refused to load http://example.invalid/a.png" in errors
     assert "missing is not defined" in errors
-    assert attribute(document, "drawn") == "6"
+    assert attribute(document, "drawn") == "7"
     assert attribute(document, "scale") == "log"
     assert attribute(document, "range") == "5 15"
     assert attribute(document, "near") == "1 2"
@@ -148,6 +169,46 @@ def test_the_page_links_to_nothing(tmp_path: Path) -> None:
     assert "http" not in POLICY and "*" not in POLICY
 
 
+def test_a_profile_has_a_table_a_figure_and_its_traces(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a run", records(10))
+    assert "profiled" not in html_of(folder)
+    write_profile(folder, ranks=3)
+    text = html_of(folder)
+    assert "Communication in steps 7 to 9, profiled" in text
+    rows = re.findall(r"<tr><td>[xz]</td>.*?</tr>", text)
+    assert [re.findall(r"<td>(.*?)</td>", row) for row in rows] == [
+        ["x", "40 ms", "50 ms (rank 3)", "10 ms", "12 ms (rank 2)", "75%"],
+        ["z", "20 ms", "21 ms (rank 0)", "24 ms", "30 ms (rank 1)", "0%"],  # waiting costs something itself
+    ]
+    exposed, hidden = figures(read_run(folder))["links"]["traces"]
+    assert (exposed["name"], exposed["y"], exposed["x"]) == ("exposed", ["x", "z"], [0.01, 0.024])
+    assert (hidden["name"], hidden["x"]) == ("hidden", [pytest.approx(0.03), 0])
+    # only what is there is linked, wherever the page stands; nothing else is
+    links = [f"profile/rank-{rank}.json" for rank in range(3)]
+    assert re.findall(r'href="(.*?)"', text) == links
+    elsewhere = page(read_run(folder), "", tmp_path / "pages")
+    assert re.findall(r'href="(.*?)"', elsewhere) == [f"../a%20run/{link}" for link in links]
+    assert not re.search(r"""\b(src|srcset|action)\s*=|@import|url\(""", text)
+    assert "ui.perfetto.dev" in text
+
+
+def test_a_profile_that_does_not_know_seconds_on_the_link_shows_the_others(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records(10))
+    write_profile(folder, ranks=0, link_seconds={"z": {"mean": None, "slowest": None, "slowest_rank": 0}})
+    text = html_of(folder)
+    assert "<tr><td>z</td><td>\N{EN DASH}</td><td>\N{EN DASH}</td><td>24 ms</td>" in text
+    assert "links" not in figures(read_run(folder))
+    assert "The traces are not beside the run any more." in text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"steps": [1], "ranks": 2}', '{"steps": [1, 2], "per_step": 3}'])
+def test_a_broken_profile_is_a_note(tmp_path: Path, content: str) -> None:
+    folder = write_run(tmp_path / "run", records(10))
+    write_profile(folder)
+    (folder / "profile" / "summary.json").write_text(content)
+    assert "profile/summary.json could not be read" in html_of(folder)
+
+
 def test_figures_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", records()))
     made = figures(run)
@@ -179,9 +240,11 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script>\"'&"
     lines = [*records(30), {"event": "skipped", "step": 9, "parameter": evil}, {"event": evil, "step": 3}]
     lines[4]["wire_bytes"] = {evil: 7}
+    number = {"mean": 0.5, "slowest": 0.5, "slowest_rank": 0}
     names = dict.fromkeys(("model", "device", "started", "torch", "fourfold", "recompute", "peak_flops_from"), evil)
     folder = write_run(tmp_path / "run", lines, **names, kept_bytes={evil: 5})
     (folder / "config.toml").write_text(evil)
+    write_profile(folder, link_seconds={evil: number}, exposed_seconds={evil: number})
     text = html_of(folder)
     assert "alert(1)" in text
     assert "<script>alert" not in text

@@ -31,12 +31,13 @@ import torch
 
 from curves import Curves, config_of, write_texts
 from fourfold import models
+from fourfold.arriving import local_of
 from fourfold.checkpoint.weights import weights_of
 from fourfold.cost.volume import Volume
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
-from fourfold.gradients import local_of
 from fourfold.grid import AXES, Shape
+from fourfold.overlap import Overlap
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import NotFiniteError, Run
@@ -149,6 +150,8 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     assert (facts["peak_flops"], facts["peak_flops_from"]) == (1e12, "log.peak_flops")
     assert facts["flops_per_token"]["hardware"] >= facts["flops_per_token"]["model"] > 6 * 48 * 257
     assert facts["recompute"] == "none"
+    assert facts["halves"]["number"] == 1
+    assert facts["halves"]["reason"]
     assert facts["kept_bytes"].keys() == {"none", "attention", "block"}
     assert facts["kept_bytes"]["none"] > facts["kept_bytes"]["block"] > 0
     assert 1 < facts["unigram_entropy"] < 3.6  # of a dozen letters and a blank
@@ -259,8 +262,13 @@ def test_a_bar_on_a_terminal(one: Ranks, tokens: str, tmp_path: Path) -> None:
 
 
 def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_path: Path) -> None:
-    (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "run", "--json", "-", steps=3))
+    """Also where steps are profiled, which is said to people."""
+    profiled = ["--profile", "2-3", "--json", "-"]
+    (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "run", *profiled, steps=3))
     assert left.code == 0
+    trace = tmp_path / "run" / "profile" / "rank-0.json"
+    assert f'steps 2 to 3 profiled: {trace}; ui.perfetto.dev shows them ("Open trace file")' in left.err
+    assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
     assert found.keys() == {"config", "grid", "steps", "evaluations", "skipped", "end"}
     config = parse(Config, found["config"])
@@ -288,7 +296,8 @@ def test_a_result_that_cannot_be_written_is_found_before_training(one: Ranks, to
 
 
 def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) -> None:
-    arguments = train_arguments("absent", tmp_path / "run", "--grid", "x=2,z=2", "--dtype", "fp64", "--print-config")
+    more = ["--grid", "x=2,z=2", "--dtype", "fp64", "--set", "overlap.halves=2", "--profile", "2", "--print-config"]
+    arguments = train_arguments("absent", tmp_path / "run", *more)
     (left,) = one.run(cli, *arguments)
     assert (left.code, left.err) == (0, "")
     path = tmp_path / "c.toml"
@@ -296,6 +305,7 @@ def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) 
     config = read_config(path)
     assert config.grid.shape.sizes == {"x": 2, "y": 1, "z": 2, "data": 1}
     assert (config.policy.dtype, config.policy.compile, config.model.layers) == ("fp64", False, 1)
+    assert config.overlap == Overlap(halves=2)
     assert config.toml() == left.out
     assert not (tmp_path / "run").exists()
     (left,) = one.run(cli, "train", str(path), "--grid", "auto", "--ranks", "4", "--print-config", "--device", "cpu")
@@ -322,7 +332,7 @@ def predicted(config: Config, rank: int) -> dict[str, int]:
     """Bytes by axis that a rank sends in a step."""
     shape, batch = config.grid.shape, config.batch
     rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
-    policy = config.policy.build()
+    policy = config.build_policy()
     volume = Volume(config.model.build(), shape, policy, rows, batch.seq, config.policy.parameters, rank)
     sent: Counter[str] = Counter()
     for found in volume.training_step(clip=True, micro_steps=batch.micro_steps):
@@ -508,6 +518,9 @@ def test_mistakes_are_errors_of_one_line(one: Ranks, tokens: str, tmp_path: Path
     assert_error(one.run(cli, "sample", str(empty))[0], "has no config.toml")
     assert_error(one.run(cli, "report", str(empty))[0], "is not a run")
     assert one.run(cli, "train", "--grid", "x=0")[0].code == 2
+    left = one.run(cli, "train", "--profile", "3-2")[0]
+    assert left.code == 2
+    assert "argument --profile: '3-2' names no steps" in left.err
 
 
 # --- after training

@@ -123,6 +123,17 @@ def grid(text: str) -> dict[str, int]:
     return sizes
 
 
+def steps(text: str) -> range:
+    """`7`, or `7-9` with both ends."""
+    first, _, last = text.partition("-")
+    last = last if "-" in text else first
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no steps; write one, such as 7, or the first and the last, such as 7-9, counted from 1"
+        )
+    return range(int(first), int(last) + 1)
+
+
 def parser() -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(
@@ -152,6 +163,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--print-config", action="store_true", help="show the resolved config and stop")
     one.add_argument(
         "--compare-serial", type=int, metavar="N", help="instead of training compare N steps with one process"
+    )
+    one.add_argument(
+        "--profile",
+        type=steps,
+        default=range(0),
+        metavar="STEPS",
+        help="trace these steps, such as 7 or 7-9, on every rank; RUN/profile/rank-R.json opens in ui.perfetto.dev",
     )
     one.set_defaults(run=train)
 
@@ -190,13 +208,15 @@ Train a model. Outside of torchrun and SLURM the local ranks are started here.
   fourfold train --model gpt-tiny --grid x=2,z=2 --steps 100
   fourfold train run.toml --set optimizer.rate=3e-4 --set batch.rows=64
   fourfold train --data texts/ --data more.tokens --ranks 8
+  fourfold train run.toml --profile 20-22 --set overlap.halves=2
   torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml"""
 SAMPLE = """\
 Print text from a trained model.
 
   fourfold sample runs/gpt-tiny-20261115-120000 --prompt 'def main('"""
 REPORT = """\
-Write one self-contained HTML page about a run: loss, throughput, time and bytes by axis, the grid.
+Write one self-contained HTML page about a run: loss, throughput, time and bytes by axis, the grid; and, where steps
+were profiled, seconds on the link and exposed.
 
   fourfold report runs/gpt-tiny-20261115-120000"""
 PREPARE = """\

@@ -58,7 +58,7 @@ class Link:
     def of(cls, record: Collective, grid: Grid) -> Link:
         """Gathers and reductions have a communicator each."""
         lane = "gather" if record.op == "all_gather" else "reduce"
-        return cls(grid.group(record.axis, lane), grid.ledger.begin_flight(record.axis), next(grid.tags))
+        return cls(grid.group(record.axis, lane), grid.ledger.begin_flight(record.axis), next(grid.tags[record.axis]))
 
     def watch(self, work: dist.Work | None) -> dist.Work | None:
         if self.arrived is not None and work is not None:
@@ -310,15 +310,16 @@ class _Ring:
 
     def _turn(self) -> None:
         try:
-            for step in range(2, self.ranks + 1):
-                partial = self.hop.wait().add_(self.parts[(self.me - step) % self.ranks])
-                if step < self.ranks:
-                    self.hop = self._pass_on(partial)
-            self.result = partial
+            for step in range(2, self.ranks):
+                self.hop = self._pass_on(self._grow(step))
+            self.result = self._grow(self.ranks)
             if self.link.arrived is not None:
                 self.link.arrived()
         except Exception as error:  # raised again where the result is waited for
             self.result = error
+
+    def _grow(self, step: int) -> Tensor:
+        return self.hop.wait().add_(self.parts[(self.me - step) % self.ranks])
 
     def finish(self) -> Tensor:
         if self.thread is None:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
+from fourfold.arriving import local_of
 from fourfold.data.rows import local_rows
-from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of, local_of
+from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of
 from fourfold.grid import Grid
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.layer import specs_of

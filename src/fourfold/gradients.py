@@ -1,15 +1,17 @@
 """Gradients from a product's dw to a complete `parameter.grad`: owed sums, accumulation, norm and clip.
 
-Products hand in gradients that are already reduced over z (`Gradients.deposit`). When a backward pass ends
-its callback sums what is still owed over the other axes, in buckets that model and layout fix, so that
-gradients are complete when `backward()` returns. Inside `accumulate` nothing is summed: the gradients keep
-this replica's own part and the first backward pass outside pays for all of them at once.
+Units hand in gradients that are already reduced over z (`Gradients.deposit`). What is still owed over the other axes
+is summed in buckets that model and layout fix, each launched when the last of its gradients is final; when a backward
+pass ends its callback completes them all, so that gradients are complete when `backward()` returns. Inside
+`accumulate` nothing is summed: the gradients keep this replica's own part and the first backward pass outside pays
+for all of them at once.
 
 Invariant: gradients are summed, never averaged; a loss is this rank's share of the global mean.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +22,14 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
+from fourfold.arriving import local_of
 from fourfold.grid import AXES, Grid
 from fourfold.layout import Policy, Spec, chunk, pad_rows
+from fourfold.overlap import Engine
+from fourfold.pending import Pending
 
+ENDING = -1
+"""torch's number of a backward pass once its last function has run."""
 REPLICA = "data"
 """The axis over which every parameter and every complete gradient is equal."""
 
@@ -74,32 +81,61 @@ class Gradients:
         self.grid = grid
         self.parameters = dict(parameters)
         self.policy = policy
+        self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1)
         self.accumulating = False
         self._owed = {p: (spec.owes, spec_like(p, owes=spec.owes)) for p, spec in self.parameters.values()}
         cut = policy.shard_optimizer
         self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
+        self._names = {p: name for name, (p, _) in self.parameters.items()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
+        self._bucket_of: dict[str, Bucket] = {}
         self._in_pass: int | None = None  # the backward pass whose end will call _finish
+        self._deposits: Counter[str] = Counter()
+        self._expected: Counter[str] | None = None  # what an earlier pass deposited
+        self._sums: dict[Bucket, BucketSum] = {}
+
+    def expect_end(self) -> None:
+        """Called inside a backward pass: something is on its way that must have arrived when it ends."""
+        this_pass = torch._C._current_graph_task_id()
+        if this_pass in (self._in_pass, ENDING):
+            return
+        if self._in_pass is not None:  # by its number: a pass that failed has dropped its callback
+            self.engine.abandon()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._in_pass = this_pass
+        self._deposits.clear()
+        self._sums.clear()
+        self._bucket_of = {name: bucket for bucket in self.buckets() for name in bucket.names}
 
     def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add this rank's part of a gradient, reduced over z, in the shape of the local shard."""
-        this_pass = torch._C._current_graph_task_id()
-        if this_pass != self._in_pass:  # by its number: a pass that failed has dropped its callback
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-            self._in_pass = this_pass
         owed = self._owed.get(parameter)
         if owed is None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} was replaced after the model was built; "
                 "change parameters in place (load_state_dict without assign=True)"
             )
+        name = self._names[parameter]
+        bucket = self._bucket_of.get(name)
+        if bucket in self._sums:  # it seemed final, as in the pass before: the sum counts as that of an earlier pass
+            self._sums.pop(bucket).complete()
         before = parameter.grad
         if before is not None and is_owed(before):
             local_of(before).add_(gradient)
-            return
-        if before is not None:
-            self._add_complete(gradient, local_of(before), owed[0])
-        parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)  # from_local takes a millisecond
+        else:
+            if before is not None:
+                self._add_complete(gradient, local_of(before), owed[0])
+            # from_local takes a millisecond
+            parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)
+        self._deposits[name] += 1
+        if bucket is not None and self._final(bucket):
+            self._sums[bucket] = BucketSum(self, bucket)
+
+    def _final(self, bucket: Bucket) -> bool:
+        """Whether all its gradients have had as many deposits as in an earlier pass."""
+        if self.accumulating or not self.policy.overlap.data or self._expected is None:
+            return False
+        return all(self._deposits[name] >= self._expected[name] for name in bucket.names)
 
     def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
         """Add an earlier pass's sum to a part that will be summed again, so that the sum counts it once: the
@@ -111,10 +147,14 @@ class Gradients:
 
     def _finish(self) -> None:
         """Runs when a backward pass ends."""
+        self.engine.finish_backward()
+        self._expected = self._deposits.copy()
+        self._in_pass = None
         if self.accumulating:
             return
-        for bucket in self.buckets():
-            self._reduce(bucket)
+        sums = [self._sums.pop(bucket, None) or BucketSum(self, bucket) for bucket in self.buckets()]
+        while sums:  # all of them move on before any is waited for again
+            sums = [total for total in sums if total.advance()]
 
     def buckets(self) -> list[Bucket]:
         trained = [
@@ -126,38 +166,66 @@ class Gradients:
             self._buckets = trained, fill_buckets(trained, self.policy.bucket_bytes)
         return self._buckets[1]
 
-    def _reduce(self, bucket: Bucket) -> None:
-        """Pay what the bucket owes. A parameter that took no part counts as zero and stays as it is, so that
-        every rank sends the same message whatever it used."""
-        parameters = [self.parameters[name][0] for name in bucket.names]
-        own = [None if p.grad is None or not is_owed(p.grad) else local_of(p.grad) for p in parameters]
-        sums = [
-            torch.zeros_like(local_of(parameter)) if gradient is None else gradient
-            for parameter, gradient in zip(parameters, own, strict=True)
-        ]
-        cut = self.policy.shard_optimizer
-        for axis in bucket.owes:
-            if axis == REPLICA and cut:
-                sums = self._scatter_over_replicas(sums, bucket.label)
-            else:
-                comm.all_reduce_together(sums, self.grid, axis, label=bucket.label).wait()
-        for parameter, gradient, total in zip(parameters, own, sums, strict=True):
-            if gradient is not None:
-                parameter.grad._local_tensor = own_storage(total)  # type: ignore[union-attr]
-                parameter.grad._spec = self._complete[parameter]  # type: ignore[union-attr]
-
-    def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> list[Tensor]:
-        """This replica's rows of each sum."""
-        ranks = self.grid.size(REPLICA)
-        padded = [pad_rows(total, -(-total.shape[0] // ranks) * ranks) for total in sums]
-        parts = comm.reduce_scatter_together(padded, self.grid, REPLICA, label=label).wait()
-        return [part[: len(self.own_rows(total))] for part, total in zip(parts, sums, strict=True)]
-
     def own_rows(self, shard: Tensor) -> range:
         """The rows of a shard whose optimizer state this replica keeps."""
         if not self.policy.shard_optimizer:
             return range(shard.shape[0])
         return chunk(shard.shape[0], self.grid.size(REPLICA), self.grid.coords[REPLICA])
+
+
+class BucketSum:
+    """A bucket on its way to completion: the axes that it owes, one message after another.
+
+    A parameter that took no part counts as zero and stays as it is, so that every rank sends the same message
+    whatever it used.
+    """
+
+    def __init__(self, gradients: Gradients, bucket: Bucket) -> None:
+        self.gradients, self.bucket = gradients, bucket
+        self.parameters = [gradients.parameters[name][0] for name in bucket.names]
+        self.own = [None if p.grad is None or not is_owed(p.grad) else local_of(p.grad) for p in self.parameters]
+        self.sums = [
+            torch.zeros_like(local_of(parameter)) if gradient is None else gradient
+            for parameter, gradient in zip(self.parameters, self.own, strict=True)
+        ]
+        self._axes = list(bucket.owes)
+        self._pending: Pending[list[Tensor]] | None = None
+        self._launch()
+
+    def _launch(self) -> None:
+        axis, grid, label = self._axes.pop(0), self.gradients.grid, self.bucket.label
+        if axis == REPLICA and self.gradients.policy.shard_optimizer:
+            self._pending = self._scatter_over_replicas(self.sums, label)
+        else:
+            sums = self.sums
+            self._pending = comm.all_reduce_together(sums, grid, axis, label=label).then(lambda _: sums)
+
+    def advance(self) -> bool:
+        """Wait for the message in flight and launch the next; False once there is none."""
+        if self._pending is None:
+            return False
+        self.sums = self._pending.wait()
+        self._pending = None
+        if self._axes:
+            self._launch()
+            return True
+        for parameter, gradient, total in zip(self.parameters, self.own, self.sums, strict=True):
+            if gradient is not None:
+                parameter.grad._local_tensor = own_storage(total)  # type: ignore[union-attr]
+                parameter.grad._spec = self.gradients._complete[parameter]  # type: ignore[union-attr]
+        return False
+
+    def complete(self) -> None:
+        while self.advance():
+            pass
+
+    def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> Pending[list[Tensor]]:
+        """This replica's rows of each sum."""
+        ranks = self.gradients.grid.size(REPLICA)
+        own = [len(self.gradients.own_rows(total)) for total in sums]
+        padded = [pad_rows(total, -(-total.shape[0] // ranks) * ranks) for total in sums]
+        pending = comm.reduce_scatter_together(padded, self.gradients.grid, REPLICA, label=label)
+        return pending.then(lambda parts: [part[:rows] for part, rows in zip(parts, own, strict=True)])
 
 
 @contextmanager
@@ -269,10 +337,6 @@ def own_storage(local: Tensor) -> Tensor:
 
 def is_owed(gradient: Tensor) -> bool:
     return any(isinstance(placement, Partial) for placement in gradient.placements)  # type: ignore[attr-defined]
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor  # type: ignore[attr-defined]  # to_local() would record a node in the graph
 
 
 def _cuts(tensor: Tensor | None, axis: str) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from math import prod
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -164,8 +164,8 @@ class Grid:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.ledger = Ledger()
-        self.tags = itertools.count()
-        """Numbers for messages; all ranks launch in the same order and so count alike."""
+        self.tags = {axis: itertools.count() for axis in AXES}
+        """Numbers for messages; the ranks along an axis launch in the same order and so count alike."""
         self.muted = False
         """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
         alone = shape.world == 1
@@ -189,7 +189,8 @@ class Grid:
             groups[axis, "reduce"] = groups[axis, "gather"]
             if self.size(axis) > 1 and dist.get_backend() != "fake":
                 lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis))
-                groups[axis, "reduce"], _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)
+                mine, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)
+                groups[axis, "reduce"] = cast(dist.ProcessGroup, mine)  # every rank is in one of the lines
         return groups
 
     @staticmethod

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.gradients import REPLICA, gradients_of, is_owed, local_of, measure_norms, scale_gradients
+from fourfold.arriving import await_use, local_of, restore
+from fourfold.gradients import REPLICA, Bucket, gradients_of, is_owed, measure_norms, scale_gradients
 from fourfold.grid import AXES, Grid
 from fourfold.layout import pad_rows
+from fourfold.pending import Pending
 
 Decay = Literal["cosine", "stable", "constant"]
 
@@ -126,21 +128,46 @@ class AdamW(torch.optim.AdamW):
                 local_of(parameter.grad).zero_()
 
     def _gather(self) -> None:
-        """Give every replica the rows that the others stepped."""
-        grid = self.gradients.grid
-        ranks = grid.size(REPLICA)
-        for bucket in self.gradients.buckets():
+        """Give every replica the rows that the others stepped, the first layers first, for forward reads them first."""
+        for bucket in reversed(self.gradients.buckets()):
             if unknown := [name for name in bucket.names if name not in self.parts]:
                 raise RuntimeError(f"{unknown[0]} was frozen when this optimizer was made; make it anew")
-            locals_: list[Tensor] = [local_of(self.gradients.parameters[name][0]) for name in bucket.names]
-            shards = [
-                pad_rows(self.parts[name].detach(), -(-local.shape[0] // ranks))
-                for name, local in zip(bucket.names, locals_, strict=True)
-            ]
-            label = f"parameters {bucket.span}"
-            wholes = comm.all_gather_together(shards, grid, REPLICA, label=label).wait()
-            for local, whole in zip(locals_, wholes, strict=True):
-                local.copy_(whole[: local.shape[0]])
+            arrival = Arrival(self, bucket)
+            if self.gradients.policy.overlap.data:
+                for parameter in arrival.parameters:
+                    await_use(parameter, arrival.settle)
+            else:
+                arrival.settle()
+
+
+class Arrival:
+    """The stepped rows of a bucket's parameters on their way from all replicas."""
+
+    def __init__(self, optimizer: AdamW, bucket: Bucket) -> None:
+        gradients = optimizer.gradients
+        ranks = gradients.grid.size(REPLICA)
+        self.parameters = [gradients.parameters[name][0] for name in bucket.names]
+        self.wholes = [local_of(parameter) for parameter in self.parameters]
+        shards = [
+            pad_rows(optimizer.parts[name].detach(), -(-whole.shape[0] // ranks))
+            for name, whole in zip(bucket.names, self.wholes, strict=True)
+        ]
+        even = all(whole.shape[0] % ranks == 0 for whole in self.wholes)
+        self._pending: Pending[list[Tensor]] | None = comm.all_gather_together(
+            shards, gradients.grid, REPLICA, into=self.wholes if even else None, label=f"parameters {bucket.span}"
+        )
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait, and let the parameters be used; at the first use of any of them."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        for parameter, whole, found in zip(self.parameters, self.wholes, pending.wait(), strict=True):
+            if found is not whole:
+                whole.copy_(found[: whole.shape[0]])
+            torch.autograd.graph.increment_version(whole)
+            restore(parameter)
 
 
 @dataclass(frozen=True, slots=True)

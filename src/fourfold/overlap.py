@@ -10,7 +10,7 @@ nothing here asks whether something has arrived yet.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,13 +98,16 @@ class Turn:
 class Engine:
     """The overlap of one model: what its passes did in which order, and what is in flight."""
 
-    def __init__(self, policy: Overlap) -> None:
+    def __init__(self, policy: Overlap, *, flights: bool) -> None:
+        """`flights`: whether backward has any over x or y, behind which products can run."""
         self.policy = policy
         self.turn = Turn()
+        self.recomputing = False
+        """Whether a forward pass is run again in backward, for what backward reads of it."""
         self.buffers = Buffers()
         self.ahead = Ahead(policy, self.buffers)
         self.behind = Behind(policy)
-        self.backlog = Backlog(policy)
+        self.backlog = Backlog(Backlog.MOST if policy.behind_products and flights else 0)
         self.sums = Sums()
 
     def begin(self, kind: Hashable) -> None:
@@ -130,6 +133,8 @@ class Engine:
 
         The first leads by one: when it stands between two messages (a norm), the second has a product to run.
         """
+        if len(parts) == 1:
+            return [self.alone(parts[0])]
         results: dict[int, T] = {}
 
         def advance(index: int) -> None:
@@ -143,8 +148,7 @@ class Engine:
 
         before = self.turn
         try:
-            if len(parts) > 1:
-                advance(0)
+            advance(0)
             while len(results) < len(parts):
                 for index in range(len(parts)):
                     advance(index)
@@ -162,19 +166,40 @@ class Engine:
 
 
 class Buffers:
-    """Memory for gathered weights, used again and again."""
+    """Memory for gathered weights, used again and again.
+
+    What the layers of a model take in turn stays; what was not taken for a while, such as the head's table, is freed.
+    """
+
+    PATIENCE = 32
+    """So many times buffers are taken or given back before one that lies idle is freed: about three blocks' worth."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+        self._free: deque[tuple[int, Tensor]] = deque()
+        self._now = 0
+        self.made = 0
+        """How many were allocated."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self._free[tuple(shape), dtype, device]
-        return free.pop() if free else torch.empty(*shape, dtype=dtype, device=device)
+        self._pass_time()
+        for entry in self._free:
+            buffer = entry[1]
+            if buffer.shape == torch.Size(shape) and buffer.dtype == dtype and buffer.device == device:
+                self._free = deque(other for other in self._free if other is not entry)
+                return buffer
+        self.made += 1
+        return torch.empty(*shape, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
         """On a GPU too: whoever takes it launches after what was launched on it, on the same stream."""
+        self._pass_time()
         if not buffer.is_meta:
-            self._free[tuple(buffer.shape), buffer.dtype, buffer.device].append(buffer)
+            self._free.append((self._now, buffer))
+
+    def _pass_time(self) -> None:
+        self._now += 1
+        while self._free and self._free[0][0] < self._now - self.PATIENCE:
+            self._free.popleft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +257,7 @@ class Ahead:
         held = self._held.pop(wanted.key, None)
         if held is None:
             pending = self._take(wanted)
-            if self._in_pass:
+            if self._in_pass and wanted.nbytes:
                 self._follow(wanted)
                 self._launch_next()
             held = _Held(pending.wait(), uses)
@@ -266,9 +291,7 @@ class Ahead:
         most = bound(self.policy, self._largest)
         in_flight = sum(wanted.nbytes for wanted, _, _ in self._in_flight.values())
         for wanted in self._order[self._cursor :]:
-            if wanted.nbytes == 0 or wanted.key in self._held:
-                continue
-            if wanted.key in self._in_flight:
+            if wanted.key in self._held or wanted.key in self._in_flight:
                 continue
             if in_flight and in_flight + wanted.nbytes > most:
                 return
@@ -328,13 +351,13 @@ class Backlog:
 
     MOST = 3
 
-    def __init__(self, policy: Overlap) -> None:
-        self.policy = policy
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.jobs: deque[Callable[[], None]] = deque()
 
     def add(self, job: Callable[[], None]) -> None:
         self.jobs.append(job)
-        while len(self.jobs) > (self.MOST if self.policy.behind_products else 0):
+        while len(self.jobs) > self.most:
             self.run_one()
 
     def run_one(self) -> None:

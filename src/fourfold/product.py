@@ -1,211 +1,43 @@
 """The 3D product: the algorithm on one screen. Shapes and equations are numbered as in docs/math.md.
 
-Four conjugate operators move activations between the two layouts; each one's backward is its partner's
-forward (`leave` undoes `enter`, `collect` undoes `spread`):
+    Expand     rest  -> enter   -> product [m/z, n/x] {sum y} -> spread -> inner
+    Contract   inner -> collect -> product [m/z, k/y] {sum x} -> leave  -> rest
 
-    operator   sharded: forward / backward                   replicated: forward / backward
-    enter      all-gather tokens x / reduce-scatter          identity / all-reduce x
-    leave      reduce-scatter tokens x / all-gather          all-reduce x / identity
-    spread     reduce-scatter features y / all-gather        all-reduce y / identity
-    collect    all-gather features y / reduce-scatter        identity / all-reduce y
-
-Between them `Product` multiplies by weights that are gathered over z. It does not know in which layout it
-stands, which mode is on, or how large an axis is.
+`Product` multiplies by weights that are gathered over z. It does not know in which layout it stands, which mode is on,
+or how large an axis is. Its backward finds da at once, for others wait for it, and leaves dw to the backlog.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from fourfold import comm, local
-from fourfold.gradients import Gradients, local_of
-from fourfold.grid import Grid
-from fourfold.layout import GATHERED, Policy, Spec, pad_rows
+from fourfold import local
+from fourfold.arriving import local_of
+from fourfold.layout import GATHERED
+from fourfold.operators import Body, Site, collect, enter, identity
+from fourfold.overlap import Turns
+from fourfold.pending import Pending
+from fourfold.unit import Member, Unit
 
-Body = Callable[[Tensor], Tensor]
 MEMORY = "_fourfold_memory"
 """Attribute of the first of several weights that lie side by side: the memory of all of them."""
 
 
-class Conjugate(torch.autograd.Function):
-    """An operator given by its two bodies: forward `there`, backward `back`."""
+class Gathered(NamedTuple):
+    """The weights of a product side by side, what is added to its output, and the memory that is free after use."""
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Body, back: Body) -> Tensor:
-        ctx.back = back
-        return there(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.back(gradient), None, None
-
-
-def identity(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor)  # autograd wants an output that is not its input
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where an operator runs: the grid, the mode, the tokens of a (data, z) place, the label."""
-
-    grid: Grid
-    policy: Policy
-    tokens: int
-    label: str
-
-    def named(self, label: str) -> Site:
-        return Site(self.grid, self.policy, self.tokens, label)
-
-    @property
-    def sharded(self) -> bool:
-        return self.policy.activations == "sharded"
-
-    def gather_tokens(self, cut: Tensor) -> Tensor:
-        """[ceil(m/x), f] -> [m, f]; the padding that `scatter_tokens` added is dropped."""
-        return comm.all_gather(cut, self.grid, "x", label=self.label).wait()[: self.tokens]
-
-    def scatter_tokens(self, whole: Tensor) -> Tensor:
-        """[m, f] {sum x} -> [ceil(m/x), f]; where x does not divide m zeros are added at the end."""
-        missing = -self.tokens % self.grid.size("x")
-        whole = functional.pad(whole, (0, 0, 0, missing)) if missing else whole
-        return comm.reduce_scatter(whole, self.grid, "x", label=self.label).wait()
-
-    def sum_x(self, owed: Tensor) -> Tensor:
-        return comm.all_reduce(owed, self.grid, "x", label=self.label).wait()
-
-    def gather_features(self, cut: Tensor, widths: Sequence[int], axis: str = "y") -> Tensor:
-        """[m, sum w_i/y] -> [m, sum w_i]: one message, each of the w_i joined on its own."""
-        ranks = self.grid.size(axis)
-        joined = comm.all_gather(cut, self.grid, axis, label=self.label).wait()
-        if ranks == 1:
-            return joined
-        parts = joined.unflatten(0, (ranks, -1)).split([width // ranks for width in widths], dim=2)
-        return torch.cat([part.movedim(0, 1).flatten(1) for part in parts], dim=1)
-
-    def scatter_features(self, whole: Tensor, widths: Sequence[int], axis: str = "y") -> Tensor:
-        """[m, sum w_i] {sum y} -> [m, sum w_i/y]: one message, each of the w_i cut on its own."""
-        ranks = self.grid.size(axis)
-        if ranks > 1:
-            parts = [part.unflatten(1, (ranks, -1)).movedim(1, 0) for part in whole.split(list(widths), dim=1)]
-            whole = torch.cat(parts, dim=2).flatten(0, 1)
-        return comm.reduce_scatter(whole, self.grid, axis, label=self.label).wait()
-
-    def sum_y(self, owed: Tensor) -> Tensor:
-        return comm.all_reduce(owed, self.grid, "y", label=self.label).wait()
-
-
-def enter(a: Tensor, site: Site) -> Tensor:
-    """rest -> [m/z, k/y]"""
-    bodies = (site.gather_tokens, site.scatter_tokens) if site.sharded else (identity, site.sum_x)
-    return Conjugate.apply(a, *bodies)
-
-
-def leave(a: Tensor, site: Site) -> Tensor:
-    """[m/z, k/y] {sum x} -> rest"""
-    bodies = (site.scatter_tokens, site.gather_tokens) if site.sharded else (site.sum_x, identity)
-    return Conjugate.apply(a, *bodies)
-
-
-def spread_bodies(site: Site, widths: Sequence[int]) -> tuple[Body, Body]:
-    """The two directions of `spread`."""
-    if site.sharded:
-        return partial(site.scatter_features, widths=widths), partial(site.gather_features, widths=widths)
-    return site.sum_y, identity
-
-
-def spread(a: Tensor, site: Site, widths: Sequence[int]) -> Tensor:
-    """[m/z, n/x] {sum y} -> inner, for the outputs of these widths side by side"""
-    return Conjugate.apply(a, *spread_bodies(site, widths))
-
-
-def collect(a: Tensor, site: Site, width: int) -> Tensor:
-    """inner -> [m/z, n/x]"""
-    if site.sharded:
-        bodies = partial(site.gather_features, widths=[width]), partial(site.scatter_features, widths=[width])
-    else:
-        bodies = identity, site.sum_y
-    return Conjugate.apply(a, *bodies)
-
-
-def share(a: Tensor, site: Site, widths: Sequence[int], *, over_x: bool) -> Tensor:
-    """[m/z, sum w_i] {sum y} -> whole over y, and with `over_x` over x too, for ranks that each read a part.
-
-    Those ranks are the ones that the inner layout cuts features over. What they send back are sums that are
-    owed over exactly those axes.
-    """
-    a = Conjugate.apply(a, site.sum_y, site.sum_y if site.sharded else identity)
-    if over_x:
-        whole = [width * site.grid.size("x") for width in widths]
-        gather = partial(site.gather_features, widths=whole, axis="x")
-        a = Conjugate.apply(a, gather, partial(site.scatter_features, widths=whole, axis="x"))
-    return a
-
-
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
-class Member:
-    """A parameter, its spec, and the length of its dim 0 in compute layout on this rank."""
-
-    parameter: nn.Parameter
-    spec: Spec
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Parameters that are gathered over z in one message and given back in one."""
-
-    grid: Grid
-    policy: Policy
-    gradients: Gradients
-    label: str
-    members: tuple[Member, ...]
-
-    @property
-    def compute(self) -> torch.dtype:
-        return self.policy.compute or self.members[0].parameter.dtype
-
-    @property
-    def reduce(self) -> torch.dtype:
-        return self.policy.reduce or self.members[0].parameter.dtype
-
-    def gather(self, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The members in compute layout and dtype, in these buffers where given. Cast before the wire."""
-        z = self.grid.size(GATHERED)
-        rows = [member.rows for member in self.members]
-        locals_ = [local_of(member.parameter) for member in self.members]
-        if z == 1 and into is not None:  # copying casts as well
-            return [place.copy_(held) for place, held in zip(into, locals_, strict=True)]
-        shards = [pad_rows(held.to(self.compute), -(-length // z)) for held, length in zip(locals_, rows, strict=True)]
-        even = all(length % z == 0 for length in rows)
-        wholes = comm.all_gather_together(
-            shards, self.grid, GATHERED, into=into if even else None, label=self.label
-        ).wait()
-        if even:
-            return wholes
-        wholes = [whole[:length] for whole, length in zip(wholes, rows, strict=True)]
-        return wholes if into is None else [b.copy_(whole) for b, whole in zip(into, wholes, strict=True)]
-
-    def scatter(self, gradients: Sequence[Tensor]) -> None:
-        """Reduce gradients in compute layout over z and hand this rank's shards in."""
-        z = self.grid.size(GATHERED)
-        padded = [pad_rows(gradient.to(self.reduce), -(-gradient.shape[0] // z) * z) for gradient in gradients]
-        shards = comm.reduce_scatter_together(padded, self.grid, GATHERED, label=self.label).wait()
-        for member, shard in zip(self.members, shards, strict=True):
-            own = shard[: local_of(member.parameter).shape[0]]
-            self.gradients.deposit(member.parameter, own.to(member.parameter.dtype))
-
-    def only(self, members: Sequence[Member]) -> Unit:
-        """A part of the unit, under the same label."""
-        return Unit(self.grid, self.policy, self.gradients, self.label, tuple(members))
+    w: Tensor
+    bias: Tensor | None
+    buffers: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,23 +57,67 @@ class Factor:
     adds: bool
     keep_weights: bool
 
-    def gather(self) -> tuple[Tensor, Tensor | None]:
-        """Weights and bias in one message: w[sum p_i, k], b[sum p_i]."""
+    def using(self, *, biases: bool, turns: int) -> AbstractContextManager[Gathered]:
+        """The weights w[sum p_i, k], and with `biases` b[sum p_i], for one of so many halves."""
+        unit = self.unit if biases else self.unit.only(self.weights)
+        gathering = unit.gathering(
+            ("factor", biases), partial(self.gather, biases=biases), lambda gathered: gathered.buffers
+        )
+        return unit.engine.ahead.using(gathering, uses=turns, keep=biases and self.keep_weights)
+
+    def multiplying(self, equation: str) -> AbstractContextManager[None]:
+        return self.unit.grid.ledger.multiplying(f"{equation} {self.unit.label}")
+
+    def gather(self, *, biases: bool) -> Pending[Gathered]:
+        """Launch the gather of weights and biases, in one message."""
         w = self._joined()
         if w is not None:
-            biases = self.unit.only(self.biases).gather() if self.adds else []
-        else:
-            w, into = self._buffer()
-            wholes = self.unit.gather(into)
-            w, biases = (wholes[0] if w is None else w), wholes[len(self.weights) :]
-        if not self.biases or not self.adds:
-            return w, None
+            if not (biases and self.adds):
+                return Pending(lambda: Gathered(w, None, ()))
+            return self.unit.only(self.biases).gather().then(lambda wholes: Gathered(w, self._bias(w, wholes), ()))
+        joint, into = self._buffer(biases=biases)
+        unit = self.unit if biases else self.unit.only(self.weights)
+
+        def arrange(wholes: list[Tensor]) -> Gathered:
+            w, vectors = wholes[0] if joint is None else joint, wholes[len(self.weights) :]
+            bias = self._bias(w, vectors) if biases and self.adds else None
+            return Gathered(w, bias, [w, *vectors] if joint is not None or unit.even else ())
+
+        return unit.gather(into).then(arrange)
+
+    def _bias(self, w: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
+        if not parts:
+            return None
         if sum(len(columns) for columns in self.columns) == len(w):
-            return w, biases[0] if len(biases) == 1 else torch.cat(biases)
+            return parts[0] if len(parts) == 1 else torch.cat(list(parts))
         bias = w.new_zeros(len(w))
-        for columns, part in zip(self.columns, biases, strict=True):
+        for columns, part in zip(self.columns, parts, strict=True):
             bias[columns.start : columns.stop] = part
-        return w, bias
+        return bias
+
+    def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int) -> None:
+        """E3 and E4 of one of so many halves; the sum of all goes on its way over z."""
+        trained = self.unit.only([member for member in self.unit.members if member.parameter.requires_grad])
+        sums = trained.engine.sums
+        begun = sums.begun(trained.members) or []
+        found: list[Tensor] = []
+        with_weights = any(member in trained.members for member in self.weights)
+        if with_weights:
+            whole = a.wait()
+            with self.multiplying("E3"):
+                found.append(matmul_into(dout.t(), whole, self.unit.reduce, onto=begun[0] if begun else None))
+        if any(member in trained.members for member in self.biases):
+            parts = self.sums_over_tokens(dout)  # E4
+            for total, part in zip(begun[with_weights:], parts, strict=False):
+                total.add_(part)
+            found += begun[with_weights:] or parts
+        complete = sums.add(trained.members, found, turns)
+        if complete is not None:
+            by_member = dict(zip(self.biases, complete[with_weights:], strict=False))
+            if with_weights:
+                parts = zip(self.weights, complete[0].split(list(self.widths)), strict=True)
+                by_member |= {member: part[: member.rows] for member, part in parts}
+            trained.scatter([by_member[member] for member in trained.members])
 
     def sums_over_tokens(self, dout: Tensor) -> list[Tensor]:
         """The gradient of each bias; in one pass where they cover all columns."""
@@ -252,14 +128,6 @@ class Factor:
         if sum(widths) == dout.shape[1]:
             return list(run(dout, self.unit.reduce).split(widths))
         return [run(dout[:, columns.start : columns.stop], self.unit.reduce) for columns in self.columns]
-
-    def gather_weights(self) -> Tensor:
-        w = self._joined()
-        if w is not None:
-            return w
-        w, into = self._buffer(biases=False)
-        wholes = self.unit.only(self.weights).gather(into)
-        return wholes[0] if w is None else w
 
     def _joined(self) -> Tensor | None:
         """The weights as one tensor, where nothing need be gathered and they lie side by side already."""
@@ -274,13 +142,14 @@ class Factor:
         if len(rows) == 1 and rows[0] == self.widths[0]:
             return None, None
         like = local_of(self.weights[0].parameter)
-        w = like.new_empty(sum(self.widths), like.shape[1], dtype=self.unit.compute)
+        take = partial(self.unit.engine.buffers.take, dtype=self.unit.compute, device=like.device)
+        w = take((sum(self.widths), like.shape[1]))
         into = []
         for place, length in zip(w.split(list(self.widths)), rows, strict=True):
             place[length:].zero_()
             into.append(place[:length])
         if biases:
-            into += [w.new_empty(len(columns)) for columns in self.columns]
+            into += [take((len(columns),)) for columns in self.columns]
         return w, into
 
 
@@ -306,44 +175,45 @@ class Product(torch.autograd.Function):
         dout  [m/z, p]           E3   dw  = dout^T a         reduce-scattered over z
                                  E4   db  = sum over tokens of dout, in its columns
 
-    Instead of `a` it may keep the cut tensor that `a` was gathered from, and `reread` gathers it again.
+    Instead of `a` it may keep the cut tensor that `a` was gathered from, and `reread` gathers it again, behind E2.
     """
 
     @staticmethod
     def forward(ctx: Any, factor: Factor, reread: Body, a: Tensor, kept: Tensor, *_: nn.Parameter) -> Tensor:
-        w, bias = factor.gather()
-        ctx.factor, ctx.reread = factor, reread
-        ctx.save_for_backward(kept, w if factor.keep_weights else None)
-        return functional.linear(a, w, bias)
+        ctx.factor, ctx.reread, ctx.turns = factor, reread, factor.unit.engine.turn.of
+        with factor.using(biases=True, turns=ctx.turns) as gathered, factor.multiplying("E1"):
+            ctx.save_for_backward(kept, gathered.w if factor.keep_weights else None)
+            return functional.linear(a, gathered.w, gathered.bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         factor: Factor = ctx.factor
+        engine = factor.unit.engine
         kept, w = ctx.saved_tensors
+        trained = any(member.parameter.requires_grad for member in factor.unit.members)
+        reading = ctx.reread(kept) if trained and engine.policy.behind_products else None
         da = None
         if ctx.needs_input_grad[2]:
-            da = dout @ (factor.gather_weights() if w is None else w)  # E2
-        trained = [member for member in factor.unit.members if member.parameter.requires_grad]
+            kept_whole = None if w is None else nullcontext(Gathered(w, None, ()))
+            with kept_whole or factor.using(biases=False, turns=ctx.turns) as gathered, factor.multiplying("E2"):
+                da = dout @ gathered.w
         if trained:
-            gradients: list[Tensor] = []
-            if any(member in trained for member in factor.weights):
-                dw = matmul_into(dout.t(), ctx.reread(kept), factor.unit.reduce)  # E3
-                for member, part in zip(factor.weights, dw.split(list(factor.widths)), strict=True):
-                    if member in trained:
-                        gradients.append(part[: member.rows])
-            if any(member in trained for member in factor.biases):
-                parts = zip(factor.biases, factor.sums_over_tokens(dout), strict=True)  # E4
-                gradients += [part for member, part in parts if member in trained]
-            factor.unit.only(trained).scatter(gradients)
+            factor.unit.gradients.expect_end()
+            engine.backlog.add(lambda: factor.add_gradients(dout, reading or ctx.reread(kept), ctx.turns))
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
-def matmul_into(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b, summed and written in the wider dtype where the device can: no rounding between, no cast after."""
+def matmul_into(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:
+    """a b, or `onto` + a b in place, summed and written in the wider dtype where the device can: no rounding between,
+    no cast after."""
     if a.is_cuda and a.dtype != dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a @ b
+        if onto is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.ops.aten.addmm.dtype_out(onto, a, b, dtype, out=onto)
+    if onto is None:
+        return (a @ b).to(dtype)
+    return onto.addmm_(a, b) if a.dtype == dtype else onto.add_(a @ b)
 
 
 def multiply(factor: Factor, a: Tensor, cut: Tensor, reread: Body, *, keep_gathered: bool) -> Tensor:
@@ -354,20 +224,24 @@ def multiply(factor: Factor, a: Tensor, cut: Tensor, reread: Body, *, keep_gathe
     return Product.apply(factor, reread, a, cut.detach(), *parameters)
 
 
-def expand(factor: Factor, a: Tensor, site: Site) -> Tensor:
+def expand(factor: Factor, a: Tensor, site: Site) -> Turns[Tensor]:
     """rest -> enter -> product [m/z, p] {sum y}; `spread` makes it inner."""
-    rows = -(-site.tokens // site.grid.size("x")) if site.sharded else site.tokens
-    if a.shape[0] != rows:
+    if a.shape[0] != site.rows_at_rest:
         raise ValueError(
-            f"{site.label}: {site.tokens} tokens of a place are {rows} rows on a rank with {site.policy.activations} "
-            f"activations on the grid {site.grid}, but the input has {a.shape[0]}"
+            f"{site.label}: {site.tokens} tokens of a place are {site.rows_at_rest} rows on a rank with "
+            f"{site.policy.activations} activations on the grid {site.grid}, but the input has {a.shape[0]}"
         )
+    entering = enter(a, site)
+    if entering.travels:
+        yield
     reread = site.gather_tokens if site.sharded else identity
-    return multiply(factor, enter(a, site), a, reread, keep_gathered=site.policy.keep_gathered)
+    return multiply(factor, entering.land(), a, reread, keep_gathered=site.policy.keep_gathered)
 
 
-def contract(factor: Factor, a: Tensor, site: Site, width: int) -> Tensor:
-    """inner -> collect -> product [m/z, p] {sum x} -> leave -> rest"""
+def contract(factor: Factor, a: Tensor, site: Site, width: int) -> Turns[Tensor]:
+    """inner -> collect -> product [m/z, p] {sum x}; `leave` brings it to rest."""
+    collecting = collect(a, site, width)
+    if collecting.travels:
+        yield
     reread = partial(site.gather_features, widths=[width]) if site.sharded else identity
-    whole = collect(a, site, width)
-    return leave(multiply(factor, whole, a, reread, keep_gathered=site.policy.keep_gathered), site)
+    return multiply(factor, collecting.land(), a, reread, keep_gathered=site.policy.keep_gathered)

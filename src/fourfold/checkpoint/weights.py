@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fourfold.arriving import local_of
 from fourfold.checkpoint.index import (
     INDEX,
     OURS,
@@ -32,7 +33,7 @@ from fourfold.checkpoint.index import (
     require_same_names,
     writes,
 )
-from fourfold.gradients import gradients_of, local_of
+from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
 from fourfold.layout import Spec
 from fourfold.nn.layer import specs_of

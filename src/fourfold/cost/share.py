@@ -11,7 +11,7 @@ import torch
 from fourfold.grid import Shape
 from fourfold.layout import Policy, chunk
 from fourfold.ledger import Collective, Op
-from fourfold.models.config import Config
+from fourfold.models.config import Config, halves_of
 
 STATISTIC_NBYTES = 8
 """Sums of losses, counts and squared norms are fp64."""
@@ -30,6 +30,14 @@ class Share:
     dtype: torch.dtype = torch.float32
     """Of the parameters."""
     rank: int = 0
+    half: int = 0
+    """Which half of the rows; the first one's share holds what all halves do together."""
+
+    def halves(self) -> list[dict[str, int]]:
+        """The rows of each half of a micro-step."""
+        chosen = halves_of(self.config, self.shape, self.policy, self.rows, self.seq, self.compute_itemsize)
+        parts = (len(chunk(self.rows, chosen.number, index)) for index in range(chosen.number))
+        return [{"rows": rows, "half": index} for index, rows in enumerate(parts)]
 
     @property
     def sharded(self) -> bool:

@@ -8,7 +8,7 @@ that this list equals the ledger of a real run, byte for byte, on every grid. No
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from fourfold.cost.owed import GradientVolume
@@ -57,7 +57,9 @@ class Volume(GradientVolume):
         return ceil(rows / self.shape.z) * self.shape.z
 
     def weights(self, op: Op, matrices: list[tuple[int, int]], vectors: list[int], label: str) -> Iterator[Collective]:
-        """One message for matrices [rows, columns] and vectors, in compute layout."""
+        """One message for matrices [rows, columns] and vectors, in compute layout; the halves of a batch share it."""
+        if self.half:
+            return
         elements = sum(self.padded(rows) * columns for rows, columns in matrices)
         elements += sum(self.padded(rows) for rows in vectors)
         itemsize = self.compute_itemsize if op == "all_gather" else self.reduce_itemsize
@@ -210,14 +212,14 @@ class Volume(GradientVolume):
         yield from self.enter("head", backward=True)
         yield from self.weights("reduce_scatter", table, [], "head")
 
-    def loss(self, *, counted: bool) -> Iterator[Collective]:
-        """Three statistics a token from every rank that cuts the vocabulary.
-
-        Then over the batch: the sum, the faults, and the count unless it is given; in chunks the sum comes last.
-        """
+    def loss_statistics(self) -> Iterator[Collective]:
+        """Three statistics a token from every rank that cuts the vocabulary."""
         for tokens in self.chunks:
             for axis in ("y", "x") if self.sharded else ("x",):
                 yield from self.message("all_gather", axis, 3 * tokens * self.shape.sizes[axis], "loss", self.wide)
+
+    def loss(self, *, counted: bool) -> Iterator[Collective]:
+        """Over the batch: the sum, the faults, and the count unless it is given; in chunks the sum comes last."""
         sums = 2 if counted else 3
         for numbers in (sums - 1, 1) if self.policy.loss_chunk else (sums,):
             for axis in ("z", "data"):
@@ -247,14 +249,19 @@ class Volume(GradientVolume):
         yield from self.layer_backward(index)
 
     def micro_step(self, *, counted: bool = False) -> Iterator[Collective]:
-        """Forward and backward of the rows, without the sums that gradients owe."""
+        """Forward and backward of the rows, half by half, without the sums that gradients owe."""
+        for half in self.halves():
+            yield from replace(self, **half).one_half()
+        yield from self.loss(counted=counted)
+
+    def one_half(self) -> Iterator[Collective]:
         yield from self.embedding()
         for index in range(self.config.layers):
             yield from self.layer(index)
         yield from self.norm_forward("norm")
         yield from self.norm_backward("norm")
         yield from self.head()
-        yield from self.loss(counted=counted)
+        yield from self.loss_statistics()
 
     def training_step(self, *, micro_steps: int = 1, clip: bool = False) -> list[Collective]:
         """Everything from the first forward to the optimizer. Accumulation counts the targets once."""

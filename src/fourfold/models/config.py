@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fourfold.grid import Shape, shapes_of
 from fourfold.layout import Policy
 from fourfold.models.sizes import SIZES
+from fourfold.overlap import Halves, choose_halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,13 @@ class Config:
         block = attention + mlp + 2 * norm + (biases if self.bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
         tables = self.vocab * (1 if self.tied else 2) + (self.seq if self.positions == "learned" else 0)
         return self.layers * block + norm + tables * self.hidden
+
+
+def halves_of(config: Config, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int) -> Halves:
+    """Into how many parts that take turns the rows of a (data, z) place are cut, and why."""
+    over_x = config.hidden // shape.y if shape.x > 1 else 0
+    over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0
+    return choose_halves(policy.overlap, rows, rows * seq * max(over_x, over_y) * itemsize)
 
 
 def config(name: str, **changes: Any) -> Config:

@@ -7,15 +7,19 @@ The residual stream rests fully cut between sublayers; each sublayer enters, com
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
+from fourfold.arriving import local_of
 from fourfold.comm import equal_along
 from fourfold.grid import Grid
 from fourfold.layout import Init, Policy
-from fourfold.models.config import Config, config
+from fourfold.models.config import Config, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
-from fourfold.nn.chunked import chunked_loss
+from fourfold.nn.chunked import chunked_share, count_first, show_sum
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.embedding import Embedding, Head, Positions
 from fourfold.nn.initial import key_of
@@ -24,10 +28,37 @@ from fourfold.nn.loss import IGNORE_INDEX, cross_entropy, sum_over_batch
 from fourfold.nn.mlp import MLP
 from fourfold.nn.norm import Norm
 from fourfold.nn.recompute import recompute
+from fourfold.operators import Flight, Landed
+from fourfold.overlap import Halves, Turns
 
-Stream = tuple[Tensor, Tensor | None]
-"""The residual stream: what it held, and what the last sublayer adds. The next norm adds it up as it reads."""
 Rope = tuple[Tensor, Tensor] | None
+
+
+class Stream:
+    """The residual stream: what it held, and what the last sublayer adds, perhaps still on its way. The next norm adds
+    it up as it reads."""
+
+    def __init__(self, a: Tensor, delta: Flight | Landed | None = None) -> None:
+        self.a, self.delta = a, delta
+
+    def read(self) -> tuple[Tensor, Tensor | None]:
+        return self.a, None if self.delta is None else self.delta.land()
+
+    def settle(self) -> None:
+        """Add up now; in a pass that is run again this was done already."""
+        if self.delta is not None:
+            self.a, self.delta = self.a + self.delta.land(), None
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
+class Half:
+    """A part of the rows of a place, or all of them."""
+
+    tokens: Tensor
+    targets: Tensor
+    """Empty where logits are asked for."""
+    batch: Batch
+    rope: Rope
 
 
 class Block(Layer):
@@ -66,16 +97,55 @@ class Block(Layer):
         )
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
 
-    def forward(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> Stream:
-        if self.policy.recompute == "block":
-            whole = a if delta is None else a + delta  # one tensor to keep instead of two
-            return recompute(self._compute, self.clock, whole, None, batch, rope)
-        return self._compute(a, delta, batch, rope)
+    def forward(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> tuple[Tensor, Tensor | None]:
+        (stream,) = self.together([Stream(a, None if delta is None else Landed(delta))], [batch], [rope])
+        return stream.read()
 
-    def _compute(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> Stream:
-        a, normed = self.attention_norm.add(a, delta)
-        a, normed = self.mlp_norm.add(a, self.attention_dropout(self.attention(normed, batch, rope)))
-        return a, self.mlp_dropout(self.mlp(normed, batch.tokens))
+    def together(self, streams: list[Stream], batches: Sequence[Batch], ropes: Sequence[Rope]) -> list[Stream]:
+        """All halves of a batch, one beside the other."""
+        if self.hooked and len(streams) > 1:
+            return [self._as_module(*half) for half in zip(streams, batches, ropes, strict=True)]
+        if self.policy.recompute == "block":
+            return recompute(self._take_turns, self.clock, streams, batches, ropes)
+        return self._take_turns(streams, batches, ropes)
+
+    def _take_turns(self, streams: list[Stream], batches: Sequence[Batch], ropes: Sequence[Rope]) -> list[Stream]:
+        halves = zip(streams, batches, ropes, strict=True)
+        return self.engine.take_turns([self._compute(*half) for half in halves])
+
+    def turns(self, stream: Stream, batch: Batch, rope: Rope) -> Turns[Stream]:
+        """One half."""
+        if self.hooked:
+            return self._as_module(stream, batch, rope)
+        return (yield from self._compute(stream, batch, rope))
+
+    def _as_module(self, stream: Stream, batch: Batch, rope: Rope) -> Stream:
+        a, delta = self(*stream.read(), batch, rope)
+        return Stream(a, None if delta is None else Landed(delta))
+
+    def _compute(self, stream: Stream, batch: Batch, rope: Rope) -> Turns[Stream]:
+        if stream.delta is not None:
+            yield
+        if self.policy.recompute == "block":
+            stream.settle()  # one tensor to keep instead of two
+        a, normed = self.attention_norm.add(*stream.read())
+        if self.attention.hooked:
+            leaving = Landed(self.attention(normed, batch, rope))
+        else:
+            leaving = self.attention.out.leave((yield from self.attention.turns(normed, batch, rope)), batch.tokens)
+        yield  # also where nothing travels: the other half's messages need a product between them
+        a, normed = self.mlp_norm.add(a, self.attention_dropout(leaving.land()))
+        if self.mlp.hooked:
+            leaving = Landed(self.mlp(normed, batch.tokens))
+        else:
+            owed = yield from self.mlp.turns(normed, batch.tokens)
+            if self.engine.recomputing and not self.mlp_dropout.active:
+                return Stream(a)  # backward reads nothing of what follows
+            leaving = self.mlp.down.leave(owed, batch.tokens)
+        if self.mlp_dropout.active:
+            yield
+            leaving = Landed(self.mlp_dropout(leaving.land()))
+        return Stream(a, leaving)
 
 
 class Transformer(Layer):
@@ -119,35 +189,92 @@ class Transformer(Layer):
             positions = None
         if self.training:
             self.clock.advance()
-        batch = Batch.of(tokens, positions)
-        a = self.hidden(tokens, positions)
-        rope = None
-        if self.positions is None:
-            rope = rope_tables(batch, self.config.head_dim, self.config.rope_theta, a)
-        stream: Stream = (a, None)
-        for layer in self.layers:
-            stream = layer(*stream, batch, rope)
-        _, a = self.norm.add(*stream)
         targets = None if targets is None else targets.long()
+        self.engine.begin("training" if torch.is_grad_enabled() else "evaluation")
+        halves = self._cut(tokens, targets, positions)
         if targets is None:
-            faults = sum_over_batch(torch.full((), float(bool(fault)), device=a.device), self.grid, "faults")
-            result = self.head.whole(self.head(a, batch.tokens)).unflatten(0, (batch.rows, batch.seq))
+            faults = sum_over_batch(torch.full((), float(bool(fault)), device=tokens.device), self.grid, "faults")
+            parts = self._run(halves, self._logits)
+            whole = [self.head.whole(part) for part in parts]
+            result = (whole[0] if len(whole) == 1 else torch.cat(whole)).unflatten(0, tokens.shape)
         elif self.policy.loss_chunk:
-            result, faults = chunked_loss(self.head, a, targets, ignore_index, count=count, faults=int(bool(fault)))
+            aims = [half.targets for half in halves]
+            total, faults = count_first(self.head, aims, ignore_index, count=count, faults=int(bool(fault)))
+            shares = self._run(halves, lambda stream, half: self._share(stream, half, ignore_index, total))
+            result = show_sum(shares, self.grid, self.compute)
         else:
-            logits = self.head(a, batch.tokens)
+            logits = self._run(halves, self._logits)
             vocabulary = self.head.vocabulary(ignore_index)
-            result, faults = cross_entropy(logits, targets, vocabulary, count=count, faults=int(bool(fault)))
+            aims = [half.targets for half in halves]
+            result, faults = cross_entropy(logits, aims, vocabulary, count=count, faults=int(bool(fault)))
         if self._reads(tokens) and faults:
             raise ValueError(fault or "the batch of another (data, z) place is refused; its ranks say why")
         return result
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def halves(self, rows: int, seq: int) -> Halves:
+        """Into how many parts that take turns the rows of a place are cut, and why."""
+        return halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize)
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.policy.compute or self.embedding.member("weight").parameter.dtype
+
+    def _cut(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Half]:
+        number = self.halves(*tokens.shape).number
+        rows = tokens.chunk(number)
+        aims = (tokens[:, :0] if targets is None else targets).chunk(number)
+        places = [None] * number if positions is None else positions.chunk(number)
+        batches = [Batch.of(*half) for half in zip(rows, places, strict=True)]
+        ropes: list[Rope] = [None] * number
+        if self.positions is None:
+            ropes = [self._rope(batches[0])] * number if positions is None else [self._rope(b) for b in batches]
+        return [Half(*half) for half in zip(rows, aims, batches, ropes, strict=True)]
+
+    def _rope(self, batch: Batch) -> Rope:
+        device = local_of(self.embedding.member("weight").parameter).device
+        return rope_tables(batch, self.config.head_dim, self.config.rope_theta, dtype=self.compute, device=device)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+    def _run(self, halves: Sequence[Half], read: Callable[[Stream, Half], Turns[Tensor]]) -> list[Tensor]:
+        """Every half from its tokens to what `read` makes of the stream after the last block."""
+        if self.policy.recompute != "block":
+            return self.engine.take_turns([self._through(half, read) for half in halves])
+        batches, ropes = [half.batch for half in halves], [half.rope for half in halves]
+        streams = self.engine.take_turns([self._embed(half) for half in halves])
+        for layer in self.blocks:
+            streams = layer.together(streams, batches, ropes)
+        return self.engine.take_turns([read(*half) for half in zip(streams, halves, strict=True)])
+
+    def _through(self, half: Half, read: Callable[[Stream, Half], Turns[Tensor]]) -> Turns[Tensor]:
+        stream = yield from self._embed(half)
+        for layer in self.blocks:
+            stream = yield from layer.turns(stream, half.batch, half.rope)
+        return (yield from read(stream, half))
+
+    def _embed(self, half: Half) -> Turns[Stream]:
         """What the first block reads: embedded tokens at rest."""
-        a = self.embedding(tokens)
+        leaving = Landed(self.embedding(half.tokens)) if self.embedding.hooked else self.embedding.launch(half.tokens)
+        if leaving.travels:
+            yield
+        a = leaving.land()
         if self.positions is not None:
-            a = self.positions(a, tokens.shape[1], positions)
-        return self.dropout(a)
+            a = self.positions(a, half.batch.seq, half.batch.positions)
+        return Stream(self.dropout(a))
+
+    def _logits(self, stream: Stream, half: Half) -> Turns[Tensor]:
+        yield
+        _, a = self.norm.add(*stream.read())
+        if self.head.hooked:
+            return self.head(a, half.batch.tokens)
+        return (yield from self.head.turns(a, half.batch.tokens))
+
+    def _share(self, stream: Stream, half: Half, ignore_index: int, count: Tensor) -> Turns[Tensor]:
+        yield
+        _, a = self.norm.add(*stream.read())
+        return (yield from chunked_share(self.head, a, half.targets, ignore_index, count))
 
     def _reads(self, tokens: Tensor) -> bool:
         """Whether ids are checked: always where that needs no reading back from a device."""

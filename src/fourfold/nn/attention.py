@@ -18,11 +18,12 @@ from fourfold import local
 from fourfold.grid import Grid
 from fourfold.layout import Init, Policy, inner
 from fourfold.nn.layer import Layer
-from fourfold.nn.linear import Contract, Expand, expand_together, label_of, read
+from fourfold.nn.linear import Contract, Expand, expand_in_turns, label_of, read
 from fourfold.nn.moment import drawing
 from fourfold.nn.norm import HeadNorm
 from fourfold.nn.recompute import recompute
-from fourfold.product import share, spread
+from fourfold.operators import spread, whole_over_x, whole_over_y
+from fourfold.overlap import Turns
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
@@ -82,11 +83,13 @@ class Heads:
         return cls(queries, keys, shared, over_x)
 
 
-def rope_tables(batch: Batch, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    batch: Batch, head_dim: int, theta: float, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """cos and sin [seq, 1, head_dim], or [rows, seq, 1, head_dim] of packed documents, at least fp32."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=like.device, dtype=dtype) / head_dim)
-    angles = torch.outer(torch.arange(batch.seq, device=like.device, dtype=dtype), frequencies).repeat(1, 2)
+    dtype = torch.promote_types(dtype, torch.float32)
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
+    angles = torch.outer(torch.arange(batch.seq, device=device, dtype=dtype), frequencies).repeat(1, 2)
     if batch.positions is not None:
         angles = angles[batch.positions]
     return angles.cos()[..., None, :], angles.sin()[..., None, :]
@@ -123,12 +126,17 @@ class Attention(Layer):
         self.k_norm = HeadNorm(grid, policy, head_dim, eps=eps) if qk_norm else None
 
     def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        q, k, v = self._read(a, batch)
+        return self.out.leave(self.engine.alone(self.turns(a, batch, rope)), batch.tokens).land()
+
+    def turns(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Turns[Tensor]:
+        """Until `out.leave` brings it to rest."""
+        q, k, v = yield from self._read(a, batch)
         if self.policy.recompute == "attention":
             mixed = recompute(self._mix, self.clock, q, k, v, rope, batch.mask)
         else:
             mixed = self._mix(q, k, v, rope, batch.mask)
-        return self.out(mixed.transpose(1, 2).reshape(batch.tokens, -1), batch.tokens)
+        flat = mixed.transpose(1, 2).reshape(batch.tokens, -1)
+        return (yield from self.out.turns(flat, batch.tokens))
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """What lies between the two products; [rows, seq, heads, head_dim] -> [rows, heads, seq, head_dim]."""
@@ -139,21 +147,25 @@ class Attention(Layer):
             q, k = rotate(q, *rope), rotate(k, *rope)
         return self._attend(q, k, v, mask)
 
-    def _read(self, a: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, a: Tensor, batch: Batch) -> Turns[tuple[Tensor, Tensor, Tensor]]:
         """q, k, v as [rows, seq, heads, head_dim]."""
         layers = [self.q, self.k, self.v]
         held = Heads.of(self.heads, self.kv_heads, self.grid, self.policy)
         if not held.shared:
-            q, k, v = (self._by_head(part, batch) for part in expand_together(layers, a, batch.tokens))
-            return q, k, v
+            q, k, v = yield from expand_in_turns(layers, a, batch.tokens)
+            return self._by_head(q, batch), self._by_head(k, batch), self._by_head(v, batch)
         site = self.q.site(batch.tokens).named(label_of(layers))
         widths = [self.k.width, self.v.width]
-        q, kv = read(layers, a, batch.tokens).split([self.q.width, sum(widths)], dim=1)
-        q = spread(q, site, [self.q.width])
-        k, v = share(kv, site, widths, over_x=held.over_x).chunk(2, dim=1)
+        out = yield from read(layers, a, batch.tokens)
+        q, kv = out.split([self.q.width, sum(widths)], dim=1)
+        spreading, sharing = spread(q, site, [self.q.width]), whole_over_y(kv, site)
+        yield
+        q, kv = spreading.land(), sharing.land()
+        if held.over_x:
+            kv = whole_over_x(kv, site, widths).land()
         group = self.heads // self.kv_heads
         wanted = Counter(query // group - held.keys.start for query in held.queries)
-        k, v = (select_heads(self._by_head(part, batch), wanted) for part in (k, v))
+        k, v = (select_heads(self._by_head(part, batch), wanted) for part in kv.chunk(2, dim=1))
         return self._by_head(q, batch), k, v
 
     def _by_head(self, a: Tensor, batch: Batch) -> Tensor:

@@ -7,6 +7,7 @@ once, the input is gathered once, no product is computed twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fourfold.grid import Grid
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import join
-from fourfold.nn.loss import Vocabulary, gradient_of_logits, log_sum_exp, on_device, sum_over_batch
-from fourfold.product import Body, Factor, enter, matmul_into, spread_bodies
+from fourfold.nn.loss import Vocabulary, gradient_of_logits, log_sum_exp, on_device, sum_halves, sum_over_batch
+from fourfold.operators import Body, Conjugate, enter, spread_bodies
+from fourfold.overlap import Turns
+from fourfold.product import Factor, matmul_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class HeadSpec:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """loss = sum over tokens of nll / count, with a [m/z, k/y] and w [p, k/y] gathered over z.
+    """share = sum over a half's tokens of nll / count, with a [m/z, k/y] and w [p, k/y] gathered over z.
 
     For each chunk c of tokens: l_c = spread(a_c w^T); nll by E9; dl_c by E10;
     dout_c = unspread(dl_c); da_c = dout_c w (E2); dw += dout_c^T a_c (E3).
@@ -41,51 +45,64 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: HeadSpec, a: Tensor, targets: Tensor, count: Tensor, _: nn.Parameter) -> Tensor:
         factor = spec.factor
-        w = factor.gather_weights()
+        ctx.factor, ctx.turns = factor, factor.unit.engine.turn.of
         wants_da, wants_dw = ctx.needs_input_grad[1], ctx.needs_input_grad[4]
         da = torch.empty_like(a) if wants_da else None
-        dw = torch.zeros_like(w, dtype=factor.unit.reduce) if wants_dw else None
         nll = torch.zeros((), dtype=torch.float64, device=a.device)
         share = 1 / count
-        for first in range(0, len(a), spec.chunk):
-            part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
-            logits = spec.spread(part @ w.t())
-            kept, lse, chunk_nll = log_sum_exp(spec.vocabulary, logits, aims)
-            nll += chunk_nll
-            if da is not None or dw is not None:
-                dout = spec.unspread(gradient_of_logits(spec.vocabulary, kept, aims, lse, share))
-                if da is not None:
-                    torch.mm(dout, w, out=da[first : first + spec.chunk])
-                if dw is not None:
-                    dw += matmul_into(dout.t(), part, dw.dtype)
-        ctx.factor = factor
+        with factor.using(biases=False, turns=ctx.turns) as gathered:
+            w = gathered.w
+            dw = torch.zeros_like(w, dtype=factor.unit.reduce) if wants_dw else None
+            for first in range(0, len(a), spec.chunk):
+                part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
+                logits = spec.spread(part @ w.t()).wait()
+                kept, lse, chunk_nll = log_sum_exp(spec.vocabulary, logits, aims)
+                nll += chunk_nll
+                if da is not None or dw is not None:
+                    dout = spec.unspread(gradient_of_logits(spec.vocabulary, kept, aims, lse, share)).wait()
+                    if da is not None:
+                        torch.mm(dout, w, out=da[first : first + spec.chunk])
+                    if dw is not None:
+                        matmul_into(dout.t(), part, dw.dtype, onto=dw)
         ctx.save_for_backward(da, dw)
-        total = sum_over_batch(nll, spec.vocabulary.grid, spec.vocabulary.label)
-        return (total / count).to(torch.promote_types(a.dtype, torch.float32))
+        return nll * share
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dshare: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         da, dw = ctx.saved_tensors
         if dw is not None:
             (member,) = ctx.factor.weights
-            ctx.factor.unit.scatter([dw[: member.rows] * dloss.to(dw.dtype)])
-        return None, None if da is None else da * dloss.to(da.dtype), None, None, None
+            ctx.factor.unit.add([dw[: member.rows] * dshare.to(dw.dtype)], turns=ctx.turns)
+        return None, None if da is None else da * dshare.to(da.dtype), None, None, None
 
 
-def chunked_loss(
-    head: Head, a: Tensor, targets: Tensor, ignore_index: int, *, count: Tensor | int | None, faults: int
-) -> tuple[Tensor, Tensor]:
-    """The same as `cross_entropy` of the head's logits, for `a` at rest."""
-    vocabulary = head.vocabulary(ignore_index)
-    known = [on_device(faults, a.device)]
-    if count is None:
-        known.append((targets != ignore_index).sum().double())
-    sums = sum_over_batch(torch.stack(known), head.grid, vocabulary.label)
-    total = sums[1] if count is None else on_device(count, a.device)
+def chunked_share(head: Head, a: Tensor, targets: Tensor, ignore_index: int, count: Tensor) -> Turns[Tensor]:
+    """A half's share of the loss in fp64, from `a` at rest."""
     site = head.site(targets.numel())
     factor = join([head])
+    vocabulary = head.vocabulary(ignore_index)
     spec = HeadSpec(factor, vocabulary, *spread_bodies(site, [head.width]), head.policy.loss_chunk)
-    whole = enter(a, site)
-    loss = ChunkedLoss.apply(spec, whole, targets.flatten(), total.clamp(min=1), factor.weights[0].parameter)
-    return loss, sums[0]
+    entering = enter(a, site)
+    if entering.travels:
+        yield
+    return ChunkedLoss.apply(spec, entering.land(), targets.flatten(), count, factor.weights[0].parameter)
+
+
+def count_first(
+    head: Head, targets: Sequence[Tensor], ignore_index: int, *, count: Tensor | int | None, faults: int
+) -> tuple[Tensor, Tensor]:
+    """The targets of the whole batch, which chunks must know beforehand, and the faults of all places."""
+    known = [on_device(faults, targets[0].device)]
+    if count is None:
+        known.append(sum_halves([(aims != ignore_index).sum().double() for aims in targets]))
+    sums = sum_over_batch(torch.stack(known), head.grid, "loss")
+    total = sums[1] if count is None else on_device(count, targets[0].device)
+    return total.clamp(min=1), sums[0]
+
+
+def show_sum(shares: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The loss of the whole batch from the shares of this place's halves, each of which has the gradient of its own."""
+    return Conjugate.apply(sum_halves(shares), lambda own: sum_over_batch(own, grid, "loss").clone(), torch.clone).to(
+        torch.promote_types(dtype, torch.float32)
+    )

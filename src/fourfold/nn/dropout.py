@@ -20,8 +20,12 @@ class Dropout(Layer):
             raise ValueError(f"dropout={probability} must be at least 0 and below 1")
         self.probability = probability
 
+    @property
+    def active(self) -> bool:
+        return self.training and self.probability > 0
+
     def forward(self, a: Tensor) -> Tensor:
-        if not self.training or self.probability == 0:
+        if not self.active:
             return a
         with drawing(self.clock.key(self.label, self.grid, rest(self.policy.activations)), a.device):
             return functional.dropout(a, self.probability)

@@ -19,7 +19,8 @@ from fourfold.layout import EXPAND_WEIGHT, POSITIONS, PRODUCT, Init, Policy, Spe
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Expand, require_divisible
 from fourfold.nn.loss import IGNORE_INDEX, Vocabulary
-from fourfold.product import Conjugate, Member, Unit, leave
+from fourfold.operators import Conjugate, Flight, Landed, leave
+from fourfold.unit import Member, Unit
 
 
 class Lookup(torch.autograd.Function):
@@ -30,14 +31,15 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, ids: Tensor, first: int, _: nn.Parameter) -> Tensor:
-        (w,) = unit.gather()
-        rows = ids - first
-        elsewhere = (rows < 0) | (rows >= w.shape[0])
-        ctx.unit, ctx.held = unit, w.shape[0]
-        ctx.save_for_backward(rows.masked_fill(elsewhere, w.shape[0]))
-        if w.shape[0] == 0:
-            return w.new_zeros(len(ids), w.shape[1])
-        found = functional.embedding(rows.masked_fill(elsewhere, 0), w)
+        ctx.unit, ctx.turns = unit, unit.engine.turn.of
+        with unit.using(turns=ctx.turns) as (w,):
+            rows = ids - first
+            elsewhere = (rows < 0) | (rows >= w.shape[0])
+            ctx.held = w.shape[0]
+            ctx.save_for_backward(rows.masked_fill(elsewhere, w.shape[0]))
+            if w.shape[0] == 0:
+                return w.new_zeros(len(ids), w.shape[1])
+            found = functional.embedding(rows.masked_fill(elsewhere, 0), w)
         return found.masked_fill_(elsewhere[:, None], 0)
 
     @staticmethod
@@ -48,7 +50,7 @@ class Lookup(torch.autograd.Function):
             # Rows that other ranks hold point past the end, at the row that the kernel leaves out. Cast first:
             # a frequent token's sum must not be rounded at every term.
             dw = torch.ops.aten.embedding_dense_backward(dout.to(ctx.unit.reduce), rows, ctx.held + 1, ctx.held, False)
-            ctx.unit.scatter([dw[: ctx.held]])
+            ctx.unit.add([dw[: ctx.held]], turns=ctx.turns)
         return None, None, None, None
 
 
@@ -62,6 +64,9 @@ class Embedding(Layer):
         self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.launch(ids).land()
+
+    def launch(self, ids: Tensor) -> Flight | Landed:
         first = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"]).start
         found = Lookup.apply(self.unit("weight"), ids.flatten(), first, self.weight)
         return leave(found, self.site(ids.numel()))

@@ -21,7 +21,10 @@ from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec
 from fourfold.nn.initial import fill_
 from fourfold.nn.moment import Clock
-from fourfold.product import MEMORY, Member, Site, Unit
+from fourfold.operators import Site
+from fourfold.overlap import Engine
+from fourfold.product import MEMORY
+from fourfold.unit import Member, Unit
 
 
 class Layer(nn.Module):
@@ -65,8 +68,17 @@ class Layer(nn.Module):
         members = tuple(self.member(name) for name in names)
         return Unit(self.grid, self.policy, self.gradients, self.label, members)
 
+    @property
+    def engine(self) -> Engine:
+        return self.gradients.engine
+
+    @property
+    def hooked(self) -> bool:
+        """Somebody looks at what goes in or comes out, so it is called as a module, without pausing inside."""
+        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
+
     def site(self, tokens: int) -> Site:
-        return Site(self.grid, self.policy, tokens, self.label)
+        return Site(self.grid, self.policy, tokens, self.label, self.engine)
 
 
 def assemble(
@@ -83,12 +95,10 @@ def assemble(
     On the meta device nothing is drawn and the model can be run dry.
     """
     device = grid.device if device is None else device
-    clock = Clock(seed)
     parameters: dict[str, tuple[nn.Parameter, Spec]] = {}
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Layer)]
     for prefix, layer in layers:
         layer.label = prefix or layer.label
-        layer.clock = clock
     specs = specs_of(model)
     memory: dict[str, Tensor] = {}
     joined: dict[str, Tensor] = {}
@@ -108,8 +118,10 @@ def assemble(
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
     gradients = Gradients(grid, parameters, policy)
+    clock = Clock(seed, gradients.engine)
     for _, layer in layers:
         layer.gradients = gradients
+        layer.clock = clock
 
 
 def specs_of(model: nn.Module) -> dict[str, Spec]:

@@ -30,7 +30,10 @@ from fourfold.layout import (
     inner,
 )
 from fourfold.nn.layer import Layer
-from fourfold.product import Factor, Member, Unit, contract, expand, spread
+from fourfold.operators import Flight, Landed, leave, spread
+from fourfold.overlap import Turns
+from fourfold.product import Factor, contract, expand
+from fourfold.unit import Member, Unit
 
 
 class Linear(Layer, ABC):
@@ -93,7 +96,11 @@ class Expand(Linear):
         return self.member("weight")
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
-        return expand_together([self], a, tokens)[0]
+        return self.engine.alone(self.turns(a, tokens))
+
+    def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
+        (out,) = yield from expand_in_turns([self], a, tokens)
+        return out
 
 
 class Contract(Linear):
@@ -113,6 +120,10 @@ class Contract(Linear):
         self.require_divisible("out_features", "y")
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
+        return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).land()
+
+    def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
+        """The product alone; `leave` brings it to rest."""
         weight = self.member("weight")
         biases = () if self.bias is None else (self.member("bias"),)
         width = weight.rows
@@ -125,7 +136,10 @@ class Contract(Linear):
             adds=self.grid.coords["x"] == 0,
             keep_weights=keeps_weights(self, weight),
         )
-        return contract(factor, a, self.site(tokens), self.in_features // self.grid.size("x"))
+        return (yield from contract(factor, a, self.site(tokens), self.in_features // self.grid.size("x")))
+
+    def leave(self, out: Tensor, tokens: int) -> Flight | Landed:
+        return leave(out, self.site(tokens))
 
 
 def keeps_weights(layer: Layer, weight: Member) -> bool:
@@ -158,17 +172,24 @@ def join(layers: Sequence[Expand]) -> Factor:
     )
 
 
-def read(layers: Sequence[Expand], a: Tensor, tokens: int) -> Tensor:
+def read(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[Tensor]:
     """One `enter` and one product for all: [m/(zx), k/y] -> [m/z, sum n_i/x] {sum y}."""
     site = layers[0].site(tokens)
-    return expand(join(layers), a, site.named(label_of(layers)))
+    return (yield from expand(join(layers), a, site.named(label_of(layers))))
 
 
 def expand_together(layers: Sequence[Expand], a: Tensor, tokens: int) -> list[Tensor]:
+    """The outputs of layers that read the same tensor, in as few messages as one layer's."""
+    return layers[0].engine.alone(expand_in_turns(layers, a, tokens))
+
+
+def expand_in_turns(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[list[Tensor]]:
     """`read`, and one `spread` that carries all the outputs: each of them [m/z, n_i/(xy)]."""
     widths = [layer.width for layer in layers]
     site = layers[0].site(tokens).named(label_of(layers))
-    out = spread(read(layers, a, tokens), site, widths)
+    spreading = spread((yield from read(layers, a, tokens)), site, widths)
+    yield  # also where nothing travels: the other half's messages need a product between them
+    out = spreading.land()
     if len(layers) == 1:
         return [out]  # taking a tensor apart costs a copy in backward, also where there is one part
     cuts = sum(widths) // out.shape[1]

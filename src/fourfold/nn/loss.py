@@ -6,6 +6,7 @@ batch's unmasked tokens. The value that is shown is the whole mean, equal on all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from fourfold import comm, local
 from fourfold.grid import AXES, Grid
 from fourfold.layout import Cut
-from fourfold.product import Conjugate
+from fourfold.operators import Conjugate
 
 IGNORE_INDEX = -100
 
@@ -50,25 +51,34 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, vocabulary: Vocabulary, logits: Tensor, targets: Tensor, count: Tensor | None, faults: int
+        ctx: Any, vocabulary: Vocabulary, targets: Sequence[Tensor], count: Tensor | None, faults: int, *logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        kept, lse, nll = log_sum_exp(vocabulary, logits, targets)
+        halves = [log_sum_exp(vocabulary, *half) for half in zip(logits, targets, strict=True)]
+        nll = sum_halves([nll for _, _, nll in halves])
         sums = [nll, nll.new_full((), faults)]
         if count is None:
-            sums.append((targets != vocabulary.ignore_index).sum().double())
+            sums.append(sum_halves([(aims != vocabulary.ignore_index).sum().double() for aims in targets]))
         total = sum_over_batch(torch.stack(sums), vocabulary.grid, vocabulary.label)
         count = total[2].clamp(min=1) if count is None else count
         ctx.vocabulary = vocabulary
-        ctx.save_for_backward(kept, targets, lse, count)
+        ctx.save_for_backward(count, *targets, *(kept for kept, _, _ in halves), *(lse for _, lse, _ in halves))
         everyones_faults = total[1].clone()
         ctx.mark_non_differentiable(everyones_faults)
-        return (total[0] / count).to(local.widen(logits[:0]).dtype), everyones_faults
+        return (total[0] / count).to(local.widen(logits[0][:0]).dtype), everyones_faults
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        kept, targets, lse, count = ctx.saved_tensors
-        return None, gradient_of_logits(ctx.vocabulary, kept, targets, lse, dloss / count), None, None, None
+        count, *saved = ctx.saved_tensors
+        parts = len(saved) // 3
+        targets, kept, lse = saved[:parts], saved[parts : 2 * parts], saved[2 * parts :]
+        share = dloss / count
+        halves = zip(kept, targets, lse, strict=True)
+        return (None, None, None, None, *(gradient_of_logits(ctx.vocabulary, *half, share) for half in halves))
+
+
+def sum_halves(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
 
 
 def gradient_of_logits(
@@ -115,20 +125,20 @@ def merge(stats: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor
 
 
 def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
+    logits: Sequence[Tensor],
+    targets: Sequence[Tensor],
     vocabulary: Vocabulary,
     *,
     count: Tensor | int | None = None,
     faults: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy over the whole batch's unmasked tokens, from logits in inner layout.
+    """Mean cross-entropy over the whole batch's unmasked tokens, from the logits of its halves in inner layout.
 
     Also returns the faults that all places reported, so that every rank hears of one without a message more.
     A batch without any unmasked token has loss 0.
     """
-    known = None if count is None else on_device(count, logits.device).clamp(min=1)
-    return CrossEntropy.apply(vocabulary, logits, targets.flatten(), known, faults)
+    known = None if count is None else on_device(count, logits[0].device).clamp(min=1)
+    return CrossEntropy.apply(vocabulary, [aims.flatten() for aims in targets], known, faults, *logits)
 
 
 def on_device(number: Tensor | int | float, device: torch.device) -> Tensor:

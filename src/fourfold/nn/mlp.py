@@ -8,7 +8,8 @@ from fourfold import local
 from fourfold.grid import Grid
 from fourfold.layout import Init, Policy
 from fourfold.nn.layer import Layer
-from fourfold.nn.linear import Contract, Expand, expand_together
+from fourfold.nn.linear import Contract, Expand, expand_in_turns
+from fourfold.overlap import Turns
 
 
 class MLP(Layer):
@@ -37,10 +38,12 @@ class MLP(Layer):
         self.down = Contract(grid, policy, hidden, features, bias=bias, init=out_init)
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
-        if self.gate is None:
-            up = self.up(a, tokens)
-            hidden = local.region(local.gelu, up, compiled=self.policy.compile)(up)
-        else:
-            gate, up = expand_together([self.gate, self.up], a, tokens)
-            hidden = local.region(local.swiglu, up, compiled=self.policy.compile)(gate, up)
-        return self.down(hidden, tokens)
+        return self.down.leave(self.engine.alone(self.turns(a, tokens)), tokens).land()
+
+    def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
+        """Until `down.leave` brings it to rest."""
+        layers = [self.up] if self.gate is None else [self.gate, self.up]
+        read = yield from expand_in_turns(layers, a, tokens)
+        function = local.gelu if self.gate is None else local.swiglu
+        hidden = local.region(function, a, compiled=self.policy.compile)(*read)
+        return (yield from self.down.turns(hidden, tokens))

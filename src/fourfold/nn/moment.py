@@ -1,6 +1,6 @@
 """Randomness that is a function of where and when, with no state to save.
 
-A draw depends on (seed, step, micro-step, module name, coordinates of the axes that cut the tensor): equal
+A draw depends on (seed, step, micro-step, half, module name, coordinates of the axes that cut the tensor): equal
 on ranks that hold equal copies, independent on ranks that hold different parts, and the same when a
 forward pass is run again.
 """
@@ -9,21 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from fourfold.grid import AXES, Grid
 from fourfold.layout import Cut
 from fourfold.nn.initial import key_of
+from fourfold.overlap import Engine, Turn
+
+
+class Moment(NamedTuple):
+    step: int
+    micro_step: int
+    turn: Turn
 
 
 class Clock:
-    """When it is. A model's training forward advances the micro-step; a trainer sets the step."""
+    """When it is. A model's training forward advances the micro-step; a trainer sets the step; the overlap engine knows
+    which half of a batch has its turn."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, engine: Engine) -> None:
         self.seed = seed
+        self.engine = engine
         self.step = 0
         self.micro_step = 0
+
+    @property
+    def now(self) -> Moment:
+        return Moment(self.step, self.micro_step, self.engine.turn)
 
     def advance(self) -> None:
         self.micro_step += 1
@@ -32,19 +46,20 @@ class Clock:
         self.step, self.micro_step = step, 0
 
     @contextmanager
-    def at(self, step: int, micro_step: int) -> Iterator[None]:
+    def at(self, moment: Moment) -> Iterator[None]:
         """Inside the block it is that moment again."""
-        now = self.step, self.micro_step
-        self.step, self.micro_step = step, micro_step
+        now = self.now
+        self.step, self.micro_step, self.engine.turn = moment
         try:
             yield
         finally:
-            self.step, self.micro_step = now
+            self.step, self.micro_step, self.engine.turn = now
 
     def key(self, name: str, grid: Grid, cut: Cut) -> int:
         """The seed of what `name` draws now, for this rank's part of a tensor that is cut like this."""
         place = [f"{axis}={grid.coords[axis]}" for axis in AXES if axis in cut.axes]
-        return key_of(self.seed, self.step, self.micro_step, name, *place)
+        half = [f"half={self.engine.turn.index}"] if self.engine.turn.of > 1 else []
+        return key_of(self.seed, self.step, self.micro_step, name, *place, *half)
 
 
 @contextmanager

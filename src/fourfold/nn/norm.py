@@ -22,7 +22,7 @@ from fourfold.grid import Grid
 from fourfold.layout import FEATURES, WHOLE, Init, Policy, Spec, inner, rest
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import require_divisible
-from fourfold.product import Unit
+from fourfold.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,6 @@ class NormSpec:
             return False
         return a.is_cuda or (self.kind == "layer" and a.dtype.itemsize >= 4)
 
-    def weight(self) -> Tensor:
-        (weight,) = self.unit.only(self.unit.members[:1]).gather()
-        return weight
-
 
 class NormFunction(torch.autograd.Function):
     """total = a + delta; x^ = (total - mean) rstd; out = x^ w + b. a [m, k/y] or [..., k]; w, b [k/y] gathered over z.
@@ -117,15 +113,15 @@ class NormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, spec: NormSpec, a: Tensor, delta: Tensor | None, *_: nn.Parameter
     ) -> tuple[Tensor, Tensor] | Tensor:
-        weight, *rest = spec.unit.gather()
-        bias = rest[0] if rest else None
-        if spec.whole:
-            total, out, mean, rstd = spec.forward_whole(a, weight, bias, delta)
-        else:
-            total = a if delta is None else a + delta
-            mean, rstd = spec.statistics(total)
-            out = spec.run(local.normalize, total, mean, rstd, weight, bias)
-        ctx.spec = spec
+        ctx.spec, ctx.turns = spec, spec.unit.engine.turn.of
+        with spec.unit.using(turns=ctx.turns) as (weight, *rest):
+            bias = rest[0] if rest else None
+            if spec.whole:
+                total, out, mean, rstd = spec.forward_whole(a, weight, bias, delta)
+            else:
+                total = a if delta is None else a + delta
+                mean, rstd = spec.statistics(total)
+                out = spec.run(local.normalize, total, mean, rstd, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, mean, rstd)
         return out if delta is None else (total, out)
@@ -137,26 +133,26 @@ class NormFunction(torch.autograd.Function):
         total, mean, rstd = ctx.saved_tensors
         dtotal, dout = (None, *gradients) if len(gradients) == 1 else gradients
         dout = torch.zeros_like(total) if dout is None else dout  # the norm's output was not used
-        weight = spec.weight()
-        if spec.whole:
-            da, dw, db = spec.backward_whole(dout, total, mean, rstd, weight, dtotal)
-        else:
-            sums, dw, db = spec.run(local.norm_sums, dout, total, mean, rstd, weight)
-            da = spec.run(local.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
-            da = da if dtotal is None else da.add_(dtotal)
-        scatter(spec.unit, [dw, db])
+        with spec.unit.only(spec.unit.members[:1]).using(turns=ctx.turns) as (weight,):
+            if spec.whole:
+                da, dw, db = spec.backward_whole(dout, total, mean, rstd, weight, dtotal)
+            else:
+                sums, dw, db = spec.run(local.norm_sums, dout, total, mean, rstd, weight)
+                da = spec.run(local.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
+                da = da if dtotal is None else da.add_(dtotal)
+        add_gradients(spec.unit, [dw, db], ctx.turns)
         return (None, da, None if len(gradients) == 1 else da, *[None] * len(spec.unit.members))
 
 
-def scatter(unit: Unit, gradients: Sequence[Tensor | None]) -> None:
-    """Reduce over z the gradients of those members that are trained."""
+def add_gradients(unit: Unit, gradients: Sequence[Tensor | None], turns: int) -> None:
+    """The gradients of those members that are trained, from one of so many halves."""
     trained = [
         (member, gradient)
         for member, gradient in zip(unit.members, gradients, strict=False)
         if member.parameter.requires_grad and gradient is not None
     ]
     if trained:
-        unit.only([member for member, _ in trained]).scatter([gradient for _, gradient in trained])
+        unit.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)
 
 
 class Norm(Layer):

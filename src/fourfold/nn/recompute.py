@@ -6,24 +6,34 @@ Collectives run again as well; what runs is the same, so results are bitwise tho
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.nn.moment import Clock
+from fourfold.nn.moment import Clock, Moment
 
 T = TypeVar("T")
 
 
 def recompute(function: Callable[..., T], clock: Clock, *args: Any) -> T:
     """`function(*args)`, of which backward keeps the arguments alone."""
-    step, micro_step = clock.step, clock.micro_step
+    moment = clock.now
     return checkpoint(
         function,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=lambda: (nullcontext(), clock.at(step, micro_step)),
+        context_fn=lambda: (nullcontext(), _again(clock, moment)),
     )
+
+
+@contextmanager
+def _again(clock: Clock, moment: Moment) -> Iterator[None]:
+    before, clock.engine.recomputing = clock.engine.recomputing, True
+    try:
+        with clock.at(moment):
+            yield
+    finally:
+        clock.engine.recomputing = before

@@ -39,7 +39,7 @@ def figures(run: Run) -> dict[str, Figure]:
         "throughput": _throughput(drawn),
         "time": _time(run, drawn),
     }
-    made = {**by_step, "wire": _wire(run), "kept": _kept(run)}
+    made = {**by_step, "wire": _wire(run), "kept": _kept(run), "links": _links(run)}
     spread = [step.step for step in drawn] + list(run.evaluations) + list(run.skipped)
     for figure in filter(None, by_step.values()):
         # the same frame for all of them: otherwise each leaves other room for its marks
@@ -196,6 +196,34 @@ def _kept(run: Run) -> Figure | None:
     chosen = run.text("recompute")
     shades = ["var(--strong)" if policy == chosen else "var(--faint)" for policy in drawn]
     return _bars(drawn, shades) if drawn else None
+
+
+def _links(run: Run) -> Figure | None:
+    """Seconds of a profiled step on the link of each axis, the hidden part and the exposed one."""
+    by_axis = {} if run.profile is None else run.profile.by_axis
+    drawn = {axis: pair for axis, pair in by_axis.items() if all(known(found.mean) for found in pair)}
+    if not any(link.mean for link, _ in drawn.values()):
+        return None
+    exposed = [waited.mean or 0.0 for _, waited in drawn.values()]
+    # a wait costs something itself: it may take longer than what it waits for was on the link
+    hidden = [max(0.0, (link.mean or 0.0) - waited) for (link, _), waited in zip(drawn.values(), exposed, strict=True)]
+    shades = ([colour(axis) for axis in drawn], "var(--compute)")
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "x": values,
+            "y": [escape(axis) for axis in drawn],
+            "marker": {"color": shade},
+            "hovertemplate": f"{name} %{{x:.3s}}s<extra></extra>",
+        }
+        for name, values, shade in zip(("exposed", "hidden"), (exposed, hidden), shades, strict=True)
+    ]
+    names = _axis(type="category", autorange="reversed", fixedrange=True, showgrid=False)
+    seconds = _axis(tickformat="~s", ticksuffix="s", fixedrange=True, rangemode="tozero")
+    bars = {"barmode": "stack", "bargap": 0.35, "hovermode": "closest", "showlegend": False}
+    return {"traces": traces, "layout": _layout(100 + 42 * len(drawn), yaxis=names, xaxis=seconds, **bars)}
 
 
 def _bars(sizes: dict[str, float], shades: list[str]) -> Figure:

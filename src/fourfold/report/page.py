@@ -1,7 +1,8 @@
 """One HTML page of a run: puts the parts together and writes the file.
 
 The page is complete in itself: plotly.js, style and script stand in it, and its content security policy forbids
-every request. Everything that comes from the run's files is escaped here or in the part that made it.
+every request. It links to nothing but the traces of a profile, which lie beside it. Everything that comes from the
+run's files is escaped here or in the part that made it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.report.figures import POINTS, figures
+from fourfold.report.profile import profile_table, traces
 from fourfold.report.ranks import draw_grid
 from fourfold.report.run import Run, read_run
 from fourfold.report.summary import key_figures, ranks, utilisation
@@ -30,7 +32,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     appears whole or not at all.
     """
     out = Path(run) / "report.html" if out is None else Path(out)
-    text = page(read_run(Path(run)), _plotly_js())
+    text = page(read_run(Path(run)), _plotly_js(), out.parent.resolve())
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder; name the file to write, such as {out / 'report.html'}")
     if not out.parent.is_dir():
@@ -55,8 +57,8 @@ def _plotly_js() -> str:
     return get_plotlyjs()
 
 
-def page(run: Run, plotly_js: str) -> str:
-    """The HTML of the page."""
+def page(run: Run, plotly_js: str, beside: Path) -> str:
+    """The HTML of the page, for a file in the folder `beside`."""
     drawn = figures(run)
     title = f"{run.text('model')} on {run.shape}"
     return f"""<!DOCTYPE html>
@@ -76,7 +78,7 @@ def page(run: Run, plotly_js: str) -> str:
 {_notes(run)}
 <noscript><p class="note">The figures need JavaScript; the numbers below do not.</p></noscript>
 {key_figures(run)}
-{_sections(run, drawn)}
+{_sections(run, drawn, beside)}
 </main>
 <script type="application/json" id="figures">{_json(drawn)}</script>
 <script>{plotly_js}</script>
@@ -114,7 +116,7 @@ def _notes(run: Run) -> str:
     return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
-def _sections(run: Run, drawn: dict[str, Any]) -> str:
+def _sections(run: Run, drawn: dict[str, Any], beside: Path) -> str:
     clipped = drawn.get("time", {}).get("clipped")
     slow = " The slowest stand above the frame; double-click to see them." if clipped else ""
     chosen = escape(run.text("recompute"))
@@ -131,12 +133,27 @@ def _sections(run: Run, drawn: dict[str, Any]) -> str:
             _figure("wire", "Sent per step", "Bytes on the wire from rank 0, by axis; median.", drawn, silent),
             _figure("kept", "Kept for backward", f"By recompute policy. This run: {chosen or 'not known'}.", drawn),
             "</div>",
+            *_profile(run, drawn, beside),
             _section("The grid", draw_grid(run.shape)),
             _section(f"Skipped steps ({len(run.skipped)})", _skipped(run)),
             _section("MFU and HFU", utilisation(run)),
             f"<details><summary>config.toml</summary><pre>{escape(run.config)}</pre></details>",
         ]
     )
+
+
+def _profile(run: Run, drawn: dict[str, Any], beside: Path) -> list[str]:
+    """What was profiled, where something was."""
+    found = run.profile
+    if found is None:
+        return []
+    steps = f"step {found.first:,}" if found.first == found.last else f"steps {found.first:,} to {found.last:,}"
+    title = f"Communication in {steps}, profiled"
+    table = f"{profile_table(found)}{traces(found, beside)}"
+    if "links" not in drawn:
+        return [_section(title, table)]
+    caption = "Seconds of a step on the link, mean over ranks. In colour: exposed; grey: hidden behind computation."
+    return [_figure("links", title, caption, drawn), _section("The same in numbers, and the traces", table)]
 
 
 def _figure(name: str, title: str, caption: str, drawn: dict[str, Any], absent: str = "Nothing recorded.") -> str:

@@ -1,4 +1,4 @@
-"""Reads a run folder: `config.toml`, `run.json`, `metrics.jsonl`, as the trainer writes them.
+"""Reads a run folder: `config.toml`, `run.json`, `metrics.jsonl` and `profile/`, as the trainer writes them.
 
 A run may have been killed in the middle of a line, resumed from an earlier step, or have diverged. All of it is
 readable: what could not be used is said in `Run.notes`, never passed over in silence. Only a folder that is no
@@ -51,6 +51,28 @@ class Step:
         return max(0.0, self.seconds - sum(self.exposed_seconds.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class OverRanks:
+    """A number of every rank: its mean, and that of the slowest rank. None: not known."""
+
+    mean: float | None
+    slowest: float | None
+    slowest_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What `profile/summary.json` says of the profiled steps, per step."""
+
+    first: int
+    last: int
+    seconds: float | None
+    by_axis: Mapping[str, tuple[OverRanks, OverRanks]]
+    """Seconds on the link, and seconds exposed."""
+    link_seconds_are: str
+    traces: list[Path]
+
+
 @dataclass(slots=True)
 class Run:
     """Everything the page needs to know of a run."""
@@ -65,6 +87,7 @@ class Run:
     """Skipped steps, and the parameters whose gradient was not finite where that was recorded."""
     end: str | None = None
     """Why the run ended, None where it did not say."""
+    profile: Profile | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -98,6 +121,8 @@ def read_run(folder: Path) -> Run:
     config = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
     run = Run(folder.resolve().name, config, facts, _shape(facts, folder / "run.json"))
     _read_metrics(run, (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
+    if (folder / "profile" / "summary.json").is_file():
+        _read_profile(run, (folder / "profile").resolve())
     return run
 
 
@@ -137,7 +162,7 @@ def _read_metrics(run: Run, text: str) -> None:
             steps[step] = _step(record)
         if event in _ADD:
             _ADD[event](run, record)
-        elif event != "end":
+        elif event not in ("end", "profile"):  # a profile has files of its own
             unknown[event] += 1
     run.steps = [steps[step] for step in sorted(steps)]
     run.evaluations = dict(sorted(run.evaluations.items()))
@@ -147,6 +172,32 @@ def _read_metrics(run: Run, text: str) -> None:
         run.notes.append(f"{repeated} logged steps were taken again after a resume; the later record is shown.")
     run.notes += [f"{times} records of the unknown event {event!r} are not shown." for event, times in unknown.items()]
     _note_numbers(run)
+
+
+def _read_profile(run: Run, folder: Path) -> None:
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        first, last = found["steps"]
+        per_step = found["per_step"]
+        by_axis = {
+            str(axis): (_over_ranks(link), _over_ranks(per_step["exposed_seconds"][axis]))
+            for axis, link in per_step["link_seconds"].items()
+        }
+        files = [folder / f"rank-{rank}.json" for rank in range(int(found["ranks"]))]
+        run.profile = Profile(
+            int(first),
+            int(last),
+            _number(per_step["seconds"]["mean"]),
+            by_axis,
+            str(found.get("link_seconds_are", "")),
+            [file for file in files if file.is_file()],
+        )
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        run.notes.append(f"profile/summary.json could not be read ({type(error).__name__}: {error}).")
+
+
+def _over_ranks(found: Mapping[str, Any]) -> OverRanks:
+    return OverRanks(_number(found["mean"]), _number(found["slowest"]), int(found["slowest_rank"]))
 
 
 def _add_step(run: Run, record: Mapping[str, Any]) -> None:

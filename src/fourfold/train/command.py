@@ -34,6 +34,7 @@ from fourfold.train.schema import to_table
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     config = requested(options)
+    check_profile(options, config)
     device = chosen_device(options.device)
     if inside_a_job():
         return _train(config, options, device)
@@ -70,6 +71,20 @@ def requested(options: argparse.Namespace) -> Config:
     }
     changes += [(key, value) for key, value in given.items() if value is not None]
     return read_config(options.config, changes, forget_grid=options.grid is not None)
+
+
+def check_profile(options: argparse.Namespace, config: Config) -> None:
+    """Refuse to profile steps that there will not be."""
+    if not options.profile:
+        return
+    if options.compare_serial is not None:
+        raise ValueError("--compare-serial trains no run and has no steps to --profile; leave one of them away")
+    first, last, steps = options.profile[0], options.profile[-1], config.train.steps
+    if last > steps:
+        asked = first if first == last else f"{first}-{last}"
+        raise ValueError(
+            f"--profile {asked}: this run has train.steps={steps}; name a step from 1 to {steps}, or such as 1-{steps}"
+        )
 
 
 def wanted_ranks(config: Config, ranks: int | None, device: str) -> int:
@@ -123,7 +138,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     stream = output(options.json)
     out = Path(grid.hear(config.train.out or default_folder(config)))
     check_outputs(grid, out, config, options.json)
-    run = Run(config, grid, out)
+    run = Run(config, grid, out, profile=options.profile)
     shown = progress(stream, config.train.steps)
     kept = [Kept()] if options.json is not None else []
     begin(run, lambda: [*open_sinks(config.log, out, config), shown, *kept])
@@ -182,7 +197,7 @@ def write_result(path: str | None, config: Config, grid: Grid, kept: Sequence[Ke
     """What `--json` asks for, by rank 0."""
     if path is None or grid.rank != 0:
         return
-    by_kind: dict[str, list[Event]] = {"step": [], "evaluation": [], "skipped": [], "end": []}
+    by_kind: dict[str, list[Event]] = {"step": [], "evaluation": [], "skipped": [], "profile": [], "end": []}
     for event in kept[0].events:
         by_kind[event["event"]].append({key: value for key, value in event.items() if key != "event"})
     result = {
@@ -227,7 +242,7 @@ def _compare(config: Config, grid: Grid, steps: int) -> int:
             f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, of rows "
             "that are not packed with documents"
         )
-    model, policy, seed = config.model.build(), config.policy.build(), config.train.seed
+    model, policy, seed = config.model.build(), config.build_policy(), config.train.seed
     with tempfile.TemporaryDirectory() as cache:
         loader = Loader(
             open_sources(config, grid, Path(cache)),
@@ -268,7 +283,7 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     grid = place(shape, device)
     listen_to_signals()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-    policy = replace(config.policy.build(), compile=False)  # every token would be another shape to compile
+    policy = replace(config.build_policy(), compile=False)  # every token would be another shape to compile
     model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
     load_weights(model, options.folder / "weights")
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]

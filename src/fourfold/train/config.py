@@ -21,6 +21,7 @@ from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.layout import Activations, Policy, Recompute
 from fourfold.models.config import nearest
 from fourfold.optim import Decay, Schedule
+from fourfold.overlap import Overlap
 from fourfold.train.schema import parse, to_table, to_toml
 
 Dtype = Literal["fp32", "bf16", "fp64"]
@@ -102,8 +103,9 @@ class PolicySection:
     def parameters(self) -> torch.dtype:
         return torch.float64 if self.dtype == "fp64" else torch.float32
 
-    def build(self) -> Policy:
+    def build(self, overlap: Overlap) -> Policy:
         return Policy(
+            overlap=overlap,
             activations=self.activations,
             recompute=self.recompute,
             keep_gathered=self.keep_gathered,
@@ -243,6 +245,7 @@ class Config:
     model: Model = field(default_factory=Model)
     grid: GridSection = field(default_factory=GridSection)
     policy: PolicySection = field(default_factory=PolicySection)
+    overlap: Overlap = field(default_factory=Overlap)
     data: DataSection = field(default_factory=DataSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -262,6 +265,10 @@ class Config:
             batch=None if section.base_rows is None else self.batch.rows,
             base_batch=section.base_rows,
         )
+
+    def build_policy(self) -> Policy:
+        """As the model takes it: the sections policy and overlap in one."""
+        return self.policy.build(self.overlap)
 
     def toml(self) -> str:
         return to_toml(to_table(self))
@@ -312,9 +319,9 @@ def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> C
         model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
     with _section("optimizer"):
         optimizer = replace(config.optimizer, warmup=config.schedule.warmup)
-    with _section("policy"):
-        policy.build()
     config = replace(config, policy=policy, model=model, optimizer=optimizer)
+    with _section("policy"):
+        built = config.build_policy()
     if model.build().positions == "learned" and config.batch.seq > model.build().seq:
         raise ValueError(
             f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
@@ -324,7 +331,7 @@ def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> C
         shape = choose_grid(config, ranks, memory_bytes)
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]
     shape = config.grid.shape
-    config.model.build().check(shape, policy.build())
+    config.model.build().check(shape, built)
     places, rows = shape.data * shape.z, config.batch.rows // config.batch.micro_steps
     if rows % places:
         raise ValueError(
@@ -349,7 +356,7 @@ def choose_grid(config: Config, ranks: int, memory_bytes: int) -> Shape:
     Replicas (data) while weights, gradients and optimizer state take less than a quarter of a device, else the
     weights are cut (z); rows that do not suffice for that leave the rest to x, then to y.
     """
-    model, policy = config.model.build(), config.policy.build()
+    model, policy = config.model.build(), config.build_policy()
     rows = config.batch.rows // config.batch.micro_steps
     state_bytes = model.parameters * 4 * config.policy.parameters.itemsize
     first, second = ("data", "z") if state_bytes * 4 < memory_bytes else ("z", "data")

@@ -36,6 +36,7 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
 from fourfold.train.config import DTYPES, Config
 from fourfold.train.meter import Meter, Reading, peak_of
+from fourfold.train.profile import Profile
 from fourfold.train.record import Event, Sink, write_json, write_text
 
 
@@ -55,12 +56,12 @@ class Launched:
 
 
 class Run:
-    """A model in training: made on every rank, recorded by rank 0."""
+    """A model in training: made on every rank, recorded by rank 0. Traces the steps that `profile` names."""
 
-    def __init__(self, config: Config, grid: Grid, out: Path) -> None:
+    def __init__(self, config: Config, grid: Grid, out: Path, *, profile: range = range(0)) -> None:
         self.config, self.grid, self.out = config, grid, out
         self.model_config = config.model.build()
-        self.policy = config.policy.build()
+        self.policy = config.build_policy()
         self.sources = open_sources(config, grid, out / "data")
         batch, data = config.batch, config.data
         common: dict[str, Any] = dict(
@@ -99,16 +100,18 @@ class Run:
             share * unigram_entropy(source, self.model_config.vocab, held_out=data.held_out, seq=batch.seq)
             for share, source in zip(shares, self.sources, strict=True)
         )
+        self.local_rows = batch.rows // batch.micro_steps // (grid.size("data") * grid.size("z"))
         self.kept_bytes = kept_bytes(
             self.model_config,
             grid,
             self.policy,
-            batch.rows // batch.micro_steps // (grid.size("data") * grid.size("z")),
+            self.local_rows,
             batch.seq,
             dtype=config.policy.parameters,
             documents=data.documents,
         )
         self.meter = Meter(grid)
+        self.profile = Profile(profile, grid, out / "profile")
         self.sinks: list[Sink] = []
         self.step = 0
         self._under_way: deque[Launched] = deque()
@@ -134,6 +137,7 @@ class Run:
             "tokens": sum(source.tokens for source in self.sources),
             "kept_bytes": self.kept_bytes,
             "recompute": self.policy.recompute,
+            "halves": self.model.halves(self.local_rows, self.config.batch.seq)._asdict(),
             "tokens_per_step": self.config.batch.tokens,
             "steps": self.config.train.steps,
         }
@@ -144,13 +148,12 @@ class Run:
         try:
             self.meter.begin()
             for step in range(self.step + 1, self.config.train.steps + 1):
-                self._launch(step)
-                while len(self._under_way) > (1 if self.meter.on_gpu else 0):
-                    self._settle(self._under_way.popleft())
+                self._take(step)
                 last = step == self.config.train.steps
                 if self.evaluation is not None and (last or step % self.config.train.evaluate_every == 0):
                     self._drain()
-                    self._record({"event": "evaluation", "step": step, **self.evaluate()})
+                    with self.profile.aside("evaluation"):
+                        self._record({"event": "evaluation", "step": step, **self.evaluate()})
                     self.meter.begin()
             self._drain()
         except KeyboardInterrupt:
@@ -161,6 +164,20 @@ class Run:
             raise
         finally:
             self._end(reason)
+
+    def _take(self, step: int) -> None:
+        """One step, in a trace of whole steps where it is to be profiled."""
+        if self.profile.begins_with(step):
+            self._drain()
+            self.profile.begin()
+            self.meter.begin()
+        with self.profile.step(step):
+            self._launch(step)
+        self._settle_down_to(1 if self.meter.on_gpu else 0)
+        if self.profile.ends_with(step):
+            self._drain()
+            self._record(self.profile.end())
+            self.meter.begin()
 
     def _launch(self, step: int) -> None:
         model, optimizer = self.model, self.optimizer
@@ -181,13 +198,18 @@ class Run:
         self._under_way.append(Launched(step, rate, loss, clipped, self.meter.end()))
 
     def _drain(self) -> None:
-        while self._under_way:
+        self._settle_down_to(0)
+
+    def _settle_down_to(self, left: int) -> None:
+        """Read the steps under way but for the last few."""
+        while len(self._under_way) > left:
             self._settle(self._under_way.popleft())
 
     def _settle(self, done: Launched) -> None:
         """Read what a step gave and record it."""
         loss, norm = done.loss.item(), done.clipped.norm.item()  # waits for the step
         reading = done.reading()
+        self.profile.add(done.step, reading)
         skipped = not isfinite(norm)
         rate = self.config.batch.tokens / reading.seconds
         mfu, hfu = self.peak.utilization(self.flops, rate, self.grid.shape.world)
@@ -214,7 +236,7 @@ class Run:
             self._report_skipped(done)
 
     def _report_skipped(self, done: Launched) -> None:
-        with self.grid.ledger.aside():  # what it asks belongs to no step
+        with self.grid.ledger.aside(), self.profile.aside("skipped"):  # what it asks belongs to no step
             name = done.clipped.first_not_finite()
         self._record({"event": "skipped", "step": done.step, "parameter": name, "in_a_row": self._skipped})
         if self._skipped >= self.config.train.max_skipped:
@@ -252,6 +274,7 @@ class Run:
 
     def _end(self, reason: str) -> None:
         self.loader.close()
+        self.profile.close()
         # a sink that fails now, such as a full disk, must not hide why the run ended
         with nullcontext() if reason == "finished" else suppress(OSError), ExitStack() as stack:
             for sink in self.sinks:

@@ -106,7 +106,17 @@ def sentence(event: Event) -> str | None:
     if event["event"] == "skipped":
         cause = f"the gradient of {event['parameter']} is not finite"
         return f"step {event['step']} skipped: {cause} ({event['in_a_row']} in a row)"
+    if event["event"] == "profile":
+        return profiled(event)
     return None
+
+
+def profiled(event: Event) -> str:
+    """Where the traces of a profile are, and what opens them."""
+    first, last, ranks = event["first"], event["step"], event["ranks"]
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    files = f"{event['folder']}/rank-0.json" + (f" to rank-{ranks - 1}.json" if ranks > 1 else "")
+    return f'{steps} profiled: {files}; ui.perfetto.dev shows them ("Open trace file"), fourfold report sums them up'
 
 
 def sent(event: Event) -> str:

@@ -2,13 +2,14 @@
 
     config.toml     the resolved config; `fourfold train RUN/config.toml` runs it again
     run.json        what the run is: grid, model, device, versions
-    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, the end
+    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, a profile, the end
     tensorboard/    the same for TensorBoard, where it is installed
+    profile/        traces of the steps that --profile names, and their summary
     data/           prepared text
     weights/        the trained weights
     state.json      step and position in the data when the run ended
 
-Rank 0 alone writes the records.
+Rank 0 alone writes the records; every rank writes its own trace and weights.
 """
 
 from __future__ import annotations

@@ -1,0 +1,144 @@
+"""Parameters that travel over z together: gathered in one message before their use, reduced in one after it.
+
+Gathers are handed to the overlap engine, which launches them ahead of use and keeps them until the last half has used
+them. Gradients are added up over the halves, reduced behind the rest of backward, and deposited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fourfold import comm
+from fourfold.arriving import local_of
+from fourfold.gradients import Gradients
+from fourfold.grid import AXES, Grid
+from fourfold.layout import GATHERED, Policy, Spec, pad_rows
+from fourfold.overlap import Engine, Gathering
+from fourfold.pending import Pending
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
+class Member:
+    """A parameter, its spec, and the length of its dim 0 in compute layout on this rank."""
+
+    parameter: nn.Parameter
+    spec: Spec
+    rows: int
+
+    def most(self, grid: Grid) -> int:
+        """Elements in compute layout on the rank that has most: the same number on all ranks."""
+        first = dict.fromkeys(AXES, 0)
+        return prod(len(part) for part in self.spec.storage.compute.box(self.spec.shape, grid.shape.sizes, first))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are gathered over z in one message and given back in one."""
+
+    grid: Grid
+    policy: Policy
+    gradients: Gradients
+    label: str
+    members: tuple[Member, ...]
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.policy.compute or self.members[0].parameter.dtype
+
+    @property
+    def reduce(self) -> torch.dtype:
+        return self.policy.reduce or self.members[0].parameter.dtype
+
+    @property
+    def engine(self) -> Engine:
+        return self.gradients.engine
+
+    def using(self, *, turns: int) -> AbstractContextManager[list[Tensor]]:
+        """The members in compute layout and dtype, for one of so many halves."""
+        gathering = self.gathering("unit", self.gather, lambda wholes: wholes if self.even else ())
+        return self.engine.ahead.using(gathering, uses=turns)
+
+    def gathering(
+        self, kind: Hashable, launch: Callable[[], Pending[T]], buffers: Callable[[T], Sequence[Tensor]]
+    ) -> Gathering[T]:
+        """The members as something to be gathered ahead; kinds of one unit differ in what they launch."""
+        travels = self.grid.size(GATHERED) > 1
+        return Gathering(
+            key=(kind, self.label, self.members),
+            launch=launch,
+            nbytes=self.elements * self.compute.itemsize if travels else 0,
+            version=lambda: tuple(local_of(member.parameter)._version for member in self.members),
+            buffers=buffers if travels else lambda _: (),
+        )
+
+    @property
+    def elements(self) -> int:
+        """In compute layout, the same number on all ranks."""
+        return sum(member.most(self.grid) for member in self.members)
+
+    @property
+    def even(self) -> bool:
+        """Every rank on z holds as many rows as every other, so that they are gathered where they are used."""
+        return all(member.rows % self.grid.size(GATHERED) == 0 for member in self.members)
+
+    def gather(self, into: Sequence[Tensor] | None = None) -> Pending[list[Tensor]]:
+        """Launch the gather of all members, into these buffers where given. Cast before the wire."""
+        z = self.grid.size(GATHERED)
+        locals_ = [local_of(member.parameter) for member in self.members]
+        if z == 1 and into is not None:  # copying casts as well
+            return Pending(lambda: [place.copy_(held) for place, held in zip(into, locals_, strict=True)])
+        rows = [member.rows for member in self.members]
+        shards = [pad_rows(held.to(self.compute), -(-length // z)) for held, length in zip(locals_, rows, strict=True)]
+        if self.even:
+            if into is None and z > 1:
+                into = [
+                    self.engine.buffers.take((length, *shard.shape[1:]), shard.dtype, shard.device)
+                    for shard, length in zip(shards, rows, strict=True)
+                ]
+            return comm.all_gather_together(shards, self.grid, GATHERED, into=into, label=self.label)
+
+        def crop(wholes: list[Tensor]) -> list[Tensor]:
+            wholes = [whole[:length] for whole, length in zip(wholes, rows, strict=True)]
+            return wholes if into is None else [b.copy_(whole) for b, whole in zip(into, wholes, strict=True)]
+
+        return comm.all_gather_together(shards, self.grid, GATHERED, label=self.label).then(crop)
+
+    def add(self, gradients: list[Tensor], *, turns: int) -> None:
+        """Gradients in compute layout from one of so many halves; the last one's call sends the sum of all."""
+        begun = self.engine.sums.begun(self.members)
+        if begun is not None:
+            for total, gradient in zip(begun, gradients, strict=True):
+                total.add_(gradient)
+        complete = self.engine.sums.add(self.members, begun or gradients, turns)
+        if complete is not None:
+            self.scatter(complete)
+
+    def scatter(self, gradients: Sequence[Tensor]) -> None:
+        """Reduce gradients in compute layout over z and deposit this rank's shards, some time before backward ends."""
+        z = self.grid.size(GATHERED)
+        wide = [gradient.to(self.reduce) for gradient in gradients]
+        self.gradients.expect_end()
+        if z == 1:
+            self._deposit(wide)
+            return
+        padded = [pad_rows(gradient, -(-gradient.shape[0] // z) * z) for gradient in wide]
+        pending = comm.reduce_scatter_together(padded, self.grid, GATHERED, label=self.label)
+        self.engine.behind.defer(pending, self.elements * self.reduce.itemsize, self._deposit)
+
+    def _deposit(self, shards: Sequence[Tensor]) -> None:
+        for member, shard in zip(self.members, shards, strict=True):
+            own = shard[: local_of(member.parameter).shape[0]]
+            self.gradients.deposit(member.parameter, own.to(member.parameter.dtype))
+
+    def only(self, members: Sequence[Member]) -> Unit:
+        """A part of the unit, under the same label."""
+        return Unit(self.grid, self.policy, self.gradients, self.label, tuple(members))
