@@ -5,6 +5,8 @@ returns a `Pending`, which is read through `wait()` alone. Axes of size 1 and em
 nowhere else: callers launch whatever the sizes are. On meta tensors the launch is recorded and the result
 has its shape, so that any model can be run dry.
 
+A `Pending` holds on to what its collective reads until it is waited for.
+
 Invariant: the order of summation depends on shapes and ranks only, so equal calls give equal bits.
 """
 
@@ -122,10 +124,10 @@ def all_gather_together(
     link = Link.of(record, grid)
     with named(record):
         if shards[0].is_cuda:
-            with dist._coalescing_manager(link.group, shards[0].device, async_ops=True) as together:
+            with dist._coalescing_manager(link.group, async_ops=True) as together:
                 for shard, whole in zip(shards, wholes, strict=True):
                     _all_gather_single(whole.view(-1), shard.reshape(-1), group=link.group, async_op=True)
-            return Pending(lambda: (together.wait(), wholes)[1], record, grid)
+            return Pending(lambda: (together.wait(), shards, wholes)[2], record, grid)
         if len(shards) == 1:
             finish = _launch_all_gather(wholes[0].view(ranks, *shards[0].shape), shards[0], link)
             return Pending(lambda: (finish(), wholes)[1], record, grid)
@@ -159,10 +161,10 @@ def reduce_scatter_together(
     with named(record):
         if wholes[0].is_cuda:
             parts = [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)]
-            with dist._coalescing_manager(link.group, wholes[0].device, async_ops=True) as together:
+            with dist._coalescing_manager(link.group, async_ops=True) as together:
                 for whole, part in zip(wholes, parts, strict=True):
                     _reduce_scatter_single(part.view(-1), whole.reshape(-1), group=link.group, async_op=True)
-            return Pending(lambda: (together.wait(), parts)[1], record, grid)
+            return Pending(lambda: (together.wait(), wholes, parts)[2], record, grid)
         rows = [whole.reshape(ranks, -1) for whole in wholes]
         finish = _launch_reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), link)
 
@@ -181,10 +183,10 @@ def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, lab
     link = Link.of(record, grid)
     with named(record):
         if tensors[0].is_cuda:
-            with dist._coalescing_manager(link.group, tensors[0].device, async_ops=True) as together:
+            with dist._coalescing_manager(link.group, async_ops=True) as together:
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=link.group, async_op=True)
-            return Pending(together.wait, record, grid)
+            return Pending(lambda: (together.wait(), tensors)[0], record, grid)
         finish = _launch_all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), link)
 
     def unpack() -> None:
@@ -257,7 +259,7 @@ def _launch_all_gather(joined: Tensor, shard: Tensor, link: Link) -> Callable[[]
     else:
         work = _all_gather_single(joined.view(-1), shard.reshape(-1), group=link.group, async_op=True)
     link.watch(work)
-    return lambda: (_wait(work), joined)[1]
+    return lambda: (_wait(work), shard, joined)[2]
 
 
 def _launch_all_reduce(total: Tensor, link: Link) -> Callable[[], Tensor]:
@@ -276,7 +278,7 @@ def _launch_reduce_scatter(parts: Tensor, link: Link) -> Callable[[], Tensor]:
     if parts.is_cuda:
         mine = torch.empty_like(parts[0])
         work = _reduce_scatter_single(mine.view(-1), parts.view(-1), group=link.group, async_op=True)
-        return lambda: (_wait(work), mine)[1]
+        return lambda: (_wait(work), parts, mine)[2]
     if _one_round(parts.nbytes, parts):
         arrived = torch.empty_like(parts)
         work = link.watch(dist.all_to_all_single(arrived, parts, group=link.group, async_op=True))

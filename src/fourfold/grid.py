@@ -32,7 +32,7 @@ T = TypeVar("T")
 AXES = ("x", "y", "z", "data")
 """Every axis, outermost cut of a tensor first."""
 LANES = ("gather", "reduce")
-"""Each axis has a communicator for either kind of collective, so that a gather never queues behind a reduction."""
+"""Kinds of collectives that may each have a communicator of their own; `Shape.two_lanes` says along which axes."""
 
 
 class FailedElsewhereError(RuntimeError):
@@ -72,6 +72,17 @@ class Shape:
     @property
     def world(self) -> int:
         return prod(self.sizes.values())
+
+    @property
+    def two_lanes(self) -> tuple[str, ...]:
+        """The axes along which gathers and reductions have a communicator each.
+
+        Along z weights are gathered ahead while gradients are reduced behind, and neither may queue behind the other;
+        an axis that is alone sends both ways at once. Elsewhere collectives are used in the order of their launch, and
+        further communicators only share the links and cost memory.
+        """
+        several = [axis for axis, size in self.sizes.items() if size > 1]
+        return tuple(axis for axis in several if axis == "z" or len(several) == 1)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank sits: its coordinate on every axis."""
@@ -181,17 +192,32 @@ class Grid:
         self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
 
     def _lanes(self, timeout: timedelta | None) -> dict[tuple[str, str], dist.ProcessGroup]:
-        """The mesh's own groups for gathers, and others of the same ranks for reductions."""
-        groups = {(axis, "gather"): self.mesh.get_group(axis) for axis in AXES}
+        """The group of each lane along each axis.
+
+        On a GPU their kernels go before computation, which otherwise keeps them from starting; the mesh's own groups
+        have no such streams and are left to DTensors. On the CPU gathers take the mesh's.
+        """
+        groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        on_gpu = self.device.type == "cuda" and dist.get_backend() != "fake"
         for axis in AXES:
+            group = self.mesh.get_group(axis)
             if timeout is not None:  # the mesh makes its groups with torch's default
-                dist.distributed_c10d._set_pg_timeout(timeout, groups[axis, "gather"])
-            groups[axis, "reduce"] = groups[axis, "gather"]
-            if self.size(axis) > 1 and dist.get_backend() != "fake":
-                lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis))
-                mine, _ = dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)
-                groups[axis, "reduce"] = cast(dist.ProcessGroup, mine)  # every rank is in one of the lines
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+            if on_gpu and self.size(axis) > 1:
+                group = self._new_group(axis, timeout)
+            groups[axis, "gather"] = groups[axis, "reduce"] = group
+            if axis in self.shape.two_lanes and dist.get_backend() != "fake":
+                groups[axis, "reduce"] = self._new_group(axis, timeout)
         return groups
+
+    def _new_group(self, axis: str, timeout: timedelta | None) -> dist.ProcessGroup:
+        lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
+        else:
+            made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
+        return cast(dist.ProcessGroup, made)  # every rank is in one of the lines
 
     @staticmethod
     def of(parameter: torch.Tensor) -> Grid:

@@ -168,7 +168,7 @@ def loss_statistics(logits: Tensor, targets: Tensor, first: int, held: int) -> T
     top = widen(logits.amax(1))
     column, here = _column(targets, first, held)
     target = widen(logits.gather(1, column[:, None])[:, 0]).masked_fill(~here, 0)
-    return torch.stack([top, (logits - top[:, None]).exp().sum(1), target])
+    return torch.stack([top, (logits - top[:, None]).exp_().sum(1), target])
 
 
 def dlogits(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: int, held: int) -> Tensor:

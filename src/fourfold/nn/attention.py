@@ -145,6 +145,7 @@ class Attention(Layer):
         if rope is not None:
             rotate = local.region(local.rotate, q, compiled=self.policy.compile)
             q, k = rotate(q, *rope), rotate(k, *rope)
+            v = v.contiguous()  # lets go of the product's output, of which v would be a third or less
         return self._attend(q, k, v, mask)
 
     def _read(self, a: Tensor, batch: Batch) -> Turns[tuple[Tensor, Tensor, Tensor]]:
