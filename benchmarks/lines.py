@@ -16,11 +16,15 @@ from fourfold.grid import shapes_of
 from sides import Line, Size
 
 DEFAULT = ""
-KEPT = "keep_gathered"
+REGATHER = "regather"
 REPLICATED = "replicated"
 MEGATRON = "Megatron's generalised TP"
 OFF = "off"
 MECHANISMS = ("+prefetch", "+defer", "+behind_products", "+halves", "+data")
+
+
+BASE = ff.Policy(keep_gathered=True)
+"""Gathered inputs are kept for backward, as torch's TP keeps them; `regather` lines gather them again instead."""
 
 
 def _llama(layers: int, hidden: int, mlp_hidden: int) -> ff.models.Config:
@@ -57,36 +61,37 @@ def _peers(world: int) -> Iterator[Line]:
 
 
 def _fourfold(world: int) -> Iterator[Line]:
-    """As it comes; the published algorithm, which is the same as ours where neither x nor y cuts anything; and, where
-    torch's TP stands too, with gathered inputs kept for backward as TP keeps them."""
+    """Ours; the published algorithm, which is the same as ours where neither x nor y cuts anything; and, where
+    torch's TP stands too, with less memory and more messages."""
     shapes = list(shapes_of(4)) if world == 4 else GRIDS_OF_EIGHT
     for shape in shapes:
-        yield Line("fourfold", shape, DEFAULT, bounded=True)
+        yield Line("fourfold", shape, DEFAULT, BASE, bounded=True)
     for shape in shapes:
         if shape.x * shape.y > 1:
-            policy = ff.Policy(activations="replicated", overlap=ff.Overlap(halves=1))
+            policy = replace(BASE, activations="replicated", overlap=ff.Overlap(halves=1))
             yield Line("fourfold", shape, REPLICATED, policy)
     for shape in (ff.Shape(x=world), ff.Shape(x=2, z=world // 2)):
-        yield Line("fourfold", shape, KEPT, ff.Policy(keep_gathered=True))
+        yield Line("fourfold", shape, REGATHER, replace(BASE, keep_gathered=False))
 
 
 def _mechanisms(world: int) -> Iterator[Line]:
     """Each mechanism on top of the ones before it, where it has something to do; and Megatron's choice of them."""
-    shapes = [ff.Shape(x=2, z=2), ff.Shape(z=4), ff.Shape(z=2, data=2)] if world == 4 else [ff.Shape(x=2, z=4)]
+    two = [ff.Shape(x=2, z=2), ff.Shape(x=2, data=2), ff.Shape(z=4), ff.Shape(z=2, data=2)]
+    shapes = two if world == 4 else [ff.Shape(x=2, z=4)]
     for shape in shapes:
         overlap = ff.Overlap.off()
-        yield Line("fourfold", shape, OFF, ff.Policy(overlap=overlap))
+        yield Line("fourfold", shape, OFF, replace(BASE, overlap=overlap))
         for name in MECHANISMS:
             field = name.removeprefix("+")
             overlap = replace(overlap, **{field: 2 if field == "halves" else True})
             if _acts(field, shape):
-                yield Line("fourfold", shape, name, ff.Policy(overlap=overlap))
-        if shape.x > 1:
+                yield Line("fourfold", shape, name, replace(BASE, overlap=overlap))
+        if shape.x * shape.z > shape.x > 1:
             # stored 1/(TP*Z), one weight gathered ahead, deferred reduce-scatter
             ahead = ff.Overlap(
                 prefetch=True, bytes_in_flight=1, defer=True, behind_products=False, halves=1, data=False
             )
-            yield Line("fourfold", shape, MEGATRON, ff.Policy(overlap=ahead))
+            yield Line("fourfold", shape, MEGATRON, replace(BASE, overlap=ahead))
 
 
 def _acts(mechanism: str, shape: ff.Shape) -> bool:

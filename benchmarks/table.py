@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lines import DEFAULT, KEPT, MECHANISMS, MEGATRON, OFF, REPLICATED
+from lines import DEFAULT, MECHANISMS, MEGATRON, OFF, REGATHER, REPLICATED
 from record import Record, Results
 
 OVER_BOUND = 1.15
@@ -25,7 +25,7 @@ MEMORY = 1.05
 LOSS_NOISE = 0.02
 """By how much losses of equal first steps may differ in bf16; more means that something went wrong."""
 
-ORDER = [DEFAULT, KEPT, REPLICATED, OFF, *MECHANISMS, MEGATRON]
+ORDER = [DEFAULT, REGATHER, REPLICATED, OFF, *MECHANISMS, MEGATRON]
 COLUMNS = [
     "line", "grid", "ms a step", "spread", "peak GiB", "best peer / this", "compute alone", "communication alone",
     "step / larger of the two", "loss, then after updates",

@@ -304,7 +304,10 @@ class Ahead:
 
 
 class Behind:
-    """Reductions that are waited for later, oldest first, so that so many bytes at most are in flight."""
+    """Reductions that are waited for later, oldest first.
+
+    In flight are at most so many bytes, but always the last one.
+    """
 
     def __init__(self, policy: Overlap) -> None:
         self.policy = policy
@@ -317,8 +320,9 @@ class Behind:
         self._queue.append((nbytes, pending, land))
         self._nbytes += nbytes
         self._largest = max(self._largest, nbytes)
-        most = bound(self.policy, self._largest) if self.policy.defer else -1
-        while self._nbytes > most and self._queue:
+        if not self.policy.defer:
+            self.land_all()
+        while self._nbytes > bound(self.policy, self._largest) and len(self._queue) > 1:
             self._land_oldest()
 
     def land_all(self) -> None:
