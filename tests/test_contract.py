@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src" / "fourfold"
 ORDER = [
     "ledger",
     "grid",
+    "ahead",
     "overlap",
     "layout",
     "local",

@@ -12,9 +12,10 @@ Invariant: gradients are summed, never averaged; a loss is this rank's share of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,13 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
+from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
 from fourfold.grid import AXES, Grid
 from fourfold.layout import Policy, Spec, chunk, pad_rows
 from fourfold.overlap import Engine
 from fourfold.pending import Pending
 
-ENDING = -1
-"""torch's number of a backward pass once its last function has run."""
 REPLICA = "data"
 """The axis over which every parameter and every complete gradient is equal."""
 
@@ -55,7 +55,7 @@ def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, in
     """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
 
     Gradients of one dtype that owe the same share one, last ones first, as backward makes them; a bucket is closed when
-    the next gradient would take it past `bucket_bytes`.
+    the next gradient would take it past `bucket_bytes`. Those that backward completes first come first.
     """
     buckets: list[Bucket] = []
     open_for: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
@@ -66,7 +66,8 @@ def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, in
             buckets.append(Bucket(owes, (name,), nbytes))
         else:
             buckets[at] = Bucket(owes, (*buckets[at].names, name), buckets[at].nbytes + nbytes)
-    return buckets
+    place = {name: index for index, (name, *_) in enumerate(reversed(gradients))}
+    return sorted(buckets, key=lambda bucket: place[bucket.names[-1]])
 
 
 class Gradients:
@@ -88,24 +89,36 @@ class Gradients:
         self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
         self._names = {p: name for name, (p, _) in self.parameters.items()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
-        self._bucket_of: dict[str, Bucket] = {}
-        self._in_pass: int | None = None  # the backward pass whose end will call _finish
+        self._passes: set[int] = set()  # backward passes under way whose end will call _finish
+        self._forwards = 0  # since the last backward
         self._deposits: Counter[str] = Counter()
-        self._expected: Counter[str] | None = None  # what an earlier pass deposited
-        self._sums: dict[Bucket, BucketSum] = {}
+        self._expected: tuple[list[Bucket], Counter[str]] = [], Counter()  # the most that a pass deposited so far
+        self._sums: dict[str, BucketSum] = {}
+        self._in_order: Iterator[Bucket] = iter(())
+        self._bucket: Bucket | None = None  # the next to be launched
+        self._usual = False  # one forward, the same parameters trained: this pass is like those before it
+
+    def begin_forward(self, kind: Hashable) -> None:
+        """A model's forward pass begins; `kind` tells passes apart that use other weights."""
+        if self._passes and not in_backward():  # a pass failed, and its callback with it
+            self._passes.clear()
+            self.engine.abandon()
+        self._forwards += torch.is_grad_enabled()
+        self.engine.begin(kind)
 
     def expect_end(self) -> None:
         """Called inside a backward pass: something is on its way that must have arrived when it ends."""
         this_pass = torch._C._current_graph_task_id()
-        if this_pass in (self._in_pass, ENDING):
+        if this_pass in self._passes or not in_backward():
             return
-        if self._in_pass is not None:  # by its number: a pass that failed has dropped its callback
-            self.engine.abandon()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._in_pass = this_pass
-        self._deposits.clear()
-        self._sums.clear()
-        self._bucket_of = {name: bucket for bucket in self.buckets() for name in bucket.names}
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, this_pass))
+        if not self._passes:
+            self._deposits.clear()
+            self._sums.clear()
+            self._usual = self._forwards == 1 and self._expected[0] is self.buckets()
+            self._in_order = iter(self.buckets())
+            self._next_bucket()
+        self._passes.add(this_pass)
 
     def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add this rank's part of a gradient, reduced over z, in the shape of the local shard."""
@@ -116,9 +129,8 @@ class Gradients:
                 "change parameters in place (load_state_dict without assign=True)"
             )
         name = self._names[parameter]
-        bucket = self._bucket_of.get(name)
-        if bucket in self._sums:  # it seemed final, as in the pass before: the sum counts as that of an earlier pass
-            self._sums.pop(bucket).complete()
+        if name in self._sums:  # it seemed final, as in every pass before: that sum counts as an earlier pass's
+            self._sums[name].complete()
         before = parameter.grad
         if before is not None and is_owed(before):
             local_of(before).add_(gradient)
@@ -128,14 +140,19 @@ class Gradients:
             # from_local takes a millisecond
             parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)
         self._deposits[name] += 1
-        if bucket is not None and self._final(bucket):
-            self._sums[bucket] = BucketSum(self, bucket)
+        while self._bucket is not None and self._final(self._bucket):
+            self._sums |= dict.fromkeys(self._bucket.names, BucketSum(self, self._bucket))
+            self._next_bucket()
+
+    def _next_bucket(self) -> None:
+        """Buckets are launched one after the other, in the same order on all ranks, whatever each of them used."""
+        self._bucket = next(self._in_order, None)
 
     def _final(self, bucket: Bucket) -> bool:
-        """Whether all its gradients have had as many deposits as in an earlier pass."""
-        if self.accumulating or not self.policy.overlap.data or self._expected is None:
+        """Whether all its gradients have had as many deposits as ever in a pass like this one."""
+        if self.accumulating or not self.policy.overlap.data or not self._usual:
             return False
-        return all(self._deposits[name] >= self._expected[name] for name in bucket.names)
+        return all(self._deposits[name] >= self._expected[1][name] for name in bucket.names)
 
     def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
         """Add an earlier pass's sum to a part that will be summed again, so that the sum counts it once: the
@@ -145,14 +162,28 @@ class Gradients:
             rows = self.own_rows(gradient)
             gradient[rows.start : rows.stop].add_(before)
 
-    def _finish(self) -> None:
+    def _finish(self, this_pass: int) -> None:
         """Runs when a backward pass ends."""
         self.engine.finish_backward()
-        self._expected = self._deposits.copy()
-        self._in_pass = None
+        self._passes.discard(this_pass)
+        if self._passes:
+            return  # it ran inside another one
+        buckets = self.buckets()
+        most = self._expected[1] if self._expected[0] is buckets else Counter()
+        if self._forwards == 1:
+            self._expected = buckets, most | self._deposits  # of each the larger
+        self._forwards = 0
         if self.accumulating:
             return
-        sums = [self._sums.pop(bucket, None) or BucketSum(self, bucket) for bucket in self.buckets()]
+        begun = list({id(total): total for total in self._sums.values()}.values())
+        if self._bucket is not None:
+            begun += [BucketSum(self, bucket) for bucket in (self._bucket, *self._in_order)]
+        again = [total.bucket for total in begun if total.late]
+        self._advance(begun)
+        self._advance([BucketSum(self, bucket) for bucket in again])
+
+    @staticmethod
+    def _advance(sums: list[BucketSum]) -> None:
         while sums:  # all of them move on before any is waited for again
             sums = [total for total in sums if total.advance()]
 
@@ -183,6 +214,8 @@ class BucketSum:
     def __init__(self, gradients: Gradients, bucket: Bucket) -> None:
         self.gradients, self.bucket = gradients, bucket
         self.parameters = [gradients.parameters[name][0] for name in bucket.names]
+        self.late = False
+        """A gradient came after it was complete."""
         self.own = [None if p.grad is None or not is_owed(p.grad) else local_of(p.grad) for p in self.parameters]
         self.sums = [
             torch.zeros_like(local_of(parameter)) if gradient is None else gradient
@@ -216,6 +249,8 @@ class BucketSum:
         return False
 
     def complete(self) -> None:
+        """For a gradient that comes late: this sum counts as an earlier pass's, and another one follows."""
+        self.late = True
         while self.advance():
             pass
 

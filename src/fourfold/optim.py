@@ -92,6 +92,8 @@ class AdamW(torch.optim.AdamW):
                 )
             part.grad = None if gradient is None else local_of(gradient)
         super().step()
+        for name in self.parts:  # torch's fused kernels do not count what they change
+            torch.autograd.graph.increment_version(self.gradients.parameters[name][0])
         if self.gradients.policy.shard_optimizer:
             self._gather()
         return result

@@ -1,8 +1,8 @@
 """Overlap: communication behind computation. It decides when something runs, never what.
 
-The engine of a model knows nothing of grids and collectives; it orders what it is handed. `Ahead` launches gathers
-before their use, `Behind` waits for reductions after others were launched, `Backlog` keeps products for the moment
-when something is in flight, `take_turns` lets the halves of a batch alternate.
+The engine of a model knows nothing of grids and collectives; it orders what it is handed. `Ahead` (ahead.py) launches
+gathers before their use, `Behind` waits for reductions after others were launched, `Backlog` keeps products for the
+moment when something is in flight, `take_turns` lets the halves of a batch alternate.
 
 Invariant: for the same number of halves every policy gives the same bits, and every rank launches in the same order:
 nothing here asks whether something has arrived yet.
@@ -11,16 +11,15 @@ nothing here asks whether something has arrived yet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
+from fourfold.ahead import Ahead, Awaited, Buffers
+
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 Turns = Generator[None, None, T]
 """Work that pauses wherever another half may use the device while its own message is on its way."""
@@ -41,7 +40,7 @@ class Overlap:
     products; None: 2 where that is worth it, else 1."""
     data: bool = True
     """Sum gradients over data as soon as they are final; gather what the sharded optimizer stepped behind the next
-    forward."""
+    forward. Who reads a parameter meanwhile waits for it; tensors that were taken from it before the step do not."""
     bytes_in_flight: int | None = None
     """Bound on weights gathered ahead, and on gradients being reduced; None: twice the largest message."""
 
@@ -50,6 +49,10 @@ class Overlap:
             raise ValueError(f"halves={self.halves} must be 1 or 2, or None for the policy to choose")
         if self.bytes_in_flight is not None and self.bytes_in_flight < 1:
             raise ValueError(f"bytes_in_flight={self.bytes_in_flight} must be at least 1, or None")
+
+    def most_in_flight(self, largest: int) -> int:
+        """Bytes that may be in flight: two messages keep a link busy, one travels while the other is used."""
+        return 2 * largest if self.bytes_in_flight is None else self.bytes_in_flight
 
     @classmethod
     def off(cls, *, halves: int = 1) -> Overlap:
@@ -81,12 +84,6 @@ def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
     return Halves(2, f"messages over x or y of {nbytes} bytes are worth hiding")
 
 
-class Awaited(Protocol[T_co]):
-    """Something in flight."""
-
-    def wait(self) -> T_co: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """Whose turn it is: this half, of so many."""
@@ -100,15 +97,18 @@ class Engine:
 
     def __init__(self, policy: Overlap, *, flights: bool) -> None:
         """`flights`: whether backward has any over x or y, behind which products can run."""
-        self.policy = policy
+        self.policy, self.flights = policy, flights
         self.turn = Turn()
         self.recomputing = False
         """Whether a forward pass is run again in backward, for what backward reads of it."""
         self.buffers = Buffers()
-        self.ahead = Ahead(policy, self.buffers)
+        self.ahead = Ahead(on=policy.prefetch, bound=policy.most_in_flight, buffers=self.buffers)
         self.behind = Behind(policy)
         self.backlog = Backlog(Backlog.MOST if policy.behind_products and flights else 0)
         self.sums = Sums()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Engine:
+        return Engine(self.policy, flights=self.flights)  # what is in flight belongs to the original
 
     def begin(self, kind: Hashable) -> None:
         """A forward pass begins. Passes of one kind are expected to use the same weights in the same order."""
@@ -165,144 +165,6 @@ class Engine:
                 return end.value
 
 
-class Buffers:
-    """Memory for gathered weights, used again and again.
-
-    What the layers of a model take in turn stays; what was not taken for a while, such as the head's table, is freed.
-    """
-
-    PATIENCE = 32
-    """So many times buffers are taken or given back before one that lies idle is freed: about three blocks' worth."""
-
-    def __init__(self) -> None:
-        self._free: deque[tuple[int, Tensor]] = deque()
-        self._now = 0
-        self.made = 0
-        """How many were allocated."""
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._pass_time()
-        for entry in self._free:
-            buffer = entry[1]
-            if buffer.shape == torch.Size(shape) and buffer.dtype == dtype and buffer.device == device:
-                self._free = deque(other for other in self._free if other is not entry)
-                return buffer
-        self.made += 1
-        return torch.empty(*shape, dtype=dtype, device=device)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """On a GPU torch's allocator does the same, across all that a step needs."""
-        self._pass_time()
-        if buffer.device.type == "cpu":
-            self._free.append((self._now, buffer))
-
-    def _pass_time(self) -> None:
-        self._now += 1
-        while self._free and self._free[0][0] < self._now - self.PATIENCE:
-            self._free.popleft()
-
-
-@dataclass(frozen=True, slots=True)
-class Gathering(Generic[T]):
-    """Weights to be gathered: which, how, how many bytes (equal on all ranks), the state that they are in now, and
-    what is free again when the last half has used them."""
-
-    key: Hashable
-    launch: Callable[[], Awaited[T]]
-    nbytes: int
-    version: Callable[[], Hashable]
-    buffers: Callable[[T], Sequence[Tensor]]
-
-
-@dataclass(slots=True)
-class _Held(Generic[T]):
-    value: T
-    uses_left: int
-
-
-class Ahead:
-    """Gathers launched ahead of use, in the order in which an earlier pass of the same kind used them.
-
-    In flight are at most so many bytes, but always the next one. A pass that differs from the recorded one gathers
-    where it uses and is recorded anew from there on. What is in flight when a weight changes is gathered again.
-    """
-
-    def __init__(self, policy: Overlap, buffers: Buffers) -> None:
-        self.policy, self.buffers = policy, buffers
-        self._orders: dict[Hashable, list[Gathering]] = {}
-        self._order: list[Gathering] = []
-        self._cursor = 0
-        self._in_pass = False
-        self._in_flight: dict[Hashable, tuple[Gathering, Hashable, Awaited]] = {}
-        self._held: dict[Hashable, _Held] = {}
-        self._largest = 0
-
-    def begin(self, kind: Hashable) -> None:
-        self.end()
-        self._order = self._orders.setdefault(kind, [])
-        self._in_pass = True
-
-    def end(self) -> None:
-        """Nothing is used ahead of this: what is still in flight was launched for nothing."""
-        for wanted, _, pending in self._in_flight.values():
-            self._free(wanted, pending.wait())
-        self._in_flight.clear()
-        self._held.clear()
-        self._cursor = 0
-        self._in_pass = False
-
-    @contextmanager
-    def using(self, wanted: Gathering[T], *, uses: int, keep: bool = False) -> Iterator[T]:
-        """The gathered weights, for one of so many uses. With `keep` their memory is not used again."""
-        held = self._held.pop(wanted.key, None)
-        if held is None:
-            pending = self._take(wanted)
-            if self._in_pass and wanted.nbytes:
-                self._follow(wanted)
-                self._launch_next()
-            held = _Held(pending.wait(), uses)
-        yield held.value
-        held.uses_left -= 1
-        if held.uses_left:
-            self._held[wanted.key] = held
-        elif not keep:
-            self._free(wanted, held.value)
-
-    def _take(self, wanted: Gathering[T]) -> Awaited[T]:
-        if wanted.key in self._in_flight:
-            _, version, pending = self._in_flight.pop(wanted.key)
-            if version == wanted.version():
-                return pending
-            self._free(wanted, pending.wait())
-        return wanted.launch()
-
-    def _follow(self, used: Gathering) -> None:
-        """Move on in the recorded order, or record."""
-        if self._cursor < len(self._order) and self._order[self._cursor].key != used.key:
-            del self._order[self._cursor :]
-        if self._cursor == len(self._order):
-            self._order.append(used)
-        self._cursor += 1
-        self._largest = max(self._largest, used.nbytes)
-
-    def _launch_next(self) -> None:
-        if not self.policy.prefetch:
-            return
-        most = bound(self.policy, self._largest)
-        in_flight = sum(wanted.nbytes for wanted, _, _ in self._in_flight.values())
-        for wanted in self._order[self._cursor :]:
-            if wanted.key in self._held or wanted.key in self._in_flight:
-                continue
-            if in_flight and in_flight + wanted.nbytes > most:
-                return
-            self._in_flight[wanted.key] = wanted, wanted.version(), wanted.launch()
-            in_flight += wanted.nbytes
-
-    def _free(self, wanted: Gathering[T], value: T) -> None:
-        for buffer in wanted.buffers(value):
-            self.buffers.give_back(buffer)
-
-
 class Behind:
     """Reductions that are waited for later, oldest first.
 
@@ -322,7 +184,7 @@ class Behind:
         self._largest = max(self._largest, nbytes)
         if not self.policy.defer:
             self.land_all()
-        while self._nbytes > bound(self.policy, self._largest) and len(self._queue) > 1:
+        while self._nbytes > self.policy.most_in_flight(self._largest) and len(self._queue) > 1:
             self._land_oldest()
 
     def land_all(self) -> None:
@@ -339,11 +201,6 @@ class Behind:
         nbytes, pending, land = self._queue.popleft()
         self._nbytes -= nbytes
         land(pending.wait())
-
-
-def bound(policy: Overlap, largest: int) -> int:
-    """Bytes that may be in flight: two messages keep a link busy, one travels while the other is used."""
-    return 2 * largest if policy.bytes_in_flight is None else policy.bytes_in_flight
 
 
 class Backlog:

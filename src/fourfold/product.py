@@ -99,7 +99,8 @@ class Factor:
         """E3 and E4 of one of so many halves; the sum of all goes on its way over z."""
         trained = self.unit.only([member for member in self.unit.members if member.parameter.requires_grad])
         sums = trained.engine.sums
-        begun = sums.begun(trained.members) or []
+        key = ("product", trained.members)  # a tied table's rows are padded here and not in the embedding
+        begun = sums.begun(key) or []
         found: list[Tensor] = []
         with_weights = any(member in trained.members for member in self.weights)
         if with_weights:
@@ -111,7 +112,7 @@ class Factor:
             for total, part in zip(begun[with_weights:], parts, strict=False):
                 total.add_(part)
             found += begun[with_weights:] or parts
-        complete = sums.add(trained.members, found, turns)
+        complete = sums.add(key, found, turns)
         if complete is not None:
             by_member = dict(zip(self.biases, complete[with_weights:], strict=False))
             if with_weights:
@@ -191,16 +192,18 @@ class Product(torch.autograd.Function):
         factor: Factor = ctx.factor
         engine = factor.unit.engine
         kept, w = ctx.saved_tensors
-        trained = any(member.parameter.requires_grad for member in factor.unit.members)
-        reading = ctx.reread(kept) if trained and engine.policy.behind_products else None
+        reread = identity
+        if any(member.parameter.requires_grad for member in factor.weights):
+            reread = ctx.reread
+        reading = reread(kept) if engine.policy.behind_products else None
         da = None
         if ctx.needs_input_grad[2]:
             kept_whole = None if w is None else nullcontext(Gathered(w, None, ()))
             with kept_whole or factor.using(biases=False, turns=ctx.turns) as gathered, factor.multiplying("E2"):
                 da = dout @ gathered.w
-        if trained:
+        if any(member.parameter.requires_grad for member in factor.unit.members):
             factor.unit.gradients.expect_end()
-            engine.backlog.add(lambda: factor.add_gradients(dout, reading or ctx.reread(kept), ctx.turns))
+            engine.backlog.add(lambda: factor.add_gradients(dout, reading or reread(kept), ctx.turns))
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 

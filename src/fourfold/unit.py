@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
+from fourfold.ahead import Gathering
 from fourfold.arriving import local_of
 from fourfold.gradients import Gradients
 from fourfold.grid import AXES, Grid
 from fourfold.layout import GATHERED, Policy, Spec, pad_rows
-from fourfold.overlap import Engine, Gathering
+from fourfold.overlap import Engine
 from fourfold.pending import Pending
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class Unit:
             key=(kind, self.label, self.members),
             launch=launch,
             nbytes=self.elements * self.compute.itemsize if travels else 0,
-            version=lambda: tuple(local_of(member.parameter)._version for member in self.members),
+            version=lambda: tuple((m.parameter._version, local_of(m.parameter)._version) for m in self.members),
             buffers=buffers if travels else lambda _: (),
         )
 
@@ -114,6 +115,7 @@ class Unit:
 
     def add(self, gradients: list[Tensor], *, turns: int) -> None:
         """Gradients in compute layout from one of so many halves; the last one's call sends the sum of all."""
+        self.gradients.expect_end()
         begun = self.engine.sums.begun(self.members)
         if begun is not None:
             for total, gradient in zip(begun, gradients, strict=True):
@@ -126,7 +128,6 @@ class Unit:
         """Reduce gradients in compute layout over z and deposit this rank's shards, some time before backward ends."""
         z = self.grid.size(GATHERED)
         wide = [gradient.to(self.reduce) for gradient in gradients]
-        self.gradients.expect_end()
         if z == 1:
             self._deposit(wide)
             return

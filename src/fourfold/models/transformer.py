@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -98,13 +99,17 @@ class Block(Layer):
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
 
     def forward(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> tuple[Tensor, Tensor | None]:
-        (stream,) = self.together([Stream(a, None if delta is None else Landed(delta))], [batch], [rope])
+        (stream,) = self._together([Stream(a, None if delta is None else Landed(delta))], [batch], [rope])
         return stream.read()
 
     def together(self, streams: list[Stream], batches: Sequence[Batch], ropes: Sequence[Rope]) -> list[Stream]:
         """All halves of a batch, one beside the other."""
-        if self.hooked and len(streams) > 1:
-            return [self._as_module(*half) for half in zip(streams, batches, ropes, strict=True)]
+        if self.hooked:
+            halves = zip(streams, batches, ropes, strict=True)
+            return self.engine.take_turns([self.turns(*half) for half in halves])
+        return self._together(streams, batches, ropes)
+
+    def _together(self, streams: list[Stream], batches: Sequence[Batch], ropes: Sequence[Rope]) -> list[Stream]:
         if self.policy.recompute == "block":
             return recompute(self._take_turns, self.clock, streams, batches, ropes)
         return self._take_turns(streams, batches, ropes)
@@ -116,14 +121,11 @@ class Block(Layer):
     def turns(self, stream: Stream, batch: Batch, rope: Rope) -> Turns[Stream]:
         """One half."""
         if self.hooked:
-            return self._as_module(stream, batch, rope)
+            return as_module(self, stream, batch, rope)
         return (yield from self._compute(stream, batch, rope))
 
-    def _as_module(self, stream: Stream, batch: Batch, rope: Rope) -> Stream:
-        a, delta = self(*stream.read(), batch, rope)
-        return Stream(a, None if delta is None else Landed(delta))
-
     def _compute(self, stream: Stream, batch: Batch, rope: Rope) -> Turns[Stream]:
+        self.refuse_hooks(self.attention_norm, self.mlp_norm)
         if stream.delta is not None:
             yield
         if self.policy.recompute == "block":
@@ -139,13 +141,19 @@ class Block(Layer):
             leaving = Landed(self.mlp(normed, batch.tokens))
         else:
             owed = yield from self.mlp.turns(normed, batch.tokens)
-            if self.engine.recomputing and not self.mlp_dropout.active:
+            if self.engine.recomputing and not self.mlp_dropout.acts:
                 return Stream(a)  # backward reads nothing of what follows
             leaving = self.mlp.down.leave(owed, batch.tokens)
-        if self.mlp_dropout.active:
+        if self.mlp_dropout.acts:
             yield
             leaving = Landed(self.mlp_dropout(leaving.land()))
         return Stream(a, leaving)
+
+
+def as_module(layer: nn.Module, stream: Stream, batch: Batch, rope: Rope) -> Stream:
+    """A block that somebody hooked or wrapped."""
+    a, delta = layer(*stream.read(), batch, rope)
+    return Stream(a, None if delta is None else Landed(delta))
 
 
 class Transformer(Layer):
@@ -190,7 +198,7 @@ class Transformer(Layer):
         if self.training:
             self.clock.advance()
         targets = None if targets is None else targets.long()
-        self.engine.begin("training" if torch.is_grad_enabled() else "evaluation")
+        self.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
         halves = self._cut(tokens, targets, positions)
         if targets is None:
             faults = sum_over_batch(torch.full((), float(bool(fault)), device=tokens.device), self.grid, "faults")
@@ -234,24 +242,23 @@ class Transformer(Layer):
         device = local_of(self.embedding.member("weight").parameter).device
         return rope_tables(batch, self.config.head_dim, self.config.rope_theta, dtype=self.compute, device=device)
 
-    @property
-    def blocks(self) -> list[Block]:
-        return [layer for layer in self.layers if isinstance(layer, Block)]
-
     def _run(self, halves: Sequence[Half], read: Callable[[Stream, Half], Turns[Tensor]]) -> list[Tensor]:
         """Every half from its tokens to what `read` makes of the stream after the last block."""
-        if self.policy.recompute != "block":
+        if self.policy.recompute != "block" or not all(isinstance(layer, Block) for layer in self.layers):
             return self.engine.take_turns([self._through(half, read) for half in halves])
         batches, ropes = [half.batch for half in halves], [half.rope for half in halves]
         streams = self.engine.take_turns([self._embed(half) for half in halves])
-        for layer in self.blocks:
-            streams = layer.together(streams, batches, ropes)
+        for layer in self.layers:
+            streams = cast(Block, layer).together(streams, batches, ropes)
         return self.engine.take_turns([read(*half) for half in zip(streams, halves, strict=True)])
 
     def _through(self, half: Half, read: Callable[[Stream, Half], Turns[Tensor]]) -> Turns[Tensor]:
         stream = yield from self._embed(half)
-        for layer in self.blocks:
-            stream = yield from layer.turns(stream, half.batch, half.rope)
+        for layer in self.layers:
+            if isinstance(layer, Block) and self.policy.recompute != "block":
+                stream = yield from layer.turns(stream, half.batch, half.rope)
+            else:
+                stream = as_module(layer, stream, half.batch, half.rope)
         return (yield from read(stream, half))
 
     def _embed(self, half: Half) -> Turns[Stream]:
@@ -265,6 +272,7 @@ class Transformer(Layer):
         return Stream(self.dropout(a))
 
     def _logits(self, stream: Stream, half: Half) -> Turns[Tensor]:
+        self.refuse_hooks(self.norm)
         yield
         _, a = self.norm.add(*stream.read())
         if self.head.hooked:
@@ -272,6 +280,7 @@ class Transformer(Layer):
         return (yield from self.head.turns(a, half.batch.tokens))
 
     def _share(self, stream: Stream, half: Half, ignore_index: int, count: Tensor) -> Turns[Tensor]:
+        self.refuse_hooks(self.norm, self.head)
         yield
         _, a = self.norm.add(*stream.read())
         return (yield from chunked_share(self.head, a, half.targets, ignore_index, count))
@@ -295,6 +304,12 @@ class Transformer(Layer):
                 fault = fault or (
                     "ranks of one (data, z) place were given different rows; all ranks that differ in x and y alone "
                     "read the same ones (ff.local_rows cuts a batch so)"
+                )
+            halves = self.halves(*tokens.shape).number if tokens.dim() == 2 else 1
+            if not equal_along(halves, self.grid, ("z", "data")):
+                fault = fault or (
+                    f"the {len(tokens)} rows of this (data, z) place are cut into {halves} halves, those of another "
+                    "are not; give all places as many rows, or build with Policy(overlap=ff.Overlap(halves=1))"
                 )
         return fault
 

@@ -130,6 +130,7 @@ class Attention(Layer):
 
     def turns(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Turns[Tensor]:
         """Until `out.leave` brings it to rest."""
+        self.refuse_hooks(self.q, self.k, self.v, self.out)
         q, k, v = yield from self._read(a, batch)
         if self.policy.recompute == "attention":
             mixed = recompute(self._mix, self.clock, q, k, v, rope, batch.mask)

@@ -24,6 +24,11 @@ class Dropout(Layer):
     def active(self) -> bool:
         return self.training and self.probability > 0
 
+    @property
+    def acts(self) -> bool:
+        """Whether it must be called: it drops something, or somebody looks at it."""
+        return self.active or self.hooked
+
     def forward(self, a: Tensor) -> Tensor:
         if not self.active:
             return a

@@ -77,6 +77,15 @@ class Layer(nn.Module):
         """Somebody looks at what goes in or comes out, so it is called as a module, without pausing inside."""
         return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
 
+    def refuse_hooks(self, *layers: Layer | None) -> None:
+        """For layers that are run as parts of this one, without being called."""
+        for layer in layers:
+            if layer is not None and layer.hooked:
+                raise ValueError(
+                    f"{layer.label} has a hook but is run as a part of {self.label}, which does not call it; "
+                    f"put the hook on {self.label}"
+                )
+
     def site(self, tokens: int) -> Site:
         return Site(self.grid, self.policy, tokens, self.label, self.engine)
 

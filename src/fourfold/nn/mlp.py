@@ -42,6 +42,7 @@ class MLP(Layer):
 
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
         """Until `down.leave` brings it to rest."""
+        self.refuse_hooks(self.gate, self.up, self.down)
         layers = [self.up] if self.gate is None else [self.gate, self.up]
         read = yield from expand_in_turns(layers, a, tokens)
         function = local.gelu if self.gate is None else local.swiglu

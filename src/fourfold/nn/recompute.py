@@ -1,7 +1,8 @@
 """Forget what a function computed in forward and compute it again in backward.
 
 torch's checkpointing, with the time of the first run: dropout draws the same masks whenever backward comes.
-Collectives run again as well; what runs is the same, so results are bitwise those without recompute.
+Collectives run again as well, but for a last one whose result backward does not read (`Engine.recomputing`); what is
+read is the same, so results are bitwise those without recompute.
 """
 
 from __future__ import annotations
