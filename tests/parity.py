@@ -94,7 +94,7 @@ class Case:
     @property
     def steps(self) -> int:
         """Fewer where many ranks share few cores."""
-        return 5 if self.shape.world <= 4 else 3
+        return 5 if self.shape.world <= 4 else 2
 
     @property
     def micro_steps(self) -> int:

@@ -125,23 +125,10 @@ def inference_first(batch: Batch) -> None:
     batch.loss().backward()
 
 
-SCENARIOS: list[Callable[[Batch], None]] = [
-    weights_change_in_between,
-    optimizer_steps_in_between,
-    two_forwards_one_backward,
-    evaluation_in_between,
-    a_part_of_the_graph_first,
-    frozen_then_trained,
-    a_copy_beside_it,
-    a_failure_before_it,
-    inference_first,
-]
-
-
-def with_and_without(shape: Shape, halves: int, options: dict) -> dict[str, bool]:
-    """Whether overlap left every bit as it was, by scenario."""
-    found = {}
-    for scenario in SCENARIOS:
+def with_and_without(shape: Shape, halves: int, options: dict, scenarios: list[Callable[[Batch], None]]) -> list[str]:
+    """The scenarios in which overlap changed a bit."""
+    found = []
+    for scenario in scenarios:
         sides = []
         for overlap in (Overlap.off(halves=halves), Overlap(halves=halves)):
             batch = Batch(shape, overlap, **options)
@@ -149,18 +136,27 @@ def with_and_without(shape: Shape, halves: int, options: dict) -> dict[str, bool
                 batch.train()
             scenario(batch)
             sides.append(batch.gradients())
-        found[scenario.__name__] = all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
+        if not all(torch.equal(a, b) for a, b in zip(*sides, strict=True)):
+            found.append(scenario.__name__)
     return found
 
 
 @pytest.mark.parametrize(
-    ("shape", "halves", "options"),
-    [(Shape(z=2), 1, {}), (Shape(data=2), 1, {}), (Shape(x=2), 2, {"loss_chunk": 4, "recompute": "block"})],
-    ids=str,
+    ("shape", "halves", "options", "scenarios"),
+    [
+        (Shape(z=2), 1, {}, [weights_change_in_between, evaluation_in_between, a_copy_beside_it, inference_first]),
+        (Shape(data=2), 1, {}, [two_forwards_one_backward, a_part_of_the_graph_first, frozen_then_trained]),
+        (
+            Shape(x=2),
+            2,
+            {"loss_chunk": 4, "recompute": "block"},
+            [optimizer_steps_in_between, two_forwards_one_backward, a_failure_before_it],
+        ),
+    ],
+    ids=["z=2", "data=2", "x=2"],
 )
-def test_unusual_passes_give_the_same_bits(ranks, shape, halves, options) -> None:
-    for found in ranks(2).run(with_and_without, shape, halves, options):
-        assert [name for name, equal in found.items() if not equal] == []
+def test_unusual_passes_give_the_same_bits(ranks, shape, halves, options, scenarios) -> None:
+    assert ranks(2).run(with_and_without, shape, halves, options, scenarios) == [[], []]
 
 
 def gathers(shape: Shape) -> list[int]:

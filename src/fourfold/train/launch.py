@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -126,5 +127,6 @@ def share_cores() -> None:
     if 1 < len(mine) <= local_ranks:
         os.sched_setaffinity(0, {mine[local_rank * len(mine) // local_ranks]})
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == "gloo_tcp_loop":
-            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+            if (task / "comm").read_text().strip() == "gloo_tcp_loop":
+                os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
