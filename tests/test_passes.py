@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
@@ -291,3 +292,13 @@ def never_waited_for() -> list[str]:
 
 def test_everything_that_is_launched_is_waited_for(ranks) -> None:
     assert ranks(2).run(never_waited_for) == [[], []]
+
+
+def test_gradients_are_gone_once_they_are_dropped() -> None:
+    model = ff.models.build(CONFIG, Grid.alone("cpu"))
+    rows = torch.arange(16).view(2, 8)
+    for _ in range(3):
+        model(rows, rows).backward()
+        held = [StorageWeakRef(local_of(parameter.grad).untyped_storage()) for parameter in model.parameters()]
+        model.zero_grad()
+        assert all(reference.expired() for reference in held)

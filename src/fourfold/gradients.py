@@ -176,6 +176,7 @@ class Gradients:
         if self.accumulating:
             return
         begun = list({id(total): total for total in self._sums.values()}.values())
+        self._sums.clear()  # they hold gradients
         if self._bucket is not None:
             begun += [BucketSum(self, bucket) for bucket in (self._bucket, *self._in_order)]
         again = [total.bucket for total in begun if total.late]
