@@ -58,7 +58,7 @@ class Link:
 
     @classmethod
     def of(cls, record: Collective, grid: Grid) -> Link:
-        """Gathers and reductions have a communicator each."""
+        """Gathers and reductions have a communicator each along the axes of `Shape.two_lanes`."""
         lane = "gather" if record.op == "all_gather" else "reduce"
         return cls(grid.group(record.axis, lane), grid.ledger.begin_flight(record.axis), next(grid.tags[record.axis]))
 

@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 AXES = ("x", "y", "z", "data")
 """Every axis, outermost cut of a tensor first."""
-LANES = ("gather", "reduce")
-"""Kinds of collectives that may each have a communicator of their own; `Shape.two_lanes` says along which axes."""
 
 
 class FailedElsewhereError(RuntimeError):

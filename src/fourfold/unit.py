@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TypeVar
 
@@ -29,16 +30,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
 class Member:
-    """A parameter, its spec, and the length of its dim 0 in compute layout on this rank."""
+    """A parameter in compute layout: the length of its dim 0 on this rank, and its elements on the rank that has most,
+    the same number on all ranks."""
 
     parameter: nn.Parameter
-    spec: Spec
     rows: int
+    most: int
 
-    def most(self, grid: Grid) -> int:
-        """Elements in compute layout on the rank that has most: the same number on all ranks."""
-        first = dict.fromkeys(AXES, 0)
-        return prod(len(part) for part in self.spec.storage.compute.box(self.spec.shape, grid.shape.sizes, first))
+    @classmethod
+    def of(cls, parameter: nn.Parameter, spec: Spec, grid: Grid) -> Member:
+        box = partial(spec.storage.compute.box, spec.shape, grid.shape.sizes)
+        return cls(parameter, len(box(grid.coords)[0]), prod(len(part) for part in box(dict.fromkeys(AXES, 0))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Unit:
     @property
     def elements(self) -> int:
         """In compute layout, the same number on all ranks."""
-        return sum(member.most(self.grid) for member in self.members)
+        return sum(member.most for member in self.members)
 
     @property
     def even(self) -> bool:

@@ -58,9 +58,7 @@ class Layer(nn.Module):
         """The parameter as products take it."""
         parameter, known = getattr(self, name), self._members.get(name)
         if known is None or known.parameter is not parameter:
-            spec = self.specs[name]
-            held = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
-            known = self._members[name] = Member(parameter, spec, len(held[0]))
+            known = self._members[name] = Member.of(parameter, self.specs[name], self.grid)
         return known
 
     def unit(self, *names: str) -> Unit:
