@@ -1,47 +1,187 @@
-"""One rank of a large grid in a process of its own: meta tensors under a fake process group.
+"""Jobs of test_dry.py, test_outside.py and soak_dry.py: dry runs, for a process that has no process group of its own.
 
-Prints how many collectives were compared with the closed form; run by test_dry.py.
+`python tests/dry.py` compares the dry run with the closed form and prints how many collectives were equal.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import Tensor, nn
+from torch.nn import functional
 
 import fourfold as ff
+from fourfold.cost.dry import Dry, dry_run, fake_ranks
+from fourfold.cost.kept import kept_bytes
 from fourfold.cost.volume import Volume
-from fourfold.grid import Shape
+from fourfold.grid import Grid, Shape
+from fourfold.models import Config
+from fourfold.models.outside import open_model
+from fourfold.overlap import Overlap
+
+LLAMA = ff.models.config(
+    "llama-3-8b", layers=2, hidden=4032, heads=96, kv_heads=12, head_dim=84, mlp_hidden=14400, qk_norm=True
+)
+GPT = ff.models.config("gpt-5b", layers=2)
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dry run."""
+
+    shape: Shape
+    policy: ff.Policy = ff.Policy()
+    rank: int = 0
+    config: Config = GPT
+    rows: int = 2
+    seq: int = 1000
+    micro_steps: int = 1
+    optimizer: bool = False
+
+    def run(self) -> Dry:
+        return dry_run(self.config, self.shape, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        names = ("rank", "rows", "seq", "policy", "micro_steps", "optimizer")
+        return {name: getattr(self, name) for name in names}
+
 
 CASES = [
-    (Shape(4, 2, 4, 2), 37, ff.Policy()),
-    (Shape(3, 2, 5, 7, order=("z", "data", "x", "y")), 101, ff.Policy(shard_optimizer=True)),
-    (Shape(8, 4, 8, 4), 1023, ff.Policy("replicated", compute=torch.bfloat16, recompute="block", loss_chunk=1000)),
-    (Shape(16, 1, 64, 16), 9000, ff.Policy(compute=torch.bfloat16, recompute="attention", keep_gathered=True)),
+    Case(Shape(4, 2, 4, 2), rank=37, config=LLAMA),
+    Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap.off(halves=2)), rank=5, micro_steps=3),
+    Case(Shape(data=16), ff.Policy(compute=BF16, reduce=BF16), rank=15, optimizer=True),
+    Case(
+        Shape(3, 2, 5, 7, order=("z", "data", "x", "y")),
+        ff.Policy(shard_optimizer=True),
+        rank=101,
+        config=LLAMA,
+        micro_steps=2,
+        optimizer=True,
+    ),
+    Case(Shape(x=16), ff.Policy(keep_weights=True, compute=BF16), rank=3, rows=4),
+    Case(
+        Shape(8, 4, 8, 4),
+        ff.Policy("replicated", compute=BF16, recompute="block", loss_chunk=700),
+        rank=1023,
+        config=LLAMA,
+    ),
+    Case(Shape(16, 1, 64, 16), ff.Policy(compute=BF16, recompute="attention", keep_gathered=True), rank=9000),
+    Case(Shape(8, 2, 64, 16), ff.Policy(compute=BF16, recompute="block", shard_optimizer=True), optimizer=True),
 ]
 
 
-def main() -> None:
-    compared = 0
-    for shape, rank, policy in CASES:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world)
-        grid = ff.Grid(**shape.sizes, order=shape.order, device="cpu")
-        config = ff.models.config(
-            "llama-3-8b", layers=2, hidden=4032, heads=96, kv_heads=12, head_dim=84, mlp_hidden=14400, qk_norm=True
-        )
-        model = ff.models.build(config, grid, policy=policy, device="meta")
-        tokens = torch.zeros(2, 1000, dtype=torch.long, device="meta")
-        with grid.ledger.watch() as records:
-            model(tokens, tokens).backward()
-        volume = Volume(config, shape, policy, 2, 1000, torch.float32, rank)
-        if Counter(records) != Counter(volume.training_step()):
-            raise SystemExit(f"{shape}, rank {rank}: the dry run differs from the closed form")
-        compared += len(records)
-        dist.destroy_process_group()
-    print(compared)
+def compare(case: Case) -> int:
+    """How many collectives the dry run and the closed form agree in; an error where they do not."""
+    found = Counter(case.run().records)
+    volume = Volume(case.config, case.shape, case.policy, case.rows, case.seq, torch.float32, case.rank)
+    wanted = Counter(volume.training_step(micro_steps=case.micro_steps, clip=case.optimizer))
+    if case.optimizer:
+        wanted += Counter(volume.optimizer_step())
+    if found != wanted:
+        raise ValueError(f"{case}: the dry run has {found - wanted}, the closed form {wanted - found}")
+    return found.total()
+
+
+def run(case: Case) -> Dry:
+    return case.run()
+
+
+def kept(case: Case) -> int:
+    """By the dry run of a forward pass alone."""
+    with fake_ranks(case.shape, case.rank) as grid:
+        return kept_bytes(case.config, grid, case.policy, case.rows, case.seq)[case.policy.recompute]
+
+
+def in_company() -> Dry:
+    """A dry run in a process that has joined a group."""
+    ff.Grid()
+    try:
+        return CASES[0].run()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def run_named(text: str, shape: Shape, **options: Any) -> Dry:
+    return dry_run(open_model(text), shape, **options)
+
+
+# --- models that are named from outside as dry:function
+
+
+@dataclass(frozen=True)
+class Sizes:
+    vocab: int = 1000
+    width: int = 64
+    heads: int = 4
+    hidden: list[int] = field(default_factory=lambda: [256, 512])
+
+
+class Plain(nn.Module):
+    """A plain module: attention and a few layers."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.table = nn.Embedding(sizes.vocab, sizes.width)
+        self.qkv = nn.Linear(sizes.width, 3 * sizes.width)
+        widths = [sizes.width, *sizes.hidden, sizes.vocab]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        a = self.table(tokens) + torch.arange(tokens.shape[1])[:, None]  # on whatever device is the default
+        q, k, v = (part.unflatten(2, (self.sizes.heads, -1)).transpose(1, 2) for part in self.qkv(a).chunk(3, dim=2))
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        for layer in self.layers:
+            a = functional.relu(layer(a))
+        return functional.cross_entropy(a.flatten(0, 1), targets.flatten())
+
+
+class Image(nn.Module):
+    """Rows of tokens as images of one channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 6, 3, stride=2, padding=1)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        a = self.second(self.first(tokens.float().unflatten(1, (8, 8))[:, None]))
+        return a.square().mean() + targets.float().mean()
+
+
+def plain() -> nn.Module:
+    return Plain(Sizes())
+
+
+def image() -> nn.Module:
+    return Image()
+
+
+def on_the_grid(grid: Grid, policy: ff.Policy) -> nn.Module:
+    return ff.models.build(GPT, grid, policy=policy)  # asks for no device: nothing may be drawn all the same
+
+
+def plain_on_the_grid(grid: Grid, policy: ff.Policy) -> nn.Module:
+    del grid, policy
+    return plain()
+
+
+def with_memory() -> nn.Module:
+    return nn.Linear(2, 2, device="cpu")
+
+
+def no_module() -> object:
+    return 3
+
+
+def three(a: object, b: object, c: object) -> None: ...
 
 
 if __name__ == "__main__":
-    main()
+    print(sum(compare(case) for case in CASES))

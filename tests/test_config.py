@@ -14,6 +14,7 @@ import pytest
 
 from fourfold import models
 from fourfold.cli import grid, parser, setting
+from fourfold.cost.machine import load_machine
 from fourfold.overlap import Overlap
 from fourfold.train.config import (
     Config,
@@ -26,6 +27,8 @@ from fourfold.train.config import (
     read_config,
     resolve,
 )
+from fourfold.train.plan import Job
+from fourfold.train.predicted import predict
 from fourfold.train.schema import parse, to_table
 
 SECTIONS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
@@ -85,6 +88,8 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "log.tensorboard": (True, "yes", '"auto"'),
     "log.wandb": ("project", True, TEXT),
     "log.peak_flops": (1e15, "1e15", NUMBER),
+    "plan.machine": ("perlmutter", 4, TEXT),
+    "plan.compare": (False, "no", FLAG),
 }
 """A value that is right, one of the wrong type or spelling, and what the error must offer."""
 
@@ -355,30 +360,65 @@ def test_the_model_gets_the_overlap_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 64])
-@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 20])
-def test_an_automatic_grid_fits(name: str, ranks: int, memory_bytes: int) -> None:
-    for activations in ("sharded", "replicated"):
-        for rows, micro_steps in ((16, 1), (16, 4), (6, 2), (1, 1)):
-            given = {"model.name": name, "policy.activations": activations}
-            given |= {"batch.rows": rows, "batch.micro_steps": micro_steps}
-            try:
-                found = resolved(given, ranks, memory_bytes=memory_bytes)
-            except ValueError as error:
-                # no grid at all fits then, which is so where neither rows nor heads have the factors
-                assert "no grid of" in str(error)
-                assert ranks == 64
-                continue
-            shape = found.grid.shape
-            assert shape.world == ranks
-            assert found.model.build().misfit(shape, found.build_policy()) is None
-            assert rows // micro_steps % (shape.data * shape.z) == 0
-            assert resolve(found, ranks, on_gpu=False, memory_bytes=memory_bytes) == found
+@pytest.mark.parametrize(("ranks", "on_gpu"), [(1, False), (2, True), (3, False), (4, False), (6, False), (8, True)])
+def test_an_automatic_grid_fits(name: str, ranks: int, on_gpu: bool) -> None:
+    for activations, rows, micro_steps in (
+        ("sharded", 16, 1),
+        ("replicated", 16, 4),
+        ("replicated", 6, 2),
+        ("sharded", 1, 1),
+    ):
+        given = {"model.name": name, "policy.activations": activations}
+        given |= {"batch.rows": rows, "batch.micro_steps": micro_steps}
+        found = resolved(given, ranks, on_gpu=on_gpu)
+        shape = found.grid.shape
+        assert shape.world == ranks
+        assert found.model.build().misfit(shape, found.build_policy()) is None
+        assert rows // micro_steps % (shape.data * shape.z) == 0
+        assert resolve(found, ranks, on_gpu=on_gpu, memory_bytes=1 << 34) == found
 
 
-def test_weights_are_cut_where_replicas_would_not_fit() -> None:
-    assert resolved({}, 4, memory_bytes=1 << 34).grid.shape.sizes["data"] == 4
-    assert resolved({}, 4, memory_bytes=1 << 20).grid.shape.sizes["z"] == 4
+def test_an_automatic_grid_fits_the_memory() -> None:
+    """With a byte less than the fastest grid needs another one is taken, which needs less; with little, none is."""
+
+    def found_with(memory_bytes: int) -> tuple[Config, int]:
+        found = resolved({}, 4, on_gpu=True, memory_bytes=memory_bytes)
+        price = predict(found, Job(4, "an unknown GPU", memory_bytes, 1)).price
+        return found, price.memory.total + price.task.machine.reserve
+
+    first, needed = found_with(1 << 40)
+    second, less = found_with(needed - 1)
+    assert second.grid.shape != first.grid.shape
+    assert less < needed
+    with pytest.raises(
+        ValueError, match=r"--grid auto: the model fits on no grid of 4 .*or give a grid, such as --grid"
+    ):
+        found_with(load_machine("dgx-h100").reserve + 1000)
+
+
+def test_why_a_grid_is_taken_is_said_once_in_one_line() -> None:
+    said: list[str] = []
+    config = read_config(None, [])
+    found = resolve(config, 4, on_gpu=False, memory_bytes=1 << 34, say=said.append)
+    (line,) = said
+    assert "\n" not in line
+    assert line.startswith(f"grid {found.grid.shape} by the planner: ")
+    assert " on laptop; next of " in line
+    assert "laptop: estimates; `fourfold calibrate` measures this machine" in line
+    resolve(found, 4, on_gpu=False, memory_bytes=1 << 34, say=said.append)  # a grid that is given
+    resolve(config, 1, on_gpu=False, memory_bytes=1 << 34, say=said.append)  # nothing to choose
+    assert len(said) == 1
+
+
+def test_a_grid_is_found_on_the_machine_that_is_named() -> None:
+    said: list[str] = []
+    for name, part in (("perlmutter", " on perlmutter; "), ("auto", "no packaged machine has an unknown GPU")):
+        config = read_config(None, [("plan.machine", name)])
+        resolve(config, 4, on_gpu=True, memory_bytes=1 << 34, say=said.append)
+        assert part in said.pop()
+    with pytest.raises(ValueError, match=r"no machine 'perlmuter' \(did you mean 'perlmutter'\?\)"):
+        resolved({"plan.machine": "perlmuter"}, 4)
+    assert resolved({"plan.machine": "perlmuter", "grid.x": 2}, 2).grid.shape.x == 2  # nothing is planned
 
 
 def test_a_given_grid_stays_with_its_order() -> None:
@@ -399,7 +439,7 @@ def test_rows_that_do_not_divide_are_refused_with_a_way_out() -> None:
         resolved(given, 4)
     assert "2*2" in str(caught.value)
     assert resolved({**given, "batch.rows": 16}, 4).grid.shape.world == 4  # the way out is one
-    with pytest.raises(ValueError, match=r"no grid of 7 ranks .*change the number of ranks or batch.rows"):
+    with pytest.raises(ValueError, match=r"--grid auto: no grid of 7 devices .*or give a grid, such as --grid z=7"):
         resolved({}, 7)
     with pytest.raises(ValueError, match=r"heads=24 is not divisible by.*grids of 5 ranks that fit: z=5|data=5"):
         resolved({"grid.x": 5}, 5)

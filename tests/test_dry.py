@@ -2,13 +2,220 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dry
+import fourfold as ff
+from dry import BF16, CASES, GPT, Case
+from fourfold.cost.dry import Dry
+from fourfold.cost.flops import flops_per_token
+from fourfold.cost.work import Attention, Kernel, Launch, Product, Wait
+from fourfold.grid import Shape
+from fourfold.overlap import Overlap
+from harness import _context
 
 
-def test_dry_run_equals_closed_form() -> None:
-    script = Path(__file__).parent / "dry.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 400
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[..., Any]]:
+    """Runs a job in a process that has joined no process group."""
+    with ProcessPoolExecutor(1, _context) as process:
+        yield lambda job, *args, **options: process.submit(job, *args, **options).result(timeout=120)
+
+
+# --- against closed forms
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.shape.world} ranks {case.shape}")
+def test_dry_run_equals_closed_form(alone, case: Case) -> None:
+    assert alone(dry.compare, case) > 10
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "block"])
+def test_flops_are_those_of_the_closed_form(alone, recompute: Any) -> None:
+    """The ranks that share a place's tokens share its products, whose sizes divide here."""
+    shape = Shape(4, 2, 8, 3)
+    case = Case(shape, ff.Policy(compute=BF16, recompute=recompute), micro_steps=2, rows=2, seq=512)
+    program = alone(dry.run, case).program
+    found = sum(work.flops for work in program if isinstance(work, Product | Attention))
+    tokens = case.micro_steps * case.rows * case.seq
+    assert found * shape.x * shape.y == flops_per_token(GPT, case.seq, recompute).hardware * tokens
+
+
+def test_products_are_labelled_and_shaped_as_the_equations(alone) -> None:
+    case = Case(Shape(2, 2, 4, 2), rows=1, seq=64)
+    products = [work for work in alone(dry.run, case).program if isinstance(work, Product)]
+    up = [(work.label, work.m, work.k, work.n) for work in products if work.label.endswith("layers.1.mlp.up")]
+    assert up == [
+        ("E1 layers.1.mlp.up", 64, 4096 // 2, 4 * 4096 // 2),
+        ("E2 layers.1.mlp.up", 64, 4 * 4096 // 2, 4096 // 2),
+        ("E3 layers.1.mlp.up", 4 * 4096 // 2, 64, 4096 // 2),
+    ]
+
+
+def test_kept_bytes_are_those_of_a_forward_pass_alone(alone) -> None:
+    for policy in (ff.Policy(), ff.Policy(compute=BF16, recompute="attention")):
+        case = Case(Shape(x=2, y=2, data=2), policy, seq=256)
+        assert alone(dry.run, case).kept_bytes == alone(dry.kept, case)
+
+
+def test_peak_holds_parameters_gradients_and_state(alone) -> None:
+    shape = Shape(z=4)
+    without, with_state = (alone(dry.run, Case(shape, rows=1, seq=16, optimizer=on)) for on in (False, True))
+    shard = 4 * GPT.parameters // shape.z
+    assert without.peak_bytes > 2 * shard
+    assert with_state.peak_bytes - without.peak_bytes == pytest.approx(2 * shard, rel=0.01)  # and temporaries
+
+
+# --- the order
+
+STEADY = ff.models.config("gpt-5b", layers=4, vocab=1024)
+
+
+def flights(program: list[Any]) -> list[tuple[Launch, int, int]]:
+    """Every launch, its place, and that of its wait; each flight has one of each."""
+    launches = {work.flight: (work, at) for at, work in enumerate(program) if isinstance(work, Launch)}
+    waits = {work.flight: at for at, work in enumerate(program) if isinstance(work, Wait)}
+    assert len(launches) == sum(isinstance(work, Launch) for work in program)
+    assert launches.keys() == waits.keys()
+    assert len(waits) == sum(isinstance(work, Wait) for work in program)
+    return [(launch, at, waits[flight]) for flight, (launch, at) in launches.items()]
+
+
+@pytest.fixture(scope="module")
+def steady(alone) -> Dry:
+    """With a small table: weights ahead of use are at most twice the largest message, and two blocks are no more."""
+    policy = ff.Policy(compute=BF16, shard_optimizer=True)
+    return alone(dry.run, Case(Shape(2, 1, 4, 2), policy, config=STEADY, optimizer=True, rows=4))
+
+
+def test_a_steady_step_gathers_ahead(steady: Dry) -> None:
+    """Behind products: weights over z, dw over z, activations over x, stepped parameters over data."""
+    behind: Counter[tuple[str, str]] = Counter()
+    for launch, at, end in flights(steady.program):
+        if any(isinstance(work, Product) for work in steady.program[at:end]):
+            behind[launch.record.op, launch.lane] += 1
+    assert behind["all_gather", "z gather"] > 2 * 4 * STEADY.layers  # weights and biases of 4 products, both ways
+    assert behind["reduce_scatter", "z reduce"] > 4 * STEADY.layers
+    assert behind["all_gather", "x"] > 4 * STEADY.layers
+    assert behind["all_gather", "data"] > 1
+    assert {launch.lane for launch, _, _ in flights(steady.program)} == {"x", "z gather", "z reduce", "data"}
+
+
+def test_parameters_are_on_their_way_when_a_step_begins(steady: Dry) -> None:
+    first = next(at for at, work in enumerate(steady.program) if isinstance(work, Product))
+    early = {work.record.label for work in steady.program[:first] if isinstance(work, Launch)}
+    stepped = {launch.record.label for launch, _, _ in flights(steady.program) if "parameters" in launch.record.label}
+    assert stepped
+    assert stepped <= early
+    assert "adamw" in "".join(work.label for work in steady.program[-30:] if isinstance(work, Kernel))
+
+
+def test_without_overlap_all_waits_follow_their_launch_and_the_products_are_the_same(alone) -> None:
+    case = Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap(halves=2)), seq=128)
+    with_overlap = alone(dry.run, case)
+    without = alone(dry.run, replace(case, policy=ff.Policy(overlap=Overlap.off(halves=2))))
+    for launch, at, end in flights(without.program):
+        assert not any(isinstance(work, Product) for work in without.program[at:end]), launch
+    assert Counter(without.records) == Counter(with_overlap.records)
+    products = [
+        Counter(work for work in found.program if isinstance(work, Product)) for found in (with_overlap, without)
+    ]
+    assert products[0] == products[1]
+
+
+# --- modules that are not ours
+
+
+def test_a_plain_module_sums_its_gradients_in_buckets(alone) -> None:
+    """Attention, three layers of 64, 256, 512 and 1000 features, a table: 1000 * 64 parameters."""
+    tokens, data = 2 * 32, 8
+    bucket = 256 << 10
+    found = alone(
+        dry.run_named,
+        "dry:plain",
+        Shape(data=data),
+        rows=2,
+        seq=32,
+        policy=ff.Policy(bucket_bytes=bucket),
+        micro_steps=3,
+    )
+    weights = 64 * 192 + 64 * 256 + 256 * 512 + 512 * 1000
+    parameters = 1000 * 64 + weights + 192 + 256 + 512 + 1000
+    assert sum(record.nbytes for record in found.records) == 4 * parameters  # once for all micro-steps
+    assert {(record.op, record.axis, record.ranks) for record in found.records} == {("all_reduce", "data", data)}
+    assert len(found.records) > 2
+    products = sum(work.flops for work in found.program if isinstance(work, Product))
+    assert products == 3 * 3 * 2 * tokens * weights  # micro-steps; forward, da, dw
+    attention = [work.flops for work in found.program if isinstance(work, Attention)]
+    assert attention == 3 * [2 * 2 * tokens * 32 // 2 * 64, 2 * 2 * 2 * tokens * 32 // 2 * 64]
+    launch, at, end = flights(found.program)[0]
+    assert "layers.2" in launch.record.label
+    assert any(isinstance(work, Product) for work in found.program[at:end])  # behind the rest of backward
+
+
+def test_an_optimizer_steps_a_plain_module(alone) -> None:
+    found = alone(dry.run_named, "dry:plain", Shape(data=4), rows=2, seq=32, policy=ff.Policy(), optimizer=True)
+    parameters = 1000 * 64 + 64 * 192 + 64 * 256 + 256 * 512 + 512 * 1000 + 192 + 256 + 512 + 1000
+    (adam,) = (work for work in found.program if isinstance(work, Kernel) and "fused_adamw" in work.label)
+    assert adam.nbytes == pytest.approx(7 * 4 * parameters, rel=0.001)  # p, g, m, v read, p, m, v written; counters
+    assert found.peak_bytes > 4 * 4 * parameters
+
+
+def test_convolutions_are_products(alone) -> None:
+    found = alone(dry.run_named, "dry:image", Shape(data=2), rows=4, seq=64, policy=ff.Policy())
+    first, second = 2 * 4 * 64 * 9 * 8, 2 * 4 * 16 * 9 * 8 * 6
+    flops = [work.flops for work in found.program if isinstance(work, Product)]
+    assert flops == [first, second, 2 * second, first]  # ids want no gradient
+
+
+def test_a_function_of_grid_and_policy_is_cut(alone) -> None:
+    case = CASES[1]
+    found = alone(dry.run_named, "dry:on_the_grid", case.shape, **case.options)
+    assert Counter(found.records) == Counter(alone(dry.run, case).records)
+
+
+@pytest.mark.parametrize("name", ["plain", "plain_on_the_grid"])
+def test_a_plain_module_is_not_cut(alone, name: str) -> None:
+    with pytest.raises(ValueError, match=r"without layers of fourfold\.nn, which the grid x=2 data=2 cannot cut"):
+        alone(dry.run_named, f"dry:{name}", Shape(x=2, data=2), rows=1, seq=8, policy=ff.Policy())
+
+
+def test_functions_that_build_no_model_on_meta_are_refused(alone) -> None:
+    for name, why in (
+        ("with_memory", "weight lies on cpu"),
+        ("no_module", "returned int; it must return an nn.Module"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=why):
+            alone(dry.run_named, f"dry:{name}", Shape(data=2), rows=1, seq=8, policy=ff.Policy())
+
+
+# --- what it refuses, and how long it takes
+
+
+def test_a_process_that_has_joined_a_group_is_refused(alone) -> None:
+    with pytest.raises(RuntimeError, match="has joined one of 1 ranks already; run it in another process"):
+        alone(dry.in_company)
+    assert not torch.distributed.is_initialized()
+
+
+def test_sizes_and_ranks_that_are_not_there_are_refused(alone) -> None:
+    with pytest.raises(ValueError, match="rank 16 is not on the grid"):
+        alone(dry.run, Case(Shape(2, 2, 2, 2), rank=16))
+    with pytest.raises(ValueError, match="rows=0"):
+        alone(dry.run, Case(Shape(2, 2, 2, 2), rows=0))
+
+
+def test_layers_take_little_time_each(alone) -> None:
+    """soak_dry.py runs all 192 of them. A rank of 16,384 draws no number and holds no weight."""
+    config = ff.models.config("gpt-640b", layers=8)
+    policy = ff.Policy(compute=BF16, recompute="block")
+    found = alone(dry.run, Case(Shape(16, 1, 64, 16), policy, config=config, rows=4, seq=2048))
+    assert len(found.records) > 8 * 40
+    assert found.seconds_taken < 60  # 2 on a free core

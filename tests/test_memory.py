@@ -1,20 +1,27 @@
-"""What a rank holds: its share of the parameters, and few gathered units at a time."""
+"""What a rank holds: its share of the parameters, few gathered units at a time; and what the closed form says of it."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fourfold as ff
+from dry_peak import Case, Found, dry_peaks
 from fourfold import comm
 from fourfold.arriving import local_of
 from fourfold.comm import join_shards
+from fourfold.cost.memory import Memory, kept_for_backward, peak_memory
+from fourfold.cost.share import Share
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.initial import BLOCK_ELEMENTS
 from fourfold.nn.layer import specs_of
+from fourfold.overlap import Overlap
 from harness import Largest, grid_of
 
 SHAPE = Shape(x=2, z=2)
@@ -91,3 +98,118 @@ def test_gathered_weights_take_the_memory_of_a_block_and_of_what_is_in_flight(ra
 def test_keeping_weights_is_seen_by_the_count(ranks) -> None:
     for found in ranks(4).run(gathered, Policy(keep_weights=True)):
         assert found["kept"] > 5 * found["block"]
+
+
+# --- the closed form beside a dry run of the real code
+
+GPT = ff.models.config("gpt-5b", layers=2)
+DEEP = ff.models.config("gpt-1.4b", layers=3)
+THIRDS = replace(DEEP, heads=18, kv_heads=18, mlp_hidden=8190)
+LLAMA = ff.models.config("llama-3-8b", layers=2)
+NARROW = ff.models.config("llama-3-8b", layers=2, hidden=512, heads=8, kv_heads=2, head_dim=64, mlp_hidden=1536)
+
+
+def bf16(**policy: Any) -> Policy:
+    return Policy(compute=torch.bfloat16, **policy)
+
+
+CHUNKED = bf16(recompute="block", loss_chunk=4096)
+CASES = [
+    # logits are most of it
+    *(Case(GPT, shape, bf16(), 4, 2048) for shape in (Shape(), Shape(x=4), Shape(y=4), Shape(z=4), Shape(x=2, y=2))),
+    Case(LLAMA, Shape(x=2, z=2), bf16(recompute="attention"), 4, 2048),
+    Case(LLAMA, Shape(data=2), bf16(recompute="block"), 4, 2048),
+    Case(NARROW, Shape(y=2, z=2), bf16(), 8, 1024),
+    Case(NARROW, Shape(x=2), Policy(), 8, 1024),
+    Case(NARROW, Shape(), Policy(), 8, 1024),
+    # activations
+    *(
+        Case(config, shape, bf16(loss_chunk=4096), 8, 2048)
+        for config in (GPT, LLAMA)
+        for shape in (Shape(x=4), Shape(y=2, z=2), Shape(x=2, y=2, z=2), Shape(z=4))
+    ),
+    Case(DEEP, Shape(x=2, z=2), bf16(loss_chunk=4096, recompute="attention"), 8, 2048),
+    Case(DEEP, Shape(x=2, y=2), bf16(loss_chunk=4096, keep_gathered=True), 8, 2048),
+    Case(DEEP, Shape(x=4), bf16(loss_chunk=4096, keep_gathered=True, overlap=Overlap(halves=1)), 8, 2048),
+    Case(DEEP, Shape(x=2, y=2), bf16(loss_chunk=4096, activations="replicated"), 4, 2048),
+    Case(LLAMA, Shape(x=2, y=4), bf16(loss_chunk=4096), 8, 2048),
+    Case(LLAMA, Shape(x=16), bf16(loss_chunk=4096), 8, 2048),
+    Case(replace(LLAMA, qk_norm=True), Shape(x=2, z=2), bf16(loss_chunk=4096), 8, 2048),
+    Case(
+        replace(DEEP, heads=18, kv_heads=18, mlp_hidden=8190),
+        Shape(x=3, z=2, order=("z", "x", "y", "data")),
+        bf16(loss_chunk=1999),
+        4,
+        1000,
+    ),
+    # a block that is computed again
+    *(
+        Case(config, shape, CHUNKED, 8, 2048)
+        for config in (GPT, LLAMA)
+        for shape in (Shape(z=4), Shape(x=4), Shape(y=4), Shape(x=2, y=2))
+    ),
+    Case(DEEP, Shape(y=4), replace(CHUNKED, activations="replicated"), 8, 2048),
+    Case(DEEP, Shape(x=2, z=4), replace(CHUNKED, keep_weights=True), 8, 2048),
+    # weights and their gradients
+    *(Case(GPT, shape, bf16(), 1, 256) for shape in (Shape(), Shape(z=8), Shape(z=64), Shape(x=2, z=4))),
+    Case(LLAMA, Shape(z=8), CHUNKED, 1, 512),
+    Case(DEEP, Shape(z=8), bf16(overlap=Overlap.off()), 2, 2048),
+    Case(DEEP, Shape(z=8), bf16(overlap=Overlap(bytes_in_flight=64 << 20)), 2, 2048),
+    Case(DEEP, Shape(z=4), bf16(keep_weights=True, loss_chunk=4096), 2, 512),
+    Case(DEEP, Shape(data=4), bf16(shard_optimizer=True, recompute="block", loss_chunk=4096), 1, 512),
+    Case(DEEP, Shape(z=2, data=2), bf16(shard_optimizer=True, loss_chunk=4096), 1, 512),
+    Case(DEEP, Shape(x=2, z=2), bf16(loss_chunk=4096), 4, 512, micro_steps=2),
+    Case(GPT, Shape(data=2), bf16(loss_chunk=4096), 1, 512, micro_steps=3),
+    Case(GPT, Shape(z=8), bf16(reduce=torch.bfloat16), 1, 256),
+]
+
+
+def predicted(case: Case) -> Memory:
+    share = Share(case.config, case.shape, case.policy, case.rows, case.seq)
+    return peak_memory(share, micro_steps=case.micro_steps, optimizer_bytes_per_parameter=0)
+
+
+@pytest.fixture(scope="module")
+def dry_runs() -> list[Found]:
+    return dry_peaks(CASES)
+
+
+def test_closed_form_of_memory_is_that_of_the_dry_run(dry_runs: list[Found]) -> None:
+    for case, found in zip(CASES, dry_runs, strict=True):
+        memory = predicted(case)
+        kept = kept_for_backward(Share(case.config, case.shape, case.policy, case.rows, case.seq))
+        assert memory.parameters == found.parameters, case
+        assert kept == pytest.approx(found.kept, rel=0.03), case
+        assert memory.total == pytest.approx(found.peak, rel=0.10), (case, memory)
+
+
+def test_each_kind_and_moment_sets_the_peak_somewhere_in_the_sample() -> None:
+    peaks = [predicted(case) for case in CASES]
+    kinds = {max(memory.kinds, key=lambda kind: memory.kinds[kind]) for memory in peaks}
+    assert kinds >= {"parameters", "weights_in_flight", "activations", "logits", "workspace"}
+    assert {memory.at for memory in peaks} >= {"head", "loss", "backward", "embedding"}
+
+
+def test_optimizer_state_counts_at_every_moment_and_is_cut_over_replicas() -> None:
+    share = Share(DEEP, Shape(z=2, data=4), bf16(), 2, 2048)
+    without, whole = peak_memory(share, optimizer_bytes_per_parameter=0), peak_memory(share)
+    assert whole.optimizer == 2 * whole.parameters  # two fp32 moments of fp32 parameters
+    assert whole.total - without.total == whole.optimizer
+    cut = peak_memory(replace(share, policy=bf16(shard_optimizer=True)))
+    assert cut.optimizer == whole.optimizer / 4
+
+
+def test_one_rank_holds_the_whole_model_and_accumulates_all_gradients() -> None:
+    share = Share(DEEP, Shape(), bf16(), 1, 512)
+    assert peak_memory(share).parameters == 4 * DEEP.parameters
+    assert peak_memory(share, micro_steps=2).gradients == 4 * DEEP.parameters
+
+
+def test_a_prediction_takes_microseconds() -> None:
+    share = Share(ff.models.config("gpt-640b"), Shape(8, 4, 8, 4), bf16(recompute="block"), 4, 2048)
+    taken = []
+    for _ in range(20):
+        began = time.process_time_ns()
+        peak_memory(share)
+        taken.append(time.process_time_ns() - began)
+    assert min(taken) < 500_000  # about 120 microseconds on a core that is not shared

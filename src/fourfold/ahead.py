@@ -98,9 +98,16 @@ class Ahead:
     if torch counts the change (a fused optimizer of torch's between forward and backward goes unseen).
     """
 
-    def __init__(self, *, on: bool, bound: Callable[[int], int], buffers: Buffers) -> None:
+    def __init__(
+        self,
+        *,
+        on: bool,
+        bound: Callable[[int], int],
+        buffers: Buffers,
+        in_backward: Callable[[], bool] = in_backward,
+    ) -> None:
         """`bound`: bytes that may be in flight, from those of the largest message so far."""
-        self.on, self.bound, self.buffers = on, bound, buffers
+        self.on, self.bound, self.buffers, self.in_backward = on, bound, buffers, in_backward
         self._orders: dict[Hashable, list[Gathering]] = {BACKWARD: []}
         self._followed: dict[Hashable, bool] = {}
         self._kind: Hashable = None
@@ -155,7 +162,7 @@ class Ahead:
 
     def _follow(self, used: Gathering) -> None:
         """Move on in the recorded order, or record."""
-        if self._kind != BACKWARD and in_backward():
+        if self._kind != BACKWARD and self.in_backward():
             self._close_order()
             if self._kind in self._followed:
                 self._followed[self._kind] = True

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fourfold.ahead import Ahead, Awaited, Buffers
+from fourfold.ahead import Ahead, Awaited, Buffers, in_backward
 
 T = TypeVar("T")
 
@@ -95,14 +95,16 @@ class Turn:
 class Engine:
     """The overlap of one model: what its passes did in which order, and what is in flight."""
 
-    def __init__(self, policy: Overlap, *, flights: bool) -> None:
+    def __init__(self, policy: Overlap, *, flights: bool, in_backward: Callable[[], bool] = in_backward) -> None:
         """`flights`: whether backward has any over x or y, behind which products can run."""
         self.policy, self.flights = policy, flights
         self.turn = Turn()
         self.recomputing = False
         """Whether a forward pass is run again in backward, for what backward reads of it."""
         self.buffers = Buffers()
-        self.ahead = Ahead(on=policy.prefetch, bound=policy.most_in_flight, buffers=self.buffers)
+        self.ahead = Ahead(
+            on=policy.prefetch, bound=policy.most_in_flight, buffers=self.buffers, in_backward=in_backward
+        )
         self.behind = Behind(policy)
         self.backlog = Backlog(Backlog.MOST if policy.behind_products and flights else 0)
         self.sums = Sums()

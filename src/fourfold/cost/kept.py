@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.grid import Grid
@@ -17,24 +18,42 @@ from fourfold.nn.layer import assemble
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the tensors made inside the block that are still alive."""
+    """Bytes of the tensors made inside the block: those that are still alive, and the most that ever were.
+
+    What a kernel allocates for itself and frees before it returns is not seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if type(tensor) is torch.Tensor:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._made or self._made[storage._cdata][0].expired():
-                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for storage in _storages(out):
+            if storage._cdata not in given:  # a view of a parameter is no memory of its own
+                self._count(storage)
         return out
 
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._made:
+            return
+        # torch keeps a storage's Python object for as long as the storage, so this is told when the memory goes
+        self._made[key] = weakref.ref(storage, partial(self._forget, key, nbytes))
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def _forget(self, key: int, nbytes: int, _: object) -> None:
+        del self._made[key]
+        self.nbytes -= nbytes
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    tensors = torch.utils._pytree.tree_leaves(tree)
+    return [tensor.untyped_storage() for tensor in tensors if type(tensor) is torch.Tensor]
 
 
 def kept_bytes(

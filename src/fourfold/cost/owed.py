@@ -11,6 +11,8 @@ from fourfold.gradients import Bucket, fill_buckets
 from fourfold.ledger import Collective, Op
 
 Owed = tuple[str, tuple[str, ...], int, int]
+Members = dict[str, tuple[int, int]]
+"""Rows of each parameter's shard and bytes of a row, by name."""
 
 
 @dataclass(frozen=True)
@@ -22,29 +24,34 @@ class GradientVolume(Share):
         members = self.members()
         for bucket in self.buckets():
             for axis in bucket.owes:
-                if axis == "data" and self.policy.shard_optimizer:
-                    yield from self.over_replicas("reduce_scatter", bucket, members, bucket.label)
-                else:
-                    yield from self.message("all_reduce", axis, bucket.nbytes, bucket.label, 1)
+                yield from self.bucket_sum(bucket, axis, members)
+
+    def bucket_sum(self, bucket: Bucket, axis: str, members: Members) -> Iterator[Collective]:
+        """The sum of a bucket over one of the axes that it owes."""
+        if axis == "data" and self.policy.shard_optimizer:
+            yield from self.over_replicas("reduce_scatter", bucket, members, bucket.label)
+        else:
+            yield from self.message("all_reduce", axis, bucket.nbytes, bucket.label, 1)
 
     def optimizer_step(self) -> Iterator[Collective]:
         """Parameters that the sharded optimizer stepped, gathered over data."""
         if self.policy.shard_optimizer:
             members = self.members()
             for bucket in self.buckets():
-                yield from self.over_replicas("all_gather", bucket, members, f"parameters {bucket.span}")
+                yield from self.stepped(bucket, members)
+
+    def stepped(self, bucket: Bucket, members: Members) -> Iterator[Collective]:
+        yield from self.over_replicas("all_gather", bucket, members, f"parameters {bucket.span}")
 
     def buckets(self) -> list[Bucket]:
         sizes = [(name, owes, self.dtype, rows * row_nbytes) for name, owes, rows, row_nbytes in self.owed()]
         return fill_buckets(sizes, self.policy.bucket_bytes)
 
-    def members(self) -> dict[str, tuple[int, int]]:
+    def members(self) -> Members:
         """Rows of each parameter's shard and bytes of a row, by name."""
         return {name: (rows, row_nbytes) for name, _, rows, row_nbytes in self.owed()}
 
-    def over_replicas(
-        self, op: Op, bucket: Bucket, members: dict[str, tuple[int, int]], label: str
-    ) -> Iterator[Collective]:
+    def over_replicas(self, op: Op, bucket: Bucket, members: Members, label: str) -> Iterator[Collective]:
         """One message with the rows of each member padded until data divides them."""
         replicas = self.shape.data
         padded = (ceil(members[name][0] / replicas) * replicas * members[name][1] for name in bucket.names)

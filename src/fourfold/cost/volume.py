@@ -87,16 +87,22 @@ class Volume(GradientVolume):
 
     def norm_forward(self, label: str) -> Iterator[Collective]:
         yield from self.weights("all_gather", [], self.norm_vectors, label)
+        yield from self.norm_statistics(label)
+
+    def norm_statistics(self, label: str) -> Iterator[Collective]:
         if self.config.norm == "layer":
             yield from self.message("all_gather", "y", 2 * self.m_rest * self.shape.y, label, self.wide)
         else:
             yield from self.message("all_reduce", "y", self.m_rest, label, self.wide)
 
     def norm_backward(self, label: str) -> Iterator[Collective]:
-        sums = 2 if self.config.norm == "layer" else 1
         yield from self.weights("all_gather", [], [self.k], label)
-        yield from self.message("all_reduce", "y", sums * self.m_rest, label, self.wide)
+        yield from self.norm_sums(label)
         yield from self.weights("reduce_scatter", [], self.norm_vectors, label)
+
+    def norm_sums(self, label: str) -> Iterator[Collective]:
+        sums = 2 if self.config.norm == "layer" else 1
+        yield from self.message("all_reduce", "y", sums * self.m_rest, label, self.wide)
 
     def expand_weights(self, widths: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
         y = self.shape.coords(self.rank)["y"]
@@ -156,12 +162,22 @@ class Volume(GradientVolume):
     def attention_forward(self, prefix: str) -> Iterator[Collective]:
         label = f"{prefix}.q+k+v"
         yield from self.expand_forward([self.q, self.kv, self.kv], label, spread=self.q if self.shares_kv else None)
-        if self.shares_kv:  # whole over y, and over x where it cuts through a head
-            yield from self.message("all_reduce", "y", self.m * 2 * self.kv, label)
-            if self.config.kv_heads % self.shape.x:
-                yield from self.message("all_gather", "x", self.m * 2 * self.kv * self.shape.x, label)
+        if self.shares_kv:
+            yield from self.kv_over_y(label)
+            yield from self.kv_over_x(label)
         yield from self.head_norms("all_gather", prefix)
         yield from self.contract_forward(self.q, f"{prefix}.out")
+
+    def kv_over_y(self, label: str, *, backward: bool = False) -> Iterator[Collective]:
+        """K and V whole over y, whose heads do not follow the queries' cut."""
+        if self.sharded or not backward:
+            yield from self.message("all_reduce", "y", self.m * 2 * self.kv, label)
+
+    def kv_over_x(self, label: str, *, backward: bool = False) -> Iterator[Collective]:
+        """... and over x where it cuts through a head."""
+        if self.config.kv_heads % self.shape.x:
+            op: Op = "reduce_scatter" if backward else "all_gather"
+            yield from self.message(op, "x", self.m * 2 * self.kv * self.shape.x, label)
 
     def attention_backward(self, prefix: str) -> Iterator[Collective]:
         label = f"{prefix}.q+k+v"
@@ -171,10 +187,8 @@ class Volume(GradientVolume):
         yield from self.head_norms("all_gather", prefix)
         yield from self.head_norms("reduce_scatter", prefix)
         if self.shares_kv:
-            if self.config.kv_heads % self.shape.x:
-                yield from self.message("reduce_scatter", "x", self.m * 2 * self.kv * self.shape.x, label)
-            if self.sharded:
-                yield from self.message("all_reduce", "y", self.m * 2 * self.kv, label)
+            yield from self.kv_over_x(label, backward=True)
+            yield from self.kv_over_y(label, backward=True)
         yield from self.expand_backward([self.q, self.kv, self.kv], label, spread=self.q if self.shares_kv else None)
 
     def mlp_reads(self, prefix: str) -> tuple[list[int], str]:
@@ -215,15 +229,27 @@ class Volume(GradientVolume):
     def loss_statistics(self) -> Iterator[Collective]:
         """Three statistics a token from every rank that cuts the vocabulary."""
         for tokens in self.chunks:
-            for axis in ("y", "x") if self.sharded else ("x",):
-                yield from self.message("all_gather", axis, 3 * tokens * self.shape.sizes[axis], "loss", self.wide)
+            yield from self.merged(tokens)
+
+    def merged(self, tokens: int) -> Iterator[Collective]:
+        for axis in ("y", "x") if self.sharded else ("x",):
+            yield from self.message("all_gather", axis, 3 * tokens * self.shape.sizes[axis], "loss", self.wide)
 
     def loss(self, *, counted: bool) -> Iterator[Collective]:
         """Over the batch: the sum, the faults, and the count unless it is given; in chunks the sum comes last."""
         sums = 2 if counted else 3
         for numbers in (sums - 1, 1) if self.policy.loss_chunk else (sums,):
-            for axis in ("z", "data"):
-                yield from self.message("all_reduce", axis, numbers, "loss", STATISTIC_NBYTES)
+            yield from self.loss_sums(numbers)
+
+    def loss_sums(self, numbers: int) -> Iterator[Collective]:
+        yield from self.sum_over_batch(numbers, "loss")
+
+    def count_targets(self) -> Iterator[Collective]:
+        yield from self.sum_over_batch(1, "count targets")
+
+    def sum_over_batch(self, numbers: int, label: str) -> Iterator[Collective]:
+        for axis in ("z", "data"):
+            yield from self.message("all_reduce", axis, numbers, label, STATISTIC_NBYTES)
 
     # --- the model
 
@@ -267,8 +293,7 @@ class Volume(GradientVolume):
         """Everything from the first forward to the optimizer. Accumulation counts the targets once."""
         records: list[Collective] = []
         if micro_steps > 1:
-            for axis in ("z", "data"):
-                records += self.message("all_reduce", axis, 1, "count targets", STATISTIC_NBYTES)
+            records += self.count_targets()
         for _ in range(micro_steps):
             records += self.micro_step(counted=micro_steps > 1)
         records += self.gradients()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.report.figures import POINTS, figures
+from fourfold.report.predicted import plan_figure, plan_table, was_planned
 from fourfold.report.profile import profile_table, traces
 from fourfold.report.ranks import draw_grid
 from fourfold.report.run import Run, read_run
@@ -60,6 +61,9 @@ def _plotly_js() -> str:
 def page(run: Run, plotly_js: str, beside: Path) -> str:
     """The HTML of the page, for a file in the folder `beside`."""
     drawn = figures(run)
+    planned = plan_figure(run) if was_planned(run) else None
+    if planned is not None:
+        drawn["plan"] = planned
     title = f"{run.text('model')} on {run.shape}"
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -133,6 +137,7 @@ def _sections(run: Run, drawn: dict[str, Any], beside: Path) -> str:
             _figure("wire", "Sent per step", "Bytes on the wire from rank 0, by axis; median.", drawn, silent),
             _figure("kept", "Kept for backward", f"By recompute policy. This run: {chosen or 'not known'}.", drawn),
             "</div>",
+            *_plan(run, drawn),
             *_profile(run, drawn, beside),
             _section("The grid", draw_grid(run.shape)),
             _section(f"Skipped steps ({len(run.skipped)})", _skipped(run)),
@@ -140,6 +145,16 @@ def _sections(run: Run, drawn: dict[str, Any], beside: Path) -> str:
             f"<details><summary>config.toml</summary><pre>{escape(run.config)}</pre></details>",
         ]
     )
+
+
+def _plan(run: Run, drawn: dict[str, Any]) -> list[str]:
+    """What was predicted, where something was, beside what was measured."""
+    if not was_planned(run):
+        return []
+    if "plan" not in drawn:
+        return [_section("Plan and run", plan_table(run))]
+    caption = "A step as the planner predicted it and as it was measured. In colour: exposed; grey: computing."
+    return [_figure("plan", "Plan and run", caption, drawn, more=plan_table(run))]
 
 
 def _profile(run: Run, drawn: dict[str, Any], beside: Path) -> list[str]:
@@ -156,12 +171,14 @@ def _profile(run: Run, drawn: dict[str, Any], beside: Path) -> list[str]:
     return [_figure("links", title, caption, drawn), _section("The same in numbers, and the traces", table)]
 
 
-def _figure(name: str, title: str, caption: str, drawn: dict[str, Any], absent: str = "Nothing recorded.") -> str:
+def _figure(
+    name: str, title: str, caption: str, drawn: dict[str, Any], absent: str = "Nothing recorded.", more: str = ""
+) -> str:
     if name not in drawn:
         return _section(title, f'<p class="hint">{absent}</p>')
     button = f'<button type="button" data-log="{name}" aria-pressed="false">log scale</button>'
     plot = f'<div class="plot" id="{name}" style="height:{drawn[name]["layout"]["height"]}px"></div>'
-    return _section(title, f'<p class="hint">{caption}</p>{plot}', button if drawn[name].get("log") else "")
+    return _section(title, f'<p class="hint">{caption}</p>{plot}{more}', button if drawn[name].get("log") else "")
 
 
 def _section(title: str, body: str, button: str = "") -> str:

@@ -36,16 +36,18 @@ def traces(profile: Profile, beside: Path) -> str:
     """How to open the traces, which are linked relative to the folder that the page stands in."""
     if not profile.traces:
         return '<p class="hint">The traces are not beside the run any more.</p>'
-    links = ", ".join(
-        f'<a href="{escape(quote(Path(os.path.relpath(trace, beside)).as_posix()))}">{escape(trace.name)}</a>'
-        for trace in profile.traces[:LINKED]
-    )
+    links = ", ".join(_link(trace, beside) for trace in profile.traces[:LINKED])
     more = len(profile.traces) - LINKED
+    planned = f" The planner's timeline of a step: {_link(profile.predicted, beside)}." if profile.predicted else ""
     return (
-        f"<p>Traces: {links}{f' and {more} more beside them' if more > 0 else ''}. To see one, go to ui.perfetto.dev, "
-        "choose \N{LEFT DOUBLE QUOTATION MARK}Open trace file\N{RIGHT DOUBLE QUOTATION MARK} and pick it; collectives "
-        "and products carry the ledger's labels.</p>"
+        f"<p>Traces: {links}{f' and {more} more beside them' if more > 0 else ''}.{planned} To see one, go to "
+        "ui.perfetto.dev, choose \N{LEFT DOUBLE QUOTATION MARK}Open trace file\N{RIGHT DOUBLE QUOTATION MARK} and pick "
+        "it; collectives and products carry the ledger's labels.</p>"
     )
+
+
+def _link(trace: Path, beside: Path) -> str:
+    return f'<a href="{escape(quote(Path(os.path.relpath(trace, beside)).as_posix()))}">{escape(trace.name)}</a>'
 
 
 def _cells(found: OverRanks) -> str:

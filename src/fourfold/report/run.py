@@ -71,6 +71,8 @@ class Profile:
     """Seconds on the link, and seconds exposed."""
     link_seconds_are: str
     traces: list[Path]
+    predicted: Path | None
+    """The planner's timeline of a step."""
 
 
 @dataclass(slots=True)
@@ -162,7 +164,7 @@ def _read_metrics(run: Run, text: str) -> None:
             steps[step] = _step(record)
         if event in _ADD:
             _ADD[event](run, record)
-        elif event not in ("end", "profile"):  # a profile has files of its own
+        elif event not in ("end", "profile", "compared"):  # these have files of their own, or stand in run.json
             unknown[event] += 1
     run.steps = [steps[step] for step in sorted(steps)]
     run.evaluations = dict(sorted(run.evaluations.items()))
@@ -183,6 +185,7 @@ def _read_profile(run: Run, folder: Path) -> None:
             str(axis): (_over_ranks(link), _over_ranks(per_step["exposed_seconds"][axis]))
             for axis, link in per_step["link_seconds"].items()
         }
+        predicted = folder / "predicted.json"
         files = [folder / f"rank-{rank}.json" for rank in range(int(found["ranks"]))]
         run.profile = Profile(
             int(first),
@@ -191,6 +194,7 @@ def _read_profile(run: Run, folder: Path) -> None:
             by_axis,
             str(found.get("link_seconds_are", "")),
             [file for file in files if file.is_file()],
+            predicted if predicted.is_file() else None,
         )
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         run.notes.append(f"profile/summary.json could not be read ({type(error).__name__}: {error}).")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -27,8 +26,9 @@ from fourfold.models.transformer import build
 from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.launch import inside_a_job, launch, listen_to_signals, share_cores
 from fourfold.train.loop import Run, begin, open_sources
-from fourfold.train.progress import Bar, Plain, output, progress
-from fourfold.train.record import Event, Kept, check_folder, open_sinks, strict
+from fourfold.train.plan import memory_bytes
+from fourfold.train.progress import Bar, Plain, output, predicted, progress
+from fourfold.train.record import KINDS, Event, Kept, check_folder, open_sinks, strict
 from fourfold.train.schema import to_table
 
 
@@ -39,14 +39,28 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if inside_a_job():
         return _train(config, options, device)
     ranks = wanted_ranks(config, options.ranks, device)
-    config = resolve(config, ranks, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
+    people = sys.stderr if options.print_config else output(options.json)
+    config = resolve(
+        config,
+        ranks,
+        on_gpu=device == "cuda",
+        memory_bytes=memory_bytes(device),
+        say=lambda reason: print(reason, file=people, flush=True),
+    )
     if options.print_config:
         print(config.toml(), end="")
         return 0
     if ranks == 1:
         return _train(config, options, device)
     out = config.train.out or default_folder(config)
-    return launch(ranks, [*arguments, "--ranks", str(ranks), "--out", out, "--device", device], sys.stderr)
+    decided = ["--ranks", str(ranks), *grid_options(config.grid.shape), "--out", out, "--device", device]
+    return launch(ranks, [*arguments, *decided], sys.stderr)
+
+
+def grid_options(shape: Shape) -> list[str]:
+    """The grid for ranks that are started here, so that they need not find it again."""
+    sizes = ",".join(f"{axis}={size}" for axis, size in shape.sizes.items())
+    return ["--grid", sizes, "--set", f"grid.order={json.dumps(shape.order)}"]
 
 
 def chosen_device(asked: str | None) -> str:
@@ -68,6 +82,7 @@ def requested(options: argparse.Namespace) -> Config:
         "train.steps": options.steps,
         "policy.dtype": options.dtype,
         "train.out": options.out,
+        "plan.machine": getattr(options, "machine", None),
     }
     changes += [(key, value) for key, value in given.items() if value is not None]
     return read_config(options.config, changes, forget_grid=options.grid is not None)
@@ -106,12 +121,6 @@ def wanted_ranks(config: Config, ranks: int | None, device: str) -> int:
     return world
 
 
-def memory_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def default_folder(config: Config) -> str:
     return f"runs/{Path(config.model.name).name}-{datetime.now():%Y%m%d-%H%M%S}"
 
@@ -120,7 +129,9 @@ def _train(config: Config, options: argparse.Namespace, device: str) -> int:
     """As one rank of the job."""
     if inside_a_job():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
-    grid, config = join(config, device, options.ranks)
+    grid, config, reason = join(config, device, options.ranks)
+    if reason and grid.rank == 0:
+        print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
     listen_to_signals()
     if options.print_config:
         if grid.rank == 0:
@@ -150,9 +161,9 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
             run.save()
     except BaseException:
         with suppress(OSError):  # must not hide what ended the run
-            write_result(options.json, config, grid, kept)
+            write_result(options.json, run, kept)
         raise
-    write_result(options.json, config, grid, kept)
+    write_result(options.json, run, kept)
     if grid.rank == 0:
         print(f"\n{out}: config, metrics{', weights' if config.train.save else ''}.", file=stream)
         print(f"  fourfold report {out}", file=stream)
@@ -173,8 +184,8 @@ def check_outputs(grid: Grid, out: Path, config: Config, json_to: str | None) ->
     grid.first_alone("the run's folder", check)
 
 
-def join(config: Config, device: str, ranks: int | None) -> tuple[Grid, Config]:
-    """This rank's place on the grid, and the config resolved for it."""
+def join(config: Config, device: str, ranks: int | None) -> tuple[Grid, Config, str]:
+    """This rank's place on the grid, the config resolved for it, and why the planner chose the grid if it did."""
     first = Grid.alone(device)  # joins the job, whose size the grid may depend on
     world = dist.get_world_size()
     del first
@@ -182,27 +193,30 @@ def join(config: Config, device: str, ranks: int | None) -> tuple[Grid, Config]:
         raise ValueError(
             f"--ranks {ranks}, but this job has {world}; leave --ranks away where something else starts them"
         )
-    config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
+    said: list[str] = []
+    config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=said.append)
     grid = place(config.grid.shape, device)
     if device == "cpu":
         share_cores()
-    return grid, config
+    return grid, config, "".join(said)
 
 
 def place(shape: Shape, device: str) -> Grid:
     return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=device)
 
 
-def write_result(path: str | None, config: Config, grid: Grid, kept: Sequence[Kept]) -> None:
+def write_result(path: str | None, run: Run, kept: Sequence[Kept]) -> None:
     """What `--json` asks for, by rank 0."""
-    if path is None or grid.rank != 0:
+    if path is None or run.grid.rank != 0:
         return
-    by_kind: dict[str, list[Event]] = {"step": [], "evaluation": [], "skipped": [], "profile": [], "end": []}
+    by_kind: dict[str, list[Event]] = {kind: [] for kind in KINDS}
     for event in kept[0].events:
         by_kind[event["event"]].append({key: value for key, value in event.items() if key != "event"})
     result = {
-        "config": to_table(config),
-        "grid": grid.shape.sizes,
+        "config": to_table(run.config),
+        "grid": run.grid.shape.sizes,
+        "predicted": run.stored.get("predicted"),
+        "compared": run.stored.get("compared"),
         "steps": by_kind["step"],
         "evaluations": by_kind["evaluation"],
         "skipped": by_kind["skipped"],
@@ -230,6 +244,8 @@ def greet(run: Run, shown: Plain | Bar) -> None:
     sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in run.kept_bytes.items())
     shown.say(f"kept for backward by a rank, by kind of recompute: {sizes}; in use: {policy.recompute}")
     shown.say(f"peak of a device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})")
+    if "predicted" in run.stored:
+        shown.say(predicted(run.stored["predicted"]))
     if run.evaluation is None:
         shown.say("no evaluation: data.held_out or train.evaluate_every is 0")
     shown.say(f"knowing only how frequent each token is, the loss would be {run.entropy:.4f} (unigram entropy)\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +17,12 @@ from typing import Any, Literal
 import torch
 
 from fourfold import models
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.grid import AXES, Shape
 from fourfold.layout import Activations, Policy, Recompute
 from fourfold.models.config import nearest
 from fourfold.optim import Decay, Schedule
 from fourfold.overlap import Overlap
+from fourfold.train.plan import AUTO, Job, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
 
 Dtype = Literal["fp32", "bf16", "fp64"]
@@ -58,14 +59,14 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class GridSection:
-    """Sizes of the axes; with none given the grid is chosen for the number of ranks."""
+    """Sizes of the axes; with none given the planner finds the fastest grid for the number of ranks."""
 
     x: int | None = None
     y: int | None = None
     z: int | None = None
     data: int | None = None
     order: tuple[Literal["x", "y", "z", "data"], ...] = AXES  # type: ignore[assignment]
-    """How ranks walk the axes, fastest-varying first."""
+    """How ranks walk the axes, fastest-varying first; this usual order may change where the planner finds the grid."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -241,6 +242,16 @@ class LogSection:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanSection:
+    """What the planner says of the run."""
+
+    machine: str = AUTO
+    """A packaged machine or the path of a machine file; auto: the packaged one that is most like this one."""
+    compare: bool = True
+    """Price the run when it begins, and show that beside what its first steps measure."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: Model = field(default_factory=Model)
     grid: GridSection = field(default_factory=GridSection)
@@ -251,6 +262,7 @@ class Config:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
     log: LogSection = field(default_factory=LogSection)
+    plan: PlanSection = field(default_factory=PlanSection)
 
     @property
     def schedule(self) -> Schedule:
@@ -310,8 +322,13 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
         keys[name] = value
 
 
-def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> Config:
-    """Fill in what is left open, for that many ranks on that kind of device."""
+def resolve(
+    config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int, say: Callable[[str], object] = lambda _: None
+) -> Config:
+    """Fill in what is left open, for that many ranks on that kind of device.
+
+    Where the planner chooses the grid, why it takes this one is said in one line.
+    """
     dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
     compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
     policy = replace(config.policy, dtype=dtype, compile=compiled)
@@ -328,7 +345,10 @@ def resolve(config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int) -> C
             "raise model.seq or lower batch.seq"
         )
     if config.grid.auto:
-        shape = choose_grid(config, ranks, memory_bytes)
+        shape = Shape(order=config.grid.order)
+        if ranks > 1:
+            shape, reason = choose_grid(config, Job.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
+            say(reason)
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]
     shape = config.grid.shape
     config.model.build().check(shape, built)
@@ -350,24 +370,16 @@ def _section(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def choose_grid(config: Config, ranks: int, memory_bytes: int) -> Shape:
-    """A grid for that many ranks, by a rule.
-
-    Replicas (data) while weights, gradients and optimizer state take less than a quarter of a device, else the
-    weights are cut (z); rows that do not suffice for that leave the rest to x, then to y.
-    """
-    model, policy = config.model.build(), config.build_policy()
-    rows = config.batch.rows // config.batch.micro_steps
-    state_bytes = model.parameters * 4 * config.policy.parameters.itemsize
-    first, second = ("data", "z") if state_bytes * 4 < memory_bytes else ("z", "data")
-    fitting = [
-        shape
-        for shape in shapes_of(ranks, config.grid.order)
-        if model.misfit(shape, policy) is None and rows % (shape.data * shape.z) == 0
-    ]
-    if not fitting:
-        raise ValueError(
-            f"no grid of {ranks} ranks cuts the model {config.model.name} and {rows} rows evenly; change the number of "
-            f"ranks or batch.rows"
-        )
-    return max(fitting, key=lambda shape: (shape.sizes[first], shape.x, shape.sizes[second], shape.y))
+def choose_grid(config: Config, job: Job) -> tuple[Shape, str]:
+    """The planner's grid for the job, and why it is taken."""
+    return find_grid(
+        config.model.build(),
+        config.build_policy(),
+        job,
+        rows=config.batch.rows,
+        seq=config.batch.seq,
+        micro_steps=config.batch.micro_steps,
+        order=config.grid.order,
+        parameters=config.policy.parameters,
+        machine=config.plan.machine,
+    )

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -107,7 +108,9 @@ def listen_to_signals() -> None:
         signal.signal(number, interrupt)
 
 
+@cache
 def cores() -> int:
+    """That the ranks of this machine share: those of this process before `share_cores` keeps it on one of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -122,6 +125,7 @@ def share_cores() -> None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     if local_ranks <= 1 or not Path("/proc/self/task").exists():
         return
+    cores()  # while it may still use all of them
     mine = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, len(mine) // local_ranks))
     if 1 < len(mine) <= local_ranks:

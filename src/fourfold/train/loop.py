@@ -36,8 +36,9 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
 from fourfold.train.config import DTYPES, Config
 from fourfold.train.meter import Meter, Reading, peak_of
+from fourfold.train.predicted import Comparison, foresee
 from fourfold.train.profile import Profile
-from fourfold.train.record import Event, Sink, write_json, write_text
+from fourfold.train.record import Event, Sink, strict, write_json, write_text
 
 
 class NotFiniteError(RuntimeError):
@@ -113,6 +114,9 @@ class Run:
         self.meter = Meter(grid)
         self.profile = Profile(profile, grid, out / "profile")
         self.sinks: list[Sink] = []
+        self.stored: Event = {}
+        """What run.json holds, on rank 0 from `begin` on."""
+        self._comparison: Comparison | None = None
         self.step = 0
         self._under_way: deque[Launched] = deque()
         self._skipped = 0
@@ -142,6 +146,21 @@ class Run:
             "steps": self.config.train.steps,
         }
 
+    def describe(self) -> None:
+        """Write what the run is and what is predicted of it; by rank 0."""
+        self.stored = self.facts()
+        if self.config.plan.compare:
+            profile = self.profile
+            self.stored["predicted"], self._comparison = foresee(self.config, self.grid, profile.steps, profile.folder)
+        write_json(self.out / "run.json", strict(self.stored))
+
+    def _tell(self, compared: Event | None) -> None:
+        """How the run compares with its prediction, once that is known."""
+        if compared is not None:
+            self.stored["compared"] = {key: value for key, value in compared.items() if key != "event"}
+            write_json(self.out / "run.json", strict(self.stored))
+            self._record(compared)
+
     def train(self) -> None:
         """All steps; whatever ends them is recorded."""
         reason = "finished"
@@ -156,6 +175,8 @@ class Run:
                         self._record({"event": "evaluation", "step": step, **self.evaluate()})
                     self.meter.begin()
             self._drain()
+            if self._comparison is not None:
+                self._tell(self._comparison.finish())
         except KeyboardInterrupt:
             reason = "interrupted"
             raise
@@ -214,23 +235,24 @@ class Run:
         rate = self.config.batch.tokens / reading.seconds
         mfu, hfu = self.peak.utilization(self.flops, rate, self.grid.shape.world)
         self.step = done.step
-        self._record(
-            {
-                "event": "step",
-                "step": done.step,
-                "loss": loss,
-                "grad_norm": norm,
-                "learning_rate": done.rate,
-                "seconds": reading.seconds,
-                "tokens_per_second": rate,
-                "mfu": mfu,
-                "hfu": hfu,
-                "wire_bytes": reading.wire_bytes,
-                "exposed_seconds": reading.exposed_seconds,
-                "peak_memory_bytes": reading.peak_memory_bytes,
-                "skipped": skipped,
-            }
-        )
+        event: Event = {
+            "event": "step",
+            "step": done.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": done.rate,
+            "seconds": reading.seconds,
+            "tokens_per_second": rate,
+            "mfu": mfu,
+            "hfu": hfu,
+            "wire_bytes": reading.wire_bytes,
+            "exposed_seconds": reading.exposed_seconds,
+            "peak_memory_bytes": reading.peak_memory_bytes,
+            "skipped": skipped,
+        }
+        self._record(event)
+        if self._comparison is not None:
+            self._tell(self._comparison.add(event))
         self._skipped = self._skipped + 1 if skipped else 0
         if skipped:
             self._report_skipped(done)
@@ -306,7 +328,7 @@ def begin(run: Run, sinks: Callable[[], Sequence[Sink]]) -> None:
         run.out.mkdir(parents=True, exist_ok=True)
         stored = replace(run.config, train=replace(run.config.train, out=None))  # run again it gets another folder
         write_text(run.out / "config.toml", stored.toml())
-        write_json(run.out / "run.json", run.facts())
+        run.describe()
         run.sinks = list(sinks())
 
     def find() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import IO, Any
 
+from fourfold.report.units import duration as time_of
+from fourfold.report.units import nbytes
 from fourfold.train.record import Event
 
 
@@ -108,7 +111,32 @@ def sentence(event: Event) -> str | None:
         return f"step {event['step']} skipped: {cause} ({event['in_a_row']} in a row)"
     if event["event"] == "profile":
         return profiled(event)
-    return None
+    return compared(event) if event["event"] == "compared" else None
+
+
+def predicted(facts: Event) -> str:
+    """The prediction of a run, or why there is none."""
+    if "unpriced" in facts:
+        return f"not priced: {facts['unpriced']}"
+    exposed = "".join(f", exposed over {axis} {time_of(value)}" for axis, value in facts["exposed_seconds"].items())
+    step = f"{time_of(facts['seconds'])} a step (computing {time_of(facts['compute_seconds'])}{exposed})"
+    notes = "".join(f"; {note}" for note in facts["notes"])
+    return f"predicted on {facts['machine']}: {step}, peak memory {nbytes(facts['peak_memory_bytes'])}{notes}"
+
+
+def compared(event: Event) -> str:
+    """A small table: what was predicted, what the first steps measured, and their ratio."""
+    rows: list[tuple[str, Event, Callable[[float | None], str]]] = [("seconds a step", event["seconds"], time_of)]
+    rows += [(f"exposed over {axis}", pair, time_of) for axis, pair in event["exposed_seconds"].items()]
+    rows.append(("peak memory", event["peak_memory_bytes"], nbytes))
+    first, last = event["steps"][0], event["steps"][-1]
+    steps = f"step {first}" if first == last else f"median of {len(event['steps'])} steps from {first} to {last}"
+    lines = [f"predicted on {event['machine']}, and measured ({steps}):"]
+    lines.append(f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}")
+    for name, pair, shown in rows:
+        ratio = "-" if pair["ratio"] is None else f"{pair['ratio']:.3g}"
+        lines.append(f"  {name:18}{shown(pair['predicted']):>12}{shown(pair['measured']):>12}{ratio:>8}")
+    return "\n".join([*lines, *(f"  {note}" for note in event["notes"])])
 
 
 def profiled(event: Event) -> str:

@@ -1,10 +1,10 @@
 """A run's folder: what is written there while it trains, so that it stays readable whenever the run ends.
 
     config.toml     the resolved config; `fourfold train RUN/config.toml` runs it again
-    run.json        what the run is: grid, model, device, versions
-    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, a profile, the end
+    run.json        what the run is: grid, model, device, versions; what was predicted, and how its steps compare
+    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, a comparison, a profile, the end
     tensorboard/    the same for TensorBoard, where it is installed
-    profile/        traces of the steps that --profile names, and their summary
+    profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
     weights/        the trained weights
     state.json      step and position in the data when the run ended
@@ -27,6 +27,8 @@ from fourfold.train.config import Config, LogSection
 from fourfold.train.schema import to_table
 
 Event = dict[str, Any]
+KINDS = ("step", "evaluation", "skipped", "compared", "profile", "end")
+"""What events tell of."""
 
 
 class Sink(Protocol):
@@ -112,14 +114,15 @@ class WeightsAndBiases:
 
 def scalars(event: Event) -> list[tuple[str, float]]:
     """An event's numbers by name, those by axis as `wire_bytes/x`."""
-    found = []
-    for key, value in event.items():
-        name = f"{event['event']}/{key}"
-        if isinstance(value, dict):
-            found += [(f"{name}/{axis}", float(number)) for axis, number in value.items()]
-        elif isinstance(value, int | float) and key != "step":
-            found.append((name, float(value)))
-    return found
+    return [
+        found for key, value in event.items() if key != "step" for found in _numbers(f"{event['event']}/{key}", value)
+    ]
+
+
+def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
+    if isinstance(value, dict):
+        return [found for key, below in value.items() for found in _numbers(f"{name}/{key}", below)]
+    return [(name, float(value))] if isinstance(value, int | float) else []
 
 
 def open_sinks(log: LogSection, folder: Path, config: Config) -> list[Sink]:

@@ -1,0 +1,165 @@
+"""From what was timed on a machine to its `Machine`. Pure arithmetic.
+
+    collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
+    products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
+
+Least squares of relative errors, so that a message of 64 KiB weighs as much as one of 64 MiB; no constant is negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fourfold.cost.machine import CONSTANTS, LINK, Link, Machine, Timed
+from fourfold.ledger import Collective
+
+Group = tuple[int, int]
+"""Stride and size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A collective that was timed, and along which groups."""
+
+    group: Group
+    record: Collective
+    seconds: float
+
+    @property
+    def hops(self) -> int:
+        return (2 if self.record.op == "all_reduce" else 1) * (self.record.ranks - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """What the slowest device does."""
+
+    products: tuple[Timed, ...]
+    """Those of the dtype that matters first."""
+    attention: float
+    """FLOP/s, without the scores that backward computes again."""
+    memory_bandwidth: float
+    overhead: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that was measured."""
+
+    device: str
+    devices_per_node: int
+    memory: int
+    held: int
+    """Bytes of the memory that are taken before any tensor is made."""
+    advertised: Mapping[str, float]
+    """FLOP/s by dtype, where the vendor's are known."""
+    messages: Sequence[Message]
+    computation: Computation
+    contention: float
+
+
+FRAGMENTS = 0.03
+"""Of a GPU's memory, that the allocator cannot give away."""
+
+
+def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
+    """The machine, every constant of which has this source."""
+    work = found.computation
+    launch, links = fit_links(found.messages)
+    across = {group: link for group, link in links.items() if group[0] == found.devices_per_node}
+    between = next(
+        (Link(link.bandwidth * found.devices_per_node, link.latency) for link in across.values()), None
+    )  # all rings of a node shared its cards
+    fastest: dict[str, float] = {}
+    for one in work.products:
+        fastest[one.dtype] = max(fastest.get(one.dtype, 0.0), 2 * one.m * one.k * one.n / one.seconds)
+    peak = {dtype: max(rate, found.advertised.get(dtype, 0.0)) for dtype, rate in fastest.items()}
+    main = work.products[0].dtype
+    rate, half = fit_products([one for one in work.products if one.dtype == main], peak[main])
+    on_gpu = found.device != "cpu"
+    machine = Machine(
+        name=name,
+        about=about,
+        device=found.device,
+        devices_per_node=found.devices_per_node,
+        memory=found.memory,
+        reserve=min(found.held + round(FRAGMENTS * found.memory if on_gpu else 0), found.memory // 2),
+        peak=peak,
+        gemm=fastest | {main: rate},
+        gemm_half=half,
+        attention=min(1.0, work.attention / rate),
+        memory_bandwidth=work.memory_bandwidth,
+        overhead=work.overhead,
+        launch=launch,
+        contention=found.contention,
+        inside={group: link for group, link in links.items() if group not in across},
+        between=between,
+        measured=work.products,
+    )
+    return replace(machine, sources=_sources(machine, found, source))
+
+
+def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
+    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention")]
+    sources = dict.fromkeys([*constants, "measured"], source)
+    held = f"{source}: what the process holds beside tensors"
+    sources["reserve"] = held if found.device == "cpu" else f"{held}, and {FRAGMENTS:.0%} for fragmentation (estimate)"
+    alone = source if found.messages else "estimate: one rank communicates with nobody"
+    sources |= {"launch": alone, "contention": alone}
+    for dtype, rate in machine.peak.items():
+        sources[f"gemm.{dtype}"] = source
+        sheet = found.advertised.get(dtype) == rate
+        sources[f"peak.{dtype}"] = f"data sheet of {found.device}" if sheet else f"{source}: the fastest product"
+    paths = [f"inside[{stride},{size}]" for stride, size in machine.inside] + ["between"] * bool(machine.between)
+    return sources | {f"{path}.{name}": source for path in paths for name in LINK}
+
+
+def fit_links(messages: Sequence[Message]) -> tuple[float, dict[Group, Link]]:
+    """Seconds of a launch, and the link of each group."""
+    groups = list(dict.fromkeys(message.group for message in messages))
+    if not groups:
+        return 0.0, {}
+    rows = torch.zeros(len(messages), 1 + 2 * len(groups), dtype=torch.float64)
+    for row, message in zip(rows, messages, strict=True):
+        column = 1 + 2 * groups.index(message.group)
+        row[0], row[column], row[column + 1] = 1.0, message.hops, message.record.wire_bytes
+    seconds = torch.tensor([message.seconds for message in messages], dtype=torch.float64)
+    launch, *found = not_negative(rows / seconds[:, None], torch.ones_like(seconds))
+    links = {}
+    for index, group in enumerate(groups):
+        latency, per_byte = found[2 * index : 2 * index + 2]
+        # noise may leave nothing for the bytes: then the fastest message is what the link has shown
+        seen = max(message.record.wire_bytes / message.seconds for message in messages if message.group == group)
+        links[group] = Link(1 / per_byte if per_byte else seen, latency)
+    return launch, links
+
+
+def fit_products(timed: Sequence[Timed], peak: float) -> tuple[float, float]:
+    """FLOP/s of a large product, at most the peak, and the smallest dim with which half of it is reached."""
+    flops = torch.tensor([2.0 * one.m * one.k * one.n for one in timed], dtype=torch.float64)
+    seconds = torch.tensor([one.seconds for one in timed], dtype=torch.float64)
+    least = torch.tensor([float(min(one.m, one.k, one.n)) for one in timed], dtype=torch.float64)
+    rows = torch.stack([flops, flops / least], dim=1) / seconds[:, None]
+    per_flop, per_cut = not_negative(rows, torch.ones_like(seconds))
+    if per_flop * peak >= 1:
+        return 1 / per_flop, per_cut / per_flop
+    left = 1 - rows[:, 0] / peak
+    return peak, max(0.0, float(rows[:, 1] @ left / (rows[:, 1] @ rows[:, 1]))) * peak
+
+
+def not_negative(rows: torch.Tensor, right: torch.Tensor) -> list[float]:
+    """Least squares without what would become negative, the most negative first."""
+    scale = rows.norm(dim=0)
+    kept = list(range(rows.shape[1]))
+    while kept:
+        found = torch.linalg.lstsq(rows[:, kept] / scale[kept], right[:, None], driver="gelsd").solution[:, 0]
+        if found.min() >= 0:
+            break
+        kept.pop(int(found.argmin()))
+    solution = [0.0] * rows.shape[1]
+    for column, value in zip(kept, found.tolist() if kept else [], strict=True):
+        solution[column] = value / float(scale[column])
+    return solution

@@ -1,0 +1,156 @@
+"""What a choice of grid and policy costs: a step simulated, its totals, its memory.
+
+A step of many equal layers and micro-steps is periodic: two and three layers are simulated, and up to two
+micro-steps; the rest repeats what one more layer and one more micro-step took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from fourfold.cost.flops import Flops, flops_per_token
+from fourfold.cost.machine import DTYPES, Machine
+from fourfold.cost.memory import Memory, peak_memory
+from fourfold.cost.program import step_program
+from fourfold.cost.seconds import Seconds
+from fourfold.cost.simulate import Timeline, Totals, simulate
+from fourfold.cost.volume import Volume
+from fourfold.grid import AXES, Shape
+from fourfold.layout import Policy
+from fourfold.models.config import Config
+
+FEW_LAYERS = 2
+FEW_MICRO_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be trained on what: a model, a machine, a batch."""
+
+    config: Config
+    machine: Machine
+    rows: int
+    """Sequences of a step, over all ranks and micro-steps."""
+    seq: int
+    parameters: torch.dtype = torch.float32
+    """Of the weights."""
+    compute: torch.dtype = torch.bfloat16
+    """Of products and messages."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq
+
+    @property
+    def dtype(self) -> str:
+        return DTYPES[self.compute]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to do it."""
+
+    shape: Shape
+    policy: Policy
+    rows: int
+    """Of a (data, z) place in one micro-step."""
+    micro_steps: int
+
+    def volume(self, task: Task, *, layers: int | None = None) -> Volume:
+        config = task.config if layers is None else replace(task.config, layers=layers)
+        return Volume(config, self.shape, self.policy, self.rows, task.seq, task.parameters)
+
+
+@dataclass(frozen=True)
+class Price:
+    """A choice with what it takes."""
+
+    task: Task
+    choice: Choice
+    totals: Totals
+
+    @cached_property
+    def memory(self) -> Memory:
+        return memory_of(self.task, self.choice)
+
+    @property
+    def seconds(self) -> float:
+        return self.totals.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.task.tokens / self.seconds
+
+    @cached_property
+    def flops(self) -> Flops:
+        return flops_per_token(self.task.config, self.task.seq, self.choice.policy.recompute)
+
+    @property
+    def mfu(self) -> float:
+        return self._utilization(self.flops.model)
+
+    @property
+    def hfu(self) -> float:
+        return self._utilization(self.flops.hardware)
+
+    def _utilization(self, flops: float) -> float:
+        peak = self.task.machine.peak[self.task.dtype] * self.choice.shape.world
+        return flops * self.tokens_per_second / peak
+
+    @property
+    def bound_by(self) -> str:
+        """What holds it up most: computation, or communication over an axis."""
+        exposed = {axis: self.totals.exposed.get(axis, 0.0) for axis in AXES}
+        worst = max(exposed, key=lambda axis: exposed[axis])
+        return "compute" if self.totals.compute >= exposed[worst] else worst
+
+
+def memory_of(task: Task, choice: Choice) -> Memory:
+    return peak_memory(choice.volume(task), micro_steps=choice.micro_steps)
+
+
+def price(task: Task, choice: Choice) -> Price:
+    """Simulate a few layers and micro-steps, and add up the rest."""
+    layers = task.config.layers
+    few = simulated(task, choice, min(layers, FEW_LAYERS))
+    if layers <= FEW_LAYERS:
+        return Price(task, choice, few)
+    one_layer = simulated(task, choice, FEW_LAYERS + 1).plus(few, -1.0)
+    return Price(task, choice, without_less_than_nothing(few.plus(one_layer, layers - FEW_LAYERS)))
+
+
+def without_less_than_nothing(totals: Totals) -> Totals:
+    """What few layers leave exposed of the sums over data, more layers hide: until nothing is left."""
+    exposed = {axis: max(0.0, seconds) for axis, seconds in totals.exposed.items()}
+    missing = sum(exposed.values()) - sum(totals.exposed.values())
+    return replace(totals, seconds=totals.seconds + missing, exposed=exposed)
+
+
+def simulated(task: Task, choice: Choice, layers: int) -> Totals:
+    """A step of a model with so many layers, all its micro-steps."""
+    played = min(choice.micro_steps, FEW_MICRO_STEPS)
+    line = timeline(task, choice, layers=layers, micro_steps=played)
+    totals = line.totals
+    if choice.micro_steps > played:
+        first, second = [totals for phase, totals in line.marks if phase == "forward"][-2:]
+        totals = totals.plus(without_arrivals(second.plus(first, -1.0)), choice.micro_steps - played)
+    return totals
+
+
+def without_arrivals(first: Totals) -> Totals:
+    """A micro-step that is not the first: parameters that come from other replicas have arrived."""
+    rest = {axis: seconds for axis, seconds in first.exposed.items() if axis != "data"}
+    link = {axis: seconds for axis, seconds in first.link.items() if axis != "data"}
+    return Totals(first.seconds - first.exposed.get("data", 0.0), first.compute, link, rest)
+
+
+def timeline(
+    task: Task, choice: Choice, *, layers: int | None = None, micro_steps: int | None = None, trace: bool = False
+) -> Timeline:
+    """A step as it would run, whole unless told otherwise."""
+    program = step_program(choice.volume(task, layers=layers), micro_steps=micro_steps or choice.micro_steps)
+    seconds = Seconds(task.machine, choice.shape)
+    return simulate(program.work, seconds, task.dtype, phases=program.phases, trace=trace)

@@ -1,0 +1,326 @@
+"""The fastest ways to train a model on so many devices, out of all grids, rank orders and policies.
+
+Every factorisation is considered, powers of two or not; what does not fit the model, the batch or the memory is refused
+with the reason. All candidates are estimated (estimate.py); of each grid the first few that fit into memory are
+simulated (price.py), grid by grid in order of their estimates. The seconds of a grid that was not simulated are its
+estimate, and say so.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import permutations
+from math import inf
+from typing import get_args
+
+import torch
+
+from fourfold.cost.estimate import LEVERS, Cell, Estimates, Lever
+from fourfold.cost.memory import Memory
+from fourfold.cost.price import Choice, Price, Task, memory_of, price
+from fourfold.cost.seconds import Seconds
+from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.layout import Activations, Policy, Recompute
+
+GIB = 2**30
+RECOMPUTE = get_args(Recompute)
+"""The more of it the less memory."""
+MORE_GRIDS = 6
+"""How many grids are simulated beyond those asked for."""
+CLOSER_LOOK = 3
+"""Of how many grids, the best, further candidates are simulated."""
+OF_EACH = 3
+"""Candidates of such a grid."""
+LOSS_CHUNK = 2048
+"""Tokens whose logits exist at once where all of them do not fit."""
+MOST_ROWS = 64
+"""Of a place in one micro-step: beyond that a step gains nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may vary; None: everything."""
+
+    shapes: tuple[Shape, ...] | None = None
+    policies: tuple[Policy, ...] | None = None
+    micro_steps: tuple[int, ...] | None = None
+    orders: tuple[tuple[str, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """A grid that was not simulated."""
+
+    choice: Choice
+    seconds: float
+
+
+@dataclass(slots=True)
+class Plan:
+    """Grids for a task, the fastest first."""
+
+    task: Task
+    devices: int
+    ranked: list[Price] = field(default_factory=list)
+    """The best simulated choice of each grid."""
+    estimated: list[Estimated] = field(default_factory=list)
+    """Grids that fit and seem slower, by their estimates."""
+    refused: list[tuple[Shape, str]] = field(default_factory=list)
+    candidates: int = 0
+    simulated: int = 0
+    seconds: float = 0.0
+    """That the search took."""
+
+    @property
+    def best(self) -> Price:
+        return self.ranked[0]
+
+
+def search(task: Task, devices: int, *, space: Space = Space(), top: int = 10) -> Plan:
+    """Rank the grids of that many devices, at least `top` of them by simulation."""
+    began = time.perf_counter()
+    found = _Search(task, devices, space, top).run()
+    found.seconds = time.perf_counter() - began
+    if not found.ranked:
+        raise ValueError(why_nothing_fits(found))
+    return found
+
+
+class _Search:
+    def __init__(self, task: Task, devices: int, space: Space, top: int) -> None:
+        self.task, self.space, self.top = task, space, top
+        self.plan = Plan(task, devices)
+        self.limit = task.machine.memory - task.machine.reserve
+
+    def run(self) -> Plan:
+        cells = list(self._cells())
+        if not cells:
+            return self.plan
+        orders = self.space.orders or tuple(permutations(AXES))
+        estimates = Estimates(self.task, cells, orders)
+        levers = torch.tensor([[self._allowed(cell, lever) for lever in LEVERS] for cell in cells])
+        seconds = estimates.seconds.masked_fill(~levers[:, :, None], torch.inf)
+        self.plan.candidates = int(seconds.isfinite().sum())
+        by_grid: dict[tuple[int, ...], list[int]] = {}
+        for index, cell in enumerate(cells):
+            by_grid.setdefault(tuple(cell.choice.shape.sizes.values()), []).append(index)
+        grids = [
+            _Grid([cells[index].choice for index in indices], seconds[indices], orders, self._fit)
+            for indices in by_grid.values()
+        ]
+        self._rank(self._fitting(grids))
+        return self.plan
+
+    def _fitting(self, grids: list[_Grid]) -> list[_Grid]:
+        """So many grids with something that fits, in order of its estimate. Refuses those where nothing does."""
+        waiting = [(grid.estimate, place) for place, grid in enumerate(grids) if not self._refused(grid)]
+        heapify(waiting)
+        found: list[_Grid] = []
+        while waiting and len(found) < self.top + MORE_GRIDS:
+            estimate, place = heappop(waiting)
+            if estimate < inf and grids[place].try_next():
+                found.append(grids[place])
+            else:
+                heappush(waiting, (grids[place].estimate, place))
+        self.plan.estimated = [grids[place].next for estimate, place in sorted(waiting) if estimate < inf]
+        return found
+
+    def _refused(self, grid: _Grid) -> bool:
+        """By how much the smallest candidate of a grid exceeds the memory, if it does."""
+        fewest = min(choice.rows for choice in grid.choices)
+        frugal = [self._least(choice) for choice in grid.choices if choice.rows == fewest]
+        least = min(frugal, key=lambda memory: memory.total)
+        if least.total <= self.limit:
+            return False
+        reason = f"needs {describe_memory(least)} of {self.limit / GIB:.1f} GiB at the least"
+        self.plan.refused.append((grid.shape, reason))
+        return True
+
+    def _rank(self, grids: Sequence[_Grid]) -> None:
+        """Simulate the first candidate of the first grids, then others of those that came out best."""
+        first = [(self._price(grid.found[0]), grid) for grid in grids]
+        first.sort(key=lambda found: found[0].seconds)
+        for best, grid in first[:CLOSER_LOOK]:
+            while len(grid.found) < OF_EACH and grid.estimate < inf:
+                grid.try_next()
+            others = [self._price(candidate) for candidate in grid.found[1:]]
+            self.plan.ranked.append(min([best, *others], key=lambda found: found.seconds))
+        self.plan.ranked += [best for best, _ in first[CLOSER_LOOK:]]
+        self.plan.ranked.sort(key=lambda found: found.seconds)
+
+    def _price(self, candidate: Estimated) -> Price:
+        self.plan.simulated += 1
+        return price(self.task, candidate.choice)
+
+    # --- what there is to choose from
+
+    def _cells(self) -> Iterator[Cell]:
+        task = self.task
+        for shape in self.space.shapes or shapes_of(self.plan.devices):
+            places = shape.data * shape.z
+            if task.rows % places:
+                self.plan.refused.append((shape, f"data*z = {places} places do not divide a batch of {task.rows} rows"))
+                continue
+            misfits = {}
+            for policy in self._policies(shape):
+                misfit = task.config.misfit(shape, policy)
+                if misfit is not None:
+                    what, value, _, axes = misfit
+                    misfits[policy.activations] = f"{what}={value} is not divisible by {axes}"
+                    continue
+                prices = Seconds(task.machine, shape)
+                for rows in self._rows(task.rows // places):
+                    yield Cell(task, Choice(shape, policy, rows, task.rows // places // rows), prices)
+            if len(misfits) == len({policy.activations for policy in self._policies(shape)}):
+                self.plan.refused.append((shape, "; ".join(dict.fromkeys(misfits.values()))))
+
+    def _policies(self, shape: Shape) -> Sequence[Policy]:
+        """One for each activation mode where the two differ; levers are added to it."""
+        if self.space.policies is not None:
+            return self.space.policies
+        modes: tuple[Activations, ...] = ("sharded", "replicated") if shape.x * shape.y > 1 else ("sharded",)
+        return [Policy(activations=mode, compute=self.task.compute, shard_optimizer=True) for mode in modes]
+
+    def _rows(self, rows: int) -> Iterator[int]:
+        for each in range(1, min(rows, MOST_ROWS) + 1):
+            if rows % each == 0 and (self.space.micro_steps is None or rows // each in self.space.micro_steps):
+                yield each
+
+    def _allowed(self, cell: Cell, lever: Lever) -> bool:
+        """Levers that change nothing on this grid are left out; where policies are given only theirs is taken."""
+        policy, shape = cell.choice.policy, cell.choice.shape
+        if self.space.policies is not None:
+            return lever == Lever(policy.recompute, policy.keep_gathered, policy.keep_weights)
+        if lever.keep_weights and shape.z == 1:
+            return False
+        return not lever.keep_gathered or (policy.activations == "sharded" and shape.x * shape.y > 1)
+
+    # --- memory
+
+    def _fit(self, choice: Choice, lever: Lever) -> Choice | None:
+        """That choice with the lever, if it fits; with logits in chunks where it fits only so."""
+        tried = replace(choice, policy=lever.on(choice.policy))
+        memory = memory_of(self.task, tried)
+        if memory.total <= self.limit:
+            return tried
+        if self.space.policies is not None or not memory.logits or choice.rows * self.task.seq <= LOSS_CHUNK:
+            return None
+        tried = replace(tried, policy=replace(tried.policy, loss_chunk=LOSS_CHUNK))
+        return tried if memory_of(self.task, tried).total <= self.limit else None
+
+    def _least(self, choice: Choice) -> Memory:
+        if self.space.policies is None:
+            frugal = replace(choice.policy, recompute="block", keep_gathered=False, keep_weights=False)
+            choice = replace(choice, policy=replace(frugal, loss_chunk=min(LOSS_CHUNK, choice.rows * self.task.seq)))
+        return memory_of(self.task, choice)
+
+
+class _Grid:
+    """The candidates of one grid, in order of their estimates, and those found to fit."""
+
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        seconds: torch.Tensor,
+        orders: Sequence[tuple[str, ...]],
+        fit: Callable[[Choice, Lever], Choice | None],
+    ) -> None:
+        """`seconds` [choice, lever, order]; `fit` gives the choice with the lever if it fits into memory."""
+        self.choices, self.fit, self.orders = choices, fit, orders
+        self.shape = choices[0].shape
+        self.found: list[Estimated] = []
+        self._too_large: list[tuple[Choice, Lever]] = []
+        best, order = (part.flatten() for part in seconds.min(dim=2))  # the order costs no memory
+        self._seconds, self._order = best.tolist(), order.tolist()
+        self._left = best.argsort(descending=True).tolist()
+        self._skip()
+
+    @property
+    def estimate(self) -> float:
+        """Of the next candidate; inf: there is none."""
+        return self._seconds[self._left[-1]] if self._left else inf
+
+    @property
+    def next(self) -> Estimated:
+        """The next candidate, which may or may not fit."""
+        flat = self._left[-1]
+        choice, lever = self._candidate(flat)
+        shape = replace(self.shape, order=self.orders[self._order[flat]])
+        return Estimated(replace(choice, shape=shape, policy=lever.on(choice.policy)), self._seconds[flat])
+
+    def try_next(self) -> bool:
+        """Whether the next candidate fits."""
+        choice, lever = self._candidate(self._left[-1])
+        fitted = self.fit(choice, lever)
+        if fitted is None:
+            self._rule_out(choice, lever)
+        else:
+            self.found.append(replace(self.next, choice=replace(fitted, shape=self.next.choice.shape)))
+        self._left.pop()
+        self._skip()
+        return fitted is not None
+
+    def _candidate(self, flat: int) -> tuple[Choice, Lever]:
+        return self.choices[flat // len(LEVERS)], LEVERS[flat % len(LEVERS)]
+
+    def _rule_out(self, choice: Choice, lever: Lever) -> None:
+        """It does not fit: find the fewest rows with which the same recompute does not even when it keeps nothing."""
+        self._too_large.append((choice, lever))
+        least = Lever(lever.recompute, keep_gathered=False, keep_weights=False)
+        rows = sorted(
+            (other for other in self.choices if other.policy.activations == choice.policy.activations),
+            key=lambda other: other.rows,
+        )
+        most = bisect_left(rows, True, key=lambda other: self.fit(other, least) is None)
+        if most < len(rows):
+            self._too_large.append((rows[most], least))
+
+    def _skip(self) -> None:
+        """Past what cannot fit."""
+        while self._left:
+            candidate = self._candidate(self._left[-1])
+            possible = self._seconds[self._left[-1]] < inf
+            if possible and not any(_needs_no_less(*candidate, *other) for other in self._too_large):
+                return
+            self._left.pop()
+
+
+def _needs_no_less(choice: Choice, lever: Lever, other: Choice, others: Lever) -> bool:
+    """Whether it takes at least the memory of the other, on the same grid."""
+    return (
+        choice.policy.activations == other.policy.activations
+        and choice.rows >= other.rows
+        and RECOMPUTE.index(lever.recompute) <= RECOMPUTE.index(others.recompute)
+        and lever.keep_gathered >= others.keep_gathered
+        and lever.keep_weights >= others.keep_weights
+    )
+
+
+def describe_memory(memory: Memory) -> str:
+    """`61.2 GiB (optimizer 30.1, activations 22.4, ...)`"""
+    kinds = sorted(memory.kinds.items(), key=lambda kind: -kind[1])
+    parts = ", ".join(f"{name.replace('_', ' ')} {nbytes / GIB:.1f}" for name, nbytes in kinds[:4] if nbytes)
+    return f"{memory.total / GIB:.1f} GiB ({parts})"
+
+
+def why_nothing_fits(plan: Plan) -> str:
+    """What is missing, and what would make it fit."""
+    task, reasons = plan.task, dict.fromkeys(reason for _, reason in plan.refused)
+    memory = [reason for reason in reasons if reason.startswith("needs ")]
+    if not memory:
+        return (
+            f"no grid of {plan.devices} devices cuts this model and {task.rows} rows of {task.seq} tokens evenly: "
+            f"{'; '.join(list(reasons)[:3])}; change the number of devices or the batch"
+        )
+    closest = min(memory, key=lambda reason: float(reason.split()[1]))
+    state = task.config.parameters * (task.parameters.itemsize * 4)
+    usable = task.machine.memory - task.machine.reserve
+    return (
+        f"the model fits on no grid of {plan.devices} devices of {task.machine.name}: the closest {closest}; weights, "
+        f"gradients and optimizer state alone are {state / GIB:.0f} GiB, {state / usable:.0f} devices' worth: take "
+        "more devices, shorter sequences, or a smaller model"
+    )

@@ -1,0 +1,225 @@
+"""What one collective, product or kernel takes on a machine, alone.
+
+A collective is a ring: seconds = launch + latency of the hops + wire bytes / bandwidth, one pass for an all-gather or
+a reduce-scatter, two for an all-reduce. An all-reduce may take a tree instead, 2 log2(ranks) hops and the whole
+buffer both ways, where that is faster. Where a group lies decides its bandwidth: inside a node what was measured with
+all groups active, across nodes the node's cards over the number of rings that cross there.
+
+What happens when several run at once is for the simulator; `transfer` says what they share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fourfold.cost.machine import ITEMSIZE, Link, Machine, Timed
+from fourfold.grid import Shape
+from fourfold.ledger import Collective
+
+CARD = "card"
+"""What all transfers that cross nodes share."""
+NEAR = math.log(4)
+"""In log space: as far from a measured product as this, the product and the formula weigh the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the groups of an axis lie on nodes."""
+
+    nodes: int
+    """On which the most spread group lies."""
+    members: int
+    """The most that one group has on one node."""
+    rings: int
+    """The most groups that cross the boundary of one node; 0: none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way around an axis."""
+
+    hops: int
+    """Of one pass: one fewer than ranks."""
+    latency: float
+    """Seconds of these hops, those between nodes with their own."""
+    tree_latency: float
+    """Seconds of the hops of an all-reduce up and down a tree."""
+    bandwidth: float
+    """Bytes a second that a rank sends while all groups of the axis are active."""
+    crosses: bool
+    rings: int
+    """That share a node's cards; 0 inside a node."""
+
+
+class Seconds:
+    """Prices of work on a grid of this shape, whose rank r sits on node r // devices_per_node."""
+
+    def __init__(self, machine: Machine, shape: Shape) -> None:
+        if shape.world > machine.devices_per_node and machine.between is None:
+            raise ValueError(
+                f"the grid {shape} has {shape.world} ranks, but {machine.name} is one node of "
+                f"{machine.devices_per_node} devices; add [between] to its file, or take a grid that fits"
+            )
+        self.machine, self.shape = machine, shape
+        self._routes: dict[str, Route] = {}
+        self._transfers: dict[tuple[str, str, int], tuple[float, float, str]] = {}
+
+    def link(self, axis: str) -> Route:
+        if axis not in self._routes:
+            stride = 1
+            for faster in self.shape.order[: self.shape.order.index(axis)]:
+                stride *= self.shape.sizes[faster]
+            self._routes[axis] = _route(self.machine, stride, self.shape.sizes[axis], self.shape.world)
+        return self._routes[axis]
+
+    def collective(self, record: Collective) -> float:
+        """From launch to arrival, with nothing else on the way."""
+        fixed, moving, _ = self.transfer(record)
+        return fixed + moving
+
+    def transfer(self, record: Collective) -> tuple[float, float, str]:
+        """Seconds that it takes whatever the link does, seconds that it has the link for when alone, and which link.
+
+        Transfers on `CARD` share it, those on an axis share that axis; different axes inside a node share nothing
+        beyond what their bandwidths were measured with.
+        """
+        key = (record.op, record.axis, record.nbytes)
+        if key not in self._transfers:
+            if record.ranks != self.shape.sizes[record.axis]:
+                raise ValueError(f"{record} is of {record.ranks} ranks and not of the grid {self.shape}")
+            self._transfers[key] = self._transfer(record)
+        return self._transfers[key]
+
+    def _transfer(self, record: Collective) -> tuple[float, float, str]:
+        if record.ranks == 1:
+            return 0.0, 0.0, record.axis
+        route, launch = self.link(record.axis), self.machine.launch
+        passes = 2 if record.op == "all_reduce" else 1
+        ring = (launch + passes * route.latency, record.wire_bytes / route.bandwidth)
+        tree = (launch + route.tree_latency, 2 * record.nbytes / route.bandwidth)
+        fixed, moving = min(ring, tree, key=sum) if record.op == "all_reduce" else ring
+        return fixed, moving, CARD if route.crosses else record.axis
+
+    def product(self, m: int, k: int, n: int, dtype: str) -> float:
+        """Of [m, k] x [k, n]."""
+        return _product(self.machine, m, k, n, dtype)
+
+    def attention(self, flops: float, nbytes: float, dtype: str) -> float:
+        rate = _gemm(self.machine, dtype) * self.machine.attention
+        return max(flops / rate, self.kernel(nbytes))
+
+    def kernel(self, nbytes: float) -> float:
+        """Of work that memory bounds, by the bytes that it reads and writes."""
+        return max(nbytes / self.machine.memory_bandwidth, self.machine.overhead)
+
+
+@lru_cache(maxsize=4096)
+def _route(machine: Machine, stride: int, size: int, world: int) -> Route:
+    if size == 1:
+        return Route(0, 0.0, 0.0, math.inf, False, 0)
+    spread = spread_of(stride, size, world, machine.devices_per_node)
+    if not spread.rings or machine.between is None:
+        link = inside_link(machine, stride, size)
+        deep = math.ceil(math.log2(size))
+        return Route(size - 1, (size - 1) * link.latency, 2 * deep * link.latency, link.bandwidth, False, 0)
+    between, near = machine.between, size - spread.nodes  # hops inside nodes, in the whole round
+    bandwidth, hop = between.bandwidth / spread.rings, 0.0
+    if near:
+        inner = inside_link(machine, stride, spread.members)
+        bandwidth, hop = min(bandwidth, inner.bandwidth), inner.latency
+    # a pass leaves one hop of the round out; the slowest part waits for all but the cheapest
+    latency = spread.nodes * between.latency + near * hop - (min(hop, between.latency) if near else between.latency)
+    deep, wide = math.ceil(math.log2(spread.members)), math.ceil(math.log2(spread.nodes))
+    return Route(
+        size - 1, latency, 2 * (deep * hop + wide * between.latency), bandwidth, crosses=True, rings=spread.rings
+    )
+
+
+def inside_link(machine: Machine, stride: int, size: int) -> Link:
+    """The measured one, else that of the nearest group, of the same stride where there is any."""
+
+    def distance(group: tuple[int, int]) -> tuple[bool, float, tuple[int, int]]:
+        return group[0] != stride, math.hypot(math.log(group[0] / stride), math.log(group[1] / size)), group
+
+    return machine.inside[min(machine.inside, key=distance)]
+
+
+@lru_cache(maxsize=4096)
+def spread_of(stride: int, size: int, world: int, per_node: int) -> Spread:
+    """Where the groups lie whose ranks are base, base + stride, ...; rank r sits on node r // per_node.
+
+    Ranks rise along a group, so it visits each of its nodes once: its ring enters and leaves each of them once.
+    """
+    block = stride * size
+    if world <= per_node or per_node % block == 0:
+        return Spread(1, size, 0)
+    if stride % per_node == 0:
+        return Spread(size, 1, per_node)
+    if per_node % stride == 0 and block % per_node == 0:
+        return Spread(block // per_node, per_node // stride, stride)
+    return count_spread(stride, size, world, per_node)
+
+
+def count_spread(stride: int, size: int, world: int, per_node: int) -> Spread:
+    """The same for any sizes, rank by rank, until the pattern repeats."""
+    block = stride * size
+    members: Counter[tuple[int, int, int]] = Counter()
+    nodes: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for rank in range(min(world, math.lcm(block, per_node))):
+        group, node = (rank // block, rank % stride), rank // per_node
+        members[*group, node] += 1
+        nodes[group].add(node)
+    crossing = Counter(node for visited in nodes.values() if len(visited) > 1 for node in visited)
+    return Spread(max(map(len, nodes.values())), max(members.values()), max(crossing.values(), default=0))
+
+
+def _gemm(machine: Machine, dtype: str) -> float:
+    if dtype not in machine.gemm:
+        raise ValueError(
+            f"{machine.name} has no FLOP/s for {dtype}, it has them for {', '.join(machine.gemm)}; add peak.{dtype} "
+            f"and gemm.{dtype} to its file, or compute in one of these"
+        )
+    return machine.gemm[dtype]
+
+
+@lru_cache(maxsize=1 << 16)
+def _product(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
+    seconds = formula_seconds(machine, m, k, n, dtype)
+    if seconds and machine.measured:
+        seconds *= math.exp(_correction(machine, m, k, n, dtype))
+    return max(seconds, machine.overhead)
+
+
+def formula_seconds(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
+    """By the smallest dim and by the bytes."""
+    least = min(m, k, n)
+    rate = _gemm(machine, dtype) * least / (least + machine.gemm_half) if least else math.inf
+    nbytes = ITEMSIZE[dtype] * (m * k + k * n + m * n)
+    return max(2 * m * k * n / rate, nbytes / machine.memory_bandwidth, machine.overhead)
+
+
+def _correction(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
+    """Log of measured / formula, interpolated between measured products by their distance in log space.
+
+    A measured product gets exactly its seconds; far from all of them the formula holds.
+    """
+    weights, total = 1 / NEAR**2, 0.0
+    for one, error in _errors(machine):
+        if one.dtype == dtype:
+            apart = math.log(m / one.m) ** 2 + math.log(k / one.k) ** 2 + math.log(n / one.n) ** 2
+            if apart == 0:
+                return error
+            weights += 1 / apart
+            total += error / apart
+    return total / weights
+
+
+@lru_cache(maxsize=64)
+def _errors(machine: Machine) -> list[tuple[Timed, float]]:
+    return [
+        (one, math.log(one.seconds / formula_seconds(machine, one.m, one.k, one.n, one.dtype)))
+        for one in machine.measured
+    ]

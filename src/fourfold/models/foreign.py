@@ -1,0 +1,198 @@
+"""Hugging Face's config.json as fields of `Config`, for the model types that those can express exactly.
+
+Read with json alone. Values that a file leaves out are those of the type's own defaults; sizes without which there is
+no model must be there. Rotary scaling and sliding windows change which numbers are computed, not what a step costs
+here: attention runs, and is priced, over whole sequences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fourfold.models.config import nearest
+
+GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu", "gelu_fast", "gelu_python")
+"""One elementwise pass each; the first two are what runs here."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+NEUTRAL = {
+    "_name_or_path", "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "layer_types", "max_window_layers",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn",
+    "return_dict", "rope_scaling", "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "sliding_window",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
+}  # fmt: skip
+"""Keys that change nothing that is priced."""
+
+
+class Source:
+    """A config.json and which of its keys were read."""
+
+    def __init__(self, path: Path, keys: Mapping[str, Any]) -> None:
+        self.path, self.keys = path, keys
+        self.read: set[str] = {"model_type"}
+
+    def need(self, *names: str) -> Any:
+        """The value under the first of the names that is there."""
+        self.read.update(names)
+        for name in names:
+            if self.keys.get(name) is not None:
+                return self.keys[name]
+        raise ValueError(f"{self.path} lacks {' or '.join(names)}, which model_type={self.kind!r} needs")
+
+    def get(self, name: str, default: Any) -> Any:
+        self.read.add(name)
+        value = self.keys.get(name)
+        return default if value is None else value
+
+    @property
+    def kind(self) -> str:
+        return str(self.keys.get("model_type"))
+
+    def refuse(self, what: str, why: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: {what}: {why}; a Config cannot say that: build it of fourfold.nn layers and name the "
+            "function, package.module:function"
+        )
+
+    def expect(self, name: str, default: Any, allowed: tuple[Any, ...], why: str) -> Any:
+        """A value that must be one of those that the reference model computes."""
+        value = self.get(name, default)
+        if value not in allowed:
+            raise self.refuse(f"{name}={value!r}", why)
+        return value
+
+
+def read_foreign(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Fields of `Config`, and notes on keys that were not read."""
+    try:
+        keys = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
+        raise ValueError(f"{path} has no model_type; it is no config.json of a Hugging Face model")
+    source = Source(path, keys)
+    if experts := [key for key in EXPERTS if keys.get(key)]:
+        raise source.refuse(f"{experts[0]}={keys[experts[0]]!r}", "a mixture of experts sends each token elsewhere")
+    if source.kind in REFUSED:
+        raise source.refuse(f"model_type={source.kind!r}", REFUSED[source.kind])
+    if source.kind not in READERS:
+        near = nearest(source.kind, list(READERS))
+        raise ValueError(f"{path}: model_type={source.kind!r} is not understood{near}; those are {', '.join(READERS)}")
+    fields = READERS[source.kind](source)
+    return fields, tuple(_notes(source))
+
+
+def _notes(source: Source) -> list[str]:
+    left = [key for key in source.keys if key not in source.read]
+    neutral, unknown = ([key for key in left if (key in NEUTRAL) is known] for known in (True, False))
+    notes = []
+    if neutral:
+        notes.append(f"not read, for they change nothing that is priced: {', '.join(neutral)}")
+    if unknown:
+        notes.append(f"not read, for they are not known here: {', '.join(unknown)}")
+    return notes
+
+
+def _gpt2(source: Source) -> dict[str, Any]:
+    hidden, heads = source.need("n_embd"), source.need("n_head")
+    source.expect("activation_function", "gelu_new", GELU, "the MLP is computed with GELU")
+    source.expect("add_cross_attention", False, (False,), "blocks read no other sequence")
+    dropouts = {name: source.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    if len(set(dropouts.values())) > 1:
+        raise source.refuse(", ".join(f"{name}={p}" for name, p in dropouts.items()), "dropout is one number")
+    return dict(
+        layers=source.need("n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=_head_dim(source, hidden, heads),
+        mlp_hidden=source.get("n_inner", 4 * hidden),
+        vocab=source.need("vocab_size"),
+        seq=source.need("n_positions", "n_ctx"),
+        tied=source.get("tie_word_embeddings", True),
+        dropout=dropouts["resid_pdrop"],
+        norm_eps=source.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def _gpt_neox(source: Source) -> dict[str, Any]:
+    hidden, heads = source.need("hidden_size"), source.need("num_attention_heads")
+    source.expect("use_parallel_residual", True, (False,), "attention and MLP run one after the other")
+    source.expect("rotary_pct", 0.25, (1.0,), "rotary positions turn whole heads")
+    source.expect("hidden_act", "gelu", GELU, "the MLP is computed with GELU")
+    source.expect("attention_bias", True, (True,), "biases are on all layers or on none")
+    dropouts = {name: source.get(name, 0.0) for name in ("hidden_dropout", "attention_dropout")}
+    if len(set(dropouts.values())) > 1:
+        raise source.refuse(", ".join(f"{name}={p}" for name, p in dropouts.items()), "dropout is one number")
+    return dict(
+        layers=source.need("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=_head_dim(source, hidden, heads),
+        mlp_hidden=source.need("intermediate_size"),
+        vocab=source.need("vocab_size"),
+        seq=source.need("max_position_embeddings"),
+        positions="rope",
+        rope_theta=float(source.get("rotary_emb_base", 10000.0)),
+        tied=source.get("tie_word_embeddings", False),
+        dropout=dropouts["hidden_dropout"],
+        norm_eps=source.get("layer_norm_eps", 1e-5),
+    )
+
+
+def _llama(source: Source, *, eps: float = 1e-6, head_dim: int | None = None, **choices: Any) -> dict[str, Any]:
+    """Llama, and those that differ from it in a default or two."""
+    hidden, heads = source.need("hidden_size"), source.need("num_attention_heads")
+    source.expect("hidden_act", "silu", ("silu", "swish"), "the MLP is computed with SwiGLU")
+    biases = {name: source.get(name, False) for name in ("attention_bias", "mlp_bias")}
+    if len(set(biases.values())) > 1:
+        raise source.refuse(
+            ", ".join(f"{name}={on}" for name, on in biases.items()), "biases are on all layers or on none"
+        )
+    source.expect("attention_dropout", 0.0, (0.0, 0), "dropout acts after every sublayer or nowhere")
+    rope = source.get("rope_parameters", {})
+    return dict(
+        layers=source.need("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=source.get("num_key_value_heads", heads),
+        head_dim=source.get("head_dim", head_dim) or _head_dim(source, hidden, heads),
+        mlp_hidden=source.need("intermediate_size"),
+        vocab=source.need("vocab_size"),
+        seq=source.need("max_position_embeddings"),
+        norm="rms",
+        mlp="swiglu",
+        positions="rope",
+        rope_theta=float(source.get("rope_theta", rope.get("rope_theta", 10000.0))),
+        bias=biases["mlp_bias"],
+        tied=source.get("tie_word_embeddings", False),
+        norm_eps=source.get("rms_norm_eps", eps),
+        **choices,
+    )
+
+
+def _head_dim(source: Source, hidden: int, heads: int) -> int:
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+        raise ValueError(f"{source.path}: a width of {hidden!r} is not divisible by {heads!r} heads")
+    return hidden // heads
+
+
+READERS: dict[str, Callable[[Source], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen3": lambda source: _llama(source, head_dim=128, qk_norm=True),
+}
+REFUSED = {
+    "qwen2": "it has biases on q, k and v and on no other layer",
+    "gemma": "it scales embeddings, gates its MLP with GELU and offsets the weights of norms by 1",
+    "gemma2": "it norms the outputs of sublayers too and caps scores",
+    "gemma3_text": "it norms the outputs of sublayers too and scales embeddings",
+}
+"""Types that are known and cannot be expressed, and why."""

@@ -1,0 +1,175 @@
+"""What `fourfold calibrate` does: starts the ranks, shows how far it is, writes the machine file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.cost.calibrate import Calibration
+from fourfold.cost.machine import Machine, parse_machine, to_toml
+from fourfold.grid import Grid
+from fourfold.train.command import chosen_device, close
+from fourfold.train.launch import cores, inside_a_job, launch, listen_to_signals, share_cores
+
+DESCRIPTION = """\
+Measure this machine: links between its ranks, products, attention, memory. The file is a machine for fourfold plan.
+Outside of torchrun and SLURM the local ranks are started here; with several nodes the network is measured too.
+
+  fourfold calibrate --out here.toml
+  torchrun --nnodes 2 --nproc-per-node 8 -m fourfold.cli calibrate --out cluster.toml --seconds 180"""
+
+
+def add_parser(commands: Any, formatter_class: type[argparse.HelpFormatter]) -> None:
+    """Add `calibrate` to the subparsers of `fourfold`."""
+    parser = commands.add_parser(
+        "calibrate", help="measure this machine", description=DESCRIPTION, formatter_class=formatter_class
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.toml")
+    parser.add_argument("--ranks", type=int, help="local ranks to start; by default the GPUs, else the cores")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU where there is one")
+    parser.add_argument("--seconds", type=float, default=60.0, help="about how long to measure; default 60")
+    parser.set_defaults(run=calibrate)
+
+
+def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    check(options)
+    device = chosen_device(options.device)
+    if inside_a_job():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
+        return _measure(options, device)
+    ranks = wanted_ranks(options.ranks, device)
+    if ranks == 1:
+        return _measure(options, device)
+    return launch(ranks, [*arguments, "--ranks", str(ranks), "--device", device], sys.stderr)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse before anything starts what could not be done at the end."""
+    if options.out.suffix != ".toml":
+        raise ValueError(f"--out {options.out}: a machine file ends in .toml, such as {options.out.name}.toml")
+    if not options.out.parent.is_dir():
+        raise FileNotFoundError(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
+    if not 0 < options.seconds < float("inf"):
+        raise ValueError(f"--seconds {options.seconds:g}: measuring takes some time; give a number above 0, such as 60")
+    if options.ranks is not None and options.ranks < 1:
+        raise ValueError(f"--ranks {options.ranks}: there must be at least one")
+
+
+def wanted_ranks(asked: int | None, device: str) -> int:
+    """How many local ranks to start."""
+    if device == "cpu":
+        return asked or cores()
+    gpus = torch.cuda.device_count()
+    if asked is not None and asked > gpus:
+        raise ValueError(f"--ranks {asked}, but this machine has {gpus} GPUs; measure with {gpus} or fewer")
+    return asked or gpus
+
+
+def _measure(options: argparse.Namespace, device: str) -> int:
+    """As one rank of the job."""
+    line = join(device, options.ranks)
+    listen_to_signals()
+    line.first_alone("opening the machine file", lambda: check_writable(options.out))
+    with showing(sys.stderr, line.rank == 0, f"measuring for about {options.seconds:g} s") as progress:
+        found = Calibration(
+            line,
+            ranks_of_node(line.shape.world),
+            options.seconds,
+            settle=share_cores if device == "cpu" else lambda: None,
+            progress=progress,
+        ).measure(options.out.stem)
+    line.first_alone("writing the machine file", lambda: write(found, options.out))
+    if line.rank == 0:
+        print("\n".join(summary(found, options.out)))
+    close(line)
+    return 0
+
+
+def join(device: str, ranks: int | None) -> Grid:
+    """All ranks of the job along one axis."""
+    Grid.alone(device)  # joins the job
+    world = dist.get_world_size()
+    if ranks not in (None, world):
+        raise ValueError(
+            f"--ranks {ranks}, but this job has {world}; leave --ranks away where something else starts them"
+        )
+    line = Grid(data=world, device=device)
+    if device == "cpu":
+        share_cores()
+    return line
+
+
+def ranks_of_node(world: int) -> int:
+    """From torchrun's or SLURM's environment; `4(x2)` is SLURM's way to say 4 on each of two nodes."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE") or str(world)
+    found = re.fullmatch(r"(\d+)(\(x\d+\))?", said)
+    if found is None or world % int(found[1]):
+        raise ValueError(
+            f"{world} ranks, {said} on the nodes: a machine has nodes of equal size; start as many on each"
+        )
+    return int(found[1])
+
+
+def check_writable(path: Path) -> None:
+    """Before the time is spent; leaves no empty file behind."""
+    there = path.exists()
+    path.open("a").close()
+    if not there:
+        path.unlink()
+
+
+def write(machine: Machine, path: Path) -> None:
+    text = to_toml(machine)
+    parse_machine(text, str(path))  # what could not be read again is better not written
+    path.write_text(text, encoding="utf-8")
+
+
+def summary(machine: Machine, path: Path) -> Iterator[str]:
+    rates = ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in machine.gemm.items())
+    yield f"{path}: {machine.about}"
+    yield f"  products {rates}, half of it with a dim of {machine.gemm_half:.0f}; attention {machine.attention:.0%}"
+    yield f"  memory {machine.memory / 1e9:.1f} GB, {machine.memory_bandwidth / 1e9:.1f} GB/s"
+    yield f"  at least {machine.overhead * 1e6:.1f} us a kernel, {machine.launch * 1e6:.1f} us a collective"
+    yield f"  products beside a collective take {machine.contention:.2f} times as long"
+    named = [(f"ranks {stride} apart, {size} together", link) for (stride, size), link in machine.inside.items()]
+    if machine.between is not None:
+        named.append(("between nodes, all rings of a node", machine.between))
+    for name, link in named:
+        yield f"  {name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency * 1e6:.1f} us a hop"
+    yield f"\n  fourfold plan --machine {path}"
+
+
+@contextmanager
+def showing(stream: IO[str], wanted: bool, text: str) -> Iterator[Callable[[float], None]]:
+    """What is to be called with the fraction that is done: a bar where somebody watches, else a line every tenth."""
+    if not wanted:
+        yield lambda _: None
+    elif stream.isatty() and find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(file=stream)) as bar:
+            task = bar.add_task(text, total=1.0)
+            yield lambda done: bar.update(task, completed=done)
+    else:
+        print(text, file=stream, flush=True)
+        tenths = 0
+
+        def show(done: float) -> None:
+            nonlocal tenths
+            if int(10 * done + 1e-9) > tenths:
+                tenths = int(10 * done + 1e-9)
+                print(f"{tenths * 10:>4}%", file=stream, flush=True)
+
+        yield show

@@ -1,0 +1,181 @@
+"""What the planner says of a run, beside what the run measures.
+
+Rank 0 prices its own grid and policy when a run begins, and sets the median of a few steps beside it once they are
+there. Nothing here may end a run: what cannot be priced says why, and training goes on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fourfold.cost.price import Choice, Price, Task, price
+from fourfold.cost.program import step_program
+from fourfold.cost.seconds import Seconds
+from fourfold.cost.simulate import COMPUTE, Span, chrome_trace, simulate
+from fourfold.cost.work import Launch, Product, Work
+from fourfold.grid import AXES, Grid, Shape
+from fourfold.train.config import DTYPES, Config
+from fourfold.train.plan import Job, Located, locate, memory_bytes
+from fourfold.train.record import Event, write_json
+
+UNSTEADY = 2
+"""Steps at the start that are not compared: they find the order of gathers, compile, and fill caches."""
+COMPARED = 5
+"""Steps whose median is."""
+DRAWN = 4
+"""Layers and micro-steps in a predicted timeline; further ones look the same."""
+STEP = "step"
+PREDICTED = "predicted.json"
+WHOLE_PROCESS = "on the CPU the measured memory is that of the whole process, with torch itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The price of a run's own choice, and what it was found with."""
+
+    price: Price
+    located: Located
+
+    @property
+    def facts(self) -> Event:
+        """For run.json."""
+        found, memory = self.price, self.price.memory
+        choice = found.choice
+        return {
+            "machine": found.task.machine.name,
+            "notes": list(self.located.notes),
+            "seconds": found.seconds,
+            "compute_seconds": found.totals.compute,
+            "link_seconds": _by_axis(found.totals.link, choice.shape),
+            "exposed_seconds": _by_axis(found.totals.exposed, choice.shape),
+            "peak_memory_bytes": memory.total,
+            "memory_bytes": memory.kinds,
+            "peak_at": memory.at,
+            "halves": len(choice.volume(found.task).halves()),
+            "mfu": found.mfu,
+            "hfu": found.hfu,
+        }
+
+    def trace(self) -> dict[str, Any]:
+        """The timeline of a step for Perfetto, its names as in the traces of ranks."""
+        task, choice = self.price.task, self.price.choice
+        layers, micro_steps = min(task.config.layers, DRAWN), min(choice.micro_steps, DRAWN)
+        program = step_program(choice.volume(task, layers=layers), micro_steps=micro_steps)
+        line = simulate(
+            program.work, Seconds(task.machine, choice.shape), task.dtype, phases=program.phases, trace=True
+        )
+        drawn = f"{layers} of {task.config.layers} layers, {micro_steps} of {choice.micro_steps} micro-steps"
+        whole = Span(STEP, f"step ({drawn})", 0.0, line.seconds, STEP)
+        return chrome_trace([whole, *named(program.work, line.spans)], process=f"predicted on {task.machine.name}")
+
+
+def named(work: Sequence[Work], spans: Iterable[Span]) -> list[Span]:
+    """Spans with the names that the ledger and the profiler have for them."""
+    products = {item.label for item in work if isinstance(item, Product)}
+    launched: defaultdict[str, list[str]] = defaultdict(list)
+    for item in work:
+        if isinstance(item, Launch):
+            launched[item.lane].append(str(item.record))
+    left = {lane: iter(records) for lane, records in launched.items()}  # a lane carries them in order of their launch
+    found = []
+    for span in spans:
+        if span.track == COMPUTE:
+            label = f"product {span.label}" if span.label in products else span.label
+        else:
+            label = next(left[span.track])
+        found.append(Span(span.track, f"fourfold::{label}", span.start, span.end, span.phase))
+    return found
+
+
+def _by_axis(seconds: Any, shape: Shape) -> dict[str, float]:
+    return {axis: seconds.get(axis, 0.0) for axis in AXES if shape.sizes[axis] > 1}
+
+
+def predict(config: Config, job: Job) -> Prediction:
+    """Price a resolved config on the machine that it names."""
+    policy, batch, shape = config.build_policy(), config.batch, config.grid.shape
+    compute = DTYPES[config.policy.dtype]
+    located = locate(config.plan.machine, job, compute)
+    task = Task(config.model.build(), located.machine, batch.rows, batch.seq, config.policy.parameters, compute)
+    rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
+    return Prediction(price(task, Choice(shape, policy, rows, batch.micro_steps)), located)
+
+
+def foresee(config: Config, grid: Grid, traced: range, folder: Path) -> tuple[Event, Comparison | None]:
+    """What is predicted of a run, for run.json, and what compares it; where nothing is, why.
+
+    Where steps are to be traced, the predicted timeline is written beside their traces.
+    """
+    on_gpu = grid.device.type == "cuda"
+    job = Job.here(grid.shape.world, on_gpu=on_gpu, memory_bytes=memory_bytes(grid.device.type))
+    try:
+        found = predict(config, job)
+        facts = found.facts
+        trace = found.trace() if traced else None
+    except (ValueError, OSError) as error:
+        return {"unpriced": " ".join(str(error).split())}, None
+    except Exception as error:  # a mistake of the planner's must not cost a training run
+        return {"unpriced": " ".join(f"{type(error).__name__}: {error}".split())}, None
+    if trace is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / PREDICTED, trace)
+    return facts, Comparison(facts, traced=traced, on_gpu=on_gpu)
+
+
+class Comparison:
+    """Takes the events of steps; tells once how they compare with the prediction.
+
+    Steps that were traced are slower and count only where there is no other.
+    """
+
+    def __init__(self, predicted: Event, *, traced: range, on_gpu: bool) -> None:
+        self.predicted, self.traced = predicted, traced
+        self.notes = [*predicted["notes"], *([] if on_gpu else [WHOLE_PROCESS])]
+        self._steps: list[Event] = []
+        self._told = False
+
+    def add(self, step: Event) -> Event | None:
+        """The comparison, when this step completes it."""
+        if self._told:
+            return None
+        self._steps.append(step)
+        return self._compare(self._steady) if len(self._steady) == COMPARED else None
+
+    def finish(self) -> Event | None:
+        """What a run that was too short for it has."""
+        if self._told or not self._steps:
+            return None
+        return self._compare(self._steady or self._steps[UNSTEADY:] or self._steps[-1:])
+
+    @property
+    def _steady(self) -> list[Event]:
+        return [step for step in self._steps[UNSTEADY:] if step["step"] not in self.traced]
+
+    def _compare(self, steps: Sequence[Event]) -> Event:
+        self._told = True
+        exposed = self.predicted["exposed_seconds"]
+        return {
+            "event": "compared",
+            "step": self._steps[-1]["step"],
+            "steps": [step["step"] for step in steps],
+            "machine": self.predicted["machine"],
+            "notes": self.notes,
+            "seconds": _pair(self.predicted["seconds"], [step["seconds"] for step in steps]),
+            "exposed_seconds": {
+                axis: _pair(exposed[axis], [step["exposed_seconds"].get(axis, 0.0) for step in steps])
+                for axis in exposed
+            },
+            "peak_memory_bytes": _pair(
+                self.predicted["peak_memory_bytes"], [step["peak_memory_bytes"] for step in steps]
+            ),
+        }
+
+
+def _pair(predicted: float, measured: Sequence[float]) -> dict[str, float | None]:
+    found = median(measured)
+    return {"predicted": predicted, "measured": found, "ratio": found / predicted if predicted else None}

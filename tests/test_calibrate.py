@@ -1,0 +1,239 @@
+"""What calibrate measures is what the machine does, and what it fits is what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fourfold.cost.calibrate import Calibration, groups_of
+from fourfold.cost.fit import Computation, Measured, Message, fit_links, fit_products, machine_of, not_negative
+from fourfold.cost.machine import Link, Timed, load_machine, parse_machine, to_toml
+from fourfold.grid import Shape
+from fourfold.ledger import Collective
+from fourfold.train.calibrate import add_parser, calibrate, check_writable, ranks_of_node, showing, summary, write
+from fourfold.train.launch import share_cores
+from harness import grid_of
+
+LINKS = {(1, 2): Link(2e9, 3e-6), (2, 4): Link(5e8, 40e-6)}
+
+
+def messages(launch: float, links: dict[tuple[int, int], Link]) -> list[Message]:
+    """Collectives that take exactly what the rule says."""
+    found = []
+    for group, link in links.items():
+        for op in ("all_gather", "reduce_scatter", "all_reduce"):
+            for nbytes in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
+                record = Collective(op, "z", nbytes, group[1])
+                hops = (group[1] - 1) * (2 if op == "all_reduce" else 1)
+                seconds = launch + hops * link.latency + record.wire_bytes / link.bandwidth
+                found.append(Message(group, record, seconds))
+    return found
+
+
+def test_links_are_found_again() -> None:
+    launch, links = fit_links(messages(20e-6, LINKS))
+    assert launch == pytest.approx(20e-6, rel=1e-6)
+    for group, link in LINKS.items():
+        assert links[group].bandwidth == pytest.approx(link.bandwidth, rel=1e-6)
+        assert links[group].latency == pytest.approx(link.latency, rel=1e-6)
+    assert fit_links([]) == (0.0, {})
+
+
+def test_no_constant_is_negative_however_noisy_the_times() -> None:
+    torch.manual_seed(0)
+    for _ in range(50):
+        noisy = [
+            Message(message.group, message.record, message.seconds * float(torch.exp(torch.randn(()))))
+            for message in messages(1e-6, LINKS)
+        ]
+        launch, links = fit_links(noisy)
+        assert launch >= 0
+        assert all(link.latency >= 0 and link.bandwidth > 0 for link in links.values())
+
+
+def test_times_that_grow_by_nothing_still_give_a_bandwidth() -> None:
+    flat = [Message((1, 2), Collective("all_gather", "z", nbytes, 2), 1.0 / nbytes) for nbytes in (8, 64, 512)]
+    _, links = fit_links(flat)
+    assert links[1, 2].bandwidth == 256 * 512
+
+
+def test_least_squares_drops_what_would_be_negative() -> None:
+    rows = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]], dtype=torch.float64)
+    assert not_negative(rows, rows @ torch.tensor([2.0, 3.0], dtype=torch.float64)) == pytest.approx([2, 3])
+    falling = not_negative(rows, torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
+    assert falling == pytest.approx([2.0, 0.0])
+    assert not_negative(rows, -torch.ones(3, dtype=torch.float64)) == [0.0, 0.0]
+
+
+def timed(gemm: float, half: float) -> list[Timed]:
+    shapes = ((64, 512, 512), (512, 512, 512), (4096, 4096, 128), (2048, 2048, 2048))
+    return [Timed(m, k, n, "bf16", 2 * m * k * n / (gemm * min(m, k, n) / (min(m, k, n) + half))) for m, k, n in shapes]
+
+
+def test_rates_of_products_are_found_again_and_stay_below_the_peak() -> None:
+    assert fit_products(timed(1e14, 200.0), peak=2e14) == pytest.approx((1e14, 200.0), rel=1e-6)
+    gemm, half = fit_products(timed(1e14, 200.0), peak=0.9e14)
+    assert gemm == 0.9e14
+    assert 0 <= half < 200
+
+
+def found(**changes: object) -> Measured:
+    values = dict(
+        device="NVIDIA H200",
+        devices_per_node=2,
+        memory=1000,
+        held=100,
+        advertised={"bf16": 9e14},
+        messages=messages(20e-6, LINKS),
+        computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6),
+        contention=1.5,
+    )
+    return Measured(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
+    machine = machine_of("here", "two nodes", found(), "today")
+    assert parse_machine(to_toml(machine), "here.toml") == machine
+    assert list(machine.inside) == [(1, 2)]
+    assert machine.between is not None
+    assert machine.between.bandwidth == pytest.approx(2 * 5e8)  # two rings of a node shared its cards
+    assert (machine.peak["bf16"], machine.peak["fp32"]) == (9e14, pytest.approx(1.024e9))
+    assert machine.attention == pytest.approx(0.6)
+    assert machine.reserve == 130
+    assert machine.sources["gemm.bf16"] == "today"
+    assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
+
+
+def test_one_rank_is_a_machine_too() -> None:
+    machine = machine_of("one", "one rank", found(devices_per_node=1, messages=[], contention=1.0), "today")
+    assert parse_machine(to_toml(machine), "one.toml") == machine
+    assert not machine.inside
+    assert machine.between is None
+    assert machine.sources["launch"].startswith("estimate: one rank")
+
+
+def test_every_group_that_tiles_the_ranks_is_measured() -> None:
+    assert groups_of(1) == []
+    assert groups_of(8) == [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)]
+    assert groups_of(6) == [(1, 2), (1, 3), (1, 6), (2, 3), (3, 2)]
+
+
+BUFFER = 16 << 20
+
+
+def independent_bandwidth() -> float:
+    """Bytes a second that a rank sends in torch's own all-gather, the best of a few."""
+    shard = torch.zeros(BUFFER // 8)
+    parts = [torch.empty_like(shard) for _ in range(2)]
+    best = float("inf")
+    for _ in range(6):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_gather(parts, shard)
+        best = min(best, time.perf_counter() - began)
+    return shard.nbytes / best
+
+
+def calibrated(path: str) -> tuple[float, list[float], float]:
+    """Independent bandwidth around a calibration, its progress, and its seconds."""
+    line = grid_of(Shape(data=2))
+    fractions: list[float] = []
+    before, began = independent_bandwidth(), time.perf_counter()
+    machine = Calibration(line, 2, 3.0, settle=share_cores, progress=fractions.append).measure("here")
+    took = time.perf_counter() - began
+    if line.rank == 0:
+        write(machine, Path(path))
+    return max(before, independent_bandwidth()), fractions, took
+
+
+def test_two_ranks_measure_what_an_independent_timing_does(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    (bandwidth, fractions, took), _ = ranks(2).run(calibrated, str(path), timeout=120)
+    machine = load_machine(str(path))
+    assert (machine.device, machine.devices_per_node, list(machine.inside)) == ("cpu", 2, [(1, 2)])
+    assert 1 / 3 < machine.inside[1, 2].bandwidth / bandwidth < 3
+    assert machine.contention >= 1
+    assert "2 ranks, torch" in machine.sources["gemm.fp32"]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert took < 30  # a budget of 3 s, on a machine that others use too
+    lines = list(summary(machine, path))
+    assert "ranks 1 apart, 2 together" in lines[-2]
+    assert lines[-1].endswith(f"fourfold plan --machine {path}")
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers(), argparse.RawDescriptionHelpFormatter)
+    return parser.parse_args(["calibrate", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--out", "here.txt"), r"--out here.txt: a machine file ends in .toml"),
+        (("--out", "no/such/here.toml"), r"there is no folder no/such; make it first"),
+        (("--out", "here.toml", "--seconds", "0"), r"--seconds 0: measuring takes some time"),
+        (("--out", "here.toml", "--seconds", "nan"), r"--seconds nan: measuring takes some time"),
+        (("--out", "here.toml", "--ranks", "0"), r"--ranks 0: there must be at least one"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(arguments: tuple[str, ...], said: str) -> None:
+    given = options(*arguments)
+    assert given.run is calibrate
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        calibrate(given, arguments)
+
+
+def test_nodes_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_of_node(8) == 8
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+    assert ranks_of_node(8) == 4
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4,3")
+    with pytest.raises(ValueError, match="a machine has nodes of equal size"):
+        ranks_of_node(7)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_of_node(8) == 2
+
+
+def test_progress_is_a_line_every_tenth() -> None:
+    stream = io.StringIO()
+    with showing(stream, True, "measuring") as progress:
+        for done in range(1, 41):
+            progress(done / 40)
+    assert stream.getvalue().split() == ["measuring", *(f"{tenth}0%" for tenth in range(1, 11))]
+    with showing(stream, False, "never") as progress:
+        progress(1.0)
+    assert "never" not in stream.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal() -> None:
+    stream = Terminal()
+    with showing(stream, True, "measuring") as progress:
+        progress(0.5)
+        progress(1.0)
+    assert "measuring" in stream.getvalue()
+    assert "100%" in stream.getvalue()
+
+
+def test_a_file_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new.toml")
+    assert not (tmp_path / "new.toml").exists()
+    (tmp_path / "old.toml").write_text("kept")
+    check_writable(tmp_path / "old.toml")
+    assert (tmp_path / "old.toml").read_text() == "kept"
+    with pytest.raises(OSError):
+        check_writable(tmp_path / "no" / "folder.toml")
