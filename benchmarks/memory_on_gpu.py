@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -160,9 +161,9 @@ def take_step(model: torch.nn.Module, optimizer: ff.optim.AdamW, tokens: torch.T
     optimizer.zero_grad()
 
 
-def run(bed: Bed, size: Size, device: str) -> list[Result]:
+def run(bed: Bed, size: Size, device: str, lines: Sequence[Line]) -> list[Result]:
     results = []
-    for line in lines_of(size):
+    for line in lines:
         began = time.monotonic()
         measured = max(bed.run(measure, line, size, timeout=TIMEOUT))
         rows = size.rows // (line.shape.z * line.shape.data)
@@ -199,16 +200,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-memory", help="path without a suffix")
+    parser.add_argument("--lines", default="", help="regular expression of the lines to measure; all of them if empty")
     options = parser.parse_args(arguments)
     size = SIZES[options.device]
+    lines = [line for line in lines_of(size) if re.search(options.lines, line.name)]
+    if not lines:
+        names = "; ".join(line.name for line in lines_of(size))
+        parser.error(f"--lines {options.lines!r} matches none of the lines: {names}")
     with multi_process_service(options.device):
         bed = Bed(RANKS, options.device, Seat)
         try:
-            results = run(bed, size, options.device)
+            results = run(bed, size, options.device, lines)
         finally:
             bed.close()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     command = f"python benchmarks/memory_on_gpu.py --device {options.device}"
+    command += f" --lines {options.lines!r}" if options.lines else ""
     records = [json.dumps({**asdict(result), "error": result.error}) for result in results]
     options.out.with_suffix(".jsonl").write_text("\n".join(records) + "\n")
     options.out.with_suffix(".md").write_text(table(results, options.device, command))

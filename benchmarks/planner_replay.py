@@ -11,7 +11,7 @@ from math import inf, log
 import torch
 
 from fourfold.cost.machine import Machine, load_machine
-from fourfold.cost.price import FEW_LAYERS, Choice, Task, memory_of, timeline
+from fourfold.cost.price import Choice, Task, memory_of, timeline
 from fourfold.cost.published import published_ranking
 from fourfold.cost.simulate import Totals
 from fourfold.grid import Shape
@@ -20,6 +20,8 @@ from fourfold.models.config import config
 from fourfold.overlap import Overlap
 from planner_points import FITTED, POINTS, ROWS, SEQ, Fit, Point, Step
 
+FEW_LAYERS = 2
+"""From so many layers and one more a step is drawn on: without sums over data behind backward that is exact."""
 GRIDS = 40
 """How many grids of the published list are simulated."""
 SHORTLIST = 6
@@ -102,7 +104,8 @@ def _passes(task: Task, choice: Choice, layers: int) -> tuple[Totals, Totals]:
     marks = [*line.marks, ("end", line.totals)]
     spans = [(name, after.plus(before, -1.0)) for (name, before), (_, after) in pairwise(marks)]
     forward, backward, optimizer = ([span for name, span in spans if name == phase] for phase in PHASES)
-    repeated = NOTHING.plus(backward[0], choice.micro_steps - 1)  # only the last one sums over data
+    counted = marks[0][1]  # targets, before the first of several micro-steps
+    repeated = counted.plus(backward[0], choice.micro_steps - 1)  # only the last one sums over data
     return NOTHING.plus(forward[-1], choice.micro_steps), repeated.plus(backward[-1]).plus(optimizer[-1])
 
 
@@ -155,7 +158,7 @@ def fit(machine: str, report: Callable[[str], None]) -> Fit:
             for point in POINTS
             if point.machine == machine and point.fitted
         ]
-        found = _descend(found, lambda tried, lists=tuple(shortlists): _squares(tried, lists))
+        found = descend(found, lambda tried, lists=tuple(shortlists): _squares(tried, lists))
         report(f"{machine}: attention x {found.attention:.3f}, bandwidth between nodes x {found.between:.3f}")
     return found
 
@@ -171,7 +174,7 @@ def _squares(tried: Fit, shortlists: Sequence[tuple[Point, list[tuple[int, Choic
     )
 
 
-def _descend(start: Fit, loss: Callable[[Fit], float]) -> Fit:
+def descend(start: Fit, loss: Callable[[Fit], float]) -> Fit:
     """A pattern search in log space: to the best neighbour while there is one, then in smaller steps."""
     best, least, step = start, loss(start), 0.4
     while step > FINEST:

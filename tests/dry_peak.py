@@ -49,7 +49,7 @@ def dry_peak(case: Case) -> Found:
         with Alive() as first:
             loss = model(tokens, tokens)
             kept = first.nbytes
-            loss.backward()  # records the order in which weights are used
+        loss.backward()  # records the order in which weights are used
         model.zero_grad()
         with Alive() as alive:
             with ff.accumulate(model):
@@ -62,6 +62,6 @@ def dry_peak(case: Case) -> Found:
 
 
 def dry_peaks(cases: Sequence[Case]) -> list[Found]:
-    """In a process of its own: a process has one default group, and the fake one is not for tests."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as process:
-        return list(process.map(dry_peak, cases))
+    """In processes of their own: a process has one default group, and the fake one is not for tests."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver")) as processes:
+        return list(processes.map(dry_peak, cases, chunksize=4))

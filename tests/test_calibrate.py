@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fourfold.cli import parser
 from fourfold.cost.calibrate import Calibration, groups_of
 from fourfold.cost.fit import Computation, Measured, Message, fit_links, fit_products, machine_of, not_negative
 from fourfold.cost.machine import Link, Timed, load_machine, parse_machine, to_toml
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.train.calibrate import add_parser, calibrate, check_writable, ranks_of_node, showing, summary, write
+from fourfold.train.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.train.launch import share_cores
 from harness import grid_of
 
@@ -169,9 +170,7 @@ def test_two_ranks_measure_what_an_independent_timing_does(ranks, tmp_path: Path
 
 
 def options(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers(), argparse.RawDescriptionHelpFormatter)
-    return parser.parse_args(["calibrate", *arguments])
+    return parser().parse_args(["calibrate", *arguments])
 
 
 @pytest.mark.parametrize(

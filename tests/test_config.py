@@ -324,8 +324,8 @@ def test_grids_of_the_command_line() -> None:
 def test_help_names_every_option_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     top = parser()
     (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    assert list(commands.choices) == ["train", "sample", "report", "data"]
-    for name in ("train", "sample", "report"):
+    assert list(commands.choices) == ["train", "plan", "calibrate", "sample", "report", "data"]
+    for name in ("train", "plan", "calibrate", "sample", "report"):
         with pytest.raises(SystemExit) as left:
             top.parse_args([name, "--help"])
         assert left.value.code == 0
@@ -455,7 +455,7 @@ def test_learned_positions_reach_as_far_as_a_sequence() -> None:
 
 def test_a_resolved_config_resolves_to_itself() -> None:
     draw = random.Random(0)
-    for _ in range(20):
+    for _ in range(8):
         given: dict[str, Any] = {
             "model.name": draw.choice(["gpt-tiny", "llama-tiny"]),
             "policy.dtype": draw.choice(["auto", "fp64"]),

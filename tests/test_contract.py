@@ -47,15 +47,25 @@ INSIDE = {
         "initial", "moment", "recompute", "layer", "linear", "norm", "loss",
         "embedding", "chunked", "dropout", "attention", "mlp", "__init__",
     ],
-    "models": ["sizes", "config", "transformer", "generate", "__init__"],
+    "models": ["sizes", "config", "transformer", "generate", "foreign", "outside", "__init__"],
     "data": [
         "__init__", "rows", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order", "samples",
         "loader",
     ],
     "checkpoint": ["__init__", "index", "weights"],
-    "cost": ["__init__", "share", "owed", "volume", "flops", "kept"],
-    "report": ["units", "run", "figures", "ranks", "summary", "profile", "page", "__init__"],
-    "train": ["__init__", "schema", "config", "record", "meter", "profile", "progress", "launch", "loop", "command"],
+    "cost": [
+        "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds", "fit",
+        "calibrate", "work", "rehearse", "program", "simulate", "caught", "dry", "price", "estimate", "search",
+        "modules", "explain", "published",
+    ],
+    "report": [
+        "units", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text", "plan_figures",
+        "plan", "__init__",
+    ],
+    "train": [
+        "__init__", "schema", "launch", "plan", "config", "record", "meter", "predicted", "profile", "progress", "loop",
+        "command", "calibrate", "planning",
+    ],
 }  # fmt: skip
 
 

@@ -60,9 +60,8 @@ def test_products_are_labelled_and_shaped_as_the_equations(alone) -> None:
 
 
 def test_kept_bytes_are_those_of_a_forward_pass_alone(alone) -> None:
-    for policy in (ff.Policy(), ff.Policy(compute=BF16, recompute="attention")):
-        case = Case(Shape(x=2, y=2, data=2), policy, seq=256)
-        assert alone(dry.run, case).kept_bytes == alone(dry.kept, case)
+    case = Case(Shape(x=2, data=2), ff.Policy(compute=BF16, recompute="attention"), seq=256)
+    assert alone(dry.run, case).kept_bytes == alone(dry.kept, case)
 
 
 def test_peak_holds_parameters_gradients_and_state(alone) -> None:
@@ -118,9 +117,9 @@ def test_parameters_are_on_their_way_when_a_step_begins(steady: Dry) -> None:
 
 
 def test_without_overlap_all_waits_follow_their_launch_and_the_products_are_the_same(alone) -> None:
-    case = Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap(halves=2)), seq=128)
+    case = Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap(halves=1)), seq=128)
     with_overlap = alone(dry.run, case)
-    without = alone(dry.run, replace(case, policy=ff.Policy(overlap=Overlap.off(halves=2))))
+    without = alone(dry.run, replace(case, policy=ff.Policy(overlap=Overlap.off())))
     for launch, at, end in flights(without.program):
         assert not any(isinstance(work, Product) for work in without.program[at:end]), launch
     assert Counter(without.records) == Counter(with_overlap.records)
@@ -176,7 +175,7 @@ def test_convolutions_are_products(alone) -> None:
 
 
 def test_a_function_of_grid_and_policy_is_cut(alone) -> None:
-    case = CASES[1]
+    case = Case(Shape(2, 1, 2, 2), rows=1, seq=16)
     found = alone(dry.run_named, "dry:on_the_grid", case.shape, **case.options)
     assert Counter(found.records) == Counter(alone(dry.run, case).records)
 
@@ -214,8 +213,8 @@ def test_sizes_and_ranks_that_are_not_there_are_refused(alone) -> None:
 
 def test_layers_take_little_time_each(alone) -> None:
     """soak_dry.py runs all 192 of them. A rank of 16,384 draws no number and holds no weight."""
-    config = ff.models.config("gpt-640b", layers=8)
+    config = ff.models.config("gpt-640b", layers=4)
     policy = ff.Policy(compute=BF16, recompute="block")
     found = alone(dry.run, Case(Shape(16, 1, 64, 16), policy, config=config, rows=4, seq=2048))
-    assert len(found.records) > 8 * 40
-    assert found.seconds_taken < 60  # 2 on a free core
+    assert len(found.records) > 4 * 40
+    assert found.seconds_taken < 60  # about 2 on a free core

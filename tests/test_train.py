@@ -163,7 +163,7 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
 def test_metrics_are_lines_with_every_figure(finished: tuple[Path, Left]) -> None:
     folder, _ = finished
     lines = lines_of(folder)
-    kinds = ["step"] * 4 + ["evaluation"] + ["step"] * 2 + ["evaluation", "end"]
+    kinds = ["step"] * 4 + ["evaluation"] + ["step"] * 2 + ["evaluation", "compared", "end"]
     assert [line["event"] for line in lines] == kinds
     steps = [line for line in lines if line["event"] == "step"]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -270,7 +270,9 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     assert f'steps 2 to 3 profiled: {trace}; ui.perfetto.dev shows them ("Open trace file")' in left.err
     assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
-    assert found.keys() == {"config", "grid", "steps", "evaluations", "skipped", "end"}
+    assert found.keys() == {
+        "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "end"
+    }  # fmt: skip
     config = parse(Config, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")
     assert found["grid"] == {"x": 1, "y": 1, "z": 1, "data": 1}
@@ -309,6 +311,8 @@ def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) 
     assert config.toml() == left.out
     assert not (tmp_path / "run").exists()
     (left,) = one.run(cli, "train", str(path), "--grid", "auto", "--ranks", "4", "--print-config", "--device", "cpu")
+    assert left.err.startswith("grid data=4 by the planner: ")
+    assert left.err.count("\n") == 1
     assert read_config(None, [*_flat(tomllib.loads(left.out))]).grid.shape.sizes == {"x": 1, "y": 1, "z": 1, "data": 4}
 
 
@@ -474,9 +478,10 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_it_readable(one: Ranks, to
     (left,) = one.run(cli_with_little_disk, 4000, *arguments)
     assert_error(left, f"cannot log to {folder / 'metrics.jsonl'} (File too large)", "stays readable")
     *whole, _ = (folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in whole] == list(range(1, len(whole) + 1))
+    steps = [found["step"] for found in map(json.loads, whole) if found["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
     assert len(whole) > 5
-    assert len(read_run(folder).steps) == len(whole)
+    assert len(read_run(folder).steps) == len(steps)
 
 
 def test_weights_that_do_not_fit_are_an_error_of_one_line(one: Ranks, tokens: str, tmp_path: Path) -> None:

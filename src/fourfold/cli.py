@@ -1,4 +1,4 @@
-"""The command `fourfold`: train | sample | report | data prepare.
+"""The command `fourfold`: train | plan | calibrate | sample | report | data prepare.
 
 Every error that a user can cause is one line that names the cause; anything else is a bug and shows its traceback.
 """
@@ -64,6 +64,18 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return train(options, arguments)
 
 
+def plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from fourfold.train.planning import plan
+
+    return plan(options, arguments)
+
+
+def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from fourfold.train.calibrate import calibrate
+
+    return calibrate(options, arguments)
+
+
 def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from fourfold.train.command import sample
 
@@ -123,6 +135,18 @@ def grid(text: str) -> dict[str, int]:
     return sizes
 
 
+def quantity(text: str) -> float:
+    """`16.8M`, `4096`, `1.5e6`"""
+    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text if scale == 1.0 else text[:-1]) * scale
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write such as 16.8M, 512k or 4096")
+    return value
+
+
 def steps(text: str) -> range:
     """`7`, or `7-9` with both ends."""
     first, _, last = text.partition("-")
@@ -171,7 +195,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="STEPS",
         help="trace these steps, such as 7 or 7-9, on every rank; RUN/profile/rank-R.json opens in ui.perfetto.dev",
     )
+    one.add_argument(
+        "--machine", help="the hardware, for --grid auto and for what is predicted: a name or a machine file"
+    )
     one.set_defaults(run=train)
+
+    add_plan(commands, shape)
+    add_calibrate(commands, shape)
 
     two = commands.add_parser("sample", help="text from a trained model", description=SAMPLE, formatter_class=shape)
     two.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
@@ -202,6 +232,38 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def add_plan(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
+    one = commands.add_parser("plan", help="the fastest grid for a model", description=PLAN, formatter_class=shape)
+    one.add_argument(
+        "--model",
+        required=True,
+        help="a published size such as gpt-80b, a Hugging Face config.json, a .toml, or package.module:function",
+    )
+    one.add_argument("--machine", required=True, help="a name such as perlmutter, or a machine file (.toml)")
+    one.add_argument("--devices", type=int, required=True)
+    one.add_argument(
+        "--batch-tokens", type=quantity, required=True, metavar="N", help="tokens of a step, such as 16.8M"
+    )
+    one.add_argument("--seq", type=int, help="tokens of a sequence; by default the model's")
+    one.add_argument("--dtype", choices=["bf16", "fp32"], help="of products; by default bf16 where the machine has it")
+    one.add_argument("--top", type=int, default=10, metavar="N", help="grids to show; default 10")
+    one.add_argument("--why", type=grid, metavar="GRID", help="what this grid, such as x=8,z=4, loses on")
+    one.add_argument("--json", metavar="FILE", help="the whole plan; -: standard output, and nothing else there")
+    one.add_argument("--html", type=Path, metavar="FILE", help="one page with everything, to explore")
+    one.add_argument("--trace", type=Path, metavar="FILE", help="the best grid's step, opens in ui.perfetto.dev")
+    one.add_argument("--config", type=Path, metavar="FILE.toml", help="the best grid as a config for fourfold train")
+    one.set_defaults(run=plan)
+
+
+def add_calibrate(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
+    one = commands.add_parser("calibrate", help="measure this machine", description=CALIBRATE, formatter_class=shape)
+    one.add_argument("--out", type=Path, required=True, metavar="FILE.toml")
+    one.add_argument("--ranks", type=int, help="local ranks to start; by default the GPUs, else the cores")
+    one.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU where there is one")
+    one.add_argument("--seconds", type=float, default=60.0, help="about how long to measure; default 60")
+    one.set_defaults(run=calibrate)
+
+
 TRAIN = """\
 Train a model. Outside of torchrun and SLURM the local ranks are started here.
 
@@ -210,6 +272,18 @@ Train a model. Outside of torchrun and SLURM the local ranks are started here.
   fourfold train --data texts/ --data more.tokens --ranks 8
   fourfold train run.toml --profile 20-22 --set overlap.halves=2
   torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml"""
+PLAN = """\
+Rank the grids, rank orders and policies for a model on a machine, before anything runs. Needs no device.
+
+  fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M
+  fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --why x=4,data=256
+  fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html"""
+CALIBRATE = """\
+Measure this machine: links between its ranks, products, attention, memory. The file is a machine for fourfold plan.
+Outside of torchrun and SLURM the local ranks are started here; with several nodes the network is measured too.
+
+  fourfold calibrate --out here.toml
+  torchrun --nnodes 2 --nproc-per-node 8 -m fourfold.cli calibrate --out cluster.toml --seconds 180"""
 SAMPLE = """\
 Print text from a trained model.
 

@@ -90,7 +90,8 @@ def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label:
         return Pending(lambda: whole)
     parts = _cut(whole, ranks, dim)
     if record is None or _stays(whole, grid):
-        return Pending(lambda: parts[0], record, grid)
+        mine = torch.empty_like(parts[0])
+        return Pending(lambda: (parts, mine)[1], record, grid)
     with named(record):
         return Pending(_launch_reduce_scatter(parts, Link.of(record, grid)), record, grid)
 
@@ -120,7 +121,7 @@ def all_gather_together(
     else:
         wholes = list(into)
     if _stays(shards[0], grid):
-        return Pending(lambda: wholes, record, grid)
+        return Pending(lambda: (shards, wholes)[1], record, grid)
     link = Link.of(record, grid)
     with named(record):
         if shards[0].is_cuda:
@@ -154,9 +155,8 @@ def reduce_scatter_together(
         return Pending(lambda: list(wholes))
     shapes = [(whole.shape[0] // ranks, *whole.shape[1:]) for whole in wholes]
     if _stays(wholes[0], grid):
-        return Pending(
-            lambda: [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)], record, grid
-        )
+        parts = [whole.new_empty(shape) for whole, shape in zip(wholes, shapes, strict=True)]
+        return Pending(lambda: (wholes, parts)[1], record, grid)
     link = Link.of(record, grid)
     with named(record):
         if wholes[0].is_cuda:

@@ -44,10 +44,13 @@ class Flight:
     def __init__(self, a: Tensor, there: Body, back: Body, engine: Engine) -> None:
         self.there, self.back, self.engine = there, back, engine
         self.pending: Pending[Tensor] | None = None
-        self.token = Launch.apply(self, a)
+        self._token: Tensor | None = Launch.apply(self, a)
 
     def land(self) -> Tensor:
-        return Land.apply(self, self.token)
+        # the token's autograd node holds the flight: keeping it would keep what forward saved until Python looks for
+        # cycles
+        token, self._token = self._token, None
+        return Land.apply(self, token)
 
     def take(self) -> Tensor:
         """The result of the direction that is in flight."""

@@ -68,7 +68,7 @@ class Operation:
     single: bool = True
     """It returns a tensor, not a tuple or list of them."""
 
-    def again(self) -> Tensor | list[Tensor]:
+    def again(self) -> Any:
         found = [made.again() for made in self.made]
         return found[0] if self.single else found
 
@@ -221,12 +221,10 @@ def _product(label: str, m: int, k: int, n: int) -> Product | None:
 
 def _nbytes(func: Any, name: str, bound: dict[str, Any], out: Any) -> int:
     """Bytes that are read and written."""
-    changed = [
-        bound[argument.name]
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in bound
-    ]
-    written = _sizes(changed or out)
+    writes = [part.name for part in func._schema.arguments if part.alias_info is not None and part.alias_info.is_write]
+    if name.startswith("_fused_adam") and bound.get("grad_scale") is None:
+        writes.remove("grads")  # written only where they are scaled on the way
+    written = _sizes([bound[key] for key in writes if key in bound] or out)
     unread = ["self"] if name in OVERWRITES else ["out"] if "out" in bound else []
     read = {key: _sizes(value) for key, value in bound.items() if key not in unread}
     if name in PICKS:

@@ -2,7 +2,8 @@
 
 No memory, no communication, no other rank. The collectives come from the grid's ledger, the computation between them
 from a dispatch mode, in the host's order. Of two steps the second is written down: the first records the order in
-which the overlap engine gathers ahead, so that the program is that of a steady run. Kernels are those of eager code.
+which the overlap engine gathers ahead, so that the program is that of a steady run. Kernels are those of eager code,
+one for each operation, so their bytes are an upper bound of what compiled regions and a device's fused kernels move.
 
 Any module may be run: a reference model by its `Config`, a function that builds layers on a grid, or a plain module,
 which is replicated over data and whose gradients are summed in buckets as DDP does.
@@ -48,6 +49,8 @@ class Dry:
     """What the first forward pass makes and keeps for backward, weights gathered ahead included."""
     peak_bytes: int
     """The most that ever exists at once: parameters, gradients, optimizer state where there is one, and all else."""
+    parameters: int
+    """Of the whole model."""
     seconds_taken: float
     """By the dry run itself."""
 
@@ -91,7 +94,8 @@ def dry_run(
             if not optimizer:
                 caught.mark()
         program, peak = caught.between_marks()
-    return Dry(program, kept[0], peak, time.perf_counter() - began)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return Dry(program, kept[0], peak, parameters, time.perf_counter() - began)
 
 
 @contextmanager
@@ -107,7 +111,7 @@ def fake_ranks(shape: Shape, rank: int) -> Iterator[Grid]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world)
     try:
-        yield Grid(**shape.sizes, order=shape.order, device="cpu")
+        yield Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device="cpu")
     finally:
         dist.destroy_process_group()
 
@@ -123,26 +127,28 @@ class FusedAttention(TorchFunctionMode):
     """On the meta device torch would compose attention from plain products, which no device does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            return fused_attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return fused_attention(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001  the kernel sees it from the shapes
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function of the same arguments, as one kernel; the meta device has that of the CPU."""
-    heads = [part if part.dim() == 4 else part.reshape(-1, 1, *part.shape[-2:]) for part in (q, k, v)]
+    """torch's function of the same arguments, as the kernel that the meta device has: the CPU's."""
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:  # for which there is none
+        composed = functional.scaled_dot_product_attention
+        return composed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out = kernel(*heads, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return out if q.dim() == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
+    return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 class _Step:
@@ -203,8 +209,6 @@ class _Stepping(AdamW):
 class _Layers(_Step):
     """A model of layers on the grid, which sum their gradients themselves."""
 
-    optimizer: _Stepping | None
-
     def prepare(self, on_step: Callable[[], None] | None) -> None:
         self.optimizer = None if on_step is None else _Stepping(self.model, on_step)
 
@@ -219,7 +223,7 @@ class _Layers(_Step):
             yield
 
     def finish(self) -> None:
-        if self.optimizer is not None:
+        if isinstance(self.optimizer, _Stepping):
             self.optimizer.clip_and_step(MAX_NORM)
             if not self.policy.shard_optimizer:
                 self.optimizer.on_step()
@@ -228,7 +232,8 @@ class _Layers(_Step):
 
 class _Plain(_Step):
     """A plain module, replicated: gradients are summed over data in buckets, in the order in which the first backward
-    pass completes them, each bucket when its last gradient is there, and waited for when backward ends."""
+    pass completes them, each bucket when its last gradient is there, and waited for when backward ends. Of the policy
+    the size of buckets alone concerns it."""
 
     def prepare(self, on_step: Callable[[], None] | None) -> None:
         self.on_step = on_step
@@ -248,7 +253,7 @@ class _Plain(_Step):
             self.ready.append(self.names[parameter])  # type: ignore[index]
             while len(self.flights) < len(self.buckets):
                 bucket = self.buckets[len(self.flights)]
-                if not set(bucket.names) <= set(self.ready[-len(self.names) :]):
+                if not set(bucket.names) <= set(self.ready):
                     return
                 self._launch(bucket)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Lever(NamedTuple):
         return replace(policy, **self._asdict())
 
 
-LEVERS = [Lever(*lever) for lever in product(("none", "attention", "block"), (False, True), (False, True))]
+LEVERS = [Lever(*lever) for lever in product(get_args(Recompute), (False, True), (False, True))]
 
 
 @dataclass(slots=True)
@@ -177,21 +177,10 @@ class Estimates:
     def __init__(self, task: Task, cells: Sequence[Cell], orders: Sequence[tuple[str, ...]]) -> None:
         self.task, self.cells, self.orders = task, cells, orders
         machine = task.machine
-        routes: dict[tuple[tuple[int, ...], tuple[str, ...]], list[tuple[float, float, float, float]]] = {}
-        for cell in cells:
-            sizes = tuple(cell.choice.shape.sizes.values())
-            for order in orders:
-                if (sizes, order) not in routes:
-                    prices = Seconds(machine, Shape(*sizes, order=order))
-                    links = [prices.link(axis) for axis in AXES]
-                    routes[sizes, order] = [
-                        (link.latency, min(2 * link.latency, link.tree_latency), link.bandwidth, float(link.crosses))
-                        for link in links
-                    ]
-        table = torch.tensor(
-            [[routes[tuple(cell.choice.shape.sizes.values()), order] for order in orders] for cell in cells],
-            dtype=torch.float64,
-        )  # [cell, order, axis, 4]
+        shapes: dict[tuple[int, ...], int] = {}
+        places = [shapes.setdefault(tuple(cell.choice.shape.sizes.values()), len(shapes)) for cell in cells]
+        routes = [[_routes(task, Shape(*sizes, order=order)) for order in orders] for sizes in shapes]
+        table = torch.tensor(routes, dtype=torch.float64)[places]  # [cell, order, axis, 4]
         latency, tree, bandwidth, self.crosses = table.unbind(-1)
         wires = torch.tensor(
             [
@@ -243,3 +232,11 @@ class Estimates:
         slowed = compute[:, None] * torch.where(link.sum(-1) > 0, self.task.machine.contention, 1.0)
         serial = torch.where(self.turns[:, None], beside, beside + chain[:, None])
         return torch.stack([slowed, serial, link[..., 2], cards]).amax(0) + 0.02 * (beside + link[..., 2])
+
+
+def _routes(task: Task, shape: Shape) -> list[tuple[float, float, float, float]]:
+    """Of each axis: latency of a ring, of an all-reduce, bandwidth, and whether it crosses nodes."""
+    links = map(Seconds(task.machine, shape).link, AXES)
+    return [
+        (link.latency, min(2 * link.latency, link.tree_latency), link.bandwidth, float(link.crosses)) for link in links
+    ]

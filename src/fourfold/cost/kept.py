@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -30,9 +31,9 @@ class Alive(TorchDispatchMode):
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = {storage._cdata for storage in _storages((*args, *kwargs.values()) if kwargs else args)}
         out = func(*args, **(kwargs or {}))
-        for storage in _storages(out):
+        for storage in _storages(out if isinstance(out, tuple | list) else (out,)):
             if storage._cdata not in given:  # a view of a parameter is no memory of its own
                 self._count(storage)
         return out
@@ -51,9 +52,12 @@ class Alive(TorchDispatchMode):
         self.nbytes -= nbytes
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    tensors = torch.utils._pytree.tree_leaves(tree)
-    return [tensor.untyped_storage() for tensor in tensors if type(tensor) is torch.Tensor]
+def _storages(values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if type(value) is torch.Tensor:
+            yield value.untyped_storage()
+        elif isinstance(value, tuple | list):
+            yield from _storages(value)
 
 
 def kept_bytes(

@@ -111,6 +111,7 @@ class _Step:
         reads = [] if held.keeps_weights else self.gathered
         self.cycle = [*again, *reads]
         """What a layer's backward gathers, in its order."""
+        self.cycle_nbytes, self.made_nbytes = sum(self.cycle), sum(self.made)
 
         keeps = held.keeps_weights and self.policy.recompute != "block"
         self.kept_weights = held.layer_weights() if keeps else 0
@@ -137,6 +138,9 @@ class _Step:
     def _in_flight_ahead(self, first: Sequence[int], layers: int) -> int:
         if not self.ahead:
             return 0
+        everything = sum(first) + layers * self.cycle_nbytes
+        if everything <= self.ahead:
+            return ceil(everything * (1 + self.sent_along))
         return ceil(fit(first, self.cycle, layers, self.ahead) * (1 + self.sent_along))
 
     def _in_flight_behind(self, sent: int, done: int) -> int:
@@ -145,12 +149,12 @@ class _Step:
             return 0
         here, above = self.made[: max(sent, 0)][::-1], self.made[::-1]
         if sent < 0:
-            here, above, done = above[1:], above, done - 1
-        total = fit(here, above, max(done, 0), self.behind)
-        everything = sum(here) + max(done, 0) * sum(above)
-        if total == everything and total + self.table_made <= self.behind:
-            total += self.table_made
-        return total
+            here, done = above[1:], done - 1
+        everything = sum(here) + max(done, 0) * self.made_nbytes
+        if everything <= self.behind:
+            fits = everything + self.table_made <= self.behind
+            return everything + (self.table_made if fits else 0)
+        return fit(here, above, max(done, 0), self.behind)
 
     # --- gradients
 
@@ -185,18 +189,20 @@ class _Step:
         if held.inner_cut > 1:
             one = held.logits // self.halves
             there = 2 * one + held.logits_cut  # one half's are whole over y, once more to be sent
-            joining = held.logits + 2 * one + held.logits_cut // self.halves  # all arrive, one is cut apart and joined
+            joining = 3 * one + held.logits_cut // self.halves  # it arrives, is cut apart and joined
         rereads = 0 if self.policy.keep_gathered else gathered
         after = self._in_flight_ahead([], self.layers)
-        in_use = 0 if held.keeps_weights else self.table
+        in_use = (0 if held.keeps_weights else self.table) + after + self.table_made
         return [
             self._memory("head", gradients=0, weights=weights + ahead + self.table, activations=kept,
                          logits=there, workspace=gathered),
             self._memory("loss", gradients=0, weights=weights + ahead, activations=kept,
                          logits=held.logits_cut + self._loss_copies()),
-            self._memory("head", gradients=0, weights=weights + in_use + after + self.table_made, activations=kept,
+            self._memory("head", gradients=0, weights=weights + in_use, activations=kept,
                          logits=held.logits, workspace=rereads + held.entered_whole),
-            self._memory("head", gradients=0, weights=weights + ahead, activations=kept, logits=joining),
+            # a second half's arrive when the first has made its dw
+            self._memory("head", gradients=0, weights=weights + (ahead if self.halves == 1 else in_use),
+                         activations=kept, logits=joining),
         ]  # fmt: skip
 
     def _loss_copies(self) -> int:
@@ -235,7 +241,7 @@ class _Step:
     def _depths(self) -> set[int]:
         """How many layers are done at the moments that may hold most."""
         last = self.layers - 1
-        return {0, min(ceil(self.behind / sum(self.made)), last), last}
+        return {0, min(ceil(self.behind / self.made_nbytes), last), last}
 
     def _at_layer(self, done: int, lives: Sequence[Moment]) -> Memory:
         """The largest moment of a layer's backward, with so many layers behind it."""

@@ -1,13 +1,15 @@
 """What a choice of grid and policy costs: a step simulated, its totals, its memory.
 
-A step of many equal layers and micro-steps is periodic: two and three layers are simulated, and up to two
-micro-steps; the rest repeats what one more layer and one more micro-step took.
+A step of many equal layers and micro-steps is periodic: a few layers are simulated, and up to two micro-steps; the rest
+repeats what one more layer and one more micro-step took.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -22,7 +24,10 @@ from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
 from fourfold.models.config import Config
 
-FEW_LAYERS = 2
+QUICK_LAYERS = 3, 4
+"""From these two numbers of layers a price is drawn on; for comparisons."""
+CLOSE_LAYERS = 4, 8
+"""The same where the number is shown: sums over data reach their pace late."""
 FEW_MICRO_STEPS = 2
 
 
@@ -49,6 +54,15 @@ class Task:
         return DTYPES[self.compute]
 
 
+class HasKinds(Protocol):
+    """Memory by kind."""
+
+    @property
+    def kinds(self) -> dict[str, int]: ...
+    @property
+    def total(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A way to do it."""
@@ -65,16 +79,34 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Price:
+class Priced(ABC):
     """A choice with what it takes."""
 
     task: Task
     choice: Choice
     totals: Totals
 
-    @cached_property
-    def memory(self) -> Memory:
-        return memory_of(self.task, self.choice)
+    @property
+    @abstractmethod
+    def memory(self) -> HasKinds: ...
+
+    @property
+    @abstractmethod
+    def flops(self) -> Flops:
+        """Per token."""
+
+    @property
+    @abstractmethod
+    def halves(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def parameters(self) -> int:
+        """Of the whole model."""
+
+    @abstractmethod
+    def timeline(self) -> Timeline:
+        """A micro-step of a few layers with its spans, to look at."""
 
     @property
     def seconds(self) -> float:
@@ -83,10 +115,6 @@ class Price:
     @property
     def tokens_per_second(self) -> float:
         return self.task.tokens / self.seconds
-
-    @cached_property
-    def flops(self) -> Flops:
-        return flops_per_token(self.task.config, self.task.seq, self.choice.policy.recompute)
 
     @property
     def mfu(self) -> float:
@@ -108,18 +136,43 @@ class Price:
         return "compute" if self.totals.compute >= exposed[worst] else worst
 
 
+@dataclass(frozen=True)
+class Price(Priced):
+    """Of a reference model."""
+
+    @cached_property
+    def memory(self) -> Memory:
+        return memory_of(self.task, self.choice)
+
+    @cached_property
+    def flops(self) -> Flops:
+        return flops_per_token(self.task.config, self.task.seq, self.choice.policy.recompute)
+
+    @property
+    def halves(self) -> int:
+        return len(self.choice.volume(self.task).halves())
+
+    @property
+    def parameters(self) -> int:
+        return self.task.config.parameters
+
+    def timeline(self) -> Timeline:
+        layers = min(CLOSE_LAYERS[0], self.task.config.layers)
+        return timeline(self.task, self.choice, layers=layers, micro_steps=1, trace=True)
+
+
 def memory_of(task: Task, choice: Choice) -> Memory:
     return peak_memory(choice.volume(task), micro_steps=choice.micro_steps)
 
 
-def price(task: Task, choice: Choice) -> Price:
+def price(task: Task, choice: Choice, *, quick: bool = False) -> Price:
     """Simulate a few layers and micro-steps, and add up the rest."""
-    layers = task.config.layers
-    few = simulated(task, choice, min(layers, FEW_LAYERS))
-    if layers <= FEW_LAYERS:
-        return Price(task, choice, few)
-    one_layer = simulated(task, choice, FEW_LAYERS + 1).plus(few, -1.0)
-    return Price(task, choice, without_less_than_nothing(few.plus(one_layer, layers - FEW_LAYERS)))
+    layers, (few, more) = task.config.layers, QUICK_LAYERS if quick else CLOSE_LAYERS
+    if layers <= more:
+        return Price(task, choice, simulated(task, choice, layers))
+    begin = simulated(task, choice, few)
+    further = simulated(task, choice, more).plus(begin, -1.0)
+    return Price(task, choice, without_less_than_nothing(begin.plus(further, (layers - few) / (more - few))))
 
 
 def without_less_than_nothing(totals: Totals) -> Totals:

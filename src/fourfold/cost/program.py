@@ -6,6 +6,7 @@ in bytes that kernels read and write: elementwise passes over activations of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fourfold.cost.rehearse import LANDED, Flight, Landed, Stage, Weights
@@ -53,9 +54,9 @@ class Model:
 
     def __init__(self, volume: Volume) -> None:
         self.volume, self.config = volume, volume.config
-        self.stage, self.engine = Stage(volume), None
+        self.stage = Stage(volume)
         self.engine = self.stage.engine
-        self.halves = [replace(volume, **half) for half in volume.halves()]
+        self.halves = [replace(volume, rows=half["rows"], half=half["half"]) for half in volume.halves()]
         self.item = volume.compute_itemsize
         self.phases: list[tuple[int, str]] = []
 
@@ -108,7 +109,7 @@ class Model:
         else:
             self.loss(counted=counted)
 
-    def through(self, half: Volume, read) -> Turns[None]:
+    def through(self, half: Volume, read: Callable[[Stream, Volume], Turns[None]]) -> Turns[None]:
         stream = yield from self.embed(half)
         for index in range(self.config.layers):
             stream = yield from self.block(index, stream, half)
@@ -301,7 +302,7 @@ class Model:
         entering.land()
         matrices, biases = half.expand_weights(rows or widths)
         weights = Weights(label, names, tuple(matrices), tuple(biases[: len(names) - len(matrices)]))
-        self.stage.product(weights, half.m, sum(widths), lambda: half.reread(half.enter(label) if half.sharded else ()))
+        self.stage.product(weights, half.m, sum(widths), lambda: half.entered_again(label))
         if spread is None:
             spreading = self.spread(half, sum(widths), label)
             yield
@@ -314,7 +315,7 @@ class Model:
         collecting.land()
         biases = (half.k,) if self.config.bias else ()
         weights = Weights(label, (f"{label}.weight", f"{label}.bias")[: 1 + len(biases)], ((half.k, n),), biases)
-        self.stage.product(weights, half.m, half.k, lambda: half.reread(half.collect(n, label) if half.sharded else ()))
+        self.stage.product(weights, half.m, half.k, lambda: half.collected_again(n, label))
 
     def attention(self, prefix: str, half: Volume) -> Turns[Moving]:
         """Until what `out` gives is on its way to rest."""

@@ -21,7 +21,7 @@ import torch
 
 from fourfold.cost.estimate import LEVERS, Cell, Estimates, Lever
 from fourfold.cost.memory import Memory
-from fourfold.cost.price import Choice, Price, Task, memory_of, price
+from fourfold.cost.price import Choice, Price, Priced, Task, memory_of, price
 from fourfold.cost.seconds import Seconds
 from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.layout import Activations, Policy, Recompute
@@ -65,7 +65,7 @@ class Plan:
 
     task: Task
     devices: int
-    ranked: list[Price] = field(default_factory=list)
+    ranked: Sequence[Priced] = field(default_factory=list)
     """The best simulated choice of each grid."""
     estimated: list[Estimated] = field(default_factory=list)
     """Grids that fit and seem slower, by their estimates."""
@@ -76,7 +76,7 @@ class Plan:
     """That the search took."""
 
     @property
-    def best(self) -> Price:
+    def best(self) -> Priced:
         return self.ranked[0]
 
 
@@ -141,20 +141,22 @@ class _Search:
         return True
 
     def _rank(self, grids: Sequence[_Grid]) -> None:
-        """Simulate the first candidate of the first grids, then others of those that came out best."""
+        """Simulate the first candidate of each, further ones of the best; then the first grids more closely."""
         first = [(self._price(grid.found[0]), grid) for grid in grids]
         first.sort(key=lambda found: found[0].seconds)
-        for best, grid in first[:CLOSER_LOOK]:
-            while len(grid.found) < OF_EACH and grid.estimate < inf:
+        ranked = []
+        for place, (best, grid) in enumerate(first):
+            while place < CLOSER_LOOK and len(grid.found) < OF_EACH and grid.estimate < inf:
                 grid.try_next()
             others = [self._price(candidate) for candidate in grid.found[1:]]
-            self.plan.ranked.append(min([best, *others], key=lambda found: found.seconds))
-        self.plan.ranked += [best for best, _ in first[CLOSER_LOOK:]]
-        self.plan.ranked.sort(key=lambda found: found.seconds)
+            ranked.append(min([best, *others], key=lambda found: found.seconds))
+        ranked.sort(key=lambda found: found.seconds)
+        shown = [price(self.task, found.choice) for found in ranked[: self.top]]
+        self.plan.ranked = sorted(shown, key=lambda found: found.seconds) + ranked[self.top :]
 
     def _price(self, candidate: Estimated) -> Price:
         self.plan.simulated += 1
-        return price(self.task, candidate.choice)
+        return price(self.task, candidate.choice, quick=True)
 
     # --- what there is to choose from
 
@@ -172,8 +174,11 @@ class _Search:
                     what, value, _, axes = misfit
                     misfits[policy.activations] = f"{what}={value} is not divisible by {axes}"
                     continue
-                prices = Seconds(task.machine, shape)
-                for rows in self._rows(task.rows // places):
+                prices, possible = Seconds(task.machine, shape), list(self._rows(task.rows // places))
+                if not possible:
+                    rows, steps = task.rows // places, self.space.micro_steps
+                    misfits[policy.activations] = f"{rows} rows of a place cannot be cut into {steps} micro-steps"
+                for rows in possible:
                     yield Cell(task, Choice(shape, policy, rows, task.rows // places // rows), prices)
             if len(misfits) == len({policy.activations for policy in self._policies(shape)}):
                 self.plan.refused.append((shape, "; ".join(dict.fromkeys(misfits.values()))))
@@ -186,9 +191,10 @@ class _Search:
         return [Policy(activations=mode, compute=self.task.compute, shard_optimizer=True) for mode in modes]
 
     def _rows(self, rows: int) -> Iterator[int]:
-        for each in range(1, min(rows, MOST_ROWS) + 1):
-            if rows % each == 0 and (self.space.micro_steps is None or rows // each in self.space.micro_steps):
-                yield each
+        if self.space.micro_steps is not None:
+            yield from (rows // steps for steps in self.space.micro_steps if rows % steps == 0)
+            return
+        yield from (each for each in range(1, min(rows, MOST_ROWS) + 1) if rows % each == 0)
 
     def _allowed(self, cell: Cell, lever: Lever) -> bool:
         """Levers that change nothing on this grid are left out; where policies are given only theirs is taken."""
@@ -207,7 +213,8 @@ class _Search:
         memory = memory_of(self.task, tried)
         if memory.total <= self.limit:
             return tried
-        if self.space.policies is not None or not memory.logits or choice.rows * self.task.seq <= LOSS_CHUNK:
+        in_chunks = self.space.policies is None and choice.rows * self.task.seq > LOSS_CHUNK
+        if not in_chunks or memory.total - memory.logits > self.limit:
             return None
         tried = replace(tried, policy=replace(tried.policy, loss_chunk=LOSS_CHUNK))
         return tried if memory_of(self.task, tried).total <= self.limit else None

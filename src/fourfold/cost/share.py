@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 import torch
@@ -39,46 +40,50 @@ class Share:
         parts = (len(chunk(self.rows, chosen.number, index)) for index in range(chosen.number))
         return [{"rows": rows, "half": index} for index, rows in enumerate(parts)]
 
-    @property
+    @cached_property
+    def coords(self) -> dict[str, int]:
+        return self.shape.coords(self.rank)
+
+    @cached_property
     def sharded(self) -> bool:
         return self.policy.activations == "sharded"
 
-    @property
+    @cached_property
     def m(self) -> int:
         return self.rows * self.seq
 
-    @property
+    @cached_property
     def m_padded(self) -> int:
         """Tokens of a place with the zeros that `leave` adds where x does not divide them."""
         return ceil(self.m / self.shape.x) * self.shape.x
 
-    @property
+    @cached_property
     def m_rest(self) -> int:
         """Tokens that a rank holds at rest."""
         return self.m_padded // self.shape.x if self.sharded else self.m
 
-    @property
+    @cached_property
     def k(self) -> int:
         return self.config.hidden // self.shape.y
 
-    @property
+    @cached_property
     def wide(self) -> int:
         """Bytes of a norm's or loss's statistics."""
         return max(4, self.compute_itemsize)
 
-    @property
+    @cached_property
     def compute_itemsize(self) -> int:
         return (self.policy.compute or self.dtype).itemsize
 
-    @property
+    @cached_property
     def reduce_itemsize(self) -> int:
         return (self.policy.reduce or self.dtype).itemsize
 
-    @property
+    @cached_property
     def vocab_rows(self) -> int:
-        return len(chunk(self.config.vocab, self.shape.x, self.shape.coords(self.rank)["x"]))
+        return len(chunk(self.config.vocab, self.shape.x, self.coords["x"]))
 
-    @property
+    @cached_property
     def vocab_columns(self) -> int:
         columns = ceil(self.config.vocab / self.shape.x)
         return ceil(columns / self.shape.y) * self.shape.y if self.sharded else columns
@@ -92,7 +97,7 @@ class Share:
 
     def rows_of(self, length: int, *axes: str) -> int:
         """This rank's part of a length that is cut over the axes one after another."""
-        coords = self.shape.coords(self.rank)
+        coords = self.coords
         for axis in axes:
             length = len(chunk(length, self.shape.sizes[axis], coords[axis]))
         return length

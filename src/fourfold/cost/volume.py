@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from fourfold.cost.owed import GradientVolume
@@ -81,7 +82,7 @@ class Volume(GradientVolume):
             for op in ("all_gather", "reduce_scatter"):
                 yield from self.weights(op, [(self.config.seq, self.k)], [], "positions")
 
-    @property
+    @cached_property
     def norm_vectors(self) -> list[int]:
         return [self.k] * (2 if self.config.norm == "layer" and self.config.bias else 1)
 
@@ -105,7 +106,7 @@ class Volume(GradientVolume):
         yield from self.message("all_reduce", "y", sums * self.m_rest, label, self.wide)
 
     def expand_weights(self, widths: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
-        y = self.shape.coords(self.rank)["y"]
+        y = self.coords["y"]
         biases = [len(chunk(width, self.shape.y, y)) for width in widths] if self.config.bias else []
         return [(width, self.k) for width in widths], biases
 
@@ -119,7 +120,7 @@ class Volume(GradientVolume):
         matrices, biases = self.expand_weights(widths)
         yield from self.spread(sum(widths) if spread is None else spread, label, backward=True)
         yield from self.again(matrices, label)
-        yield from self.reread(self.enter(label))
+        yield from self.entered_again(label)
         yield from self.enter(label, backward=True)
         yield from self.weights("reduce_scatter", matrices, biases, label)
 
@@ -131,9 +132,15 @@ class Volume(GradientVolume):
     def contract_backward(self, n: int, label: str) -> Iterator[Collective]:
         yield from self.leave(label, backward=True)
         yield from self.again([(self.k, n)], label)
-        yield from self.reread(self.collect(n, label))
+        yield from self.collected_again(n, label)
         yield from self.collect(n, label, backward=True)
         yield from self.weights("reduce_scatter", [(self.k, n)], [self.k] if self.config.bias else [], label)
+
+    def entered_again(self, label: str) -> Iterator[Collective]:
+        yield from self.reread(self.enter(label))
+
+    def collected_again(self, n: int, label: str) -> Iterator[Collective]:
+        yield from self.reread(self.collect(n, label))
 
     def reread(self, gather: Iterator[Collective]) -> Iterator[Collective]:
         """The gathered input of a product once more, for dw."""
@@ -142,15 +149,15 @@ class Volume(GradientVolume):
 
     # --- attention and MLP
 
-    @property
+    @cached_property
     def q(self) -> int:
         return self.config.heads * self.config.head_dim // self.shape.x
 
-    @property
+    @cached_property
     def kv(self) -> int:
         return self.config.kv_heads * self.config.head_dim // self.shape.x
 
-    @property
+    @cached_property
     def shares_kv(self) -> bool:
         return self.config.kv_heads % (self.shape.x * self.shape.y if self.sharded else self.shape.x) != 0
 
@@ -203,7 +210,7 @@ class Volume(GradientVolume):
         yield from self.contract_backward(self.config.mlp_hidden // self.shape.x, f"{prefix}.down")
         yield from self.expand_backward(*self.mlp_reads(prefix))
 
-    @property
+    @cached_property
     def chunks(self) -> list[int]:
         """Tokens whose logits exist at once."""
         size = self.policy.loss_chunk or self.m

@@ -274,7 +274,9 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => names.forEach(draw));
   Promise.all(names.map(draw)).then(() => {
     ["tradeoff", "parts"].filter((name) => names.includes(name)).forEach((name) =>
-      node(name).on("plotly_click", ({ points }) => select(points[0].customdata)));
+      node(name).on("plotly_click", ({ points }) => {
+        if (Number.isInteger(points[0].customdata)) select(points[0].customdata);
+      }));
     document.documentElement.dataset.drawn = String(names.length);
   });
 })();

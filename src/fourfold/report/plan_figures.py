@@ -43,6 +43,8 @@ def _tradeoff(document: Document) -> Figure:
     grids = document["grids"]
     bounds = sorted({entry["bound_by"] for entry in grids}, key=lambda bound: (_place(bound), bound))
     traces = [_points(grids, bound) for bound in bounds]
+    if document.get("estimated"):
+        traces.append(_estimated(document["estimated"]))
     front = _front(grids)
     line = {"color": "var(--muted)", "width": 1.5, "dash": "dot", "shape": "hv"}
     traces.append(_over("lines", "least memory for its time", front, line=line))
@@ -51,13 +53,14 @@ def _tradeoff(document: Document) -> Figure:
     ring = {"symbol": "circle-open", "size": 17, "color": "var(--text)", "line": {"width": 2}}
     traces.append(_over("markers", "selected", grids[:1], marker=ring))
     usable = document["machine"]["usable_bytes"] / GIB
-    seconds = [entry["seconds"] for entry in grids]
+    every = [*grids, *document.get("estimated", [])]
+    seconds = [entry["seconds"] for entry in every]
     # seconds that differ by orders of magnitude would press the best ones into the left edge
     log = {"type": "log", "dtick": "D2"} if max(seconds) > 8 * min(seconds) else {}
     layout = _layout(
         460,
         xaxis=_axis(title={"text": "seconds a step", "standoff": 6}, **log),
-        yaxis=_axis(range=[0, 1.1 * max(usable, *(entry["peak_bytes"] / GIB for entry in grids))], ticksuffix=" GiB"),
+        yaxis=_axis(range=[0, 1.1 * max(usable, *(entry["peak_bytes"] / GIB for entry in every))], ticksuffix=" GiB"),
         hovermode="closest",
         shapes=[_level(usable)],
         annotations=[_level_name(usable)],
@@ -82,6 +85,20 @@ def _points(grids: list[Entry], bound: str) -> Figure:
         "text": [_hover(grids[place]) for place in places],
         "hovertemplate": "%{text}<extra></extra>",
         "marker": {"color": shade(bound), "size": 8, "opacity": 0.85},
+    }
+
+
+def _estimated(grids: list[Entry]) -> Figure:
+    """Grids that seemed slower and were not simulated; they cannot be selected."""
+    about = [f"about {duration(entry['seconds'])}, not simulated" for entry in grids]
+    text = [f"<b>{grid_name(entry['grid'])}</b><br>{words}" for entry, words in zip(grids, about, strict=True)]
+    marker = {"color": "var(--muted)", "size": 6, "symbol": "circle-open"}
+    return {
+        **_over("markers", "estimated only", grids, marker=marker),
+        "type": "scattergl",
+        "text": text,
+        "hoverinfo": "text",
+        "customdata": [None] * len(grids),
     }
 
 

@@ -5,7 +5,7 @@ Numbers that are absent, or are none, are dashes: a run that ended early was pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 
 from fourfold.grid import AXES
@@ -13,7 +13,7 @@ from fourfold.report.figures import Figure, _axis, _layout, colour
 from fourfold.report.run import Run
 from fourfold.report.units import DASH, duration, known, nbytes, plain
 
-Row = tuple[str, float | None, float | None, Callable[[float | None], str]]
+Shown = Callable[[float | None], str]
 
 
 def was_planned(run: Run) -> bool:
@@ -27,11 +27,7 @@ def plan_table(run: Run) -> str:
     if why is not None:
         return f'<p class="hint">This run was not priced: {escape(str(why))}.</p>'
     head = "".join(f"<th>{name}</th>" for name in ("of a step", "predicted", "measured", "measured / predicted"))
-    body = "".join(
-        f"<tr><td>{escape(name)}</td><td>{shown(predicted)}</td><td>{shown(measured)}</td>"
-        f"<td>{_ratio(predicted, measured)}</td></tr>"
-        for name, predicted, measured, shown in _rows(run)
-    )
+    body = "".join(_rows(run))
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     return f'{table}<p class="hint">{escape(" ".join(_notes(run)))}</p>'
 
@@ -64,23 +60,30 @@ def _axes(run: Run) -> list[str]:
     return [axis for axis in AXES if run.number("predicted", "exposed_seconds", axis) is not None]
 
 
-def _rows(run: Run) -> list[Row]:
+def _rows(run: Run) -> Iterator[str]:
     _, measured = _parts(run)
-    rows: list[Row] = [("seconds", *_both(run, "seconds"), duration)]
-    rows.append(("computing", run.number("predicted", "compute_seconds"), measured.get("compute"), duration))
+    yield _row("seconds", *_both(run, "seconds"), duration)
+    yield _row("computing", run.number("predicted", "compute_seconds"), measured.get("compute"), duration)
     for axis in _axes(run):
-        rows.append((f"exposed over {axis}", *_both(run, "exposed_seconds", axis), duration))
+        yield _row(f"exposed over {axis}", *_both(run, "exposed_seconds", axis), duration)
         # only a profile knows how long a link was busy
         profiled = run.profile.by_axis.get(axis) if run.profile is not None else None
         on_link = profiled[0].mean if profiled is not None else None
-        rows.append((f"on the link of {axis}", run.number("predicted", "link_seconds", axis), on_link, duration))
-    rows.append(("peak memory", *_both(run, "peak_memory_bytes"), nbytes))
+        yield _row(f"on the link of {axis}", run.number("predicted", "link_seconds", axis), on_link, duration)
+    alike = run.number("compared", "peak_memory_bytes", "ratio") is not None  # the run says whether both are of tensors
+    yield _row("peak memory", *_both(run, "peak_memory_bytes"), nbytes, alike=alike)
     kinds = run.facts["predicted"].get("memory_bytes")
     for kind in kinds if isinstance(kinds, Mapping) else ():
         held = run.number("predicted", "memory_bytes", kind)
         if held:
-            rows.append((f"of it {kind.replace('_', ' ')}", held, None, nbytes))
-    return rows
+            yield _row(f"of it {kind.replace('_', ' ')}", held, None, nbytes)
+
+
+def _row(name: str, predicted: float | None, measured: float | None, shown: Shown, *, alike: bool = True) -> str:
+    ratio = DASH
+    if alike and predicted and measured is not None and known(predicted) and known(measured):
+        ratio = plain(measured / predicted, 3)
+    return f"<tr><td>{escape(name)}</td><td>{shown(predicted)}</td><td>{shown(measured)}</td><td>{ratio}</td></tr>"
 
 
 def _both(run: Run, *path: str) -> tuple[float | None, float | None]:
@@ -113,9 +116,3 @@ def _notes(run: Run) -> list[str]:
     if isinstance(notes, list) and notes:
         said.append(f"Note: {'; '.join(map(str, notes))}.")
     return said
-
-
-def _ratio(predicted: float | None, measured: float | None) -> str:
-    if predicted is None or measured is None or not known(predicted) or not known(measured) or not predicted:
-        return DASH
-    return plain(measured / predicted, 3)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -21,25 +21,6 @@ from fourfold.cost.machine import Machine, parse_machine, to_toml
 from fourfold.grid import Grid
 from fourfold.train.command import chosen_device, close
 from fourfold.train.launch import cores, inside_a_job, launch, listen_to_signals, share_cores
-
-DESCRIPTION = """\
-Measure this machine: links between its ranks, products, attention, memory. The file is a machine for fourfold plan.
-Outside of torchrun and SLURM the local ranks are started here; with several nodes the network is measured too.
-
-  fourfold calibrate --out here.toml
-  torchrun --nnodes 2 --nproc-per-node 8 -m fourfold.cli calibrate --out cluster.toml --seconds 180"""
-
-
-def add_parser(commands: Any, formatter_class: type[argparse.HelpFormatter]) -> None:
-    """Add `calibrate` to the subparsers of `fourfold`."""
-    parser = commands.add_parser(
-        "calibrate", help="measure this machine", description=DESCRIPTION, formatter_class=formatter_class
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.toml")
-    parser.add_argument("--ranks", type=int, help="local ranks to start; by default the GPUs, else the cores")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU where there is one")
-    parser.add_argument("--seconds", type=float, default=60.0, help="about how long to measure; default 60")
-    parser.set_defaults(run=calibrate)
 
 
 def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:

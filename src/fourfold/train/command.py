@@ -82,7 +82,7 @@ def requested(options: argparse.Namespace) -> Config:
         "train.steps": options.steps,
         "policy.dtype": options.dtype,
         "train.out": options.out,
-        "plan.machine": getattr(options, "machine", None),
+        "plan.machine": options.machine,
     }
     changes += [(key, value) for key, value in given.items() if value is not None]
     return read_config(options.config, changes, forget_grid=options.grid is not None)

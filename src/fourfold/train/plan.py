@@ -14,7 +14,7 @@ from difflib import get_close_matches
 import torch
 
 from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
-from fourfold.cost.price import Price, Task
+from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
 from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
@@ -27,6 +27,8 @@ CPU = "laptop"
 """The packaged machine whose devices are processes on the CPU."""
 ANY_GPU = "dgx-h100"
 """The packaged machine that stands for a GPU which is like none of them."""
+SIMULATED = 6
+"""Grids that are simulated at least: more take longer than a start should, and gained a percent where it was tried."""
 MEASURED = "measured by fourfold calibrate"
 """How the sources of a file begin that was measured."""
 
@@ -149,14 +151,14 @@ def find_grid(
     orders = None if tuple(order) == AXES else (tuple(order),)
     space = Space(policies=(policy,), micro_steps=(micro_steps,), orders=orders)
     try:
-        plan = search(task, job.ranks, space=space)
+        plan = search(task, job.ranks, space=space, top=SIMULATED)
     except ValueError as error:
         raise ValueError(f"--grid auto: {error}; or give a grid, such as --grid z={job.ranks}") from error
     grids = len(plan.ranked) + len(plan.estimated)
     return plan.best.choice.shape, _reason(plan.ranked, grids, located)
 
 
-def _reason(ranked: Sequence[Price], grids: int, located: Located) -> str:
+def _reason(ranked: Sequence[Priced], grids: int, located: Located) -> str:
     best, *others = ranked
     said = f"grid {best.choice.shape} by the planner: {duration(best.seconds)} a step on {located.machine.name}"
     if others:
@@ -166,7 +168,7 @@ def _reason(ranked: Sequence[Price], grids: int, located: Located) -> str:
     return f"{said} ({'; '.join(located.notes)})" if located.notes else said
 
 
-def _slower(other: Price, best: Price) -> str:
+def _slower(other: Priced, best: Priced) -> str:
     """`18 ms, 5 ms more of it exposed over x`: the largest part of what a slower grid takes longer."""
     parts = {f"exposed over {axis}": _exposed(other, axis) - _exposed(best, axis) for axis in AXES}
     parts["of computing"] = other.totals.compute - best.totals.compute
@@ -176,5 +178,5 @@ def _slower(other: Price, best: Price) -> str:
     return f"{duration(other.seconds)}, {duration(parts[worst])} more {worst}"
 
 
-def _exposed(price: Price, axis: str) -> float:
+def _exposed(price: Priced, axis: str) -> float:
     return price.totals.exposed.get(axis, 0.0)

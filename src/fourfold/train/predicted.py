@@ -134,7 +134,7 @@ class Comparison:
     """
 
     def __init__(self, predicted: Event, *, traced: range, on_gpu: bool) -> None:
-        self.predicted, self.traced = predicted, traced
+        self.predicted, self.traced, self.on_gpu = predicted, traced, on_gpu
         self.notes = [*predicted["notes"], *([] if on_gpu else [WHOLE_PROCESS])]
         self._steps: list[Event] = []
         self._told = False
@@ -159,6 +159,9 @@ class Comparison:
     def _compare(self, steps: Sequence[Event]) -> Event:
         self._told = True
         exposed = self.predicted["exposed_seconds"]
+        memory = _pair(self.predicted["peak_memory_bytes"], [step["peak_memory_bytes"] for step in steps])
+        if not self.on_gpu:
+            memory["ratio"] = None  # of tensors and of a process
         return {
             "event": "compared",
             "step": self._steps[-1]["step"],
@@ -170,9 +173,7 @@ class Comparison:
                 axis: _pair(exposed[axis], [step["exposed_seconds"].get(axis, 0.0) for step in steps])
                 for axis in exposed
             },
-            "peak_memory_bytes": _pair(
-                self.predicted["peak_memory_bytes"], [step["peak_memory_bytes"] for step in steps]
-            ),
+            "peak_memory_bytes": memory,
         }
 
 

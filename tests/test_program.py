@@ -1,0 +1,117 @@
+"""The rehearsed program against the dry run of the real code: the same launches, waits and products in the same order.
+
+So what the planner simulates is what the runtime does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.cost.dry import dry_run
+from fourfold.cost.flops import flops_per_token
+from fourfold.cost.program import step_program
+from fourfold.cost.volume import Volume
+from fourfold.cost.work import Attention, Launch, Product, Wait, Work
+from fourfold.grid import Shape
+from fourfold.layout import Policy
+from fourfold.overlap import Overlap
+
+ROWS, SEQ = 4, 16
+MODELS = {
+    "gpt": ff.models.config("gpt-tiny", layers=3),
+    "llama": ff.models.config("llama-tiny", layers=3, qk_norm=True),
+}
+SHAPES = [
+    Shape(),
+    Shape(x=2, z=2),
+    Shape(z=2, data=2),
+    Shape(x=2, y=2, z=2),
+    Shape(2, 2, 2, 2),
+    Shape(x=4),
+    Shape(y=4),
+    Shape(x=3, z=2),
+    Shape(x=8, y=3, z=2),
+    Shape(x=2, data=2),
+    Shape(y=2, data=3),
+]
+CASES = 24
+
+
+def cases() -> list[tuple[str, Shape, Policy, int]]:
+    """A fixed sample of everything that orders a step."""
+    draw = random.Random(3)
+    modes = list(product(MODELS, SHAPES, ("sharded", "replicated"), ("none", "attention", "block"), (1, 2)))
+    draw.shuffle(modes)
+    found = []
+    for name, shape, activations, recompute, halves in modes:
+        overlap = Overlap(
+            halves=halves,
+            prefetch=draw.random() < 0.8,
+            defer=draw.random() < 0.8,
+            behind_products=draw.random() < 0.8,
+            data=draw.random() < 0.8,
+            bytes_in_flight=draw.choice([None, None, 1, 20000]),
+        )
+        policy = Policy(
+            activations=activations,
+            recompute=recompute,
+            keep_gathered=draw.random() < 0.5,
+            keep_weights=draw.random() < 0.3,
+            loss_chunk=draw.choice([0, 0, 7]),
+            shard_optimizer=draw.random() < 0.5,
+            compute=draw.choice([None, torch.bfloat16]),
+            bucket_bytes=draw.choice([4000, 25 << 20]),
+            overlap=overlap,
+        )
+        if MODELS[name].misfit(shape, policy) is None:
+            found.append((name, shape, policy, draw.choice([1, 1, 2, 3])))
+    return found
+
+
+def order(work: list[Work]) -> list[tuple[str, object]]:
+    """Launches, waits and the sizes of products."""
+    records = {item.flight: item.record for item in work if isinstance(item, Launch)}
+    found: list[tuple[str, object]] = []
+    for item in work:
+        if isinstance(item, Launch):
+            found.append((f"launch on {item.lane}", item.record))
+        elif isinstance(item, Wait):
+            found.append(("wait", records[item.flight]))
+        elif isinstance(item, Product):
+            found.append(("product", (item.m, item.k, item.n)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "shape", "policy", "micro_steps"), cases()[:CASES])
+def test_program_is_what_the_code_does(name: str, shape: Shape, policy: Policy, micro_steps: int) -> None:
+    config = MODELS[name]
+    dry = dry_run(config, shape, rows=ROWS, seq=SEQ, policy=policy, micro_steps=micro_steps, optimizer=True)
+    planned = step_program(Volume(config, shape, policy, ROWS, SEQ), micro_steps=micro_steps)
+    assert order(planned.work) == order(dry.program)
+
+
+def test_program_launches_the_closed_form() -> None:
+    for name, shape, policy, micro_steps in cases()[CASES : 2 * CASES]:
+        volume = Volume(MODELS[name], shape, policy, ROWS, SEQ)
+        launched = [
+            item.record for item in step_program(volume, micro_steps=micro_steps).work if isinstance(item, Launch)
+        ]
+        closed = [*volume.training_step(micro_steps=micro_steps, clip=True), *volume.optimizer_step()]
+        assert Counter(launched) == Counter(closed)
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "block"])
+def test_program_computes_the_closed_form(recompute: ff.layout.Recompute) -> None:
+    """FLOPs of all ranks together are the hardware FLOPs of the batch."""
+    config, shape = ff.models.config("gpt-5b", layers=2), Shape(x=4, y=2, z=2, data=2)
+    policy = Policy(recompute=recompute, compute=torch.bfloat16)
+    work = step_program(Volume(config, shape, policy, 2, 2048)).work
+    flops = sum(item.flops for item in work if isinstance(item, Product | Attention))
+    tokens = 2 * 2048 * shape.data * shape.z
+    assert flops * shape.world == flops_per_token(config, 2048, recompute).hardware * tokens

@@ -1,0 +1,200 @@
+"""The planner: search against brute force, what it refuses and why, and the command as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.cli import main
+from fourfold.cost.estimate import LEVERS
+from fourfold.cost.machine import Machine, load_machine
+from fourfold.cost.price import Choice, Task, memory_of, price
+from fourfold.cost.search import Space, search
+from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.layout import Policy
+from fourfold.train.config import read_config, resolve
+from fourfold.train.planning import rows_of
+
+SMALL = ff.models.config("llama-3-8b", layers=2)
+ORDERS = tuple(permutations(AXES))
+
+
+def brute_force(task: Task, devices: int) -> float:
+    """The fewest seconds of all candidates that fit, each of them simulated."""
+    limit = task.machine.memory - task.machine.reserve
+    best = float("inf")
+    for shape, mode, lever in product(shapes_of(devices), ("sharded", "replicated"), LEVERS):
+        policy = lever.on(Policy(activations=mode, compute=task.compute, shard_optimizer=True))
+        places = shape.data * shape.z
+        if task.rows % places or task.config.misfit(shape, policy) is not None:
+            continue
+        rows = task.rows // places
+        for each in (each for each in range(1, rows + 1) if rows % each == 0):
+            choice = Choice(shape, policy, each, rows // each)
+            if memory_of(task, choice).total <= limit:
+                seen = {}
+                for order in ORDERS:
+                    walked = tuple(axis for axis in order if shape.sizes[axis] > 1)
+                    seen.setdefault(walked, replace(choice, shape=replace(shape, order=order)))
+                best = min([best, *(price(task, each).seconds for each in seen.values())])
+    return best
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows", "machine", "memory"),
+    [(2, 4, "dgx-h100", 80e9), (4, 4, "perlmutter", 30e9), (4, 2, "dgx-h100", 25e9)],
+)
+def test_search_finds_what_brute_force_finds(devices: int, rows: int, machine: str, memory: float) -> None:
+    on = replace(load_machine(machine), memory=int(memory), devices_per_node=2)
+    task = Task(SMALL, on, rows, 2048)
+    found = search(task, devices, top=20)
+    assert found.best.seconds <= 1.01 * brute_force(task, devices)
+
+
+def test_memory_rules_out_what_does_not_fit() -> None:
+    task = Task(ff.models.config("gpt-5b"), load_machine("perlmutter"), 64, 2048)
+    for found in search(task, 16, top=4).ranked:
+        assert found.memory.total <= task.machine.memory - task.machine.reserve
+
+
+def test_more_memory_is_never_slower() -> None:
+    config, machine = ff.models.config("gpt-5b"), load_machine("perlmutter")
+    small, large = (
+        search(Task(config, replace(machine, memory=int(memory)), 64, 2048), 16, top=4).best.seconds
+        for memory in (30e9, 160e9)
+    )
+    assert large <= 1.001 * small
+
+
+def test_space_holds_still_what_it_names() -> None:
+    task = Task(SMALL, load_machine("dgx-h100"), 32, 2048)
+    policy = Policy(recompute="attention", compute=torch.bfloat16)
+    order = ("z", "x", "y", "data")
+    found = search(task, 8, space=Space(policies=(policy,), micro_steps=(2,), orders=(order,)), top=3)
+    for each in found.ranked:
+        assert each.choice.policy == policy
+        assert each.choice.micro_steps == 2
+        assert each.choice.shape.order == order
+
+
+def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
+    task = Task(ff.models.config("gpt-640b"), load_machine("perlmutter"), 64, 2048)
+    with pytest.raises(ValueError, match=r"fits on no grid of 8 devices.*needs .* GiB .* of 37.* take more devices"):
+        search(task, 8)
+
+
+def test_a_batch_that_no_grid_divides_says_so() -> None:
+    config = ff.models.config("gpt-tiny", heads=7, hidden=49, mlp_hidden=49 * 4)
+    with pytest.raises(ValueError, match="no grid of 4 devices cuts this model and 3 rows"):
+        search(Task(config, load_machine("dgx-h100"), 3, 128), 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seq", "devices", "rows"),
+    [(16.8e6, 2048, 1024, 8192), (16e3, 128, 8, 128), (4096, 2048, 1024, 2), (6e6, 2048, 48, 3072), (100, 2048, 3, 1)],
+)
+def test_rows_near_the_batch_that_grids_divide(tokens: float, seq: int, devices: int, rows: int) -> None:
+    assert rows_of(tokens, seq, devices) == rows
+
+
+PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "128k"]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the command writes."""
+    folder = tmp_path_factory.mktemp("plan")
+    names = {"--json": "plan.json", "--html": "plan.html", "--trace": "trace.json", "--config": "run.toml"}
+    written = [part for option, name in names.items() for part in (option, str(folder / name))]
+    assert main([*PLAN, "--top", "5", "--why", "x=2,y=2,z=4", *written]) == 0
+    return folder
+
+
+def test_command_writes_a_plan(planned: Path) -> None:
+    document: dict[str, Any] = json.loads((planned / "plan.json").read_text())
+    best = document["grids"][0]
+    assert [entry["rank"] for entry in document["grids"]] == list(range(1, len(document["grids"]) + 1))
+    assert all(best["seconds"] <= entry["seconds"] for entry in document["grids"][:5])
+    assert best["compute_seconds"] + sum(best["exposed_seconds"].values()) <= 1.02 * best["seconds"]
+    assert sum(best["memory_bytes"].values()) == best["peak_bytes"] <= document["machine"]["usable_bytes"]
+    assert document["why"]["lines"]
+    assert {event["track"] for event in document["timeline"]} >= {"compute", "z"}
+    assert "gpt-5b" in (planned / "plan.html").read_text()
+
+
+def test_winner_is_a_config_that_trains(planned: Path) -> None:
+    config = resolve(read_config(planned / "run.toml"), 16, on_gpu=True, memory_bytes=40 << 30)
+    best = json.loads((planned / "plan.json").read_text())["grids"][0]
+    assert config.grid.shape == Shape(**best["grid"], order=tuple(best["order"]))
+    policy = config.build_policy()
+    assert {name: getattr(policy, name) for name in ("recompute", "activations", "keep_weights")}.items() <= (
+        best["policy"].items()
+    )
+    places = best["grid"]["data"] * best["grid"]["z"]
+    assert config.batch.rows == best["rows"] * best["micro_steps"] * places
+
+
+def test_trace_opens_in_perfetto(planned: Path) -> None:
+    events = json.loads((planned / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("--model", "gpt-8b"), "did you mean 'gpt-80b'"),
+        (("--machine", "perlmuter"), "did you mean 'perlmutter'"),
+        (("--devices", "0"), "--devices 0: there must be at least one"),
+        (("--seq", "4096"), "longer than the 2048 learned positions"),
+        (("--why", "x=3"), "has 3 ranks and the plan 16 devices"),
+        (("--model", "tests.no_such:thing"), "no_such"),
+    ],
+)
+def test_bad_input_names_the_way_out(change: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = list(PLAN)
+    if change[0] in arguments:
+        arguments[arguments.index(change[0]) + 1] = change[1]
+    else:
+        arguments += change
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_a_grid_that_was_refused_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--why", "data=16"]) == 0
+    assert "GiB" in capsys.readouterr().out
+
+
+def my_model(grid: ff.Grid, policy: Policy) -> torch.nn.Module:
+    return ff.models.build(ff.models.config("gpt-tiny"), grid, policy=policy)
+
+
+def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "test_search:my_model", "--machine", "dgx-h100", "--devices", "2"]
+    assert main([*arguments, "--batch-tokens", "512", "--seq", "128"]) == 0
+    shown = capsys.readouterr().out
+    for grid in ("x=2", "y=2", "z=2", "data=2"):
+        assert grid in shown
+
+
+def slow(machine: Machine, factor: float) -> Machine:
+    links = {group: replace(link, bandwidth=link.bandwidth / factor) for group, link in machine.inside.items()}
+    return replace(machine, inside=links)
+
+
+def test_slower_links_move_the_plan_to_less_communication() -> None:
+    """What the published model cannot see: where links are slow, larger rows and fewer gathers win."""
+    machine = load_machine("dgx-h100")
+    fast, slowed = (search(Task(SMALL, on, 64, 2048), 8, top=4).best for on in (machine, slow(machine, 40)))
+    assert slowed.seconds > fast.seconds
+    assert sum(slowed.totals.link.values()) / 40 <= 1.01 * sum(fast.totals.link.values())

@@ -1,0 +1,140 @@
+"""The simulator against closed forms: rings, no overlap, full overlap, shared cards, contention; then whole steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.cost.machine import Link, Machine
+from fourfold.cost.price import Choice, Task, price, timeline
+from fourfold.cost.seconds import Seconds
+from fourfold.cost.simulate import COMPUTE, chrome_trace, simulate
+from fourfold.cost.work import Kernel, Launch, Product, Wait, Work
+from fourfold.grid import Shape
+from fourfold.ledger import Collective, Op
+
+MACHINE = Machine(
+    name="toy",
+    about="round numbers",
+    device="toy",
+    devices_per_node=4,
+    memory=10**12,
+    reserve=0,
+    peak={"bf16": 1e12},
+    gemm={"bf16": 1e12},
+    gemm_half=0.0,
+    attention=1.0,
+    memory_bandwidth=1e18,
+    overhead=0.0,
+    launch=1e-3,
+    contention=1.0,
+    inside={(1, 2): Link(1e9, 2e-3), (1, 4): Link(1e9, 2e-3), (2, 2): Link(1e9, 2e-3)},
+    between=Link(1e8, 5e-3),
+)
+SHAPE = Shape(x=4, z=4, data=2)
+
+
+def collective(op: Op, axis: str, nbytes: int) -> Collective:
+    return Collective(op, axis, nbytes, SHAPE.sizes[axis], "message")
+
+
+def product_of(seconds: float) -> Product:
+    """A product that takes so long on MACHINE: 1e12 FLOP/s."""
+    return Product("product", 1000, 1000, round(seconds * 1e12 / 2e6))
+
+
+def run(*work: Work, machine: Machine = MACHINE):
+    return simulate(work, Seconds(machine, SHAPE), "bf16", trace=True)
+
+
+@pytest.mark.parametrize(("op", "passes"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
+def test_ring(op: Op, passes: int) -> None:
+    record = collective(op, "x", 400_000_000)
+    line = run(Launch(0, record, "x"), Wait(0))
+    assert line.seconds == pytest.approx(1e-3 + passes * (3 * 2e-3 + 0.75 * 0.4), rel=1e-12)
+    assert line.exposed_seconds == {"x": line.seconds}
+    assert line.link_seconds == {"x": line.seconds}
+
+
+def test_no_overlap_is_the_sum_and_full_overlap_the_larger() -> None:
+    record = collective("all_gather", "x", 400_000_000)
+    alone = Seconds(MACHINE, SHAPE).collective(record)
+    for compute in (0.1, 1.0):
+        waited = run(Launch(0, record, "x"), Wait(0), product_of(compute))
+        assert waited.seconds == pytest.approx(alone + compute, rel=1e-12)
+        hidden = run(Launch(0, record, "x"), product_of(compute), Wait(0))
+        assert hidden.seconds == pytest.approx(max(alone, compute), rel=1e-12)
+        assert hidden.exposed_seconds.get("x", 0.0) == pytest.approx(max(0.0, alone - compute), abs=1e-12)
+
+
+def test_a_lane_takes_one_after_another_and_lanes_run_beside_each_other() -> None:
+    record = collective("all_gather", "x", 400_000_000)
+    alone = Seconds(MACHINE, SHAPE).collective(record)
+    one = run(Launch(0, record, "x"), Launch(1, record, "x"), Wait(0), Wait(1))
+    assert one.seconds == pytest.approx(2 * alone, rel=1e-12)
+    two = run(Launch(0, record, "x gather"), Launch(1, record, "x reduce"), Wait(0), Wait(1))
+    assert two.seconds == pytest.approx(alone, rel=1e-12)
+
+
+def test_transfers_that_cross_nodes_share_the_card() -> None:
+    over_z, over_data = collective("all_gather", "z", 10_000_000), collective("all_gather", "data", 10_000_000)
+    fixed_z, moving_z, _ = Seconds(MACHINE, SHAPE).transfer(over_z)
+    fixed_data, moving_data, _ = Seconds(MACHINE, SHAPE).transfer(over_data)
+    line = run(Launch(0, over_z, "z"), Launch(1, over_data, "data"), Wait(0), Wait(1))
+    # data's latency is over first; its transfer is alone until z's begins, then each has half of the card
+    assert fixed_data < fixed_z
+    alone = fixed_z - fixed_data
+    expected = fixed_z + 2 * min(moving_z, moving_data - alone) + abs(moving_z - (moving_data - alone))
+    assert line.seconds == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_collective_waits_for_what_was_computed_before_its_launch() -> None:
+    record = collective("all_gather", "x", 400_000_000)
+    line = run(product_of(0.5), Launch(0, record, "x"), product_of(2.0), Wait(0))
+    (span,) = [span for span in line.spans if span.track == "x"]
+    assert span.start == pytest.approx(0.5, rel=1e-12)
+    assert line.seconds == pytest.approx(2.5, rel=1e-12)
+
+
+def test_computation_is_slower_while_something_is_in_flight() -> None:
+    record = collective("all_gather", "x", 400_000_000)
+    busy = Seconds(MACHINE, SHAPE).collective(record)
+    line = run(Launch(0, record, "x"), product_of(1.0), Wait(0), machine=replace(MACHINE, contention=1.25))
+    assert line.seconds == pytest.approx(busy + (1.0 - busy / 1.25), rel=1e-12)
+    assert line.compute_seconds == pytest.approx(line.seconds, rel=1e-12)
+
+
+def test_trace_has_a_thread_for_each_track() -> None:
+    record = collective("all_gather", "x", 4_000_000)
+    events = chrome_trace(run(Launch(0, record, "x"), Kernel("norm", 10**15), Wait(0)).spans)["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {COMPUTE, "x"}
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"message", "norm"}
+
+
+CHOICES = [
+    (Shape(z=16, data=2), "block", 2, 1),
+    (Shape(x=4, z=4, data=2), "none", 2, 3),
+    (Shape(x=2, y=2, z=2, data=4, order=("y", "x", "data", "z")), "attention", 4, 2),
+    (Shape(x=2, data=16), "none", 2, 5),
+]
+
+
+@pytest.mark.parametrize(("shape", "recompute", "rows", "micro_steps"), CHOICES)
+def test_a_few_layers_stand_for_all(shape: Shape, recompute: ff.layout.Recompute, rows: int, micro_steps: int) -> None:
+    """The price of a deep model from two and three of its layers, beside a simulation of all of them."""
+    config = ff.models.config("llama-3-8b", layers=12)
+    machine = replace(MACHINE, gemm={"bf16": 3e14}, memory_bandwidth=2e12, overhead=5e-6, launch=1e-5, contention=1.1)
+    links = {group: Link(1e11, 5e-6) for group in machine.inside}
+    machine = replace(machine, inside=links, between=Link(5e10, 1e-5))
+    task = Task(config, machine, rows * micro_steps * shape.data * shape.z, 2048)
+    policy = ff.Policy(recompute=recompute, compute=torch.bfloat16, shard_optimizer=True)
+    choice = Choice(shape, policy, rows, micro_steps)
+    found, whole = price(task, choice), timeline(task, choice)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.03)
+    assert found.totals.compute == pytest.approx(whole.compute_seconds, rel=0.02)
+    for axis, seconds in whole.link_seconds.items():
+        assert found.totals.link[axis] == pytest.approx(seconds, rel=0.05, abs=0.01 * whole.seconds)
