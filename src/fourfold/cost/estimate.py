@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from fourfold.cost.machine import Machine
 from fourfold.cost.price import Choice, Task
-from fourfold.cost.seconds import Seconds
-from fourfold.grid import AXES, Shape
+from fourfold.cost.seconds import Seconds, route_of
+from fourfold.grid import AXES
 from fourfold.layout import Policy, Recompute
 
 FORWARD, BACKWARD, REREAD, REGATHER, AGAIN, STEP = range(6)
@@ -142,7 +144,7 @@ class Cell:
         self.attention_again = times * (mix + price.kernel(turned * item))
         if self.volume.dtype.itemsize != item:
             cast = config.layers * price.kernel(sum(weights) // v.shape.z * (item + self.volume.dtype.itemsize))
-            for part in (FORWARD, BACKWARD, AGAIN):
+            for part in (FORWARD, REGATHER, AGAIN):
                 self.compute[part] += cast
 
     def _ends(self) -> None:
@@ -179,7 +181,7 @@ class Estimates:
         machine = task.machine
         shapes: dict[tuple[int, ...], int] = {}
         places = [shapes.setdefault(tuple(cell.choice.shape.sizes.values()), len(shapes)) for cell in cells]
-        routes = [[_routes(task, Shape(*sizes, order=order)) for order in orders] for sizes in shapes]
+        routes = [[_routes(machine, sizes, order) for order in orders] for sizes in shapes]
         table = torch.tensor(routes, dtype=torch.float64)[places]  # [cell, order, axis, 4]
         latency, tree, bandwidth, self.crosses = table.unbind(-1)
         wires = torch.tensor(
@@ -211,6 +213,7 @@ class Estimates:
             backward += link[:, REREAD]
         if not lever.keep_weights:
             backward += link[:, REGATHER]
+            compute += self.compute[:, REGATHER]
         if again:
             backward += link[:, AGAIN]
             compute += self.compute[:, AGAIN]
@@ -234,9 +237,12 @@ class Estimates:
         return torch.stack([slowed, serial, link[..., 2], cards]).amax(0) + 0.02 * (beside + link[..., 2])
 
 
-def _routes(task: Task, shape: Shape) -> list[tuple[float, float, float, float]]:
+def _routes(machine: Machine, sizes: Sequence[int], order: Sequence[str]) -> list[tuple[float, float, float, float]]:
     """Of each axis: latency of a ring, of an all-reduce, bandwidth, and whether it crosses nodes."""
-    links = map(Seconds(task.machine, shape).link, AXES)
-    return [
-        (link.latency, min(2 * link.latency, link.tree_latency), link.bandwidth, float(link.crosses)) for link in links
-    ]
+    by_axis, world, stride = dict(zip(AXES, sizes, strict=True)), prod(sizes), 1
+    found = {}
+    for axis in order:
+        link = route_of(machine, stride, by_axis[axis], world)
+        found[axis] = link.latency, min(2 * link.latency, link.tree_latency), link.bandwidth, float(link.crosses)
+        stride *= by_axis[axis]
+    return [found[axis] for axis in AXES]

@@ -24,7 +24,7 @@ from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
 from fourfold.models.config import Config
 
-QUICK_LAYERS = 3, 4
+QUICK_LAYERS = 2, 3
 """From these two numbers of layers a price is drawn on; for comparisons."""
 CLOSE_LAYERS = 4, 8
 """The same where the number is shown: sums over data reach their pace late."""

@@ -8,8 +8,8 @@ written down as a program. Law: that program's launches, waits and products are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -81,6 +81,7 @@ class Stage:
         two = volume.shape.two_lanes
         self._gathers = {axis: f"{axis} gather" if axis in two else axis for axis in AXES}
         self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
+        self._gatherings: dict[Hashable, Gathering[None]] = {}
         self._tape: list[_Node] = []
         self._backward = False
         self._flights = 0
@@ -146,19 +147,20 @@ class Stage:
 
     # --- weights
 
-    @contextmanager
-    def using(self, weights: Weights, kind: str, turns: int, *, keep: bool = False) -> Iterator[None]:
+    def using(self, weights: Weights, kind: str, turns: int, *, keep: bool = False) -> AbstractContextManager[None]:
         """Weights in compute layout and dtype, for one of so many halves."""
-        gathered = self.shape.z > 1
-        gathering = Gathering(
-            key=(kind, weights.label, weights.names),
-            launch=lambda: self._gather(weights),
-            nbytes=weights.elements * self.volume.compute_itemsize if gathered else 0,
-            version=lambda: 0,
-            buffers=lambda _: (),
-        )
-        with self.engine.ahead.using(gathering, uses=turns, keep=keep):
-            yield
+        key = (kind, weights.label, weights.names)
+        gathering = self._gatherings.get(key)
+        if gathering is None:
+            gathered = self.shape.z > 1
+            gathering = self._gatherings[key] = Gathering(
+                key=key,
+                launch=lambda: self._gather(weights),
+                nbytes=weights.elements * self.volume.compute_itemsize if gathered else 0,
+                version=lambda: 0,
+                buffers=lambda _: (),
+            )
+        return self.engine.ahead.using(gathering, uses=turns, keep=keep)
 
     def _gather(self, weights: Weights) -> Flying:
         self.owed.need(weights.names)

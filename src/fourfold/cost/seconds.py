@@ -72,7 +72,7 @@ class Seconds:
             stride = 1
             for faster in self.shape.order[: self.shape.order.index(axis)]:
                 stride *= self.shape.sizes[faster]
-            self._routes[axis] = _route(self.machine, stride, self.shape.sizes[axis], self.shape.world)
+            self._routes[axis] = route_of(self.machine, stride, self.shape.sizes[axis], self.shape.world)
         return self._routes[axis]
 
     def collective(self, record: Collective) -> float:
@@ -117,7 +117,7 @@ class Seconds:
 
 
 @lru_cache(maxsize=4096)
-def _route(machine: Machine, stride: int, size: int, world: int) -> Route:
+def route_of(machine: Machine, stride: int, size: int, world: int) -> Route:
     if size == 1:
         return Route(0, 0.0, 0.0, math.inf, False, 0)
     spread = spread_of(stride, size, world, machine.devices_per_node)
