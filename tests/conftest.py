@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from harness import Ranks
+from harness import Ranks, _context
 
 torch.set_num_threads(1)  # the cores belong to the ranks
 
@@ -26,6 +28,13 @@ def ranks() -> Callable[[int], Ranks]:
         return _pools[world]
 
     return pool
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Callable[..., Any]]:
+    """Runs a job in a process that has joined no process group."""
+    with ProcessPoolExecutor(1, _context) as process:
+        yield lambda job, *args, **options: process.submit(job, *args, **options).result(timeout=120)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,6 @@
-"""The dry run of whole published models: GPT-80B on 1,024 ranks, GPT-640B on 16,384, every layer.
+"""Dry runs at length: whole published models beside the closed form, every program, every peak of memory.
 
-Prints the seconds and compares every collective with the closed form.
+GPT-80B on 1,024 ranks and GPT-640B on 16,384 run with every layer; prints the seconds.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import time
 
 import fourfold as ff
+import test_memory
+import test_program
 from dry import BF16, Case, compare
+from dry_peak import dry_peaks
 from fourfold.grid import Shape
 
 POLICY = ff.Policy(compute=BF16, recompute="block")
@@ -24,6 +27,13 @@ def main() -> None:
         collectives = compare(case)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         print(f"{name} on {case.shape.world} ranks: {collectives} collectives, {seconds:.1f} s ({cpu:.1f} s of a core)")
+    programs = test_program.cases()
+    for case in programs:
+        test_program.compare(*case)
+    print(f"{len(programs)} programs are what the code does")
+    for case, found in zip(test_memory.CASES, dry_peaks(test_memory.CASES), strict=True):
+        test_memory.compare(case, found)
+    print(f"{len(test_memory.CASES)} peaks of memory are those of the dry run")
 
 
 if __name__ == "__main__":

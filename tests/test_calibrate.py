@@ -184,10 +184,8 @@ def options(*arguments: str) -> argparse.Namespace:
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments: tuple[str, ...], said: str) -> None:
-    given = options(*arguments)
-    assert given.run is calibrate
     with pytest.raises((ValueError, FileNotFoundError), match=said):
-        calibrate(given, arguments)
+        calibrate(options(*arguments), arguments)
 
 
 def test_nodes_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import dry
 import fourfold as ff
@@ -19,15 +16,6 @@ from fourfold.cost.flops import flops_per_token
 from fourfold.cost.work import Attention, Kernel, Launch, Product, Wait
 from fourfold.grid import Shape
 from fourfold.overlap import Overlap
-from harness import _context
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[..., Any]]:
-    """Runs a job in a process that has joined no process group."""
-    with ProcessPoolExecutor(1, _context) as process:
-        yield lambda job, *args, **options: process.submit(job, *args, **options).result(timeout=120)
-
 
 # --- against closed forms
 
@@ -201,7 +189,6 @@ def test_functions_that_build_no_model_on_meta_are_refused(alone) -> None:
 def test_a_process_that_has_joined_a_group_is_refused(alone) -> None:
     with pytest.raises(RuntimeError, match="has joined one of 1 ranks already; run it in another process"):
         alone(dry.in_company)
-    assert not torch.distributed.is_initialized()
 
 
 def test_sizes_and_ranks_that_are_not_there_are_refused(alone) -> None:

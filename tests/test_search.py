@@ -179,12 +179,14 @@ def my_model(grid: ff.Grid, policy: Policy) -> torch.nn.Module:
     return ff.models.build(ff.models.config("gpt-tiny"), grid, policy=policy)
 
 
-def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_ones_own(alone, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
     arguments = ["plan", "--model", "test_search:my_model", "--machine", "dgx-h100", "--devices", "2"]
-    assert main([*arguments, "--batch-tokens", "512", "--seq", "128"]) == 0
-    shown = capsys.readouterr().out
-    for grid in ("x=2", "y=2", "z=2", "data=2"):
-        assert grid in shown
+    assert alone(main, [*arguments, "--batch-tokens", "512", "--seq", "128", "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    cut = [{axis for axis, size in entry["grid"].items() if size == 2} for entry in document["grids"]]
+    assert sorted(cut, key=str) == sorted([{"x"}, {"y"}, {"z"}, {"data"}], key=str)
+    assert document["model"]["parameters"] == ff.models.config("gpt-tiny").parameters
 
 
 def slow(machine: Machine, factor: float) -> Machine:
