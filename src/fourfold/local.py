@@ -186,7 +186,9 @@ def dlogits_eager(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, f
         column, here = _column(targets, first, held)
         found.scatter_add_(1, column[:, None], -here.to(found.dtype)[:, None])
     found.mul_(scale[:, None])
-    return functional.pad(found, (0, logits.shape[1] - held)).to(logits.dtype)
+    if padding := logits.shape[1] - held:
+        found = functional.pad(found, (0, padding))  # a copy, also where there is nothing to pad
+    return found.to(logits.dtype)
 
 
 def dlogits_normalized(logp: Tensor, targets: Tensor, scale: Tensor) -> Tensor:

@@ -214,7 +214,13 @@ class _Step:
         wide = held.logits_cut // held.compute * held.wide
         cast = held.logits_cut if held.compute < held.wide else 0
         before = (self.halves - 1) * held.logits_cut
-        return (before + 2 * wide + cast) // self.halves
+        return (before + self._wide_copies * wide + cast) // self.halves
+
+    @property
+    def _wide_copies(self) -> int:
+        """Of the gradient of logits: padding makes another one."""
+        share = self.held.share
+        return 2 if share.vocab_columns > share.vocab_rows else 1
 
     def _in_chunks(self) -> list[Memory]:
         """Head and loss chunk by chunk, which find da and dw in forward; backward scales them."""
@@ -227,7 +233,7 @@ class _Step:
         cast = cut if held.compute < held.wide else 0
         before = whole if tokens * self.halves < held.m else 0  # the gradient of the chunk before
         joined = 2 * cut + 3 * whole if held.inner_cut > 1 else 0
-        copies = before + max(cut + 2 * wide + cast, joined)
+        copies = before + max(cut + self._wide_copies * wide + cast, joined)
         gathered = held.entered if held.sharded and self.shape.x > 1 else 0
         ahead = self._in_flight_ahead([], self.layers)
         weights = self.layers * self.kept_weights + ahead + self.halves * self.table_made
