@@ -166,7 +166,7 @@ def test_two_ranks_measure_what_an_independent_timing_does(ranks, tmp_path: Path
     assert took < 30  # a budget of 3 s, on a machine that others use too
     lines = list(summary(machine, path))
     assert "ranks 1 apart, 2 together" in lines[-2]
-    assert lines[-1].endswith(f"fourfold plan --machine {path}")
+    assert f"fourfold plan --model gpt-1.4b --machine {path} --devices 2 " in lines[-1]
 
 
 def options(*arguments: str) -> argparse.Namespace:

@@ -27,7 +27,7 @@ from fourfold.train.config import (
     read_config,
     resolve,
 )
-from fourfold.train.plan import Job
+from fourfold.train.job import Job
 from fourfold.train.predicted import predict
 from fourfold.train.schema import parse, to_table
 

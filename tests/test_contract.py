@@ -59,12 +59,12 @@ INSIDE = {
         "modules", "explain", "published",
     ],
     "report": [
-        "units", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text", "plan_figures",
-        "plan", "__init__",
+        "units", "html", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text",
+        "plan_figures", "plan", "__init__",
     ],
     "train": [
-        "__init__", "schema", "launch", "plan", "config", "record", "meter", "predicted", "profile", "progress", "loop",
-        "command", "calibrate", "planning",
+        "__init__", "schema", "launch", "job", "config", "record", "meter", "predicted", "profile", "progress", "loop",
+        "command", "calibrate", "plan",
     ],
 }  # fmt: skip
 

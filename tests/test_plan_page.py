@@ -154,7 +154,7 @@ def test_the_page_loads_nothing() -> None:
 
 def test_the_answer_needs_no_script() -> None:
     document = plan()
-    text = unescape(re.sub(r"<[^>]*>", "", plan_page(document, "").split('id="plan"')[0]))
+    text = unescape(re.sub(r"<[^>]*>", "", plan_page(document, "").split('id="data"')[0]))
     for shown in [*reasons_it_wins(document), command(document), document["config_toml"], *document["why"]["lines"]]:
         assert shown in text
     for label, value, detail in cards(document, document["grids"][0]):
@@ -173,7 +173,7 @@ def test_text_from_the_document_is_escaped() -> None:
     text = plan_page(document, "")
     assert "alert(1)" in text
     assert "<script>alert" not in text
-    assert text.count("</script") == 4  # errors, plan, plotly, page
+    assert text.count("</script") == 5  # errors, data, plotly, draw, page
 
 
 def test_figures_hold_the_numbers_of_the_plan() -> None:
@@ -300,7 +300,7 @@ def test_why_compares_the_pair_that_was_asked_about() -> None:
 def test_one_node_needs_no_torchrun() -> None:
     assert command(plan()).startswith("torchrun --nnodes 256 --nproc-per-node 4 -m fourfold.cli train gpt-80b.toml")
     assert command(plan(devices=4)) == "fourfold train gpt-80b.toml"
-    assert command(plan(devices=6)).startswith("torchrun --nnodes 2 --nproc-per-node 4")
+    assert command(plan(devices=6)).startswith("torchrun --nnodes 2 --nproc-per-node 3")
 
 
 def test_the_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from fourfold.grid import Shape
 from fourfold.report import write_report
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, PlanSection
+from fourfold.train.job import MEASURED, Job, locate
 from fourfold.train.loop import Run, begin
-from fourfold.train.plan import MEASURED, Job, locate
 from fourfold.train.predicted import COMPARED, WHOLE_PROCESS, Comparison, predict
 from fourfold.train.progress import compared, predicted
 from fourfold.train.record import Lines, scalars

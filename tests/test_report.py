@@ -17,7 +17,8 @@ import browser
 from fourfold.grid import Shape
 from fourfold.report import write_report
 from fourfold.report.figures import figures, smooth, thin
-from fourfold.report.page import POLICY, page
+from fourfold.report.html import POLICY
+from fourfold.report.page import page
 from fourfold.report.ranks import draw_grid
 from fourfold.report.run import FILES, read_run
 from fourfold.report.units import count, duration, nbytes, percent
@@ -248,7 +249,7 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     text = html_of(folder)
     assert "alert(1)" in text
     assert "<script>alert" not in text
-    assert text.count("</script") == 4  # errors, figures, plotly, page
+    assert text.count("</script") == 5  # errors, data, plotly, draw, page
     assert evil.encode() in (folder / "config.toml").read_bytes() and escape(evil) in text
 
 
@@ -283,7 +284,7 @@ def test_numbers_that_are_none(tmp_path: Path, value: float) -> None:
     assert [step.step for step in run.steps if step.diverged] == [11, 12]  # the trainer writes null for both
     assert any("first at step 11" in note for note in run.notes)
     assert any("validation loss of step 15" in note for note in run.notes)
-    data = re.search(r'id="figures">(.*?)</script>', html_of(folder)).group(1)  # type: ignore[union-attr]
+    data = re.search(r'id="data">(.*?)</script>', html_of(folder)).group(1)  # type: ignore[union-attr]
     assert not re.search(r"\b(NaN|Infinity)\b", data)
     marks = [trace for trace in json.loads(data)["loss"]["traces"] if trace["name"] == "not finite"]
     assert [trace["x"] for trace in marks] == [[11, 12]]

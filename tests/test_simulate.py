@@ -120,13 +120,14 @@ CHOICES = [
     (Shape(x=4, z=4, data=2), "none", 2, 3),
     (Shape(x=2, y=2, z=2, data=4, order=("y", "x", "data", "z")), "attention", 4, 2),
     (Shape(x=2, data=16), "none", 2, 5),
+    (Shape(z=4, data=8), "none", 1, 1),
 ]
 
 
 @pytest.mark.parametrize(("shape", "recompute", "rows", "micro_steps"), CHOICES)
 def test_a_few_layers_stand_for_all(shape: Shape, recompute: ff.layout.Recompute, rows: int, micro_steps: int) -> None:
-    """The price of a deep model from two and three of its layers, beside a simulation of all of them."""
-    config = ff.models.config("llama-3-8b", layers=12)
+    """The price of a deep model from a few of its layers, beside a simulation of all of them."""
+    config = ff.models.config("llama-3-8b", layers=20)
     machine = replace(MACHINE, gemm={"bf16": 3e14}, memory_bandwidth=2e12, overhead=5e-6, launch=1e-5, contention=1.1)
     links = {group: Link(1e11, 5e-6) for group in machine.inside}
     machine = replace(machine, inside=links, between=Link(5e10, 1e-5))
@@ -134,7 +135,11 @@ def test_a_few_layers_stand_for_all(shape: Shape, recompute: ff.layout.Recompute
     policy = ff.Policy(recompute=recompute, compute=torch.bfloat16, shard_optimizer=True)
     choice = Choice(shape, policy, rows, micro_steps)
     found, whole = price(task, choice), timeline(task, choice)
-    assert found.seconds == pytest.approx(whole.seconds, rel=0.03)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert price(task, choice, quick=True).seconds == pytest.approx(whole.seconds, rel=0.12)
+    assert sum(found.totals.exposed.values()) == pytest.approx(
+        sum(whole.exposed_seconds.values()), abs=0.02 * whole.seconds
+    )
     assert found.totals.compute == pytest.approx(whole.compute_seconds, rel=0.02)
     for axis, seconds in whole.link_seconds.items():
         assert found.totals.link[axis] == pytest.approx(seconds, rel=0.05, abs=0.01 * whole.seconds)

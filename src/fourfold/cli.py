@@ -65,7 +65,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from fourfold.train.planning import plan
+    from fourfold.train.plan import plan
 
     return plan(options, arguments)
 
@@ -246,7 +246,7 @@ def add_plan(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
     )
     one.add_argument("--seq", type=int, help="tokens of a sequence; by default the model's")
     one.add_argument("--dtype", choices=["bf16", "fp32"], help="of products; by default bf16 where the machine has it")
-    one.add_argument("--top", type=int, default=10, metavar="N", help="grids to show; default 10")
+    one.add_argument("--top", type=int, default=8, metavar="N", help="grids to show; default 8")
     one.add_argument("--why", type=grid, metavar="GRID", help="what this grid, such as x=8,z=4, loses on")
     one.add_argument("--json", metavar="FILE", help="the whole plan; -: standard output, and nothing else there")
     one.add_argument("--html", type=Path, metavar="FILE", help="one page with everything, to explore")
@@ -277,7 +277,11 @@ Rank the grids, rank orders and policies for a model on a machine, before anythi
 
   fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M
   fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --why x=4,data=256
-  fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html"""
+  fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html
+  fourfold plan --model package.module:function --seq 2048 --machine here.toml --devices 8 --batch-tokens 64k
+
+function(grid, policy) returns a module made of Fourfold layers, function() a plain one, which is replicated over data;
+its forward(tokens, targets) returns the loss. It is run dry: no device, no memory."""
 CALIBRATE = """\
 Measure this machine: links between its ranks, products, attention, memory. The file is a machine for fourfold plan.
 Outside of torchrun and SLURM the local ranks are started here; with several nodes the network is measured too.

@@ -6,7 +6,7 @@ from typing import Any
 
 from fourfold.cost.price import Priced, Task, memory_of
 from fourfold.cost.search import Estimated, Plan
-from fourfold.cost.seconds import Route, Seconds
+from fourfold.cost.seconds import Seconds
 from fourfold.grid import AXES
 from fourfold.models.config import Config
 
@@ -16,8 +16,9 @@ def model_facts(config: Config, name: str) -> dict[str, Any]:
     return {"name": name, "parameters": config.parameters, **sizes}
 
 
-def plan_document(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
-    """Everything that is shown of a plan, as JSON has it; `why` and `config_toml` are for the caller to add."""
+def plan_document(plan: Plan, model: dict[str, Any], *, others: bool = True) -> dict[str, Any]:
+    """Everything that is shown of a plan, as JSON has it; `why` and `config_toml` are for the caller to add. With
+    `others` the grids that were not ranked have their estimates too."""
     task, machine = plan.task, plan.task.machine
     return {
         "model": {**model, "seq": task.seq},
@@ -34,14 +35,14 @@ def plan_document(plan: Plan, model: dict[str, Any]) -> dict[str, Any]:
         "batch_tokens": task.tokens,
         "seq": task.seq,
         "searched": {
-            "grids": len(plan.ranked) + len(plan.estimated) + len(plan.refused),
+            "grids": len(plan.ranked) + len(plan.waiting) + len(plan.refused),
             "candidates": plan.candidates,
             "simulated": plan.simulated,
             "seconds": plan.seconds,
         },
         "grids": [entry(found, plan.best, rank) for rank, found in enumerate(plan.ranked, start=1)],
-        "estimated": [estimated_entry(task, found) for found in plan.estimated],
-        "refused": [{"grid": shape.sizes, "reason": reason} for shape, reason in plan.refused],
+        "estimated": [estimated_entry(task, found) for found in plan.estimated()] if others else [],
+        "refused": [{"grid": refused.shape.sizes, "reason": refused.reason} for refused in plan.refused],
         "timeline": planned_timeline(plan.best),
         "why": None,
         "config_toml": "",
@@ -85,7 +86,7 @@ def entry(found: Priced, best: Priced, rank: int) -> dict[str, Any]:
 
 
 def estimated_entry(task: Task, found: Estimated) -> dict[str, Any]:
-    """A grid that was not simulated, because it seems slower than those that were."""
+    """A grid that was not ranked, because others seemed faster."""
     return {
         "grid": found.choice.shape.sizes,
         "order": list(found.choice.shape.order),
@@ -96,18 +97,18 @@ def estimated_entry(task: Task, found: Estimated) -> dict[str, Any]:
 
 def reasons(loser: Priced, winner: Priced) -> list[str]:
     """What the loser loses on, the most first; and what it is better at."""
-    prices = [Seconds(found.task.machine, found.choice.shape) for found in (loser, winner)]
-    lost: list[tuple[float, str]] = []
     more = loser.totals.compute - winner.totals.compute
-    lost.append((more, f"{describe(more)} of computation: {_compute_reason(loser, winner)}"))
+    lost = [(more, f"{describe(more)} of computation: {_compute_reason(loser, winner)}")]
     for axis in AXES:
         more = loser.totals.exposed.get(axis, 0.0) - winner.totals.exposed.get(axis, 0.0)
-        routes = [price.link(axis) for price in prices]
-        lost.append((more, f"{describe(more)} exposed over {axis}: {_route_reason(loser, winner, axis, *routes)}"))
+        lost.append((more, f"{describe(more)} exposed over {axis}: {_link_reason(loser, winner, axis)}"))
+    lost.sort(key=lambda each: -each[0])
     worth_saying = 0.01 * winner.seconds
-    said = [text for more, text in sorted(lost, key=lambda each: -each[0]) if abs(more) > worth_saying]
+    said = [text for more, text in lost if abs(more) > worth_saying]
+    if lost[0][0] > worth_saying:
+        return said
     gap = loser.seconds - winner.seconds
-    return said or [f"{describe(gap)} a step, from nothing larger than {worth_saying:.2g} s each"]
+    return [f"{describe(gap)} a step, from nothing larger than {worth_saying:.2g} s each", *said]
 
 
 def describe(seconds: float) -> str:
@@ -118,24 +119,30 @@ def describe(seconds: float) -> str:
 
 
 def _compute_reason(loser: Priced, winner: Priced) -> str:
-    ours, theirs = loser.choice, winner.choice
-    if ours.policy.recompute != theirs.policy.recompute:
-        return f"recompute={ours.policy.recompute} against {theirs.policy.recompute}"
-    if ours.micro_steps != theirs.micro_steps:
-        return f"{ours.micro_steps} micro-steps of {ours.rows} rows against {theirs.micro_steps} of {theirs.rows}"
-    return "its local products have other shapes"
+    """FLOPs that it runs again, and the part of the peak at which it computes."""
+    rates = []
+    for found in (loser, winner):
+        peak = found.task.machine.peak[found.task.dtype] * found.choice.shape.world
+        rates.append(found.flops.hardware * found.task.tokens / found.totals.compute / peak)
+    said = f"it computes at {rates[0]:.0%} of the peak, the best grid at {rates[1]:.0%}"
+    ours, theirs = loser.choice.policy.recompute, winner.choice.policy.recompute
+    return said if ours == theirs else f"recompute={ours} against {theirs}; {said}"
 
 
-def _route_reason(loser: Priced, winner: Priced, axis: str, ours: Route, theirs: Route) -> str:
-    sizes = [found.choice.shape.sizes[axis] for found in (loser, winner)]
-    where = "crosses nodes" if ours.crosses else "stays inside a node"
-    here = f"{axis}={sizes[0]} {where} at {ours.bandwidth / 1e9:.3g} GB/s"
-    if sizes[0] == 1:
-        return f"{axis} does not cut it, {axis}={sizes[1]} cuts the best grid"
-    if sizes[1] == 1:
-        return f"{here}, the best grid does not use {axis}"
-    there = "crosses nodes" if theirs.crosses else "stays inside a node"
-    return f"{here}, the best grid's {axis}={sizes[1]} {there} at {theirs.bandwidth / 1e9:.3g} GB/s"
+def _link_reason(loser: Priced, winner: Priced, axis: str) -> str:
+    if loser.choice.shape.sizes[axis] == 1:
+        return f"{_link(winner, axis)} in the best grid, which alone uses {axis}"
+    if winner.choice.shape.sizes[axis] == 1:
+        return f"{_link(loser, axis)}; the best grid does not use {axis}"
+    return f"{_link(loser, axis)}; the best grid's {_link(winner, axis)}"
+
+
+def _link(found: Priced, axis: str) -> str:
+    """`z=8 crosses nodes at 20 GB/s, 3.1 s on the link`"""
+    route = Seconds(found.task.machine, found.choice.shape).link(axis)
+    where = "crosses nodes" if route.crosses else "stays inside a node"
+    size, seconds = found.choice.shape.sizes[axis], found.totals.link.get(axis, 0.0)
+    return f"{axis}={size} {where} at {route.bandwidth / 1e9:.3g} GB/s, {seconds:.3g} s on the link"
 
 
 def planned_timeline(found: Priced) -> list[dict[str, Any]]:
@@ -154,7 +161,7 @@ def assumptions(task: Task) -> list[str]:
     machine = task.machine
     estimates = sorted(key for key, source in machine.sources.items() if source.startswith(("estimate", "fitted")))
     lines = [
-        "a step is periodic in its layers and micro-steps: up to eight layers are simulated and the rest added up",
+        "a step is periodic in its layers and micro-steps: up to twelve layers are simulated and the rest added up",
         "every rank is as fast as every other, and nothing else uses the network",
         f"weights are {str(task.parameters).removeprefix('torch.')}, products and messages {task.dtype}; AdamW",
     ]

@@ -14,7 +14,7 @@ from functools import cached_property
 from fourfold.cost.dry import Dry, dry_run
 from fourfold.cost.flops import Flops
 from fourfold.cost.price import Choice, Priced, Task
-from fourfold.cost.search import GIB, Plan
+from fourfold.cost.search import GIB, Plan, Refused
 from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import Timeline, Totals, simulate
 from fourfold.cost.work import Attention, Product
@@ -52,7 +52,7 @@ class ModulePrice(Priced):
     def flops(self) -> Flops:
         """What its products and attention compute, recompute included: the two are not told apart."""
         counted = sum(work.flops for work in self.dry.program if isinstance(work, Product | Attention))
-        per_token = counted * self.choice.shape.world / self.task.tokens
+        per_token = counted * self.choice.micro_steps * self.choice.shape.world / self.task.tokens
         return Flops(per_token, per_token)
 
     @property
@@ -81,14 +81,14 @@ def search_module(
     found: list[ModulePrice] = []
     for shape in sorted(_shapes(build, devices), key=lambda shape: (shape.x * shape.y, shape.y, shape.z)):
         if time.perf_counter() - began > longest and found:
-            plan.refused.append((shape, NOT_TRIED.format(longest)))
+            plan.refused.append(Refused(shape, NOT_TRIED.format(longest)))
             continue
         progress(f"running the module dry on {shape}")
         reason = _try(task, build, shape, plan, found)
         if reason:
-            plan.refused.append((shape, reason))
+            plan.refused.append(Refused(shape, reason))
     if not found:
-        shape, reason = plan.refused[0]
+        shape, reason, _ = plan.refused[0]
         raise ValueError(f"the module runs on no grid of {devices} devices; on {shape}: {reason}")
     plan.ranked = sorted(found, key=lambda price: price.seconds)
     plan.seconds = time.perf_counter() - began
@@ -105,23 +105,27 @@ def _try(task: Task, build: Builder, shape: Shape, plan: Plan, found: list[Modul
     if task.rows % places:
         return f"data*z = {places} places do not divide a batch of {task.rows} rows"
     limit = task.machine.memory - task.machine.reserve
-    policy = Policy(compute=task.compute, shard_optimizer=shape.data > 1)
-    rows, micro_steps = task.rows // places, 1
-    while True:
+    policy = Policy() if only_over_data(build) else Policy(compute=task.compute, shard_optimizer=shape.data > 1)
+    reason = ""
+    for rows in _divisors(task.rows // places):
         plan.candidates += 1
         try:
             dry = dry_run(build, shape, rows=rows, seq=task.seq, policy=policy, micro_steps=1, optimizer=True)
-        except (ValueError, RuntimeError) as error:
-            return str(error).splitlines()[0]
+        except (ValueError, RuntimeError, TypeError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if dry.peak_bytes <= limit:
-            break
-        if rows % 2:
-            return f"needs {dry.peak_bytes / GIB:.1f} GiB of {limit / GIB:.1f} GiB with {rows} rows at once"
-        rows, micro_steps = rows // 2, micro_steps * 2
-    choice = Choice(shape, policy, rows, micro_steps)
-    plan.simulated += 1
-    found.append(ModulePrice(task, choice, _all_micro_steps(play(task, choice, dry).totals, micro_steps), dry))
-    return ""
+            choice = Choice(shape, policy, rows, task.rows // places // rows)
+            plan.simulated += 1
+            totals = _all_micro_steps(play(task, choice, dry).totals, choice.micro_steps)
+            found.append(ModulePrice(task, choice, totals, dry))
+            return ""
+        reason = f"needs {dry.peak_bytes / GIB:.1f} GiB of {limit / GIB:.1f} GiB with {rows} rows at once"
+    return reason
+
+
+def _divisors(rows: int) -> list[int]:
+    """From all rows at once down to one."""
+    return [each for each in range(rows, 0, -1) if rows % each == 0]
 
 
 def _all_micro_steps(one: Totals, micro_steps: int) -> Totals:

@@ -24,11 +24,13 @@ from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
 from fourfold.models.config import Config
 
-QUICK_LAYERS = 2, 3
+QUICK_LAYERS = 3, 4
 """From these two numbers of layers a price is drawn on; for comparisons."""
-CLOSE_LAYERS = 4, 8
+CLOSE_LAYERS = 6, 12
 """The same where the number is shown: sums over data reach their pace late."""
 FEW_MICRO_STEPS = 2
+SHOWN_LAYERS = 4
+"""In a timeline to look at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class Price(Priced):
         return self.task.config.parameters
 
     def timeline(self) -> Timeline:
-        layers = min(CLOSE_LAYERS[0], self.task.config.layers)
+        layers = min(SHOWN_LAYERS, self.task.config.layers)
         return timeline(self.task, self.choice, layers=layers, micro_steps=1, trace=True)
 
 

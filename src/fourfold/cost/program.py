@@ -29,8 +29,9 @@ def step_program(volume: Volume, *, micro_steps: int = 1, optimizer: bool = True
     """One step of a run that has found its order: from the optimizer's last word, whose parameters may still be on
     their way between replicas, to its next one."""
     model = Model(volume)
-    model.step(1, optimizer=optimizer)  # the first pass records the order, as the engine's does
-    model.stage.work.clear()
+    model.stage.recording = True  # in the first pass the engine finds its order, as the runtime's does
+    model.step(1, optimizer=optimizer)
+    model.stage.recording = False
     model.phases.clear()
     model.step(micro_steps, optimizer=optimizer)
     return Program(model.stage.work, model.phases)

@@ -82,6 +82,8 @@ class Stage:
         self._gathers = {axis: f"{axis} gather" if axis in two else axis for axis in AXES}
         self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
         self._gatherings: dict[Hashable, Gathering[None]] = {}
+        self.recording = False
+        """Whether the engine only learns the order, and nothing is written down."""
         self._tape: list[_Node] = []
         self._backward = False
         self._flights = 0
@@ -89,10 +91,13 @@ class Stage:
     # --- what the host does
 
     def compute(self, *work: Compute) -> None:
-        self.work += work
+        if not self.recording:
+            self.work += work
 
     def launch(self, records: Iterable[Collective]) -> Flying:
-        flights = []
+        flights: list[int] = []
+        if self.recording:
+            return Flying(self.work, flights)
         for record in records:
             lane = self._gathers if record.op == "all_gather" else self._reduces
             self.work.append(Launch(self._flights, record, lane[record.axis]))
@@ -102,7 +107,7 @@ class Stage:
 
     def communicate(self, records: Iterable[Collective]) -> None:
         """One after another, each waited for at once."""
-        for record in records:
+        for record in () if self.recording else records:
             self.launch([record]).wait()
 
     # --- backward

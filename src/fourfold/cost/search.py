@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import permutations
-from math import inf
-from typing import get_args
+from math import ceil, inf
+from typing import NamedTuple, get_args
 
 import torch
 
 from fourfold.cost.estimate import LEVERS, Cell, Estimates, Lever
-from fourfold.cost.memory import Memory
+from fourfold.cost.memory import Memory, kept_for_backward
 from fourfold.cost.price import Choice, Price, Priced, Task, memory_of, price
 from fourfold.cost.seconds import Seconds
 from fourfold.grid import AXES, Shape, shapes_of
@@ -31,16 +31,18 @@ from fourfold.layout import Activations, Policy, Recompute
 GIB = 2**30
 RECOMPUTE = get_args(Recompute)
 """The more of it the less memory."""
-MORE_GRIDS = 4
-"""How many grids are simulated beyond those asked for."""
+SIMULATED_GRIDS = 10
+"""How many grids are simulated, or as many as are to be shown."""
+SHOWN = 8
+"""Of these are priced closely, or as many as are to be shown."""
 CLOSER_LOOK = 3
 """Of how many grids, the best, further candidates are simulated."""
 OF_EACH = 3
 """Candidates of such a grid."""
 LOSS_CHUNK = 2048
 """Tokens whose logits exist at once where all of them do not fit."""
-MOST_ROWS = 32
-"""Of a place in one micro-step: beyond that a step gains nothing."""
+MOST_TOKENS = 1 << 16
+"""Of a place in one micro-step, unless all are taken at once: more gain little and take memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,14 @@ class Estimated:
     seconds: float
 
 
+class Refused(NamedTuple):
+    """A grid that cannot be, and why; the bytes that it lacks where that is memory."""
+
+    shape: Shape
+    reason: str
+    lacking: int = 0
+
+
 @dataclass(slots=True)
 class Plan:
     """Grids for a task, the fastest first."""
@@ -69,9 +79,9 @@ class Plan:
     devices: int
     ranked: Sequence[Priced] = field(default_factory=list)
     """The best simulated choice of each grid."""
-    estimated: list[Estimated] = field(default_factory=list)
-    """Grids that fit and seem slower, by their estimates."""
-    refused: list[tuple[Shape, str]] = field(default_factory=list)
+    waiting: list[_Grid] = field(default_factory=list)
+    """Grids of which the first candidates were not simulated closely, as others seemed faster."""
+    refused: list[Refused] = field(default_factory=list)
     candidates: int = 0
     simulated: int = 0
     seconds: float = 0.0
@@ -81,8 +91,17 @@ class Plan:
     def best(self) -> Priced:
         return self.ranked[0]
 
+    def estimated(self) -> list[Estimated]:
+        """The first candidate that fits of each grid that was not ranked."""
+        found = []
+        for grid in self.waiting:
+            while not grid.found and grid.estimate < inf:
+                grid.try_next()
+            found += grid.found[:1]
+        return sorted(found, key=lambda each: each.seconds)
 
-def search(task: Task, devices: int, *, space: Space = Space(), top: int = 10) -> Plan:
+
+def search(task: Task, devices: int, *, space: Space = Space(), top: int = SHOWN) -> Plan:
     """Rank the grids of that many devices, at least `top` of them by simulation."""
     began = time.perf_counter()
     with _not_collecting():
@@ -132,16 +151,20 @@ class _Search:
 
     def _fitting(self, grids: list[_Grid]) -> list[_Grid]:
         """So many grids with something that fits, in order of its estimate. Refuses those where nothing does."""
-        waiting = [(grid.estimate, place) for place, grid in enumerate(grids) if not self._refused(grid)]
+        waiting = [
+            (grid.estimate, place)
+            for place, grid in enumerate(grids)
+            if not self._refused(grid) and grid.estimate < inf
+        ]
         heapify(waiting)
         found: list[_Grid] = []
-        while waiting and len(found) < self.top + MORE_GRIDS:
-            estimate, place = heappop(waiting)
-            if estimate < inf and grids[place].try_next():
+        while waiting and len(found) < max(self.top, SIMULATED_GRIDS):
+            _, place = heappop(waiting)
+            if grids[place].try_next():
                 found.append(grids[place])
-            else:
+            elif grids[place].estimate < inf:
                 heappush(waiting, (grids[place].estimate, place))
-        self.plan.estimated = [grids[place].next for estimate, place in sorted(waiting) if estimate < inf]
+        self.plan.waiting = [grids[place] for _, place in sorted(waiting)]
         return found
 
     def _refused(self, grid: _Grid) -> bool:
@@ -155,7 +178,7 @@ class _Search:
                     return False
         least = min(frugal, key=lambda memory: memory.total)
         reason = f"needs {describe_memory(least)} of {self.limit / GIB:.1f} GiB at the least"
-        self.plan.refused.append((grid.shape, reason))
+        self.plan.refused.append(Refused(grid.shape, reason, least.total - self.limit))
         return True
 
     def _rank(self, grids: Sequence[_Grid]) -> None:
@@ -169,8 +192,14 @@ class _Search:
             others = [self._price(candidate) for candidate in grid.found[1:]]
             ranked.append(min([best, *others], key=lambda found: found.seconds))
         ranked.sort(key=lambda found: found.seconds)
-        shown = [price(self.task, found.choice) for found in ranked[: self.top]]
-        self.plan.ranked = sorted(shown, key=lambda found: found.seconds) + ranked[self.top :]
+        shown = max(self.top, SHOWN)
+        self.plan.ranked = sorted(
+            (price(self.task, found.choice) for found in ranked[:shown]), key=lambda found: found.seconds
+        )
+        self.plan.waiting = [grid for _, grid in first if grid.shape.sizes not in self._sizes()] + self.plan.waiting
+
+    def _sizes(self) -> list[dict[str, int]]:
+        return [found.choice.shape.sizes for found in self.plan.ranked]
 
     def _price(self, candidate: Estimated) -> Price:
         self.plan.simulated += 1
@@ -183,7 +212,8 @@ class _Search:
         for shape in self.space.shapes or shapes_of(self.plan.devices):
             places = shape.data * shape.z
             if task.rows % places:
-                self.plan.refused.append((shape, f"data*z = {places} places do not divide a batch of {task.rows} rows"))
+                why = f"data*z = {places} places do not divide a batch of {task.rows} rows"
+                self.plan.refused.append(Refused(shape, why))
                 continue
             misfits = {}
             for policy in self._policies(shape):
@@ -199,7 +229,7 @@ class _Search:
                 for rows in possible:
                     yield Cell(task, Choice(shape, policy, rows, task.rows // places // rows), prices)
             if len(misfits) == len({policy.activations for policy in self._policies(shape)}):
-                self.plan.refused.append((shape, "; ".join(dict.fromkeys(misfits.values()))))
+                self.plan.refused.append(Refused(shape, "; ".join(dict.fromkeys(misfits.values()))))
 
     def _policies(self, shape: Shape) -> Sequence[Policy]:
         """One for each activation mode where the two differ; levers are added to it."""
@@ -212,7 +242,8 @@ class _Search:
         if self.space.micro_steps is not None:
             yield from (rows // steps for steps in self.space.micro_steps if rows % steps == 0)
             return
-        yield from (each for each in range(1, min(rows, MOST_ROWS) + 1) if rows % each == 0)
+        most = max(1, MOST_TOKENS // self.task.seq)
+        yield from (each for each in range(1, rows + 1) if rows % each == 0 and (each <= most or each == rows))
 
     def _allowed(self, cell: Cell, lever: Lever) -> bool:
         """Levers that change nothing on this grid are left out; where policies are given only theirs is taken."""
@@ -227,21 +258,27 @@ class _Search:
 
     def _fit(self, choice: Choice, lever: Lever) -> Choice | None:
         """That choice with the lever, if it fits; with logits in chunks where it fits only so."""
-        tried = replace(choice, policy=lever.on(choice.policy))
-        memory = memory_of(self.task, tried)
-        if memory.total <= self.limit:
-            return tried
+        wanted = replace(choice, policy=lever.on(choice.policy))
+        in_chunks = replace(wanted, policy=replace(wanted.policy, loss_chunk=wanted.policy.loss_chunk or LOSS_CHUNK))
+        if kept_for_backward(in_chunks.volume(self.task)) > self.limit:
+            return None  # quickly found, and true of most that do not fit
+        tried, memory = self._frugal(wanted)
+        return tried if memory.total <= self.limit else None
+
+    def _frugal(self, choice: Choice) -> tuple[Choice, Memory]:
+        """With its memory; with logits in chunks where it does not fit and they take less."""
+        memory = memory_of(self.task, choice)
         in_chunks = self.space.policies is None and choice.rows * self.task.seq > LOSS_CHUNK
-        if not in_chunks or memory.total - memory.logits > self.limit:
-            return None
-        tried = replace(tried, policy=replace(tried.policy, loss_chunk=LOSS_CHUNK))
-        return tried if memory_of(self.task, tried).total <= self.limit else None
+        if in_chunks and memory.total > self.limit >= memory.total - memory.logits:
+            chunked = replace(choice, policy=replace(choice.policy, loss_chunk=LOSS_CHUNK))
+            less = memory_of(self.task, chunked)
+            if less.total < memory.total:
+                return chunked, less
+        return choice, memory
 
     def _least(self, choice: Choice) -> Memory:
-        if self.space.policies is None:
-            frugal = replace(choice.policy, recompute="block", keep_gathered=False, keep_weights=False)
-            choice = replace(choice, policy=replace(frugal, loss_chunk=min(LOSS_CHUNK, choice.rows * self.task.seq)))
-        return memory_of(self.task, choice)
+        least = Lever("block", keep_gathered=False, keep_weights=False)
+        return self._frugal(choice if self.space.policies else replace(choice, policy=least.on(choice.policy)))[1]
 
 
 class _Grid:
@@ -305,9 +342,11 @@ class _Grid:
             (other for other in self.choices if other.policy.activations == choice.policy.activations),
             key=lambda other: other.rows,
         )
-        most = bisect_left(rows, True, key=lambda other: self.fit(other, least) is None)
-        if most < len(rows):
-            self._too_large.append((rows[most], least))
+        # often not even the fewest rows fit
+        fits = self.fit(rows[0], least) is not None
+        first = bisect_left(rows, True, lo=1, key=lambda other: self.fit(other, least) is None) if fits else 0
+        if first < len(rows):
+            self._too_large.append((rows[first], least))
 
     def _skip(self) -> None:
         """Past what cannot fit."""
@@ -339,18 +378,19 @@ def describe_memory(memory: Memory) -> str:
 
 def why_nothing_fits(plan: Plan) -> str:
     """What is missing, and what would make it fit."""
-    task, reasons = plan.task, dict.fromkeys(reason for _, reason in plan.refused)
-    memory = [reason for reason in reasons if reason.startswith("needs ")]
-    if not memory:
+    task, too_large = plan.task, [refused for refused in plan.refused if refused.lacking]
+    if not too_large:
+        reasons = dict.fromkeys(refused.reason for refused in plan.refused)
         return (
             f"no grid of {plan.devices} devices cuts this model and {task.rows} rows of {task.seq} tokens evenly: "
             f"{'; '.join(list(reasons)[:3])}; change the number of devices or the batch"
         )
-    closest = min(memory, key=lambda reason: float(reason.split()[1]))
+    closest = min(too_large, key=lambda refused: refused.lacking)
     state = task.config.parameters * (task.parameters.itemsize * 4)
     usable = task.machine.memory - task.machine.reserve
     return (
-        f"the model fits on no grid of {plan.devices} devices of {task.machine.name}: the closest {closest}; weights, "
-        f"gradients and optimizer state alone are {state / GIB:.0f} GiB, {state / usable:.0f} devices' worth: take "
+        f"the model fits on no grid of {plan.devices} devices of {task.machine.name}: the closest, {closest.shape}, "
+        f"{closest.reason}; weights, "
+        f"gradients and optimizer state alone are {state / GIB:.0f} GiB, {ceil(state / usable)} devices' worth: take "
         "more devices, shorter sequences, or a smaller model"
     )

@@ -188,7 +188,7 @@ def _gemm(machine: Machine, dtype: str) -> float:
 @lru_cache(maxsize=1 << 16)
 def _product(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
     seconds = formula_seconds(machine, m, k, n, dtype)
-    if seconds and machine.measured:
+    if min(m, k, n) > 0 and machine.measured:
         seconds *= math.exp(_correction(machine, m, k, n, dtype))
     return max(seconds, machine.overhead)
 

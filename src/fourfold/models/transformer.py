@@ -14,7 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fourfold.arriving import local_of
 from fourfold.comm import equal_along
 from fourfold.grid import Grid
 from fourfold.layout import Init, Policy
@@ -235,11 +234,11 @@ class Transformer(Layer):
         batches = [Batch.of(*half) for half in zip(rows, places, strict=True)]
         ropes: list[Rope] = [None] * number
         if self.positions is None:
-            ropes = [self._rope(batches[0])] * number if positions is None else [self._rope(b) for b in batches]
+            read = batches[:1] if positions is None else batches
+            ropes = [self._rope(batch, tokens.device) for batch in read] * (number // len(read))
         return [Half(*half) for half in zip(rows, aims, batches, ropes, strict=True)]
 
-    def _rope(self, batch: Batch) -> Rope:
-        device = local_of(self.embedding.member("weight").parameter).device
+    def _rope(self, batch: Batch, device: torch.device) -> Rope:
         return rope_tables(batch, self.config.head_dim, self.config.rope_theta, dtype=self.compute, device=device)
 
     def _run(self, halves: Sequence[Half], read: Callable[[Stream, Half], Turns[Tensor]]) -> list[Tensor]:

@@ -104,7 +104,7 @@ def _loss(run: Run, drawn: list[Step]) -> Figure | None:
         traces.append({"type": "scatter", "mode": "lines", "name": "unigram entropy", "line": line, **ends})
     traces += _marks(run)
     marks = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
-    return {"traces": traces, "layout": _layout(380, yaxis=_axis(tickformat=".3~g"), yaxis2=marks), "log": True}
+    return {"traces": traces, "layout": plot_layout(380, yaxis=plot_axis(tickformat=".3~g"), yaxis2=marks), "log": True}
 
 
 def _marks(run: Run) -> list[Figure]:
@@ -145,10 +145,10 @@ def _two_panels(
     traces: list[Figure] = [upper[1], *({**trace, "yaxis": "y2"} for trace in lower[1])]
     if not any(known(value) for trace in traces for value in trace["y"]):
         return None
-    layout = _layout(
+    layout = plot_layout(
         380,
-        yaxis=_axis(domain=[0.56, 0.94], rangemode="tozero", **upper[2]),
-        yaxis2=_axis(domain=[0, 0.38], rangemode="tozero", **lower[2]),
+        yaxis=plot_axis(domain=[0.56, 0.94], rangemode="tozero", **upper[2]),
+        yaxis2=plot_axis(domain=[0, 0.38], rangemode="tozero", **lower[2]),
         annotations=[_heading(upper[0], 0.94), _heading(lower[0], 0.38)],
     )
     layout["xaxis"]["anchor"] = "y2"
@@ -172,10 +172,10 @@ def _time(run: Run, drawn: list[Step]) -> Figure | None:
         traces.append({**_line(timed, name, value, color=shade, width=0.5), **area})
     seconds = sorted(step.seconds for step in timed if step.seconds is not None)
     usual = 1.25 * seconds[int(0.98 * (len(seconds) - 1))]
-    axis = _axis(tickformat="~s", ticksuffix="s", rangemode="tozero")
+    axis = plot_axis(tickformat="~s", ticksuffix="s", rangemode="tozero")
     if seconds[-1] > 2 * usual:  # a slow first step would press all others flat
         axis["range"] = [0, usual]
-    return {"traces": traces, "layout": _layout(340, yaxis=axis), "clipped": "range" in axis}
+    return {"traces": traces, "layout": plot_layout(340, yaxis=axis), "clipped": "range" in axis}
 
 
 def median_wire_bytes(run: Run) -> dict[str, float]:
@@ -220,10 +220,10 @@ def _links(run: Run) -> Figure | None:
         }
         for name, values, shade in zip(("exposed", "hidden"), (exposed, hidden), shades, strict=True)
     ]
-    names = _axis(type="category", autorange="reversed", fixedrange=True, showgrid=False)
-    seconds = _axis(tickformat="~s", ticksuffix="s", fixedrange=True, rangemode="tozero")
+    names = plot_axis(type="category", autorange="reversed", fixedrange=True, showgrid=False)
+    seconds = plot_axis(tickformat="~s", ticksuffix="s", fixedrange=True, rangemode="tozero")
     bars = {"barmode": "stack", "bargap": 0.35, "hovermode": "closest", "showlegend": False}
-    return {"traces": traces, "layout": _layout(100 + 42 * len(drawn), yaxis=names, xaxis=seconds, **bars)}
+    return {"traces": traces, "layout": plot_layout(100 + 42 * len(drawn), yaxis=names, xaxis=seconds, **bars)}
 
 
 def _bars(sizes: dict[str, float], shades: list[str]) -> Figure:
@@ -239,11 +239,11 @@ def _bars(sizes: dict[str, float], shades: list[str]) -> Figure:
         "marker": {"color": shades},
         "hovertemplate": "%{y}: %{text}<extra></extra>",
     }
-    layout = _layout(
-        70 + 42 * len(sizes), yaxis=_axis(type="category", autorange="reversed", fixedrange=True, showgrid=False)
+    layout = plot_layout(
+        70 + 42 * len(sizes), yaxis=plot_axis(type="category", autorange="reversed", fixedrange=True, showgrid=False)
     )
     # room for the size beside the longest bar; bytes are no decimal numbers, so no ticks
-    layout["xaxis"] = _axis(visible=False, fixedrange=True, range=[0, 1.35 * max(*sizes.values(), 1)])
+    layout["xaxis"] = plot_axis(visible=False, fixedrange=True, range=[0, 1.35 * max(*sizes.values(), 1)])
     layout.update(hovermode="closest", showlegend=False, bargap=0.35)
     layout["margin"].update(t=10, b=10)
     return {"traces": [trace], "layout": layout}
@@ -267,7 +267,7 @@ def _points(x: list[int], y: list[float], name: str, symbol: str, size: int) -> 
     return {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker}
 
 
-def _axis(**more: Any) -> Figure:
+def plot_axis(**more: Any) -> Figure:
     quiet = {"gridcolor": "var(--line)", "zerolinecolor": "var(--line)", "linecolor": "var(--line)"}
     return {**quiet, "automargin": True, **more}
 
@@ -282,7 +282,7 @@ def _coloured(text: str, shade: str) -> str:
     return f'<span style="color:var(--{shade})"><b>{text}</b></span>'
 
 
-def _layout(height: int, **more: Any) -> Figure:
+def plot_layout(height: int, **more: Any) -> Figure:
     return {
         "height": height,
         "margin": {"l": 44, "r": 12, "t": 30, "b": 40},
@@ -295,6 +295,6 @@ def _layout(height: int, **more: Any) -> Figure:
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "var(--muted)", "activecolor": "var(--text)"},
         "showlegend": True,
         "uirevision": "keep",
-        "xaxis": _axis(title={"text": "step", "standoff": 6}, separatethousands=True, exponentformat="none"),
+        "xaxis": plot_axis(title={"text": "step", "standoff": 6}, separatethousands=True, exponentformat="none"),
         **more,
     }

@@ -1,36 +1,15 @@
 // Draws the figures, follows the colour scheme, zooms figures together, colours the neighbours of a rank.
 "use strict";
 (() => {
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const { data: figures, node } = fourfold;
   const names = Object.keys(figures);
-  const node = (name) => document.getElementById(name);
   const byStep = names.filter((name) => figures[name].traces[0].type === "scatter");
   const logScale = new Set();
 
-  // "var(--axis-x)" -> the colour that the style sheet gives it now
-  const resolve = (value, styles) => {
-    if (typeof value === "string") {
-      return value.replace(/var\((--[\w-]+)\)/g, (_, name) => styles.getPropertyValue(name).trim());
-    }
-    if (Array.isArray(value)) {
-      return value.map((item) => resolve(item, styles));
-    }
-    if (value !== null && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolve(item, styles)]));
-    }
-    return value;
-  };
-
   const draw = (name) => {
-    const figure = resolve(figures[name], getComputedStyle(document.documentElement));
-    if (logScale.has(name)) {
-      figure.layout.yaxis.type = "log";
-    }
-    // exactly these buttons: some of plotly's own would send the data elsewhere. On a phone they would cover the legend
-    const buttons = [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]];
-    const bar = byStep.includes(name) && innerWidth > 860 ? "hover" : false;
-    const config = { responsive: true, displaylogo: false, displayModeBar: bar, modeBarButtons: buttons };
-    return Plotly.react(node(name), figure.traces, figure.layout, config);
+    const { layout } = figures[name];
+    const yaxis = logScale.has(name) ? { ...layout.yaxis, type: "log" } : layout.yaxis;
+    return fourfold.draw(name, { ...figures[name], layout: { ...layout, yaxis } }, byStep.includes(name));
   };
 
   let following = false;

@@ -7,23 +7,18 @@ run's files is escaped here or in the part that made it.
 
 from __future__ import annotations
 
-import json
-import os
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from fourfold.report.figures import POINTS, figures
+from fourfold.report.html import frame, plotly_js, section, write_page
 from fourfold.report.predicted import plan_figure, plan_table, was_planned
 from fourfold.report.profile import profile_table, traces
 from fourfold.report.ranks import draw_grid
 from fourfold.report.run import Run, read_run
 from fourfold.report.summary import key_figures, ranks, utilisation
 from fourfold.report.units import count
-
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""What the page may load: what stands in it. Pictures are those that the reader saves of a figure."""
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
@@ -33,29 +28,8 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     appears whole or not at all.
     """
     out = Path(run) / "report.html" if out is None else Path(out)
-    text = page(read_run(Path(run)), _plotly_js(), out.parent.resolve())
-    if out.is_dir():
-        raise IsADirectoryError(f"{out} is a folder; name the file to write, such as {out / 'report.html'}")
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another")
-    # beside the target, since a rename is only atomic inside one file system
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
-    return out
-
-
-def _plotly_js() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "a report needs plotly, which is not installed; pip install 'fourfold[report]'"
-        ) from error
-    return get_plotlyjs()
+    text = page(read_run(Path(run)), plotly_js(), out.parent.resolve())
+    return write_page(out, text, example="report.html")
 
 
 def page(run: Run, plotly_js: str, beside: Path) -> str:
@@ -64,32 +38,12 @@ def page(run: Run, plotly_js: str, beside: Path) -> str:
     planned = plan_figure(run) if was_planned(run) else None
     if planned is not None:
         drawn["plan"] = planned
-    title = f"{run.text('model')} on {run.shape}"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)} - Fourfold</title>
-<style>{_part("page.css")}</style>
-<script>{_part("errors.js")}</script>
-</head>
-<body>
-<main>
-{_header(run)}
+    body = f"""{_header(run)}
 {_notes(run)}
 <noscript><p class="note">The figures need JavaScript; the numbers below do not.</p></noscript>
 {key_figures(run)}
-{_sections(run, drawn, beside)}
-</main>
-<script type="application/json" id="figures">{_json(drawn)}</script>
-<script>{plotly_js}</script>
-<script>{_part("page.js")}</script>
-</body>
-</html>
-"""
+{_sections(run, drawn, beside)}"""
+    return frame(f"{run.text('model')} on {run.shape}", body, drawn, plotly_js, script="page.js")
 
 
 def _header(run: Run) -> str:
@@ -139,9 +93,9 @@ def _sections(run: Run, drawn: dict[str, Any], beside: Path) -> str:
             "</div>",
             *_plan(run, drawn),
             *_profile(run, drawn, beside),
-            _section("The grid", draw_grid(run.shape)),
-            _section(f"Skipped steps ({len(run.skipped)})", _skipped(run)),
-            _section("MFU and HFU", utilisation(run)),
+            section("The grid", draw_grid(run.shape)),
+            section(f"Skipped steps ({len(run.skipped)})", _skipped(run)),
+            section("MFU and HFU", utilisation(run)),
             f"<details><summary>config.toml</summary><pre>{escape(run.config)}</pre></details>",
         ]
     )
@@ -152,7 +106,7 @@ def _plan(run: Run, drawn: dict[str, Any]) -> list[str]:
     if not was_planned(run):
         return []
     if "plan" not in drawn:
-        return [_section("Plan and run", plan_table(run))]
+        return [section("Plan and run", plan_table(run))]
     caption = "A step as the planner predicted it and as it was measured. In colour: exposed; grey: computing."
     return [_figure("plan", "Plan and run", caption, drawn, more=plan_table(run))]
 
@@ -166,23 +120,19 @@ def _profile(run: Run, drawn: dict[str, Any], beside: Path) -> list[str]:
     title = f"Communication in {steps}, profiled"
     table = f"{profile_table(found)}{traces(found, beside)}"
     if "links" not in drawn:
-        return [_section(title, table)]
+        return [section(title, table)]
     caption = "Seconds of a step on the link, mean over ranks. In colour: exposed; grey: hidden behind computation."
-    return [_figure("links", title, caption, drawn), _section("The same in numbers, and the traces", table)]
+    return [_figure("links", title, caption, drawn), section("The same in numbers, and the traces", table)]
 
 
 def _figure(
     name: str, title: str, caption: str, drawn: dict[str, Any], absent: str = "Nothing recorded.", more: str = ""
 ) -> str:
     if name not in drawn:
-        return _section(title, f'<p class="hint">{absent}</p>')
+        return section(title, f'<p class="hint">{absent}</p>')
     button = f'<button type="button" data-log="{name}" aria-pressed="false">log scale</button>'
     plot = f'<div class="plot" id="{name}" style="height:{drawn[name]["layout"]["height"]}px"></div>'
-    return _section(title, f'<p class="hint">{caption}</p>{plot}{more}', button if drawn[name].get("log") else "")
-
-
-def _section(title: str, body: str, button: str = "") -> str:
-    return f"<section><h2>{escape(title)}{button}</h2>{body}</section>"
+    return section(title, f'<p class="hint">{caption}</p>{plot}{more}', button if drawn[name].get("log") else "")
 
 
 def _skipped(run: Run) -> str:
@@ -194,12 +144,3 @@ def _skipped(run: Run) -> str:
     )
     head = "<thead><tr><th>step</th><th>parameter whose gradient was not finite</th></tr></thead>"
     return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
-
-
-def _json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _part(name: str) -> str:
-    return files("fourfold.report").joinpath(name).read_text(encoding="utf-8")

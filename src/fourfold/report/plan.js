@@ -1,10 +1,9 @@
 // Draws a plan: figures, and the panels that follow the grid which the reader selects. Formats no number.
 "use strict";
 (() => {
-  const plan = JSON.parse(document.getElementById("plan").textContent);
+  const { data: plan, node } = fourfold;
   const { figures, grids } = plan;
   const names = Object.keys(figures);
-  const node = (name) => document.getElementById(name);
   const AXES = Object.keys(plan.cuts);
   let selected = 0;
 
@@ -20,28 +19,7 @@
   const html = build("http://www.w3.org/1999/xhtml");
   const svg = build("http://www.w3.org/2000/svg");
 
-  // "var(--axis-x)" -> the colour that the style sheet gives it now
-  const resolve = (value, styles) => {
-    if (typeof value === "string") {
-      return value.replace(/var\((--[\w-]+)\)/g, (_, name) => styles.getPropertyValue(name).trim());
-    }
-    if (Array.isArray(value)) {
-      return value.map((item) => resolve(item, styles));
-    }
-    if (value !== null && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolve(item, styles)]));
-    }
-    return value;
-  };
-
-  const draw = (name) => {
-    const figure = resolve(figures[name], getComputedStyle(document.documentElement));
-    // exactly these buttons: some of plotly's own would send the data elsewhere. On a phone they would cover the legend
-    const buttons = [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]];
-    const bar = name !== "parts" && innerWidth > 860 ? "hover" : false;
-    const config = { responsive: true, displaylogo: false, displayModeBar: bar, modeBarButtons: buttons };
-    return Plotly.react(node(name), figure.traces, figure.layout, config);
-  };
+  const draw = (name) => fourfold.draw(name, figures[name], name !== "parts");
 
   const mark = () => {
     const [seconds, memory] = grids[selected].at;

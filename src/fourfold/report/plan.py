@@ -8,14 +8,13 @@ is escaped here or set as text there.
 from __future__ import annotations
 
 import json
-import os
 from html import escape
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from fourfold.grid import AXES
-from fourfold.report.page import POLICY, _json, _part, _plotly_js, _section
+from fourfold.report.html import POLICY, frame, plotly_js, section, write_page
 from fourfold.report.plan_figures import GIB, link, plan_figures, policy_words
 from fourfold.report.plan_text import (
     Document,
@@ -30,7 +29,7 @@ from fourfold.report.plan_text import (
     why_title,
 )
 from fourfold.report.ranks import CUTS
-from fourfold.report.summary import _card
+from fourfold.report.summary import card
 from fourfold.report.units import DASH, count, duration, nbytes, percent
 
 PLAN_POLICY = POLICY.replace("script-src 'unsafe-inline'", "script-src 'unsafe-inline' 'unsafe-eval'")
@@ -44,20 +43,7 @@ HEADS = ["#", "grid", "order", "activations, recompute", "micro", "step", "token
 
 def write_plan_page(document: Document, path: Path) -> Path:
     """Write the page of a plan to `path`, whole or not at all; returns the path."""
-    path = Path(path)
-    text = plan_page(document, _plotly_js())
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name the file to write, such as {path / 'plan.html'}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}; make it or choose another")
-    # beside the target, since a rename is only atomic inside one file system
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+    return write_page(Path(path), plan_page(document, plotly_js()), example="plan.html")
 
 
 def plan_page(document: Document, plotly_js: str) -> str:
@@ -74,31 +60,16 @@ def plan_page(document: Document, plotly_js: str) -> str:
         "command": command(document),
     }
     title = f"Plan of {document['model']['name']} on {document['devices']:,} devices"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{PLAN_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)} - Fourfold</title>
-<style>{_part("page.css")}{_part("plan.css")}</style>
-<script>{_part("errors.js")}</script>
-</head>
-<body>
-<main>
-{_header(document)}
-{_answer(document)}
-{_panels(document, figures) if document["grids"] else ""}
-{_refused(document)}
-{_assumptions(document)}
-</main>
-<script type="application/json" id="plan">{_json(data)}</script>
-<script>{plotly_js}</script>
-<script>{_part("plan.js")}</script>
-</body>
-</html>
-"""
+    body = "\n".join(
+        [
+            _header(document),
+            _answer(document),
+            _panels(document, figures) if document["grids"] else "",
+            _refused(document),
+            _assumptions(document),
+        ]
+    )
+    return frame(title, body, data, plotly_js, script="plan.js", styles="plan.css", policy=PLAN_POLICY)
 
 
 def _header(document: Document) -> str:
@@ -123,7 +94,7 @@ def _answer(document: Document) -> str:
             "of rows need less memory; sizes that divide by more numbers allow more grids.</p>"
         )
     best = document["grids"][0]
-    shown = "".join(_card(*card, "") for card in cards(document, best))
+    shown = "".join(card(*one, "") for one in cards(document, best))
     policy = "".join(f"<li>{escape(name)} <b>{escape(value)}</b></li>" for name, value in policy_words(best))
     why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons_it_wins(document))
     file = f"{document['model']['name']}.toml"
@@ -171,7 +142,7 @@ def _asked(document: Document) -> str:
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     table = f'<div class="scroll tall"><table class="compare"><tbody>{body}</tbody></table></div>' if rows else ""
     lines = "".join(f"<li>{escape(line)}</li>" for line in asked["lines"])
-    return _section(why_title(asked), f'{table}<ul class="why">{lines}</ul>')
+    return section(why_title(asked), f'{table}<ul class="why">{lines}</ul>')
 
 
 def _panels(document: Document, figures: dict[str, Any]) -> str:
@@ -183,13 +154,13 @@ def _panels(document: Document, figures: dict[str, Any]) -> str:
     return "\n".join(
         [
             '<div id="selected" aria-live="polite"></div>',
-            _section("All grids", _figure("tradeoff", all_hint, figures)),
-            _section("What a step consists of", _figure("parts", best_hint, figures)),
-            _section("The selected grid", '<div id="chosen"></div>'),
-            _section("Memory of a device", '<div id="memory"></div>'),
-            _section("The grid on nodes and links", '<div id="nodes"></div>'),
-            _section("One step", '<p class="hint" id="other"></p>' + _figure("timeline", hint, figures)),
-            _section("Ranking", '<div id="ranking"></div>'),
+            section("All grids", _figure("tradeoff", all_hint, figures)),
+            section("What a step consists of", _figure("parts", best_hint, figures)),
+            section("The selected grid", '<div id="chosen"></div>'),
+            section("Memory of a device", '<div id="memory"></div>'),
+            section("The grid on nodes and links", '<div id="nodes"></div>'),
+            section("One step", '<p class="hint" id="other"></p>' + _figure("timeline", hint, figures)),
+            section("Ranking", '<div id="ranking"></div>'),
         ]
     )
 
@@ -213,7 +184,7 @@ def _assumptions(document: Document) -> str:
     about = document["machine"]["about"]
     lines = [*([about] if about else []), *document["assumptions"]]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return _section("What the plan assumes", f'<ul class="why">{items}</ul>') if items else ""
+    return section("What the plan assumes", f'<ul class="why">{items}</ul>') if items else ""
 
 
 def view(document: Document, entry: Entry) -> dict[str, Any]:

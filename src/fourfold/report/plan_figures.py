@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fourfold.grid import AXES
-from fourfold.report.figures import Figure, _axis, _layout, colour
+from fourfold.report.figures import Figure, colour, plot_axis, plot_layout
 from fourfold.report.plan_text import Document, Entry, grid_name, order_name
 from fourfold.report.units import count, duration, nbytes, percent
 
@@ -54,13 +54,14 @@ def _tradeoff(document: Document) -> Figure:
     traces.append(_over("markers", "selected", grids[:1], marker=ring))
     usable = document["machine"]["usable_bytes"] / GIB
     every = [*grids, *document.get("estimated", [])]
+    most = max(usable, *(entry["peak_bytes"] / GIB for entry in every))
     seconds = [entry["seconds"] for entry in every]
     # seconds that differ by orders of magnitude would press the best ones into the left edge
     log = {"type": "log", "dtick": "D2"} if max(seconds) > 8 * min(seconds) else {}
-    layout = _layout(
+    layout = plot_layout(
         460,
-        xaxis=_axis(title={"text": "seconds a step", "standoff": 6}, **log),
-        yaxis=_axis(range=[0, 1.1 * max(usable, *(entry["peak_bytes"] / GIB for entry in every))], ticksuffix=" GiB"),
+        xaxis=plot_axis(title={"text": "seconds a step", "standoff": 6}, **log),
+        yaxis=plot_axis(range=[0, 1.1 * most], ticksuffix=" GiB"),
         hovermode="closest",
         shapes=[_level(usable)],
         annotations=[_level_name(usable)],
@@ -184,11 +185,11 @@ def _parts(grids: list[Entry]) -> Figure:
         }
         for (name, values), colour_of in zip(parts.items(), shades, strict=False)
     ]
-    names = _axis(
+    names = plot_axis(
         zeroline=False, tickvals=places, ticktext=rows, range=[len(grids) - 0.4, -0.6], fixedrange=True, showgrid=False
     )
-    seconds = _axis(ticksuffix=" s", rangemode="tozero", fixedrange=True)
-    layout = _layout(
+    seconds = plot_axis(ticksuffix=" s", rangemode="tozero", fixedrange=True)
+    layout = plot_layout(
         110 + 25 * len(grids), yaxis=names, xaxis=seconds, barmode="stack", bargap=0.3, hovermode="closest"
     )
     layout["margin"].update(t=40)
@@ -205,11 +206,13 @@ def _timeline(events: list[Entry]) -> Figure:
             found = [event for event in events if event["track"] == track and event["phase"] == phase]
             if found:
                 traces.append(_track(track, phase, found))
-    names = _axis(type="category", categoryarray=tracks[::-1], categoryorder="array", fixedrange=True, showgrid=False)
-    layout = _layout(
+    names = plot_axis(
+        type="category", categoryarray=tracks[::-1], categoryorder="array", fixedrange=True, showgrid=False
+    )
+    layout = plot_layout(
         90 + 44 * len(tracks),
         yaxis=names,
-        xaxis=_axis(tickformat="~s", ticksuffix="s", range=[0, 1.01 * max(event["end"] for event in events)]),
+        xaxis=plot_axis(tickformat="~s", ticksuffix="s", range=[0, 1.01 * max(event["end"] for event in events)]),
         barmode="overlay",
         bargap=0.25,
         hovermode="closest",

@@ -160,7 +160,8 @@ def command(document: Document) -> str:
     train = f"train {document['model']['name']}.toml"
     if devices <= each:
         return f"fourfold {train}"
-    return f"torchrun --nnodes {-(-devices // each)} --nproc-per-node {each} -m fourfold.cli {train}"
+    nodes = next(nodes for nodes in range(-(-devices // each), devices + 1) if devices % nodes == 0)
+    return f"torchrun --nnodes {nodes} --nproc-per-node {devices // nodes} -m fourfold.cli {train}"
 
 
 def _slower(entry: Entry, best: Entry) -> str:

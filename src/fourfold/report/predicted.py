@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from html import escape
 
 from fourfold.grid import AXES
-from fourfold.report.figures import Figure, _axis, _layout, colour
+from fourfold.report.figures import Figure, colour, plot_axis, plot_layout
 from fourfold.report.run import Run
 from fourfold.report.units import DASH, duration, known, nbytes, plain
 
@@ -50,10 +50,10 @@ def plan_figure(run: Run) -> Figure | None:
         }
         for name in ("compute", *_axes(run))
     ]
-    names = _axis(type="category", autorange="reversed", fixedrange=True, showgrid=False)
-    ticks = _axis(tickformat="~s", ticksuffix="s", fixedrange=True, rangemode="tozero")
+    names = plot_axis(type="category", autorange="reversed", fixedrange=True, showgrid=False)
+    ticks = plot_axis(tickformat="~s", ticksuffix="s", fixedrange=True, rangemode="tozero")
     bars = {"barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
-    return {"traces": traces, "layout": _layout(100 + 42 * len(drawn), yaxis=names, xaxis=ticks, **bars)}
+    return {"traces": traces, "layout": plot_layout(100 + 42 * len(drawn), yaxis=names, xaxis=ticks, **bars)}
 
 
 def _axes(run: Run) -> list[str]:

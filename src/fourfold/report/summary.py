@@ -27,7 +27,7 @@ def key_figures(run: Run) -> str:
         _step_time(run),
         _memory(run),
     ]
-    return f'<dl class="cards">{"".join(_card(*card) for card in cards)}{_wire_card(run)}</dl>'
+    return f'<dl class="cards">{"".join(card(*one) for one in cards)}{_wire_card(run)}</dl>'
 
 
 def utilisation(run: Run) -> str:
@@ -104,7 +104,7 @@ def _wire_card(run: Run) -> str:
     return f'<div class="wide"><dt>Sent per step</dt><dd>{total}</dd><dd class="detail">{detail}</dd></div>'
 
 
-def _card(label: str, value: str, detail: str, tip: str) -> str:
+def card(label: str, value: str, detail: str, tip: str) -> str:
     title = f' title="{escape(tip)}"' if tip else ""
     name = f"<abbr{title}>{escape(label)}</abbr>" if tip else escape(label)
     return f'<div><dt>{name}</dt><dd>{escape(value)}</dd><dd class="detail">{escape(detail)}</dd></div>'

@@ -128,7 +128,7 @@ def summary(machine: Machine, path: Path) -> Iterator[str]:
         named.append(("between nodes, all rings of a node", machine.between))
     for name, link in named:
         yield f"  {name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency * 1e6:.1f} us a hop"
-    yield f"\n  fourfold plan --machine {path}"
+    yield f"\n  fourfold plan --model gpt-1.4b --machine {path} --devices {machine.devices_per_node} --batch-tokens 64k"
 
 
 @contextmanager

@@ -24,9 +24,9 @@ from fourfold.grid import Grid, Shape
 from fourfold.models.generate import generate
 from fourfold.models.transformer import build
 from fourfold.train.config import Config, read_config, resolve
+from fourfold.train.job import memory_bytes
 from fourfold.train.launch import inside_a_job, launch, listen_to_signals, share_cores
 from fourfold.train.loop import Run, begin, open_sources
-from fourfold.train.plan import memory_bytes
 from fourfold.train.progress import Bar, Plain, output, predicted, progress
 from fourfold.train.record import KINDS, Event, Kept, check_folder, open_sinks, strict
 from fourfold.train.schema import to_table

@@ -22,7 +22,7 @@ from fourfold.layout import Activations, Policy, Recompute
 from fourfold.models.config import nearest
 from fourfold.optim import Decay, Schedule
 from fourfold.overlap import Overlap
-from fourfold.train.plan import AUTO, Job, find_grid
+from fourfold.train.job import AUTO, Job, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
 
 Dtype = Literal["fp32", "bf16", "fp64"]

@@ -1,182 +1,179 @@
-"""Which machine a run is priced on, and the grid that the planner finds for it.
-
-A machine that the config names is taken as its file says. `auto` is the packaged file of this kind of device, with
-the nodes and the memory that this job has.
-"""
+"""What `fourfold plan` does: reads the model, the machine and the batch, searches, shows."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
-from fourfold.cost.price import Priced, Task
-from fourfold.cost.search import Space, search
-from fourfold.grid import AXES, Shape
-from fourfold.layout import Policy
-from fourfold.models.config import Config
-from fourfold.report.units import duration
-from fourfold.train.launch import cores
-
-AUTO = "auto"
-CPU = "laptop"
-"""The packaged machine whose devices are processes on the CPU."""
-ANY_GPU = "dgx-h100"
-"""The packaged machine that stands for a GPU which is like none of them."""
-SIMULATED = 6
-"""Grids that are simulated at least: more take longer than a start should, and gained a percent where it was tried."""
-MEASURED = "measured by fourfold calibrate"
-"""How the sources of a file begin that was measured."""
+from fourfold import models
+from fourfold.cost.explain import model_facts, plan_document, reasons
+from fourfold.cost.machine import DTYPES, Machine, load_machine
+from fourfold.cost.modules import search_module
+from fourfold.cost.price import Price, Task
+from fourfold.cost.search import Plan, Space, search
+from fourfold.cost.simulate import chrome_trace
+from fourfold.grid import Shape
+from fourfold.models.config import Config as ModelConfig
+from fourfold.models.outside import PLAIN, Builder, only_over_data, read_model
+from fourfold.models.sizes import SIZES
+from fourfold.overlap import Overlap
+from fourfold.report.plan import write_plan_page
+from fourfold.report.plan_text import plan_table, why_text
+from fourfold.train.config import BatchSection, Config, GridSection, Model, PlanSection, PolicySection
+from fourfold.train.record import write_json, write_text
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Ranks on devices: what a machine must fit."""
-
-    ranks: int
-    device: str
-    """torch's name of it; `cpu`."""
-    memory_bytes: int
-    """Of a GPU, or of the node whose processes share it."""
-    cores: int
-    """That the ranks of a node share."""
-
-    @classmethod
-    def here(cls, ranks: int, *, on_gpu: bool, memory_bytes: int) -> Job:
-        # a config may be resolved for GPUs where there are none
-        found = torch.cuda.get_device_name() if on_gpu and torch.cuda.is_available() else "an unknown GPU"
-        return cls(ranks, found if on_gpu else "cpu", memory_bytes, cores())
-
-    @property
-    def ranks_per_node(self) -> int:
-        """As the launcher says; ranks that are still to be started are all on this node."""
-        return min(self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or self.ranks))
+def plan(options: argparse.Namespace, _: object) -> int:
+    check(options)
+    opened, machine = read_model(options.model), load_machine(options.machine)
+    for note in (*opened.notes, only_over_data(opened.model)):
+        if note:
+            _say(note)
+    if isinstance(opened.model, ModelConfig):
+        found = plan_model(options, opened.model, machine)
+        facts = model_facts(opened.model, name_of(options.model))
+    else:
+        found = plan_module(options, opened.model, machine)
+        facts = {"name": options.model, "parameters": found.best.parameters}
+    asked = None if options.why is None else why(found, Shape(**options.why))
+    document = plan_document(found, facts, others=bool(options.json or options.html))
+    document["why"] = asked
+    if isinstance(found.best, Price):
+        document["config_toml"] = run_config(found.best, options.model, options.machine).toml()
+    return show(options, document, found)
 
 
-def memory_bytes(device: str) -> int:
-    """Of a GPU, or of this computer."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def check(options: argparse.Namespace) -> None:
+    """Refuse before anything is searched what makes no sense."""
+    for name, least in (("devices", 1), ("top", 1), ("seq", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} {value}: it must be at least {least}")
+    if options.why == {}:
+        raise ValueError("--why auto: name the grid to ask about, such as --why x=8,z=4")
+    if options.why is not None and (asked := Shape(**options.why)).world != options.devices:
+        raise ValueError(f"--why {asked}: that grid has {asked.world} ranks and the plan {options.devices} devices")
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A machine, and what a reader of its prices must know."""
-
-    machine: Machine
-    notes: tuple[str, ...]
-
-
-def locate(name: str, job: Job, compute: torch.dtype) -> Located:
-    """The machine of that name or file, or with `auto` the one that is most like where the job runs."""
-    machine, notes = _automatic(job) if name == AUTO else (load_machine(name), [])
-    machine, assumed = _with_dtype(machine, DTYPES[compute])
-    notes += assumed
-    packaged = name == AUTO or name in machine_names()
-    if packaged or not any(source.startswith(MEASURED) for source in machine.sources.values()):
-        notes.append(f"{machine.name}: estimates; `fourfold calibrate` measures this machine")
-    elif machine.device != job.device:
-        notes.append(f"{machine.name} was measured on {machine.device}, and this is {job.device}")
-    return Located(machine, tuple(notes))
+def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> Plan:
+    seq = options.seq or config.seq
+    if config.positions == "learned" and seq > config.seq:
+        raise ValueError(f"--seq {seq} is longer than the {config.seq} learned positions of {options.model}")
+    return search(make_task(options, config, machine, seq), options.devices, top=options.top)
 
 
-def _automatic(job: Job) -> tuple[Machine, list[str]]:
-    machine, notes = (load_machine(CPU), []) if job.device == "cpu" else _like(job.device)
-    several = job.ranks_per_node < job.ranks
-    if several and machine.between is None:
-        notes.append(f"{machine.name} has no network between nodes: priced as one node")
-        several = False
-    devices = job.ranks_per_node if several else max(machine.devices_per_node, job.ranks)
-    machine = replace(machine, devices_per_node=devices, memory=job.memory_bytes)
-    return _shared(machine, job) if job.device == "cpu" else machine, notes
+def plan_module(options: argparse.Namespace, build: Builder, machine: Machine) -> Plan:
+    if options.seq is None:
+        raise ValueError(f"--model {options.model} does not say how long its sequences are; give --seq")
+    if options.config is not None:
+        raise ValueError(f"--config: fourfold train takes no module such as {options.model}; write your own loop")
+    if only_over_data(build) and options.dtype is None:
+        options.dtype = "fp32"  # a plain module computes in what it is made of
+    placeholder = models.config("gpt-tiny")  # a module has no config, and nothing here reads it
+    task = make_task(options, placeholder, machine, options.seq)
+    return search_module(task, build, options.devices, progress=_say)
 
 
-def _shared(machine: Machine, job: Job) -> Machine:
-    """A device of the file is a core; a rank has its part of the cores and of the memory."""
-    part = job.cores / job.ranks_per_node
-    return replace(
-        machine,
-        memory=job.memory_bytes // job.ranks_per_node,
-        peak={dtype: part * rate for dtype, rate in machine.peak.items()},
-        gemm={dtype: part * rate for dtype, rate in machine.gemm.items()},
-        memory_bandwidth=part * machine.memory_bandwidth,
-        overhead=machine.overhead / min(1.0, part),
+def _say(text: str) -> None:
+    print(f"fourfold: {text}", file=sys.stderr)
+
+
+def name_of(model: str) -> str:
+    """A published size, or the name of a file; a config.json is named by its folder."""
+    path = Path(model)
+    if model in SIZES:
+        return model
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine, seq: int) -> Task:
+    if options.devices > machine.devices_per_node and machine.between is None:
+        raise ValueError(
+            f"--devices {options.devices}: {machine.name} is one node of {machine.devices_per_node} and its file has "
+            "no [between]; take a machine with a network, or fewer devices"
+        )
+    rows = rows_of(options.batch_tokens, seq, options.devices)
+    if abs(rows * seq - options.batch_tokens) > 0.01 * options.batch_tokens:
+        _say(f"a batch of {rows} sequences, {rows * seq:,} tokens, the nearest that grids divide")
+    compute = torch.bfloat16 if "bf16" in machine.gemm else torch.float32
+    if options.dtype is not None:
+        compute = next(dtype for dtype, name in DTYPES.items() if name == options.dtype)
+    return Task(config, machine, rows, seq, compute=compute)
+
+
+def rows_of(tokens: float, seq: int, devices: int) -> int:
+    """Sequences of a batch of about so many tokens: within a twentieth of it the number that most grids divide."""
+    rows = max(1, round(tokens / seq))
+    steps = [devices << power for power in range(12, -1, -1)]
+    steps += [step for step in range(devices - 1, 0, -1) if devices % step == 0]
+    return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
+
+
+def run_config(best: Price, model: str, machine: str) -> Config:
+    """What `fourfold train` takes for the choice."""
+    choice, task = best.choice, best.task
+    policy = choice.policy
+    return Config(
+        model=model_section(model, task.config),
+        grid=GridSection(**choice.shape.sizes, order=choice.shape.order),  # type: ignore[arg-type]
+        policy=PolicySection(
+            dtype=task.dtype,  # type: ignore[arg-type]
+            activations=policy.activations,
+            recompute=policy.recompute,
+            keep_gathered=policy.keep_gathered,
+            keep_weights=policy.keep_weights,
+            loss_chunk=policy.loss_chunk,
+            shard_optimizer=policy.shard_optimizer,
+        ),
+        overlap=Overlap(halves=best.halves),
+        batch=BatchSection(rows=task.rows, seq=task.seq, micro_steps=choice.micro_steps),
+        plan=PlanSection(machine=machine),
     )
 
 
-def _like(device: str) -> tuple[Machine, list[str]]:
-    """The packaged machine with that GPU, else with the one of the nearest name."""
-    machines = {machine.device: machine for machine in map(load_machine, reversed(machine_names()))}
-    if device in machines:
-        return machines[device], []
-    near = get_close_matches(device, [name for name in machines if name != "cpu"], n=1)
-    machine = machines[near[0]] if near else load_machine(ANY_GPU)
-    return machine, [f"no packaged machine has {device}: priced as {machine.name}, which has {machine.device}"]
+def model_section(model: str, config: ModelConfig) -> Model:
+    """A published size by its name, any other by its fields."""
+    return Model(name=model) if model in SIZES else Model(**asdict(config))
 
 
-def _with_dtype(machine: Machine, dtype: str) -> tuple[Machine, list[str]]:
-    """With FLOP/s for that dtype: where its file has none, fp32's, and half of them for fp64."""
-    if dtype in machine.gemm or "fp32" not in machine.gemm:
-        return machine, []
-    part = 0.5 if dtype == "fp64" else 1.0
-    peak, gemm = ({**rates, dtype: part * rates["fp32"]} for rates in (machine.peak, machine.gemm))
-    said = f"{machine.name} has no FLOP/s for {dtype}: priced with {'half of ' if part < 1 else ''}those of fp32"
-    return replace(machine, peak=peak, gemm=gemm), [said]
+def why(found: Plan, shape: Shape) -> dict[str, Any]:
+    """What a grid loses on, against the best; one that was not ranked is from here on."""
+    best = found.best
+    asked = {"grid": shape.sizes, "against": best.choice.shape.sizes}
+    if shape.sizes == best.choice.shape.sizes:
+        return {**asked, "lines": ["it is the best grid"]}
+    loser = next((each for each in found.ranked if each.choice.shape.sizes == shape.sizes), None)
+    if loser is None:
+        refused = [each.reason for each in found.refused if each.shape.sizes == shape.sizes]
+        if refused or not isinstance(best, Price):
+            return {**asked, "lines": [f"it was refused: {refused[0]}" if refused else PLAIN]}
+        loser = search(found.task, found.devices, space=Space(shapes=(shape,)), top=1).best
+        found.ranked = sorted([*found.ranked, loser], key=lambda each: each.seconds)
+    return {**asked, "lines": reasons(loser, best)}
 
 
-def find_grid(
-    model: Config,
-    policy: Policy,
-    job: Job,
-    *,
-    rows: int,
-    seq: int,
-    micro_steps: int,
-    order: Sequence[str],
-    parameters: torch.dtype,
-    machine: str,
-) -> tuple[Shape, str]:
-    """The fastest grid for the job under this policy, and why it is taken, in one line.
-
-    Ranks walk the axes in that order, unless it is the usual one: then in the best.
-    """
-    compute = policy.compute or parameters
-    located = locate(machine, job, compute)
-    task = Task(model, located.machine, rows, seq, parameters, compute)
-    orders = None if tuple(order) == AXES else (tuple(order),)
-    space = Space(policies=(policy,), micro_steps=(micro_steps,), orders=orders)
-    try:
-        plan = search(task, job.ranks, space=space, top=SIMULATED)
-    except ValueError as error:
-        raise ValueError(f"--grid auto: {error}; or give a grid, such as --grid z={job.ranks}") from error
-    grids = len(plan.ranked) + len(plan.estimated)
-    return plan.best.choice.shape, _reason(plan.ranked, grids, located)
-
-
-def _reason(ranked: Sequence[Priced], grids: int, located: Located) -> str:
-    best, *others = ranked
-    said = f"grid {best.choice.shape} by the planner: {duration(best.seconds)} a step on {located.machine.name}"
-    if others:
-        said += f"; next of {grids} that fit, {others[0].choice.shape}: {_slower(others[0], best)}"
+def show(options: argparse.Namespace, document: Mapping[str, Any], found: Plan) -> int:
+    written = [str(path) for path in (options.html, options.trace, options.config) if path is not None]
+    if options.html is not None:
+        write_plan_page(dict(document), options.html)
+    if options.trace is not None:
+        write_json(options.trace, chrome_trace(found.best.timeline().spans))
+    if options.config is not None:
+        write_text(options.config, document["config_toml"])
+    if options.json == "-":
+        print(json.dumps(document, indent=1))
     else:
-        said += "; no other fits"
-    return f"{said} ({'; '.join(located.notes)})" if located.notes else said
-
-
-def _slower(other: Priced, best: Priced) -> str:
-    """`18 ms, 5 ms more of it exposed over x`: the largest part of what a slower grid takes longer."""
-    parts = {f"exposed over {axis}": _exposed(other, axis) - _exposed(best, axis) for axis in AXES}
-    parts["of computing"] = other.totals.compute - best.totals.compute
-    worst = max(parts, key=lambda part: parts[part])
-    if parts[worst] <= 0:
-        return duration(other.seconds)
-    return f"{duration(other.seconds)}, {duration(parts[worst])} more {worst}"
-
-
-def _exposed(price: Priced, axis: str) -> float:
-    return price.totals.exposed.get(axis, 0.0)
+        if options.json is not None:
+            write_json(Path(options.json), dict(document))
+            written.append(options.json)
+        print(why_text(document) if document["why"] is not None else plan_table(document, options.top))
+    if written:
+        _say(f"wrote {', '.join(written)}")
+    return 0

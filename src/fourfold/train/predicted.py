@@ -20,7 +20,7 @@ from fourfold.cost.simulate import COMPUTE, Span, chrome_trace, simulate
 from fourfold.cost.work import Launch, Product, Work
 from fourfold.grid import AXES, Grid, Shape
 from fourfold.train.config import DTYPES, Config
-from fourfold.train.plan import Job, Located, locate, memory_bytes
+from fourfold.train.job import Job, Located, locate, memory_bytes
 from fourfold.train.record import Event, write_json
 
 UNSTEADY = 2

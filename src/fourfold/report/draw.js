@@ -1,0 +1,28 @@
+// What the scripts of all pages share: figures in the colours that the style sheet gives them now.
+"use strict";
+const fourfold = (() => {
+  // "var(--axis-x)" -> the colour that the style sheet gives it now
+  const resolve = (value, styles) => {
+    if (typeof value === "string") {
+      return value.replace(/var\((--[\w-]+)\)/g, (_, name) => styles.getPropertyValue(name).trim());
+    }
+    if (Array.isArray(value)) {
+      return value.map((item) => resolve(item, styles));
+    }
+    if (value !== null && typeof value === "object") {
+      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolve(item, styles)]));
+    }
+    return value;
+  };
+  const node = (name) => document.getElementById(name);
+  const data = JSON.parse(node("data").textContent);
+  const draw = (name, figure, withBar) => {
+    const shown = resolve(figure, getComputedStyle(document.documentElement));
+    // exactly these buttons: some of plotly's own would send the data elsewhere. On a phone they would cover the legend
+    const buttons = [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]];
+    const bar = withBar && innerWidth > 860 ? "hover" : false;
+    const config = { responsive: true, displaylogo: false, displayModeBar: bar, modeBarButtons: buttons };
+    return Plotly.react(node(name), shown.traces, shown.layout, config);
+  };
+  return { data, node, draw };
+})();
