@@ -20,7 +20,7 @@ from fourfold.cost.kept import kept_bytes
 from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
 from fourfold.models import Config
-from fourfold.models.outside import open_model
+from fourfold.models.outside import read_model
 from fourfold.overlap import Overlap
 
 LLAMA = ff.models.config(
@@ -108,7 +108,7 @@ def in_company() -> Dry:
 
 
 def run_named(text: str, shape: Shape, **options: Any) -> Dry:
-    return dry_run(open_model(text), shape, **options)
+    return dry_run(read_model(text).model, shape, **options)
 
 
 # --- models that are named from outside as dry:function

@@ -11,7 +11,7 @@ import pytest
 import dry
 import fourfold as ff
 from fourfold.models import Config
-from fourfold.models.outside import only_over_data, open_model, read_model
+from fourfold.models.outside import Model, only_over_data, read_model
 
 # the values of files on the Hugging Face hub; keys that are never read are left out but for a few
 GPT2 = dict(
@@ -39,6 +39,10 @@ GPT_NEOX = dict(
     model_type="gpt_neox", hidden_act="gelu", hidden_size=2560, intermediate_size=10240, max_position_embeddings=2048,
     num_attention_heads=32, num_hidden_layers=32, rotary_pct=1.0, use_parallel_residual=False, vocab_size=50432,
 )  # fmt: skip
+
+
+def open_model(text: str) -> Model:
+    return read_model(text).model
 
 
 def written(folder: Path, keys: dict[str, Any], **changes: Any) -> str:

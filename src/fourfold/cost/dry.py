@@ -12,7 +12,6 @@ which is replicated over data and whose gradients are summed in buckets as DDP d
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,8 +50,6 @@ class Dry:
     """The most that ever exists at once: parameters, gradients, optimizer state where there is one, and all else."""
     parameters: int
     """Of the whole model."""
-    seconds_taken: float
-    """By the dry run itself."""
 
     @property
     def records(self) -> list[Collective]:
@@ -77,7 +74,6 @@ def dry_run(
     """
     if rows < 1 or seq < 1 or micro_steps < 1:
         raise ValueError(f"rows={rows}, seq={seq}, micro_steps={micro_steps}: a step has at least 1 of each")
-    began = time.perf_counter()
     with fake_ranks(shape, rank) as grid, grid.ledger.events() as events:
         module = make(build, grid, policy)
         step = (_Plain if is_plain(module) else _Layers)(module, grid, policy, rows, seq, micro_steps)
@@ -95,7 +91,7 @@ def dry_run(
                 caught.mark()
         program, peak = caught.between_marks()
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    return Dry(program, kept[0], peak, parameters, time.perf_counter() - began)
+    return Dry(program, kept[0], peak, parameters)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from functools import cached_property
 
 from fourfold.cost.dry import Dry, dry_run
 from fourfold.cost.flops import Flops
-from fourfold.cost.price import Choice, Priced, Task
+from fourfold.cost.price import Choice, Priced, Task, without_arrivals
 from fourfold.cost.search import GIB, Plan, Refused
 from fourfold.cost.seconds import Seconds
-from fourfold.cost.simulate import Timeline, Totals, simulate
+from fourfold.cost.simulate import Timeline, simulate
 from fourfold.cost.work import Attention, Product
 from fourfold.grid import Shape, shapes_of
 from fourfold.layout import Policy
@@ -116,7 +116,9 @@ def _try(task: Task, build: Builder, shape: Shape, plan: Plan, found: list[Modul
         if dry.peak_bytes <= limit:
             choice = Choice(shape, policy, rows, task.rows // places // rows)
             plan.simulated += 1
-            totals = _all_micro_steps(play(task, choice, dry).totals, choice.micro_steps)
+            one = play(task, choice, dry).totals
+            # what gradients owe over data is sent once; the optimizer's part, which is small, is counted each time
+            totals = one.plus(without_arrivals(one), choice.micro_steps - 1)
             found.append(ModulePrice(task, choice, totals, dry))
             return ""
         reason = f"needs {dry.peak_bytes / GIB:.1f} GiB of {limit / GIB:.1f} GiB with {rows} rows at once"
@@ -126,16 +128,3 @@ def _try(task: Task, build: Builder, shape: Shape, plan: Plan, found: list[Modul
 def _divisors(rows: int) -> list[int]:
     """From all rows at once down to one."""
     return [each for each in range(rows, 0, -1) if rows % each == 0]
-
-
-def _all_micro_steps(one: Totals, micro_steps: int) -> Totals:
-    """What gradients owe over data is sent once, all else as often as there are micro-steps; the optimizer's part,
-    which is small, is counted as often too."""
-    over_data = one.exposed.get("data", 0.0)
-    rest = Totals(
-        one.seconds - over_data,
-        one.compute,
-        {axis: seconds for axis, seconds in one.link.items() if axis != "data"},
-        {axis: seconds for axis, seconds in one.exposed.items() if axis != "data"},
-    )
-    return one.plus(rest, micro_steps - 1)

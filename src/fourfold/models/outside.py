@@ -51,13 +51,8 @@ class Opened:
     notes: tuple[str, ...] = ()
 
 
-def open_model(text: str) -> Model:
-    """The model of that name, file or function."""
-    return read_model(text).model
-
-
 def read_model(text: str) -> Opened:
-    """`open_model`, with notes on what was not read."""
+    """The model of that name, file or function, with notes on what was not read."""
     if text in SIZES:
         return Opened(config(text))
     path = Path(text).expanduser()
