@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -202,6 +203,7 @@ def test_layers_take_little_time_each(alone) -> None:
     """soak_dry.py runs all 192 of them. A rank of 16,384 draws no number and holds no weight."""
     config = ff.models.config("gpt-640b", layers=4)
     policy = ff.Policy(compute=BF16, recompute="block")
+    began = time.perf_counter()
     found = alone(dry.run, Case(Shape(16, 1, 64, 16), policy, config=config, rows=4, seq=2048))
     assert len(found.records) > 4 * 40
-    assert found.seconds_taken < 60  # about 2 on a free core
+    assert time.perf_counter() - began < 60  # about 2 on a free core
