@@ -64,7 +64,6 @@ CASES = [
         micro_steps=2,
         optimizer=True,
     ),
-    Case(Shape(x=16), ff.Policy(keep_weights=True, compute=BF16), rank=3, rows=4),
     Case(
         Shape(8, 4, 8, 4),
         ff.Policy("replicated", compute=BF16, recompute="block", loss_chunk=700),

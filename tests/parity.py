@@ -57,6 +57,8 @@ class Case:
     shape: Shape
     activations: str
     options: Options
+    most_steps: int = 2
+    """Of AdamW on up to 4 ranks, which soak.py gives 5; beyond that 2."""
 
     def __str__(self) -> str:
         return f"{self.shape}, {self.activations}: {self.options}"
@@ -94,7 +96,7 @@ class Case:
     @property
     def steps(self) -> int:
         """Fewer where many ranks share few cores."""
-        return 5 if self.shape.world <= 4 else 2
+        return self.most_steps if self.shape.world <= 4 else 2
 
     @property
     def micro_steps(self) -> int:

@@ -100,15 +100,15 @@ setTimeout(async () => {
 """A reader who selects the eighth grid, looks at its rings, filters, turns a page, goes back, and takes a phone."""
 
 
-def test_a_browser_draws_a_thousand_grids_and_every_panel_follows_the_selected_one(tmp_path: Path) -> None:
-    document = many(8)
+def test_a_browser_draws_hundreds_of_grids_and_every_panel_follows_the_selected_one(tmp_path: Path) -> None:
+    document = many(4)
     path = write_plan_page(document, tmp_path / "plan.html")
     path.write_text(path.read_text().replace("</body>", f"<script>{READER}</script></body>"))
     html = opened(path, dark=True)
     assert attribute(html, "errors") is None
     assert attribute(html, "drawn") == "3"
     seen = json.loads(attribute(html, "seen") or "{}")
-    assert seen["points"] == len(document["grids"]) > 1000  # nothing is thinned
+    assert seen["points"] == len(document["grids"]) > 500  # nothing is thinned
     assert seen["kinds"] in (["scattergl", "scatter"], ["scatter"])  # the latter where there is no WebGL
     assert seen["pages"] == [f"1 to 25 of {len(document['grids'])}"]
     entry = document["grids"][7]
