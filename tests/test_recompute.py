@@ -45,8 +45,7 @@ def train(shape: Shape, policy: Policy, config: ff.models.Config) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("shape", [Shape(x=2, z=2), Shape(x=2, y=2)], ids=str)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("shape", "dropout"), [(Shape(x=2, z=2), 0.0), (Shape(x=2, y=2), 0.3)], ids=str)
 def test_recompute_is_bitwise_equal_and_keeps_less(ranks, shape: Shape, dropout: float) -> None:
     mode = "sharded" if dropout else "replicated"
     config = replace(CONFIG, dropout=dropout)

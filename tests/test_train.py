@@ -349,9 +349,8 @@ def predicted(config: Config, rank: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [
-        (Shape(x=2, z=2), {"batch.micro_steps": 2}),
         (Shape(z=2, data=2), {"policy.shard_optimizer": True, "batch.micro_steps": 2}),
-        (Shape(y=2, data=2), {"policy.recompute": "block", "policy.loss_chunk": 5}),
+        (Shape(x=2, y=2), {"policy.recompute": "block", "policy.loss_chunk": 5}),
     ],
     ids=str,
 )
