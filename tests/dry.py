@@ -54,7 +54,7 @@ class Case:
 
 CASES = [
     Case(Shape(4, 2, 4, 2), rank=37, config=LLAMA),
-    Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap.off(halves=2)), rank=5, micro_steps=3),
+    Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap.off(halves=2)), rank=5, micro_steps=2),
     Case(Shape(data=16), ff.Policy(compute=BF16, reduce=BF16), rank=15, optimizer=True),
     Case(
         Shape(3, 2, 5, 7, order=("z", "data", "x", "y")),

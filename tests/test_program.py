@@ -40,7 +40,7 @@ SHAPES = [
     Shape(x=2, data=2),
     Shape(y=2, data=3),
 ]
-CASES = 10
+CASES = 7
 """Of a few hundred; soak_dry.py takes all of them."""
 
 
