@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+from html import unescape
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -47,3 +52,16 @@ def _open(page: Path, *more: str, dark: bool, timeout: float = 60) -> str:
     if done.returncode:
         raise RuntimeError(f"Chromium ended with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout
+
+
+def opened(path: Path, **how: Any) -> str:
+    """`document`, or a skipped test where there is no browser."""
+    if find() is None:
+        pytest.skip(f"no Chromium (none of {', '.join(NAMES)}): the page was not opened in a browser")
+    return document(path, **how)
+
+
+def attribute(document: str, name: str) -> str | None:
+    """What the page's script left on its root."""
+    found = re.search(rf'<html[^>]* data-{name}="([^"]*)"', document)
+    return found and unescape(found.group(1))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import browser
+from browser import attribute, opened
 from fourfold import cli
 from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.report import plan_text
@@ -39,17 +39,6 @@ def many(times: int) -> dict[str, Any]:
         for place, entry in enumerate(SAMPLE["grids"])
     ]
     return plan(grids=grids)
-
-
-def opened(path: Path, **how: Any) -> str:
-    if browser.find() is None:
-        pytest.skip(f"no Chromium (none of {', '.join(browser.NAMES)}): the page was not opened in a browser")
-    return browser.document(path, **how)
-
-
-def attribute(document: str, name: str) -> str | None:
-    found = re.search(rf'<html[^>]* data-{name}="([^"]*)"', document)
-    return found and unescape(found.group(1))
 
 
 READER = """

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import browser
+from browser import attribute, opened
 from fourfold.grid import Shape
 from fourfold.report import write_report
 from fourfold.report.figures import figures, smooth, thin
@@ -92,17 +92,6 @@ def write_profile(folder: Path, ranks: int = 4, **per_step: Any) -> None:
 def html_of(folder: Path) -> str:
     """The page without plotly.js."""
     return page(read_run(folder), "", folder)
-
-
-def opened(path: Path, **how: Any) -> str:
-    if browser.find() is None:
-        pytest.skip(f"no Chromium (none of {', '.join(browser.NAMES)}): the page was not opened in a browser")
-    return browser.document(path, **how)
-
-
-def attribute(document: str, name: str) -> str | None:
-    found = re.search(rf'<html[^>]* data-{name}="([^"]*)"', document)
-    return found and found.group(1)
 
 
 def test_a_browser_draws_every_figure_and_asks_for_nothing(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ which is replicated over data and whose gradients are summed in buckets as DDP d
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +148,7 @@ def fused_attention(
     return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-class _Step:
+class _Step(ABC):
     """A training step of some module, again and again."""
 
     def __init__(self, model: nn.Module, grid: Grid, policy: Policy, rows: int, seq: int, micro_steps: int) -> None:
@@ -155,9 +156,9 @@ class _Step:
         self.tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
         self.optimizer: torch.optim.Optimizer | None = None
 
+    @abstractmethod
     def prepare(self, on_step: Callable[[], None] | None) -> None:
         """With `on_step`, which is called when parameters have been stepped, there is an optimizer."""
-        raise NotImplementedError
 
     def state(self) -> Iterator[Tensor]:
         """Tensors of the optimizer, which are there from the start: torch makes them on devices that it lists."""
@@ -181,13 +182,13 @@ class _Step:
     def options(self) -> dict[str, Any]:
         return {}
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Around every micro-step but the last."""
 
+    @abstractmethod
     def finish(self) -> None:
         """After the last backward pass."""
-        raise NotImplementedError
 
 
 class _Stepping(AdamW):
@@ -213,10 +214,8 @@ class _Layers(_Step):
             return {}
         return {"count": count_targets(self.tokens.expand(self.micro_steps, -1, -1), self.grid)}
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        with accumulate(self.model):
-            yield
+    def accumulating(self) -> AbstractContextManager[None]:
+        return accumulate(self.model)
 
     def finish(self) -> None:
         if isinstance(self.optimizer, _Stepping):

@@ -196,10 +196,8 @@ class _Search:
         self.plan.ranked = sorted(
             (price(self.task, found.choice) for found in ranked[:shown]), key=lambda found: found.seconds
         )
-        self.plan.waiting = [grid for _, grid in first if grid.shape.sizes not in self._sizes()] + self.plan.waiting
-
-    def _sizes(self) -> list[dict[str, int]]:
-        return [found.choice.shape.sizes for found in self.plan.ranked]
+        sizes = [found.choice.shape.sizes for found in self.plan.ranked]
+        self.plan.waiting = [grid for _, grid in first if grid.shape.sizes not in sizes] + self.plan.waiting
 
     def _price(self, candidate: Estimated) -> Price:
         self.plan.simulated += 1
@@ -307,23 +305,16 @@ class _Grid:
         """Of the next candidate; inf: there is none."""
         return self._seconds[self._left[-1]] if self._left else inf
 
-    @property
-    def next(self) -> Estimated:
-        """The next candidate, which may or may not fit."""
-        flat = self._left[-1]
-        choice, lever = self._candidate(flat)
-        shape = replace(self.shape, order=self.orders[self._order[flat]])
-        return Estimated(replace(choice, shape=shape, policy=lever.on(choice.policy)), self._seconds[flat])
-
     def try_next(self) -> bool:
         """Whether the next candidate fits."""
-        choice, lever = self._candidate(self._left[-1])
+        flat = self._left.pop()
+        choice, lever = self._candidate(flat)
         fitted = self.fit(choice, lever)
         if fitted is None:
             self._rule_out(choice, lever)
         else:
-            self.found.append(replace(self.next, choice=replace(fitted, shape=self.next.choice.shape)))
-        self._left.pop()
+            shape = replace(self.shape, order=self.orders[self._order[flat]])
+            self.found.append(Estimated(replace(fitted, shape=shape), self._seconds[flat]))
         self._skip()
         return fitted is not None
 

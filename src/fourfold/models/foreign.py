@@ -97,13 +97,18 @@ def _notes(source: Source) -> list[str]:
     return notes
 
 
+def _dropout(source: Source, default: float, *names: str) -> float:
+    """All of them, which must be equal."""
+    found = {name: source.get(name, default) for name in names}
+    if len(set(found.values())) > 1:
+        raise source.refuse(", ".join(f"{name}={p}" for name, p in found.items()), "dropout is one number")
+    return found[names[0]]
+
+
 def _gpt2(source: Source) -> dict[str, Any]:
     hidden, heads = source.need("n_embd"), source.need("n_head")
     source.expect("activation_function", "gelu_new", GELU, "the MLP is computed with GELU")
     source.expect("add_cross_attention", False, (False,), "blocks read no other sequence")
-    dropouts = {name: source.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    if len(set(dropouts.values())) > 1:
-        raise source.refuse(", ".join(f"{name}={p}" for name, p in dropouts.items()), "dropout is one number")
     return dict(
         layers=source.need("n_layer"),
         hidden=hidden,
@@ -114,7 +119,7 @@ def _gpt2(source: Source) -> dict[str, Any]:
         vocab=source.need("vocab_size"),
         seq=source.need("n_positions", "n_ctx"),
         tied=source.get("tie_word_embeddings", True),
-        dropout=dropouts["resid_pdrop"],
+        dropout=_dropout(source, 0.1, "resid_pdrop", "embd_pdrop", "attn_pdrop"),
         norm_eps=source.get("layer_norm_epsilon", 1e-5),
     )
 
@@ -125,9 +130,6 @@ def _gpt_neox(source: Source) -> dict[str, Any]:
     source.expect("rotary_pct", 0.25, (1.0,), "rotary positions turn whole heads")
     source.expect("hidden_act", "gelu", GELU, "the MLP is computed with GELU")
     source.expect("attention_bias", True, (True,), "biases are on all layers or on none")
-    dropouts = {name: source.get(name, 0.0) for name in ("hidden_dropout", "attention_dropout")}
-    if len(set(dropouts.values())) > 1:
-        raise source.refuse(", ".join(f"{name}={p}" for name, p in dropouts.items()), "dropout is one number")
     return dict(
         layers=source.need("num_hidden_layers"),
         hidden=hidden,
@@ -140,7 +142,7 @@ def _gpt_neox(source: Source) -> dict[str, Any]:
         positions="rope",
         rope_theta=float(source.get("rotary_emb_base", 10000.0)),
         tied=source.get("tie_word_embeddings", False),
-        dropout=dropouts["hidden_dropout"],
+        dropout=_dropout(source, 0.0, "hidden_dropout", "attention_dropout"),
         norm_eps=source.get("layer_norm_eps", 1e-5),
     )
 

@@ -27,8 +27,6 @@ CPU = "laptop"
 """The packaged machine whose devices are processes on the CPU."""
 ANY_GPU = "dgx-h100"
 """The packaged machine that stands for a GPU which is like none of them."""
-SIMULATED = 6
-"""Grids that are simulated at least: more take longer than a start should, and gained a percent where it was tried."""
 MEASURED = "measured by fourfold calibrate"
 """How the sources of a file begin that was measured."""
 
@@ -151,7 +149,7 @@ def find_grid(
     orders = None if tuple(order) == AXES else (tuple(order),)
     space = Space(policies=(policy,), micro_steps=(micro_steps,), orders=orders)
     try:
-        plan = search(task, job.ranks, space=space, top=SIMULATED)
+        plan = search(task, job.ranks, space=space)
     except ValueError as error:
         raise ValueError(f"--grid auto: {error}; or give a grid, such as --grid z={job.ranks}") from error
     grids = len(plan.ranked) + len(plan.waiting)

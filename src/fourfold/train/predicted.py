@@ -56,7 +56,7 @@ class Prediction:
             "peak_memory_bytes": memory.total,
             "memory_bytes": memory.kinds,
             "peak_at": memory.at,
-            "halves": len(choice.volume(found.task).halves()),
+            "halves": found.halves,
             "mfu": found.mfu,
             "hfu": found.hfu,
         }
