@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "fourfold"
 
 ORDER = [
     "ledger",
+    "agree",
     "grid",
     "ahead",
     "overlap",

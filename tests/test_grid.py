@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from fourfold import comm
-from fourfold.grid import AXES, Grid, Shape, _environment, first_node, shapes_of
+from fourfold.grid import AXES, Grid, Shape, _environment, _fewest_cores, first_node, shapes_of
 from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Policy, Spec
 
 ORDERS = [
@@ -227,3 +227,10 @@ def train_on_rank_2_only() -> tuple[int, dict] | None:
     model(tokens, tokens).backward()
     ff.clip_grad_norm_(model.parameters(), 1.0)
     return grid.shape.world, dict(grid.ledger.calls)
+
+
+def test_ranks_that_may_run_on_the_same_cores_share_them() -> None:
+    shared, pinned = "a: 0,1,2,3", "b: 6,7"
+    assert _fewest_cores([shared]) == "4.0"
+    assert _fewest_cores([shared, pinned]) == "2.0"
+    assert _fewest_cores([shared, shared, shared, shared, pinned]) == "1.0"

@@ -13,10 +13,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import TypeVar, cast
 
@@ -25,12 +27,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fourfold.agree import agree, decide, first_fault
 from fourfold.ledger import Ledger
 
 T = TypeVar("T")
 
 AXES = ("x", "y", "z", "data")
 """Every axis, outermost cut of a tensor first."""
+
+CORES_FOR_TWO_LANES = 4
+"""Cores that a rank must have before an axis that is alone gets two communicators on a GPU: over a network each keeps
+threads busy while anything is in flight, and with fewer cores the two are slower than one."""
 
 
 class FailedElsewhereError(RuntimeError):
@@ -72,6 +79,11 @@ class Shape:
         return prod(self.sizes.values())
 
     @property
+    def several(self) -> tuple[str, ...]:
+        """The axes that have more than one rank."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    @property
     def two_lanes(self) -> tuple[str, ...]:
         """The axes along which gathers and reductions have a communicator each.
 
@@ -79,7 +91,7 @@ class Shape:
         an axis that is alone sends both ways at once. Elsewhere collectives are used in the order of their launch, and
         further communicators only share the links and cost memory.
         """
-        several = [axis for axis, size in self.sizes.items() if size > 1]
+        several = self.several
         return tuple(axis for axis in several if axis == "z" or len(several) == 1)
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -150,10 +162,10 @@ class Grid:
         _join(device, timeout)
         shape = _checked_shape(x, y, z, data, order)
         if isinstance(shape, Shape):
-            _agree("the grid", f"{shape} on {_device(device).type}")
+            agree("the grid", f"{shape} on {_device(device).type}")
             self._place(shape, dist.get_rank(), device, timeout)
         else:
-            _agree("the grid", str(shape), fault=shape)
+            agree("the grid", str(shape), fault=shape)
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> Grid:
@@ -197,6 +209,9 @@ class Grid:
         """
         groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         on_gpu = self.device.type == "cuda" and dist.get_backend() != "fake"
+        two = self.shape.two_lanes
+        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank() < CORES_FOR_TWO_LANES:
+            two = ()
         for axis in AXES:
             group = self.mesh.get_group(axis)
             if timeout is not None:  # the mesh makes its groups with torch's default
@@ -204,7 +219,7 @@ class Grid:
             if on_gpu and self.size(axis) > 1:
                 group = self._new_group(axis, timeout)
             groups[axis, "gather"] = groups[axis, "reduce"] = group
-            if axis in self.shape.two_lanes and dist.get_backend() != "fake":
+            if axis in two and dist.get_backend() != "fake":
                 groups[axis, "reduce"] = self._new_group(axis, timeout)
         return groups
 
@@ -246,11 +261,11 @@ class Grid:
     def agree(self, what: str, text: str) -> None:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
         if self.shape.world > 1:
-            _agree(what, text)
+            agree(what, text)
 
     def hear(self, text: str) -> str:
         """Rank 0's text, on every rank."""
-        return text if self.shape.world == 1 else _decide(text, lambda texts: texts[0])
+        return text if self.shape.world == 1 else decide(text, lambda texts: texts[0])
 
     def together(self, what: str, act: Callable[[], T]) -> T:
         """Act on every rank. When it fails on one, all raise, since none may go on to wait for the others: that rank
@@ -262,7 +277,7 @@ class Grid:
             error.add_note(f"{what} failed")
             fault = error
         if self.shape.world > 1:
-            verdict = _decide("" if fault is None else f"{type(fault).__name__}: {fault}", _first_fault)
+            verdict = decide("" if fault is None else f"{type(fault).__name__}: {fault}", first_fault)
             if fault is None and verdict:
                 raise FailedElsewhereError(f"{what} failed on {verdict}")
         if fault is not None:
@@ -348,43 +363,11 @@ def first_node(nodelist: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
-def _agree(what: str, text: str, fault: Exception | None = None) -> None:
-    """Raise the same error on every rank unless all of them hold the same text and no fault."""
-    verdict = _decide(text, partial(_verdict, what))
-    if verdict:
-        raise ValueError(verdict)
-    if fault is not None:
-        raise fault
+def _cores_per_rank() -> float:
+    """Cores of the rank that has fewest: ranks that may run on the same cores of one host share them."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return float(decide(f"{socket.gethostname()}: {','.join(map(str, cores))}", _fewest_cores))
 
 
-def _decide(text: str, judge: Callable[[Sequence[str]], str]) -> str:
-    """Rank 0 judges what all ranks wrote; every rank gets the verdict.
-
-    Goes through the job's key-value store: no process group beyond the default one need exist, so a rank whose
-    grid differs is named, not waited for.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if world == 1 or dist.get_backend() == "fake":
-        return judge([text])
-    store = dist.distributed_c10d._get_default_store()
-    key = f"fourfold/agree/{store.add(f'fourfold/agree/count/{rank}', 1)}"
-    store.set(f"{key}/{rank}", text)
-    if rank == 0:
-        texts = [found.decode() for found in store.multi_get([f"{key}/{r}" for r in range(world)])]
-        store.set(f"{key}/verdict", judge(texts))
-    return store.get(f"{key}/verdict").decode()
-
-
-def _first_fault(texts: Sequence[str]) -> str:
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
-
-
-def _verdict(what: str, texts: Sequence[str]) -> str:
-    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
-    if not others:
-        return ""
-    ranks = ", ".join(str(rank) for rank in others[:8]) + (" ..." if len(others) > 8 else "")
-    return (
-        f"ranks disagree on {what}: rank 0 has {texts[0]!r}, rank {others[0]} has {texts[others[0]]!r} "
-        f"(ranks unlike rank 0: {ranks}); give every rank the same"
-    )
+def _fewest_cores(texts: Sequence[str]) -> str:
+    return str(min((text.count(",") + 1) / ranks for text, ranks in Counter(texts).items()))
