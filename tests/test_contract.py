@@ -53,7 +53,10 @@ INSIDE = {
         "__init__", "rows", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order", "samples",
         "loader",
     ],
-    "checkpoint": ["__init__", "index", "weights"],
+    "checkpoint": [
+        "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole", "names",
+        "exchange", "dcp",
+    ],
     "cost": [
         "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds", "fit",
         "calibrate", "work", "rehearse", "program", "simulate", "caught", "dry", "price", "estimate", "search",
@@ -64,8 +67,8 @@ INSIDE = {
         "plan_figures", "plan", "__init__",
     ],
     "train": [
-        "__init__", "schema", "launch", "job", "config", "record", "meter", "predicted", "profile", "progress", "loop",
-        "command", "calibrate", "plan",
+        "__init__", "schema", "launch", "job", "config", "record", "meter", "predicted", "profile", "progress", "resume",
+        "loop", "command", "calibrate", "plan", "exchange", "checkpoint",
     ],
 }  # fmt: skip
 

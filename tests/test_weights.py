@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.checkpoint import weights
-from fourfold.checkpoint.weights import load_weights, read_tensors, save_weights, weights_of, write_tensors
+from fourfold.checkpoint import write
+from fourfold.checkpoint.files import FileEntry, Layout
+from fourfold.checkpoint.read import read_tensors
+from fourfold.checkpoint.record import _digest
+from fourfold.checkpoint.weights import load_weights, save_weights, weights_of
+from fourfold.checkpoint.write import Held, Tensors, Writing
 from fourfold.comm import join_shards
 from fourfold.grid import FailedElsewhereError, Grid, Shape
 from fourfold.layout import PRODUCT, Spec, Storage
@@ -33,10 +38,10 @@ def whole(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(key_of(name)), dtype=torch.float64)
 
 
-def scramble(tensors: weights.Tensors, grid: Grid) -> None:
-    for name, (local, spec) in tensors.items():
-        box = spec.storage.box(spec.shape, grid.shape.sizes, grid.coords)
-        local.copy_(whole(name, spec.shape)[tuple(slice(part.start, part.stop) for part in box)])
+def scramble(tensors: Tensors, grid: Grid) -> None:
+    for name, held in tensors.items():
+        box = held.entry.box(grid.shape, grid.coords)
+        held.local.copy_(whole(name, held.shape)[tuple(slice(part.start, part.stop) for part in box)])
 
 
 def build(grid: Grid, dtype: torch.dtype = torch.float64) -> ff.models.Transformer:
@@ -53,10 +58,13 @@ def alone() -> Grid:
     return Grid.alone(DEVICE)
 
 
-def same(tensors: weights.Tensors, grid: Grid) -> bool:
+def same(tensors: Tensors, grid: Grid) -> bool:
     return all(
-        torch.equal(join_shards(local, spec, grid).cpu(), whole(name, spec.shape).to(local.dtype))
-        for name, (local, spec) in tensors.items()
+        torch.equal(
+            join_shards(held.local, Spec(held.shape, held.storage, PRODUCT), grid).cpu(),
+            whole(name, held.shape).to(held.local.dtype),
+        )
+        for name, held in tensors.items()
     )
 
 
@@ -72,7 +80,7 @@ def save(folder: Path, shape: Shape) -> int:
     model = scrambled(grid_of(shape))
     with Largest() as largest:
         save_weights(model, folder)
-    return largest.elements - max(local.numel() for local, _ in weights_of(model).values())
+    return largest.elements - max(held.local.numel() for held in weights_of(model).values())
 
 
 def load(folder: Path, shape: Shape, dtype: torch.dtype) -> bool:
@@ -87,13 +95,11 @@ def data_bytes(path: Path) -> int:
     return len(content) - 8 - int.from_bytes(content[:8], "little")
 
 
-def test_each_byte_is_written_once_and_replicas_write_nothing(ranks, tmp_path: Path) -> None:
+def test_each_byte_is_written_once_and_replicas_share_the_work(ranks, tmp_path: Path) -> None:
     ranks(4).run(save, tmp_path / "w", Shape(y=2, data=2))
-    files = sorted((tmp_path / "w").glob("*.safetensors"))
-    assert [file.name for file in files] == ["rank-00000.safetensors", "rank-00001.safetensors"]
-    assert sum(map(data_bytes, files)) == 8 * CONFIG.parameters
-    sizes = [data_bytes(file) for file in files]
-    assert max(sizes) < 1.1 * min(sizes)
+    sizes = [data_bytes(file) for file in sorted((tmp_path / "w").glob("*.safetensors"))]
+    assert sum(sizes) == 8 * CONFIG.parameters
+    assert len(sizes) == 4 and max(sizes) < 1.1 * min(sizes)
 
 
 def opened_files(folder: Path) -> set[str]:
@@ -114,27 +120,34 @@ def test_a_rank_opens_only_the_files_that_it_needs(ranks, tmp_path: Path) -> Non
     assert found == [{f"rank-{rank:05d}.safetensors"} for rank in range(4)]
 
 
-def odd_tensors(grid: Grid) -> dict[str, tuple[Tensor, Spec]]:
-    """Shards that are uneven or empty, and a tensor that data cuts as well."""
-    specs = {
-        "short": Spec((3,), Storage((("z", 0),)), PRODUCT),
-        "uneven": Spec((5, 3), Storage((("x", 0), ("y", 1), ("z", 0))), PRODUCT),
-        "state": Spec((7, 2), Storage((("y", 1), ("z", 0), ("data", 0))), PRODUCT),
-        "everywhere": Spec((2, 2), Storage(()), PRODUCT),
+def odd_tensors(grid: Grid) -> dict[str, Held]:
+    """Shards that are uneven or empty, a tensor that data cuts as well, and one without a dim."""
+    cuts = {
+        "short": ((3,), Storage((("z", 0),))),
+        "uneven": ((5, 3), Storage((("x", 0), ("y", 1), ("z", 0)))),
+        "state": ((7, 2), Storage((("y", 1), ("z", 0), ("data", 0)))),
+        "everywhere": ((2, 2), Storage(())),
+        "number": ((), Storage(())),
+        "nothing": ((0, 4), Storage((("x", 0),))),
     }
-    boxes = {name: spec.storage.box(spec.shape, grid.shape.sizes, grid.coords) for name, spec in specs.items()}
     return {
-        name: (torch.zeros([*map(len, boxes[name])], dtype=torch.float64, device=grid.device), spec)
-        for name, spec in specs.items()
+        name: Held(
+            torch.zeros(
+                [*map(len, storage.box(shape, grid.shape.sizes, grid.coords))], dtype=torch.float64, device=grid.device
+            ),
+            shape,
+            storage,
+        )
+        for name, (shape, storage) in cuts.items()
     }
 
 
 def through_disk(folder: Path, one: Shape, other: Shape) -> bool:
     tensors = odd_tensors(grid_of(one))
     scramble(tensors, grid_of(one))
-    write_tensors(tensors, grid_of(one), folder)
+    Writing(tensors, grid_of(one), folder, {}).result()
     tensors = odd_tensors(grid_of(other))
-    read_tensors(tensors, grid_of(other), folder)
+    read_tensors(grid_of(other), folder, lambda _: tensors)
     return same(tensors, grid_of(other))
 
 
@@ -149,24 +162,24 @@ def test_tensors_that_do_not_divide(ranks, tmp_path: Path) -> None:
 def failing_save(folder: Path) -> dict[str, Any]:
     grid = grid_of(Shape(x=2, z=2))
     save_weights(scrambled(grid), folder)
-    stamp = os.stat(folder / "index.json").st_mtime_ns
-    real = weights._write_file
+    stamp = os.stat(folder / "checkpoint.json").st_mtime_ns
+    real = write.write_file
 
-    def full_disk(tensors: dict[str, Tensor], path: Path) -> None:
-        real(tensors, path)
+    def full_disk(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> FileEntry:
+        real(path, layout, tensors)
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     try:
-        weights._write_file = full_disk if grid.rank == 2 else real
+        write.write_file = full_disk if grid.rank == 2 else real
         with pytest.raises(OSError if grid.rank == 2 else FailedElsewhereError, match="No space left") as caught:
             save_weights(build(grid), folder)
     finally:
-        weights._write_file = real
+        write.write_file = real
     again = build(grid)
     load_weights(again, folder)
     return {
         "error": str(caught.value),
-        "intact": same(weights_of(again), grid) and os.stat(folder / "index.json").st_mtime_ns == stamp,
+        "intact": same(weights_of(again), grid) and os.stat(folder / "checkpoint.json").st_mtime_ns == stamp,
     }
 
 
@@ -194,54 +207,90 @@ def test_a_file_that_one_rank_misses_changes_no_rank(ranks, tmp_path: Path) -> N
     assert ranks(4).run(failing_load, tmp_path / "w") == [True] * 4
 
 
-def index_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def record_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """As somebody would write it who knows the format."""
+
     def damage(folder: Path) -> None:
-        index = json.loads((folder / "index.json").read_text())
-        change(index)
-        (folder / "index.json").write_text(json.dumps(index))
+        record = json.loads((folder / "checkpoint.json").read_text())
+        del record["digest"]
+        change(record)
+        (folder / "checkpoint.json").write_text(json.dumps({**record, "digest": _digest(record)}))
 
     return damage
 
 
-def cut_short(folder: Path) -> None:
-    path = folder / "rank-00000.safetensors"
-    path.write_bytes(path.read_bytes()[:-8])
+def file_with(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        path = folder / "rank-00000.safetensors"
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
 
 
-def parts(index: dict[str, Any]) -> list[dict[str, Any]]:
-    return index["tensors"]["norm.weight"]["parts"]
+def flip(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at:][1:]
 
 
-def misspell(index: dict[str, Any]) -> None:
-    index["tensors"]["norm.wieght"] = index["tensors"].pop("norm.weight")
+def norm(record: dict[str, Any]) -> dict[str, Any]:
+    return record["tensors"]["model/norm.weight"]
 
 
+def misspell(record: dict[str, Any]) -> None:
+    record["tensors"]["model/norm.wieght"] = record["tensors"].pop("model/norm.weight")
+
+
+def edit(folder: Path) -> None:
+    path = folder / "checkpoint.json"
+    path.write_text(path.read_text().replace('"shape": [48]', '"shape": [84]', 1))
+
+
+def rename_file(record: dict[str, Any]) -> None:
+    record["files"]["../a"] = record["files"].pop("rank-00000.safetensors")
+
+
+DAMAGED = "rank-00000.safetensors is damaged"
 FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "no index": (lambda folder: (folder / "index.json").unlink(), FileNotFoundError, "index.json is missing"),
-    "not json": (lambda folder: (folder / "index.json").write_text("{"), ValueError, "is no index"),
-    "other json": (lambda folder: (folder / "index.json").write_text("[]"), ValueError, "is no index"),
-    "version": (index_with(lambda index: index.update(version=2)), ValueError, r"version 2, and this .* version 1"),
-    "spelling": (index_with(misspell), ValueError, r"lacks 'norm.weight' \(nearest: 'norm.wieght'\); it also holds"),
-    "shape": (
-        index_with(lambda index: index["tensors"]["norm.weight"].update(shape=[49])),
+    "no record": (lambda folder: (folder / "checkpoint.json").unlink(), FileNotFoundError, "json is missing"),
+    "not json": (lambda folder: (folder / "checkpoint.json").write_text("{"), ValueError, "is no record"),
+    "other json": (lambda folder: (folder / "checkpoint.json").write_text("[]"), ValueError, "is no record"),
+    "edited": (edit, ValueError, "checkpoint.json is damaged: its digest"),
+    "version": (record_with(lambda record: record.update(version=2)), ValueError, r"version 2, and this .* version 1"),
+    "spelling": (
+        record_with(misspell),
         ValueError,
-        r"shape \(49,\) in .* and \(48,\) here",
+        r"lacks 'model/norm.weight' \(nearest: 'model/norm.wieght'\); it al",
     ),
-    "gap": (index_with(lambda index: parts(index)[0].update(box=[[1, 48]])), ValueError, "do not tile"),
-    "no part": (index_with(lambda index: parts(index).clear()), ValueError, "hold 0 elements and do not tile"),
-    "twice": (index_with(lambda index: parts(index).append(parts(index)[0])), ValueError, "do not tile"),
-    "outside": (index_with(lambda index: parts(index)[0].update(box=[[0, 49]])), ValueError, "do not tile"),
-    "dims": (index_with(lambda index: parts(index)[0].update(box=[[0, 48]] * 2)), ValueError, "a box of 2 dims"),
-    "no box": (index_with(lambda index: parts(index)[0].pop("box")), ValueError, "is damaged"),
-    "file elsewhere": (index_with(lambda index: parts(index)[0].update(file="../a")), ValueError, "not the name"),
-    "key": (index_with(lambda index: parts(index)[0].update(key="a")), ValueError, "holds nothing for 'a'"),
-    "wrong part": (
-        index_with(lambda index: parts(index)[0].update(key="embedding.weight")),
+    "shape": (record_with(lambda record: norm(record).update(shape=[49])), ValueError, r"\(49,\) in .* and \(48,\) h"),
+    "no shape": (record_with(lambda record: norm(record).pop("shape")), ValueError, "does not describe a checkpoint"),
+    "length": (record_with(lambda record: norm(record).update(shape=[-48])), ValueError, r"has shape \(-48,\)"),
+    "axis": (record_with(lambda record: norm(record).update(cuts=[["w", 0]])), ValueError, "is cut by"),
+    "dim": (record_with(lambda record: norm(record).update(cuts=[["z", 1]])), ValueError, "is cut by"),
+    "dtype": (record_with(lambda record: norm(record).update(dtype="object")), ValueError, "has dtype 'object'"),
+    "other dtype": (
+        record_with(lambda record: norm(record).update(dtype="int64")),
         ValueError,
-        r"holds \(53, 48\) for 'embedding.weight', but index.json says \(48,\)",
+        r"says torch.int64 \(48",
     ),
-    "no file": (lambda folder: (folder / "rank-00000.safetensors").unlink(), FileNotFoundError, "index.json names it"),
-    "cut short": (cut_short, ValueError, "rank-00000.safetensors is damaged"),
+    "grid": (
+        record_with(lambda record: record["grid"]["sizes"].update(x=2)),
+        ValueError,
+        r"says torch.float64 \(27, 48\)",
+    ),
+    "file elsewhere": (record_with(rename_file), ValueError, "not the name of a rank's file"),
+    "no file": (
+        lambda folder: (folder / "rank-00000.safetensors").unlink(),
+        FileNotFoundError,
+        "safetensors is missing",
+    ),
+    "cut short": (file_with(lambda content: content[:-8]), ValueError, DAMAGED),
+    "flipped bit": (file_with(lambda content: flip(content, len(content) - 100)), ValueError, f"{DAMAGED}: 'model/"),
+    "flipped bit of the header": (file_with(lambda content: flip(content, 60)), ValueError, "rank-00000.safetensors"),
+    "a pickle": (
+        file_with(lambda _: pickle.dumps({"weight": 1})),
+        ValueError,
+        "safetensors is a pickle, which is never",
+    ),
+    "torch.save": (lambda folder: torch.save({}, folder / "rank-00000.safetensors"), ValueError, "is a pickle, which"),
 }
 
 
@@ -286,7 +335,7 @@ def test_a_save_clears_what_a_save_that_died_has_left(tmp_path: Path) -> None:
         load_weights(model, tmp_path / "w")
     save_weights(model, tmp_path / "w")
     assert entries(tmp_path) == ["w"]
-    assert entries(tmp_path / "w") == ["index.json", "rank-00000.safetensors"]
+    assert entries(tmp_path / "w") == ["checkpoint.json", "rank-00000.safetensors"]
 
 
 def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path: Path, monkeypatch) -> None:
@@ -310,20 +359,23 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path
 # What cannot be saved
 
 
-def test_what_is_not_on_the_grid_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_what_is_not_on_the_grid_is_refused(tmp_path: Path) -> None:
     model = build(alone())
     model.scale = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match="'scale' of Transformer are not on the grid"):
         save_weights(model, tmp_path / "w")
     with pytest.raises(ValueError, match="meta device"):
         save_weights(ff.models.build(CONFIG, alone(), device="meta"), tmp_path / "w")
-    tensors = {"a": (torch.zeros(3), Spec((4,), Storage(()), PRODUCT))}
+    tensors = {"a": Held(torch.zeros(3), (4,), Storage(()))}
     with pytest.raises(ValueError, match=r"holds \(3,\), but its part of \(4,\) is \(4,\)"):
-        write_tensors(tensors, alone(), tmp_path / "w")
+        Writing(tensors, alone(), tmp_path / "w", {})
+    assert entries(tmp_path) == []
+
+
+def test_reading_without_safetensors_says_what_to_install(saved: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'fourfold\[train\]'"):
-        save_weights(build(alone()), tmp_path / "w")
-    assert entries(tmp_path) == []
+        load_weights(build(alone()), saved)
 
 
 # Last, since it ends the ranks that the tests above share
@@ -340,5 +392,5 @@ def test_what_one_grid_saves_every_other_loads(ranks, tmp_path: Path) -> None:
         load_weights(model, folder)
         assert same(weights_of(model), alone())
     save_weights(model, tmp_path / "alone")
-    assert entries(tmp_path / "alone") == ["index.json", "rank-00000.safetensors"]
+    assert entries(tmp_path / "alone") == ["checkpoint.json", "rank-00000.safetensors"]
     assert ranks(2).run(load, tmp_path / "alone", Shape(y=2), torch.bfloat16) == [True] * 2

@@ -5,6 +5,7 @@ No process group beyond the default one need exist, and a rank that differs is n
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -48,3 +49,30 @@ def _verdict(what: str, texts: Sequence[str]) -> str:
         f"ranks disagree on {what}: rank 0 has {texts[0]!r}, rank {others[0]} has {texts[others[0]]!r} "
         f"(ranks unlike rank 0: {ranks}); give every rank the same"
     )
+
+
+class Board:
+    """Where every rank puts up a text and rank 0 reads all of them once they are there.
+
+    Nobody waits but rank 0, which asks from time to time, through a connection of its own: other threads may use it
+    while this one agrees with the other ranks on something else.
+    """
+
+    ASK_SECONDS = 0.02
+
+    def __init__(self, name: str) -> None:
+        self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._name = f"fourfold/board/{name}"
+
+    def put(self, text: str) -> None:
+        self._store.set(f"{self._name}/{dist.get_rank()}", text)
+        self._store.add(f"{self._name}/count", 1)
+
+    def read(self, seconds: float) -> list[str]:
+        """All texts by rank; on rank 0."""
+        world, until = dist.get_world_size(), time.monotonic() + seconds
+        while self._store.add(f"{self._name}/count", 0) < world:
+            if time.monotonic() > until:
+                raise TimeoutError(f"after {seconds:.0f} s some of {world} ranks had nothing to say of {self._name}")
+            time.sleep(self.ASK_SECONDS)
+        return [text.decode() for text in self._store.multi_get([f"{self._name}/{rank}" for rank in range(world)])]

@@ -1,0 +1,217 @@
+"""Checkpoints of training: what one grid saves any grid continues; whole or absent at every instant."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import SHAPES, everything, made, resumed, take, trained
+from fourfold.checkpoint import folder as folders
+from fourfold.checkpoint import write
+from fourfold.checkpoint.folder import Checkpoints, Place
+from fourfold.checkpoint.load import load_training
+from fourfold.checkpoint.save import Saver
+from fourfold.checkpoint.whole import verify
+from fourfold.grid import Grid, Shape
+from harness import DEVICE, grid_of
+
+STEPS, SAVE_AT = 4, 2
+
+
+def alone() -> Grid:
+    return Grid.alone(DEVICE)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+# Continuing
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+def test_the_same_grid_goes_on_bit_for_bit(ranks, tmp_path: Path, name: str, sharded: bool) -> None:
+    shape = Shape(x=2, data=2)
+    first = ranks(4).run(trained, tmp_path, name, shape, sharded, STEPS, SAVE_AT)[0]
+    again = ranks(4).run(resumed, tmp_path / "step-00000002", name, shape, sharded, STEPS)[0]
+    assert again["losses"] == first["losses"][SAVE_AT:]
+    assert again["state"]["told"] == "by the test"
+
+
+def test_any_grid_goes_on(ranks, tmp_path: Path) -> None:
+    """All pairs of all grids run in `soak_checkpoint.py`; here each of 4 ranks with the next, and one alone."""
+    shapes = [shape for shape in SHAPES if shape.world == 4]
+    for number, (one, other) in enumerate(zip(shapes, [*shapes[1:], shapes[0]], strict=True)):
+        root, name, sharded = tmp_path / str(number), ("gpt-tiny", "llama-tiny")[number % 2], number % 3 == 0
+        first = ranks(4).run(trained, root, name, one, sharded, STEPS, SAVE_AT)[0]
+        found = ranks(4).run(resumed, root / "step-00000002", name, other, not sharded, STEPS)[0]
+        require_continued(first, found)
+    model, optimizer = made(name, alone(), sharded=False, seed=1)
+    load_training(root / "step-00000002", model, optimizer)
+    assert all(torch.equal(value, first["saved"][key]) for key, value in everything(model, optimizer).items())
+
+
+def require_continued(first: dict[str, Any], found: dict[str, Any]) -> None:
+    assert first["saved"].keys() == found["loaded"].keys()
+    assert all(torch.equal(value, first["saved"][key]) for key, value in found["loaded"].items())
+    assert found["losses"] == pytest.approx(first["losses"][SAVE_AT:], rel=1e-12)
+
+
+def test_the_random_states_of_the_ranks_come_back(ranks, tmp_path: Path) -> None:
+    assert all(ranks(2).run(draws_again, tmp_path))
+
+
+def draws_again(root: Path) -> bool:
+    grid = grid_of(Shape(z=2))
+    model, optimizer = made("gpt-tiny", grid, sharded=False)
+    torch.manual_seed(grid.rank)
+    saver = Saver(grid, root)
+    saver.save(0, model, optimizer, {})
+    expected = torch.rand(3)
+    saver.wait()
+    torch.manual_seed(99)
+    load_training(root / "step-00000000", model, optimizer)
+    return torch.equal(torch.rand(3), expected)
+
+
+# Asynchronous
+
+
+def test_the_file_holds_the_step_it_names_while_training_goes_on(tmp_path: Path, monkeypatch) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    take(model, optimizer, 1)
+    gate, real = write.Future(), write.write_file
+    monkeypatch.setattr(write, "write_file", lambda *given: (gate.result(), real(*given))[1])
+    saver = Saver(alone(), tmp_path)
+    saved = everything(model, optimizer)
+    saver.save(1, model, optimizer, {})
+    take(model, optimizer, 2)
+    assert Checkpoints(tmp_path).newest() is None
+    gate.set_result(None)
+    saver.wait()
+    other, its_optimizer = made("gpt-tiny", alone(), sharded=False, seed=1)
+    assert load_training(tmp_path / "step-00000001", other, its_optimizer)["step"] == 1
+    assert all(torch.equal(value, saved[key]) for key, value in everything(other, its_optimizer).items())
+
+
+def test_a_failed_save_raises_at_the_next_call_and_names_the_one_that_is_good(tmp_path: Path, monkeypatch) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    saver = Saver(alone(), tmp_path)
+    saver.save(1, model, optimizer, {})
+    saver.wait()
+    monkeypatch.setattr(write, "write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    saver.save(2, model, optimizer, {})
+    with pytest.raises(OSError, match="No space left") as caught:
+        saver.save(3, model, optimizer, {})
+    assert "the newest checkpoint is" in caught.value.__notes__[-1] and "step-00000001" in caught.value.__notes__[-1]
+    assert names(tmp_path) == ["step-00000001"]
+
+
+# Atomic
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    Saver(alone(), tmp_path, asynchronous=False).save(1, model, optimizer, {})
+    monkeypatch.setattr(Place, "abandon", lambda _: None)  # nobody cleans up after a kill
+    seen = set()
+    for calls in range(100):
+        left = iter(range(calls))
+        try:
+            with monkeypatch.context() as patch:
+                for owner, name in ((os, "fsync"), (os, "rename"), (os, "open"), (folders.shutil, "rmtree")):
+                    patch.setattr(owner, name, crashing(getattr(owner, name), left))
+                saver = Saver(alone(), tmp_path, keep_last=1, asynchronous=False)
+                saver.save(2, model, optimizer, {})
+            break
+        except Crash:
+            complete = Checkpoints(tmp_path).complete()
+            assert complete, f"nothing is left after {calls} calls"
+            for _, folder in complete:
+                verify(folder)
+            seen.add(complete[-1][0])
+    assert calls > 8 and seen == {1, 2}
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def crashing(real: Any, left: Iterator[int]) -> Any:
+    def call(*given: Any, **options: Any) -> Any:
+        if next(left, None) is None:
+            raise Crash
+        return real(*given, **options)
+
+    return call
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        model, optimizer = made("gpt-tiny", alone(), sharded=False)
+        saver = Saver(alone(), tmp_path)
+        saver.save(1, model, optimizer, {})
+        saver.wait()
+        take(model, optimizer, 1)  # with the optimizer's state it is three times as large
+        saver.save(2, model, optimizer, {})
+        with pytest.raises(OSError, match=r"cannot write .*rank-00000.safetensors \(No space left on device\)"):
+            saver.wait()
+        assert names(tmp_path) == ["step-00000001"]
+        verify(tmp_path / "step-00000001")
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+# Retention
+
+
+def test_the_last_few_and_multiples_are_kept(tmp_path: Path) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    saver = Saver(alone(), tmp_path, keep_last=2, keep_every=4)
+    for step in range(1, 11):
+        saver.save(step, model, optimizer, {})
+    saver.wait()
+    assert [step for step, _ in Checkpoints(tmp_path).complete()] == [4, 8, 9, 10]
+    with pytest.raises(ValueError, match="keep_last=0 must be at least 1"):
+        Saver(alone(), tmp_path, keep_last=0)
+
+
+def test_what_is_not_complete_is_no_checkpoint_and_is_cleared(tmp_path: Path) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    Saver(alone(), tmp_path, asynchronous=False).save(1, model, optimizer, {})
+    for leftover in (".step-00000002.partial", ".step-00000000.removed"):
+        (tmp_path / leftover).mkdir()
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert Checkpoints(tmp_path).newest() == tmp_path / "step-00000001"
+    Saver(alone(), tmp_path)
+    assert names(tmp_path) == ["notes", "step-00000001", "step-00000003"]
+
+
+# What does not fit
+
+
+def test_a_checkpoint_of_another_model_or_dtype_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    take(model, optimizer, 1)
+    Saver(alone(), tmp_path, asynchronous=False).save(1, model, optimizer, {})
+    other, its_optimizer = made("llama-tiny", alone(), sharded=False)
+    before = everything(other, its_optimizer)
+    with pytest.raises(ValueError, match="is of another model: it lacks"):
+        load_training(tmp_path / "step-00000001", other, its_optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in everything(other, its_optimizer).items())
+    narrow, its_optimizer = made("gpt-tiny", alone(), sharded=False, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"is torch.float64 in .* and torch.float32 here"):
+        load_training(tmp_path / "step-00000001", narrow, its_optimizer)
