@@ -17,10 +17,12 @@ demo: .venv/installed
 test: lint types
 	$(BIN)/python -m pytest
 
-# overlap bit for bit over 20 steps, dry runs of the largest models, loss curves of 200 steps, then every grid with every
-# combination of options, for days; SOAK_SECONDS=N stops these
-# after about that long
+# checkpoints between every pair of grids, a hundred killed ranks, overlap bit for bit over 20 steps, dry runs of the
+# largest models, loss curves of 200 steps, then every grid with every combination of options, for days; SOAK_SECONDS=N
+# stops these after about that long
 soak: .venv/installed
+	$(BIN)/python tests/soak_checkpoint.py
+	$(BIN)/python tests/soak_kills.py
 	$(BIN)/python tests/soak_overlap.py
 	$(BIN)/python tests/soak_dry.py
 	$(BIN)/python tests/soak_curves.py

@@ -16,20 +16,18 @@ from fourfold import models
 from fourfold.cli import grid, parser, setting
 from fourfold.cost.machine import load_machine
 from fourfold.overlap import Overlap
-from fourfold.train.config import (
-    Config,
+from fourfold.train.config import Config, read_config, resolve
+from fourfold.train.job import Job
+from fourfold.train.predicted import predict
+from fourfold.train.schema import parse, to_table
+from fourfold.train.sections import (
     DataSection,
     GridSection,
     LogSection,
     OptimizerSection,
     SourceSection,
     TrainSection,
-    read_config,
-    resolve,
 )
-from fourfold.train.job import Job
-from fourfold.train.predicted import predict
-from fourfold.train.schema import parse, to_table
 
 SECTIONS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
 SOURCE = "data.sources[0]"
@@ -84,7 +82,8 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "train.seed": (3, 3.0, WHOLE),
     "train.out": ("runs/a", 5, TEXT),
     **{f"train.{name}": (1, [1], WHOLE) for name in ("evaluate_every", "evaluate_batches", "max_skipped")},
-    "train.save": (False, "no", FLAG),
+    **{f"checkpoint.{name}": (False, "no", FLAG) for name in ("save", "asynchronous")},
+    **{f"checkpoint.{name}": (3, 3.0, WHOLE) for name in ("every", "keep_last", "keep_every")},
     "log.tensorboard": (True, "yes", '"auto"'),
     "log.wandb": ("project", True, TEXT),
     "log.peak_flops": (1e15, "1e15", NUMBER),
@@ -163,10 +162,24 @@ def test_model_has_the_fields_of_the_models_and_a_name() -> None:
     )
 
 
+def test_a_model_of_any_name_says_all_of_itself() -> None:
+    sizes = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp_hidden": 16, "vocab": 9, "seq": 7}
+    assert parse(Config, {"model": {"name": "mine", **sizes, "norm": "rms"}}).model.build() == models.Config(
+        **sizes, norm="rms"
+    )
+    del sizes["heads"], sizes["vocab"]
+    model = parse(Config, {"model": {"name": "gpt-tinny", **sizes}}).model
+    with pytest.raises(ValueError, match=r"did you mean 'gpt-tiny'.*; a model of another name needs heads, vocab too"):
+        model.build()
+
+
 SENSELESS: list[tuple[str, Any, str]] = [
     ("batch.rows", 0, "rows=0 must be at least 1"),
     ("batch.seq", -1, "seq=-1 must be at least 1"),
     ("batch.micro_steps", 3, r"rows=16 cannot be cut into micro_steps=3"),
+    ("checkpoint.every", -1, "every=-1 must be at least 0"),
+    ("checkpoint.keep_every", -2, "keep_every=-2 must be at least 0"),
+    ("checkpoint.keep_last", 0, "keep_last=0 must be at least 1"),
     ("data.sources", [], "sources is empty"),
     ("data.sources", [{"path": "a", "weight": 0.0}], "weight"),
     ("data.sources", [{"weight": 1.0}], "path"),
@@ -299,7 +312,7 @@ def test_settings_of_the_command_line() -> None:
         ("batch.rows=32", 32),
         ("optimizer.rate=3e-4", 3e-4),
         ("optimizer.clip=inf", float("inf")),
-        ("train.save=false", False),
+        ("checkpoint.save=false", False),
         ("policy.dtype=fp64", "fp64"),
         ('policy.dtype="fp64"', "fp64"),
         ("data.tokenizer=a=b.json", "a=b.json"),
@@ -324,8 +337,9 @@ def test_grids_of_the_command_line() -> None:
 def test_help_names_every_option_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     top = parser()
     (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    assert list(commands.choices) == ["train", "plan", "calibrate", "sample", "report", "data"]
-    for name in ("train", "plan", "calibrate", "sample", "report"):
+    names = ["train", "plan", "calibrate", "checkpoint", "import", "export", "sample", "report", "data"]
+    assert list(commands.choices) == names
+    for name in sorted({*names} - {"checkpoint", "data"}):  # these have commands of their own
         with pytest.raises(SystemExit) as left:
             top.parse_args([name, "--help"])
         assert left.value.code == 0

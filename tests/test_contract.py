@@ -54,8 +54,8 @@ INSIDE = {
         "loader",
     ],
     "checkpoint": [
-        "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole", "names",
-        "exchange", "dcp",
+        "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",
+        "names", "exchange", "dcp_metadata", "dcp",
     ],
     "cost": [
         "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds", "fit",
@@ -67,8 +67,8 @@ INSIDE = {
         "plan_figures", "plan", "__init__",
     ],
     "train": [
-        "__init__", "schema", "launch", "job", "config", "record", "meter", "predicted", "profile", "progress", "resume",
-        "loop", "command", "calibrate", "plan", "exchange", "checkpoint",
+        "__init__", "schema", "launch", "job", "sections", "config", "record", "meter", "predicted", "profile",
+        "progress", "stop", "resume", "loop", "options", "command", "sample", "calibrate", "plan", "checkpoint", "exchange",
     ],
 }  # fmt: skip
 

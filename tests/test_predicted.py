@@ -16,12 +16,13 @@ from fourfold.cost.machine import load_machine, to_toml
 from fourfold.grid import Shape
 from fourfold.report import write_report
 from fourfold.report.run import read_run
-from fourfold.train.config import Config, PlanSection
+from fourfold.train.config import Config
 from fourfold.train.job import MEASURED, Job, locate
 from fourfold.train.loop import Run, begin
 from fourfold.train.predicted import COMPARED, WHOLE_PROCESS, Comparison, predict
 from fourfold.train.progress import compared, predicted
 from fourfold.train.record import Lines, scalars
+from fourfold.train.sections import PlanSection
 from harness import grid_of
 
 ESTIMATES = "laptop: estimates; `fourfold calibrate` measures this machine"
@@ -48,7 +49,7 @@ def trained(config: Config, folder: Path, wanted: range = range(0)) -> dict[str,
 
 def config_for(folder: Path, shape: Shape, steps: int, **plan: Any) -> Config:
     write_texts(folder)
-    changes = {"model.layers": 1, "train.evaluate_every": 0, "train.save": False}
+    changes = {"model.layers": 1, "train.evaluate_every": 0, "checkpoint.save": False}
     return replace(config_of("gpt-tiny", "fp32", steps, folder, shape, changes), plan=PlanSection(**plan))
 
 

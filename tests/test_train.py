@@ -32,6 +32,7 @@ import torch
 from curves import Curves, config_of, write_texts
 from fourfold import models
 from fourfold.arriving import local_of
+from fourfold.checkpoint.record import read_record
 from fourfold.checkpoint.weights import weights_of
 from fourfold.cost.volume import Volume
 from fourfold.data.text import prepare
@@ -81,12 +82,12 @@ def cli(*arguments: str) -> Left:
 def cli_as_rank(*commands: Sequence[str]) -> list[Left]:
     """A job: commands one after another on ranks that a launcher has started already."""
     import fourfold.cli
-    from fourfold.train import command
+    from fourfold.train import command, sample
 
     rank, world = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
     os.environ |= {"RANK": rank, "WORLD_SIZE": world}
     fourfold.cli._leave = lambda code: code  # the process serves other jobs
-    command.close = lambda grid: grid.close()  # so does its process group
+    command.close = sample.close = lambda grid: grid.close()  # so does its process group
     return [cli(*arguments) for arguments in commands]
 
 
@@ -137,7 +138,7 @@ def column(folder: Path, event: str, key: str) -> list[Any]:
 def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
-        "config.toml", "run.json", "metrics.jsonl", "tensorboard", "data", "weights", "state.json"
+        "config.toml", "run.json", "metrics.jsonl", "tensorboard", "data", "checkpoints"
     }  # fmt: skip
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert [path.suffix for path in (folder / "data").iterdir()] == [".tokens"]
@@ -157,13 +158,18 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     assert 1 < facts["unigram_entropy"] < 3.6  # of a dozen letters and a blank
     assert facts["tokens"] > 1000
     assert {"fourfold", "torch", "device", "started"} <= facts.keys()
-    assert json.loads((folder / "state.json").read_text())["step"] == STEPS
+    assert "resumed" not in facts
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{STEPS:08}"]
+    state = read_record(folder / "checkpoints" / f"step-{STEPS:08}").state
+    assert state["step"] == STEPS
+    assert parse(Config, state["config"]).model == read_config(folder / "config.toml").model
+    assert state["data"]["sample"] == STEPS * 4
 
 
 def test_metrics_are_lines_with_every_figure(finished: tuple[Path, Left]) -> None:
     folder, _ = finished
     lines = lines_of(folder)
-    kinds = ["step"] * 4 + ["evaluation"] + ["step"] * 2 + ["evaluation", "compared", "end"]
+    kinds = ["step"] * 4 + ["evaluation"] + ["step"] * 2 + ["evaluation", "saved", "compared", "end"]
     assert [line["event"] for line in lines] == kinds
     steps = [line for line in lines if line["event"] == "step"]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -192,7 +198,8 @@ def test_the_stored_config_gives_the_run_again(one: Ranks, finished: tuple[Path,
     assert left.code == 0
     for event, key in (("step", "loss"), ("step", "grad_norm"), ("evaluation", "loss")):
         assert column(tmp_path / "again", event, key) == column(folder, event, key)
-    files = [path / "weights" / "rank-00000.safetensors" for path in (folder, tmp_path / "again")]
+    last = Path("checkpoints", f"step-{STEPS:08}", "rank-00000.safetensors")
+    files = [path / last for path in (folder, tmp_path / "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
     first, again = (tomllib.loads((path / "config.toml").read_text()) for path in (folder, tmp_path / "again"))
     assert again == first
@@ -271,7 +278,7 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
     assert found.keys() == {
-        "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "end"
+        "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "saved", "resumed", "end"
     }  # fmt: skip
     config = parse(Config, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")
@@ -279,7 +286,8 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     lines = [line for line in lines_of(tmp_path / "run") if line["event"] == "step"]
     assert found["steps"] == [{key: value for key, value in line.items() if key != "event"} for line in lines]
     assert found["end"] == {"step": 3, "reason": "finished"}
-    assert (len(found["evaluations"]), found["skipped"]) == (1, [])
+    assert (len(found["evaluations"]), found["skipped"], found["resumed"]) == (1, [], [])
+    assert [saved["step"] for saved in found["saved"]] == [3]
     assert "validation loss" in left.err  # people read on there
 
     file = tmp_path / "result.json"
@@ -387,7 +395,7 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     before: list[dict[str, torch.Tensor]] = []
 
     def values() -> dict[str, torch.Tensor]:
-        return {name: local.clone() for name, (local, _) in weights_of(run.model).items()}
+        return {name: held.local.clone() for name, held in weights_of(run.model).items()}
 
     def spoil(step: int, tensor: torch.Tensor) -> torch.Tensor:
         if step in steps and run.grid.rank == 1:
@@ -483,13 +491,16 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_it_readable(one: Ranks, to
     assert len(read_run(folder).steps) == len(steps)
 
 
-def test_weights_that_do_not_fit_are_an_error_of_one_line(one: Ranks, tokens: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_an_error_of_one_line(one: Ranks, tokens: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = train_arguments(tokens, folder, "--set", "log.tensorboard=false", steps=2)
     (left,) = one.run(cli_with_little_disk, 50_000, *arguments)
-    assert_error(left, "weights")
-    assert not (folder / "weights").exists()
-    assert lines_of(folder)[-1]["reason"] == "finished"
+    target = folder / "checkpoints" / "step-00000002"
+    assert_error(left, "File too large", f"{target} was not saved; there is no checkpoint before it")
+    assert list(target.parent.iterdir()) == []
+    end = lines_of(folder)[-1]
+    assert end["step"] == 2
+    assert end["reason"].startswith("NotSavedError: [Errno 27] cannot write ")
 
 
 # --- what users do wrong
@@ -584,10 +595,9 @@ def interrupted(folder: Path, number: int, *arguments: str) -> Left:
     return cli(*arguments)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_rank_ends_in_order(one: Ranks, tokens: str, tmp_path: Path, number: int) -> None:
+def test_one_rank_ends_in_order(one: Ranks, tokens: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    (left,) = one.run(interrupted, folder, number, *train_arguments(tokens, folder, steps=100_000))
+    (left,) = one.run(interrupted, folder, signal.SIGINT, *train_arguments(tokens, folder, steps=100_000))
     assert left.code == 130
     assert left.err == "fourfold: interrupted; what was written stays readable\n"
     *_, last, end = lines_of(folder)
@@ -718,7 +728,7 @@ def test_torchrun_starts_the_ranks(jobs: dict[str, Job]) -> None:
     assert found["grid"] == {"x": 2, "y": 1, "z": 1, "data": 1}
     assert [step["loss"] for step in found["steps"]] == column(job.folder, "step", "loss")
     assert found["steps"][0]["wire_bytes"].keys() == {"x"}
-    assert (job.folder / "weights" / "rank-00001.safetensors").exists()
+    assert (job.folder / "checkpoints" / "step-00000002" / "rank-00001.safetensors").exists()
 
 
 def test_weights_and_biases_gets_what_the_file_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

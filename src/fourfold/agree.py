@@ -69,10 +69,14 @@ class Board:
         self._store.add(f"{self._name}/count", 1)
 
     def read(self, seconds: float) -> list[str]:
-        """All texts by rank; on rank 0."""
+        """All texts by rank, which are taken down; on rank 0."""
         world, until = dist.get_world_size(), time.monotonic() + seconds
         while self._store.add(f"{self._name}/count", 0) < world:
             if time.monotonic() > until:
                 raise TimeoutError(f"after {seconds:.0f} s some of {world} ranks had nothing to say of {self._name}")
             time.sleep(self.ASK_SECONDS)
-        return [text.decode() for text in self._store.multi_get([f"{self._name}/{rank}" for rank in range(world)])]
+        keys = [f"{self._name}/{rank}" for rank in range(world)]
+        texts = [text.decode() for text in self._store.multi_get(keys)]
+        for key in (*keys, f"{self._name}/count"):
+            self._store.delete_key(key)
+        return texts

@@ -1,4 +1,4 @@
-"""The command `fourfold`: train | plan | calibrate | sample | report | data prepare.
+"""The command `fourfold`: train | plan | calibrate | checkpoint | import | export | sample | report | data prepare.
 
 Every error that a user can cause is one line that names the cause; anything else is a bug and shows its traceback.
 """
@@ -16,6 +16,8 @@ from typing import Any
 
 from fourfold import __version__
 from fourfold.grid import FailedElsewhereError
+from fourfold.train.checkpoint import add_checkpoint
+from fourfold.train.exchange import add_exchange
 
 USER_ERRORS = (ValueError, OSError, ImportError, FailedElsewhereError)
 
@@ -37,15 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _leave(1, at_once=inside_a_job())  # whoever read our output is gone
     except (*USER_ERRORS, NotFiniteError) as error:
-        report_failure(str(error))
+        report_failure(str(error), users=True)
         return _leave(1, at_once=inside_a_job())
     except torch.OutOfMemoryError as error:
         less = "policy.recompute=block, policy.loss_chunk, more batch.micro_steps, or a grid with a larger z"
-        report_failure(f"the device's memory does not suffice ({str(error).split('.')[0]}); {less} need less")
+        report_failure(
+            f"the device's memory does not suffice ({str(error).split('.')[0]}); {less} need less", users=True
+        )
         return _leave(1, at_once=inside_a_job())
     except Exception as error:
         lost = any(words in str(error) for words in LOST_PEER)
-        report_failure(str(error) if lost else traceback.format_exc())
+        report_failure(str(error) if lost else traceback.format_exc(), users=False)
         return _leave(1, at_once=inside_a_job())
 
 
@@ -77,7 +81,7 @@ def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from fourfold.train.command import sample
+    from fourfold.train.sample import sample
 
     return sample(options, arguments)
 
@@ -179,6 +183,20 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--dtype", choices=["fp32", "bf16", "fp64"], help="of products and messages")
     one.add_argument("--data", action="append", metavar="PATH", help="train on this; may be given several times")
     one.add_argument("--out", help="the run's folder")
+    one.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with the run in this folder from its newest checkpoint, on its grid or another; with CONFIG.toml "
+        "or --model begin one where there is none",
+    )
+    one.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="start the local ranks again when one dies, up to N times without a new checkpoint in between; by default "
+        "3 where checkpoint.every is set, else 0",
+    )
     one.add_argument("--set", action="append", type=setting, default=[], metavar="SECTION.KEY=VALUE", dest="changes")
     one.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU where there is one")
     one.add_argument(
@@ -202,9 +220,12 @@ def parser() -> argparse.ArgumentParser:
 
     add_plan(commands, shape)
     add_calibrate(commands, shape)
+    add_checkpoint(commands, shape)
+    add_exchange(commands, shape)
 
     two = commands.add_parser("sample", help="text from a trained model", description=SAMPLE, formatter_class=shape)
     two.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
+    two.add_argument("--step", type=int, help="of which checkpoint; by default the newest")
     two.add_argument("--prompt", default="", help="how the text begins")
     two.add_argument("--tokens", type=int, default=200, help="how many to add at most")
     two.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
@@ -271,6 +292,8 @@ Train a model. Outside of torchrun and SLURM the local ranks are started here.
   fourfold train run.toml --set optimizer.rate=3e-4 --set batch.rows=64
   fourfold train --data texts/ --data more.tokens --ranks 8
   fourfold train run.toml --profile 20-22 --set overlap.halves=2
+  fourfold train run.toml --out runs/one --set checkpoint.every=500
+  fourfold train --resume runs/one --grid x=4,z=2
   torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml"""
 PLAN = """\
 Rank the grids, rank orders and policies for a model on a machine, before anything runs. Needs no device.

@@ -13,9 +13,10 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -90,35 +91,53 @@ def write_file(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> FileEnt
     header = _header(layout, dict.fromkeys(layout, _shown(0)))  # checksums follow; they are as long
     sums: dict[str, str] = {}
     try:
-        with path.open("wb") as file:
-            file.write(header)
+        with _telling(path):
+            file = path.open("wb", buffering=0)
+        with file:
+            with _telling(path):
+                _append(file, memoryview(header))
             for (key, (dtype, shape)), tensor in zip(layout.items(), tensors, strict=True):
                 if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
                     raise ValueError(
                         f"{key!r} was announced as {dtype} {shape} and is {tensor.dtype} {tuple(tensor.shape)}"
                     )
                 tensor = tensor.detach().to("cpu").contiguous()
-                view, crc = _bytes_of(tensor), 0
-                for start in range(0, len(view), PIECE):
-                    piece = view[start : start + PIECE]
-                    crc = zlib.crc32(piece, crc)
-                    file.write(piece)
-                sums[key] = _shown(crc)
+                with _telling(path):
+                    sums[key] = _append(file, _bytes_of(tensor))
             header = _header(layout, sums)
-            file.seek(0)
-            file.write(header)
-            file.flush()
-            os.fsync(file.fileno())
-            nbytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
+            with _telling(path):
+                file.seek(0)
+                _append(file, memoryview(header))
+                os.fsync(file.fileno())
+                return FileEntry(os.fstat(file.fileno()).st_size, _shown(zlib.crc32(header)))
+    except BaseException:
         with suppress(OSError):
             path.unlink()
+        raise
+
+
+def _append(file: FileIO, content: memoryview) -> str:
+    """Write bytes; returns their checksum."""
+    crc = 0
+    for start in range(0, len(content), PIECE):
+        piece = content[start : start + PIECE]
+        crc = zlib.crc32(piece, crc)
+        while piece:
+            piece = piece[file.write(piece) :]
+    return _shown(crc)
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """What the disk refuses names the file."""
+    try:
+        yield
+    except OSError as error:
         raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
-    return FileEntry(nbytes, _shown(zlib.crc32(header)))
 
 
 def _header(layout: Layout, sums: Mapping[str, str]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": dict(sums)}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **sums}}  # some readers ask for a format
     offset = 0
     for key, (dtype, shape) in layout.items():
         if dtype not in CODES:

@@ -15,6 +15,9 @@ from pathlib import Path
 from fourfold.checkpoint.record import OURS, RECORD
 
 STEP = re.compile(r"step-(\d{8,})")
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
+GIVE = "give the folder of a run, or that of a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +123,30 @@ class Checkpoints:
         for folder in self.root.glob(".step-*.*") if self.root.is_dir() else ():
             if folder.suffix in (".partial", ".removed"):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is the folder of one, whole or not."""
+    return path.is_dir() and any(OURS.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def checkpoints_of(path: Path) -> Checkpoints:
+    """Those of a run, given as its folder or as the folder that holds them."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no folder; {GIVE}")
+    return Checkpoints(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """The folder of a checkpoint: the path itself, or of a run that of a step, or the newest complete one."""
+    if is_checkpoint(path):
+        if step is not None:
+            raise ValueError(f"{path} is one checkpoint; leave --step {step} away, or give the run's folder")
+        return path
+    complete = dict(checkpoints_of(path).complete())
+    if not complete:
+        raise FileNotFoundError(f"{path} has no complete checkpoint; {GIVE}")
+    if step is not None and step not in complete:
+        steps = ", ".join(map(str, complete))
+        raise FileNotFoundError(f"{path} has no complete checkpoint of step {step}; it has those of {steps}")
+    return complete[max(complete) if step is None else step]

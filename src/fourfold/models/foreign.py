@@ -2,7 +2,8 @@
 
 Read with json alone. Values that a file leaves out are those of the type's own defaults; sizes without which there is
 no model must be there. Rotary scaling and sliding windows change which numbers are computed, not what a step costs
-here: attention runs, and is priced, over whole sequences.
+here: attention runs, and is priced, over whole sequences. An `exact` reading, for weights that come with the file,
+refuses whatever would change a number.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 from fourfold.models.config import nearest
 
 GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu", "gelu_fast", "gelu_python")
-"""One elementwise pass each; the first two are what runs here."""
+"""One elementwise pass each."""
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""Those that are what runs here."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 NEUTRAL = {
     "_name_or_path", "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label",
@@ -26,13 +29,18 @@ NEUTRAL = {
     "task_specific_params", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
 }  # fmt: skip
 """Keys that change nothing that is priced."""
+INEXACT = {
+    "auto_map": "the folder brings code of its own; remove the key where the type's usual code computes the same",
+    "quantization_config": "its weights are packed; save them in a floating dtype",
+}
+"""Keys that an exact reading refuses."""
 
 
 class Source:
-    """A config.json and which of its keys were read."""
+    """A config.json and which of its keys were read; `exact` where numbers must be right, not costs alone."""
 
-    def __init__(self, path: Path, keys: Mapping[str, Any]) -> None:
-        self.path, self.keys = path, keys
+    def __init__(self, path: Path, keys: Mapping[str, Any], *, exact: bool = False) -> None:
+        self.path, self.keys, self.exact = path, keys, exact
         self.read: set[str] = {"model_type"}
 
     def need(self, *names: str) -> Any:
@@ -53,6 +61,8 @@ class Source:
         return str(self.keys.get("model_type"))
 
     def refuse(self, what: str, why: str) -> ValueError:
+        if self.exact:
+            return ValueError(f"{self.path}: {what}: {why}; so the model would compute other numbers than these files'")
         return ValueError(
             f"{self.path}: {what}: {why}; a Config cannot say that: build it of fourfold.nn layers and name the "
             "function, package.module:function"
@@ -65,16 +75,29 @@ class Source:
             raise self.refuse(f"{name}={value!r}", why)
         return value
 
+    def table(self, name: str) -> Mapping[str, Any]:
+        """A table of keys, empty where there is none."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {name}={value!r}; it must be a table of keys")
+        return value
 
-def read_foreign(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Fields of `Config`, and notes on keys that were not read."""
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """The keys of a config.json, which has a model_type."""
     try:
         keys = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
         raise ValueError(f"{path} has no model_type; it is no config.json of a Hugging Face model")
-    source = Source(path, keys)
+    return keys
+
+
+def read_foreign(path: Path, *, exact: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Fields of `Config`, and notes on keys that were not read; with `exact` of a model that computes the same."""
+    keys = read_keys(path)
+    source = Source(path, keys, exact=exact)
     if experts := [key for key in EXPERTS if keys.get(key)]:
         raise source.refuse(f"{experts[0]}={keys[experts[0]]!r}", "a mixture of experts sends each token elsewhere")
     if source.kind in REFUSED:
@@ -82,6 +105,9 @@ def read_foreign(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if source.kind not in READERS:
         near = nearest(source.kind, list(READERS))
         raise ValueError(f"{path}: model_type={source.kind!r} is not understood{near}; those are {', '.join(READERS)}")
+    for key, why in INEXACT.items() if exact else ():
+        if keys.get(key):
+            raise source.refuse(key, why)
     fields = READERS[source.kind](source)
     return fields, tuple(_notes(source))
 
@@ -90,7 +116,7 @@ def _notes(source: Source) -> list[str]:
     left = [key for key in source.keys if key not in source.read]
     neutral, unknown = ([key for key in left if (key in NEUTRAL) is known] for known in (True, False))
     notes = []
-    if neutral:
+    if neutral and not source.exact:
         notes.append(f"not read, for they change nothing that is priced: {', '.join(neutral)}")
     if unknown:
         notes.append(f"not read, for they are not known here: {', '.join(unknown)}")
@@ -107,8 +133,11 @@ def _dropout(source: Source, default: float, *names: str) -> float:
 
 def _gpt2(source: Source) -> dict[str, Any]:
     hidden, heads = source.need("n_embd"), source.need("n_head")
-    source.expect("activation_function", "gelu_new", GELU, "the MLP is computed with GELU")
+    source.expect("activation_function", "gelu_new", *_gelu(source))
     source.expect("add_cross_attention", False, (False,), "blocks read no other sequence")
+    if source.exact:
+        source.expect("scale_attn_weights", True, (True,), "scores are divided by the root of the head's width")
+        source.expect("scale_attn_by_inverse_layer_idx", False, (False,), "scores are scaled alike in all layers")
     return dict(
         layers=source.need("n_layer"),
         hidden=hidden,
@@ -127,8 +156,7 @@ def _gpt2(source: Source) -> dict[str, Any]:
 def _gpt_neox(source: Source) -> dict[str, Any]:
     hidden, heads = source.need("hidden_size"), source.need("num_attention_heads")
     source.expect("use_parallel_residual", True, (False,), "attention and MLP run one after the other")
-    source.expect("rotary_pct", 0.25, (1.0,), "rotary positions turn whole heads")
-    source.expect("hidden_act", "gelu", GELU, "the MLP is computed with GELU")
+    source.expect("hidden_act", "gelu", *_gelu(source))
     source.expect("attention_bias", True, (True,), "biases are on all layers or on none")
     return dict(
         layers=source.need("num_hidden_layers"),
@@ -140,7 +168,7 @@ def _gpt_neox(source: Source) -> dict[str, Any]:
         vocab=source.need("vocab_size"),
         seq=source.need("max_position_embeddings"),
         positions="rope",
-        rope_theta=float(source.get("rotary_emb_base", 10000.0)),
+        rope_theta=_rope(source, "rotary_emb_base", "rotary_pct", 0.25),
         tied=source.get("tie_word_embeddings", False),
         dropout=_dropout(source, 0.0, "hidden_dropout", "attention_dropout"),
         norm_eps=source.get("layer_norm_eps", 1e-5),
@@ -156,13 +184,16 @@ def _llama(source: Source, *, eps: float = 1e-6, head_dim: int | None = None, **
         raise source.refuse(
             ", ".join(f"{name}={on}" for name, on in biases.items()), "biases are on all layers or on none"
         )
+    if source.exact and source.kind != "llama" and any(biases.values()):
+        raise source.refuse("attention_bias=True", f"model_type={source.kind!r} has no biases on all layers")
     source.expect("attention_dropout", 0.0, (0.0, 0), "dropout acts after every sublayer or nowhere")
-    rope = source.get("rope_parameters", {})
+    if source.exact:
+        _require_whole_sequences(source)
     return dict(
         layers=source.need("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=source.get("num_key_value_heads", heads),
+        kv_heads=_kv_heads(source, heads),
         head_dim=source.get("head_dim", head_dim) or _head_dim(source, hidden, heads),
         mlp_hidden=source.need("intermediate_size"),
         vocab=source.need("vocab_size"),
@@ -170,12 +201,55 @@ def _llama(source: Source, *, eps: float = 1e-6, head_dim: int | None = None, **
         norm="rms",
         mlp="swiglu",
         positions="rope",
-        rope_theta=float(source.get("rope_theta", rope.get("rope_theta", 10000.0))),
+        rope_theta=_rope(source, "rope_theta", "partial_rotary_factor", 1.0),
         bias=biases["mlp_bias"],
         tied=source.get("tie_word_embeddings", False),
         norm_eps=source.get("rms_norm_eps", eps),
         **choices,
     )
+
+
+def _gelu(source: Source) -> tuple[tuple[str, ...], str]:
+    """The activations that are allowed, and why."""
+    if source.exact:
+        return TANH_GELU, "the MLP is computed with GELU in its tanh form"
+    return GELU, "the MLP is computed with GELU"
+
+
+def _rope(source: Source, theta_key: str, part_key: str, part: float) -> float:
+    """The base of rotary angles, from where the type's own code looks for it."""
+    rope = source.table("rope_parameters")
+    scaling = source.keys.get("rope_scaling")  # changes no cost, so that it is named there as not read
+    if isinstance(scaling, dict) and scaling:
+        rope = scaling
+    turned, theta = rope.get("partial_rotary_factor"), rope.get("rope_theta")
+    turned = source.get(part_key, part) if turned is None else turned
+    if turned != 1 and (source.exact or part != 1):
+        raise source.refuse(f"{part_key}={turned}", "rotary positions turn whole heads")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if source.exact and (kind != "default" or any(isinstance(value, dict) for value in rope.values())):
+        raise source.refuse(f"rope_scaling={dict(rope)}", "rotary angles are not scaled")
+    theta = source.get(theta_key, 10000.0) if theta is None else theta
+    return float(theta) if isinstance(theta, int) else theta
+
+
+def _require_whole_sequences(source: Source) -> None:
+    """Raise where a token reads only the last ones before it."""
+    windowed = source.kind == "mistral" or (source.kind == "qwen3" and source.get("use_sliding_window", False))
+    window = source.keys.get("sliding_window", 4096) if windowed else None  # null: none; left out: 4096
+    seq = source.need("max_position_embeddings")
+    if window is not None and not (isinstance(window, int) and isinstance(seq, int) and window >= seq):
+        raise source.refuse(
+            f"sliding_window={window}",
+            f"attention reads whole sequences, here of max_position_embeddings={seq}; lower that to {window} in "
+            "config.json and train on sequences no longer",
+        )
+
+
+def _kv_heads(source: Source, heads: int) -> int:
+    """Where a file leaves them out, as many as the type says; null is as many as there are heads."""
+    left_out = {"mistral": 8, "qwen3": 32}.get(source.kind, heads)
+    return source.get("num_key_value_heads", heads if "num_key_value_heads" in source.keys else left_out)
 
 
 def _head_dim(source: Source, hidden: int, heads: int) -> int:

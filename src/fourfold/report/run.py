@@ -164,7 +164,12 @@ def _read_metrics(run: Run, text: str) -> None:
             steps[step] = _step(record)
         if event in _ADD:
             _ADD[event](run, record)
-        elif event not in ("end", "profile", "compared"):  # these have files of their own, or stand in run.json
+        elif event not in (
+            "end",
+            "profile",
+            "compared",
+            "saved",
+        ):  # these have files of their own, or stand in run.json
             unknown[event] += 1
     run.steps = [steps[step] for step in sorted(steps)]
     run.evaluations = dict(sorted(run.evaluations.items()))
@@ -225,7 +230,11 @@ def _add_skipped(run: Run, record: Mapping[str, Any]) -> None:
         named.append(str(parameter))
 
 
-_ADD = {"step": _add_step, "evaluation": _add_evaluation, "skipped": _add_skipped}
+def _add_resumed(run: Run, record: Mapping[str, Any]) -> None:
+    run.notes.append(f"The run was resumed after step {record['step']}, on {record.get('grid', 'an unknown grid')}.")
+
+
+_ADD = {"step": _add_step, "evaluation": _add_evaluation, "skipped": _add_skipped, "resumed": _add_resumed}
 
 
 def _note_unread(run: Run, unread: list[int], lines: int) -> None:

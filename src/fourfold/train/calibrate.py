@@ -19,8 +19,9 @@ import torch.distributed as dist
 from fourfold.cost.calibrate import Calibration
 from fourfold.cost.machine import Machine, parse_machine, to_toml
 from fourfold.grid import Grid
-from fourfold.train.command import chosen_device, close
+from fourfold.train.command import close
 from fourfold.train.launch import cores, inside_a_job, launch, listen_to_signals, share_cores
+from fourfold.train.options import chosen_device
 
 
 def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:

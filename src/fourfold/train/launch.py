@@ -1,6 +1,8 @@
 """Ranks on this machine, on torch's elastic agent; or the ranks that torchrun or SLURM have started already.
 
-The agent watches the ranks: when one fails or dies it ends the others, and the first cause is what people read.
+The agent watches the ranks: when one fails or dies it ends the others, and the first cause is what people read. Where
+that was not the user's to mend, all ranks are started again, if asked for. This is not left to the agent, which would
+also start again what fails every time, and say nothing of it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -30,8 +32,11 @@ from fourfold.cli import main
 sys.exit(main())
 """
 """The program of a rank."""
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes of what SIGINT and SIGTERM have ended."""
 STARTED_BY_US = "FOURFOLD_LAUNCHED"
+RESTARTED = "FOURFOLD_RESTARTED"
+"""How often our launcher has started the ranks again."""
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """How gloo and NCCL say that another rank is gone: an effect, not a cause."""
 
@@ -41,28 +46,68 @@ def inside_a_job() -> bool:
     return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
-def launch(ranks: int, arguments: Sequence[str], errors: IO[str]) -> int:
-    """Run `fourfold` with these arguments on that many local ranks; returns the exit code."""
+def launch(
+    ranks: int,
+    arguments: Sequence[str],
+    errors: IO[str],
+    *,
+    restarts: int = 0,
+    goes_on: Callable[[], str] = lambda: "from its start",
+) -> int:
+    """Run `fourfold` with these arguments on that many local ranks; returns the exit code.
+
+    When a rank dies, all are started again, up to `restarts` times in a row without progress. `goes_on` says in
+    words where they will go on, and so tells progress too.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    os.environ[STARTED_BY_US] = "1"
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what the agent has to say is said below
-    config = LaunchConfig(
-        1, 1, ranks, run_id="fourfold", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-    )
     try:
-        elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
-    except ChildFailedError as failed:
-        rank, failure = first_cause(failed.failures)
-        print(f"fourfold: error: {explain(rank, failure)}", file=errors)
-        return failure.exitcode if failure.exitcode > 0 else 1
-    except (KeyboardInterrupt, SignalException):
+        return _launch(ranks, arguments, errors, restarts, goes_on)
+    except (KeyboardInterrupt, SignalException) as caught:
+        if getattr(caught, "sigval", None) == signal.SIGTERM:
+            return _terminated(errors)
         print("fourfold: interrupted; what was written stays readable", file=errors)
         return INTERRUPTED
     finally:
-        del os.environ[STARTED_BY_US]
-    return 0
+        for name in (STARTED_BY_US, RESTARTED):
+            os.environ.pop(name, None)
+
+
+def _launch(ranks: int, arguments: Sequence[str], errors: IO[str], restarts: int, goes_on: Callable[[], str]) -> int:
+    left, reached, times = restarts, goes_on(), 0
+    while True:
+        os.environ |= {STARTED_BY_US: "1", RESTARTED: str(times)}
+        config = LaunchConfig(
+            1, 1, ranks, run_id=f"fourfold-{times}", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
+            return 0
+        except ChildFailedError as failed:
+            if any(failure.exitcode == TERMINATED for failure in failed.failures.values()):
+                return _terminated(errors)
+            rank, failure = first_cause(failed.failures)
+            before, reached = reached, goes_on()
+            left = left if reached == before else restarts
+            if left == 0 or not may_pass(failure):
+                print(f"fourfold: error: {explain(rank, failure)}", file=errors)
+                return failure.exitcode if failure.exitcode > 0 else 1
+            left, times = left - 1, times + 1
+            cause = explain(rank, failure).splitlines()[-1]
+            print(f"fourfold: {cause}; the run goes on {reached} (start {times + 1})", file=errors, flush=True)
+
+
+def _terminated(errors: IO[str]) -> int:
+    print("fourfold: stopped by SIGTERM; what was written stays readable", file=errors)
+    return TERMINATED
+
+
+def may_pass(failure: ProcessFailure) -> bool:
+    """Whether what has failed may go well another time: not what a user must mend, nor what a user has stopped."""
+    data = failure.error_file_data
+    return failure.exitcode != INTERRUPTED and not (isinstance(data, dict) and data.get("users"))
 
 
 def first_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -86,11 +131,14 @@ def explain(rank: int, failure: ProcessFailure) -> str:
     return lines[0] if len(lines) == 1 else f"rank {rank}: {failure.message.strip()}"
 
 
-def report_failure(message: str) -> None:
-    """Tell whoever started this rank why it fails: our launcher through the agent's file, others on stderr."""
+def report_failure(message: str, *, users: bool) -> None:
+    """Tell whoever started this rank why it fails: our launcher through the agent's file, others on stderr.
+
+    `users`: it is the user's to mend, and would fail again.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if STARTED_BY_US in os.environ and path:
-        Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time()))}))
+        Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), "users": users}))
         return
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
     print(f"fourfold: error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)

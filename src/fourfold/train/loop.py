@@ -6,6 +6,7 @@ never makes the device wait.
 
 from __future__ import annotations
 
+import json
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 import fourfold
-from fourfold.checkpoint.weights import save_weights
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader
@@ -34,11 +34,17 @@ from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
-from fourfold.train.config import DTYPES, Config
+from fourfold.train.config import Config
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.predicted import Comparison, foresee
 from fourfold.train.profile import Profile
-from fourfold.train.record import Event, Sink, strict, write_json, write_text
+from fourfold.train.record import Event, Sink, rewind, strict, write_json, write_text
+from fourfold.train.resume import Saving, Start, earlier, take_up
+from fourfold.train.sections import DTYPES
+from fourfold.train.stop import Stop
+
+STOPPED = "stopped by SIGTERM"
+"""Why such a run ended."""
 
 
 class NotFiniteError(RuntimeError):
@@ -117,6 +123,11 @@ class Run:
         self.stored: Event = {}
         """What run.json holds, on rank 0 from `begin` on."""
         self._comparison: Comparison | None = None
+        self.saving: Saving | None = None
+        """From `begin` on, where the config asks for checkpoints."""
+        self.stop = Stop(grid)
+        self.stopped = False
+        """Whether it was asked to stop before its last step, and did."""
         self.step = 0
         self._under_way: deque[Launched] = deque()
         self._skipped = 0
@@ -146,9 +157,16 @@ class Run:
             "steps": self.config.train.steps,
         }
 
-    def describe(self) -> None:
-        """Write what the run is and what is predicted of it; by rank 0."""
+    def take_up(self, start: Start) -> None:
+        """Go on from there; before the first step."""
+        self._skipped = take_up(start, self.model, self.optimizer, self.loader)
+        self.step = start.step
+
+    def describe(self, before: list[Event]) -> None:
+        """Write what the run is, what is predicted of it, and what it was before it was resumed; by rank 0."""
         self.stored = self.facts()
+        if before:
+            self.stored["resumed"] = before
         if self.config.plan.compare:
             profile = self.profile
             self.stored["predicted"], self._comparison = foresee(self.config, self.grid, profile.steps, profile.folder)
@@ -162,7 +180,7 @@ class Run:
             self._record(compared)
 
     def train(self) -> None:
-        """All steps; whatever ends them is recorded."""
+        """All steps that are left; whatever ends them is recorded."""
         reason = "finished"
         try:
             self.meter.begin()
@@ -174,6 +192,11 @@ class Run:
                     with self.profile.aside("evaluation"):
                         self._record({"event": "evaluation", "step": step, **self.evaluate()})
                     self.meter.begin()
+                self.stopped = not last and self.stop.after(step)
+                self._save(step, last=last or self.stopped)  # what is recorded of the step comes before
+                if self.stopped:
+                    reason = STOPPED
+                    break
             self._drain()
             if self._comparison is not None:
                 self._tell(self._comparison.finish())
@@ -280,15 +303,15 @@ class Run:
                 count += targets_here
         return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
 
-    def state(self) -> Event:
-        """Where training stands, beside the weights."""
-        return {"step": self.step, "data": self.loader.state()}
-
-    def save(self) -> None:
-        """Write the weights and where training stands; all ranks together."""
-        save_weights(self.model, self.out / "weights")
-        if self.grid.rank == 0:
-            write_json(self.out / "state.json", self.state())
+    def _save(self, step: int, *, last: bool) -> None:
+        """A checkpoint, where one is due after this step; the last one is waited for."""
+        if self.saving is None or not (last or self.saving.due(step)):
+            return
+        self._drain()
+        with self.profile.aside("saving"):
+            saved = self.saving.save(step, self.model, self.optimizer, self.loader, self._skipped, last=last)
+        self._record(saved)
+        self.meter.begin()
 
     def _record(self, event: Event) -> None:
         for sink in self.sinks:
@@ -321,22 +344,41 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
 
 
-def begin(run: Run, sinks: Callable[[], Sequence[Sink]]) -> None:
-    """Rank 0 writes what the run is and opens what records it; what fails there fails on all ranks."""
+def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = None) -> None:
+    """Rank 0 writes what the run is and opens what records it; what fails there fails on all ranks.
 
-    def start() -> None:
+    Where a run is taken up, what was recorded after the step that it goes on from is taken back.
+    """
+    start = start or Start()
+
+    def write() -> None:
         run.out.mkdir(parents=True, exist_ok=True)
         stored = replace(run.config, train=replace(run.config.train, out=None))  # run again it gets another folder
         write_text(run.out / "config.toml", stored.toml())
-        run.describe()
+        if start.taken_up:
+            rewind(run.out / "metrics.jsonl", start.step)
+        run.describe(earlier(read_facts(run.out), start.step) if start.taken_up else [])
         run.sinks = list(sinks())
+        if start.step:
+            where = {"grid": str(run.grid.shape), "checkpoint": str(start.checkpoint)}
+            run._record({"event": "resumed", "step": start.step, **where})
 
     def find() -> None:
-        if run.config.train.save and not (run.out / "run.json").exists():
+        if run.config.checkpoint.save and not (run.out / "run.json").exists():
             raise FileNotFoundError(
                 f"{run.out.absolute()}, which rank 0 has made, is not there on rank {run.grid.rank}; give --out on a "
-                "file system that all nodes share, or train.save=false"
+                "file system that all nodes share, or checkpoint.save=false"
             )
 
-    run.grid.first_alone("starting the run", start)
+    run.grid.first_alone("starting the run", write)
     run.grid.together("finding the run's folder", find)
+    if run.config.checkpoint.save:
+        run.saving = Saving(run.config, run.grid, run.out)
+
+
+def read_facts(out: Path) -> Event | None:
+    """What run.json holds, None where it is not there or was not written to its end."""
+    try:
+        return json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        return None

@@ -26,8 +26,9 @@ from fourfold.models.sizes import SIZES
 from fourfold.overlap import Overlap
 from fourfold.report.plan import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
-from fourfold.train.config import BatchSection, Config, GridSection, Model, PlanSection, PolicySection
+from fourfold.train.config import Config
 from fourfold.train.record import write_json, write_text
+from fourfold.train.sections import BatchSection, GridSection, Model, PlanSection, PolicySection
 
 
 def plan(options: argparse.Namespace, _: object) -> int:

@@ -19,9 +19,10 @@ from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import COMPUTE, Span, chrome_trace, simulate
 from fourfold.cost.work import Launch, Product, Work
 from fourfold.grid import AXES, Grid, Shape
-from fourfold.train.config import DTYPES, Config
+from fourfold.train.config import Config
 from fourfold.train.job import Job, Located, locate, memory_bytes
 from fourfold.train.record import Event, write_json
+from fourfold.train.sections import DTYPES
 
 UNSTEADY = 2
 """Steps at the start that are not compared: they find the order of gathers, compile, and fill caches."""

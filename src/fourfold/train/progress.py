@@ -13,18 +13,18 @@ from fourfold.report.units import nbytes
 from fourfold.train.record import Event
 
 
-def progress(stream: IO[str], steps: int) -> Plain | Bar:
-    """A bar where somebody watches and `rich` is installed."""
+def progress(stream: IO[str], steps: int, done: int = 0) -> Plain | Bar:
+    """A bar where somebody watches and `rich` is installed; of a run that has done some steps before."""
     if stream.isatty() and find_spec("rich") is not None:
-        return Bar(stream, steps)
-    return Plain(stream, steps)
+        return Bar(stream, steps, done)
+    return Plain(stream, steps, done)
 
 
 class Plain:
     """A line for the first step, the last, and about every tenth of the way or ten seconds between."""
 
-    def __init__(self, stream: IO[str], steps: int) -> None:
-        self.stream, self.steps = stream, steps
+    def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
+        self.stream, self.steps, self.done = stream, steps, done
         self._every = max(1, steps // 10)
         self._began = self._last = time.monotonic()
         self._headed = False
@@ -40,7 +40,7 @@ class Plain:
 
     def _step(self, event: Event) -> None:
         step, now = event["step"], time.monotonic()
-        if step not in (1, self.steps) and step % self._every and now - self._last < 10:
+        if step not in (self.done + 1, self.steps) and step % self._every and now - self._last < 10:
             return
         self._last = now
         if not self._headed:
@@ -48,7 +48,7 @@ class Plain:
             self.say(
                 f"{'step':>7} {'loss':>8} {'grad norm':>9} {'rate':>8} {'tokens/s':>9} {'MFU':>6} {'left':>7}   sent"
             )
-        left = (now - self._began) / step * (self.steps - step)
+        left = (now - self._began) / (step - self.done) * (self.steps - step)
         mfu = "-" if event["mfu"] is None else f"{event['mfu']:.1%}"
         self.say(
             f"{step:>7} {event['loss']:>8.4f} {event['grad_norm']:>9.3f} {event['learning_rate']:>8.1e} "
@@ -62,7 +62,7 @@ class Plain:
 class Bar:
     """rich's progress bar; what is said appears above it."""
 
-    def __init__(self, stream: IO[str], steps: int) -> None:
+    def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -76,7 +76,7 @@ class Bar:
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._progress.add_task("train", total=steps, loss="-", rate="-", mfu="-")
+        self._task = self._progress.add_task("train", total=steps, completed=done, loss="-", rate="-", mfu="-")
         self._started = False
 
     def say(self, text: str = "") -> None:
@@ -111,6 +111,10 @@ def sentence(event: Event) -> str | None:
         return f"step {event['step']} skipped: {cause} ({event['in_a_row']} in a row)"
     if event["event"] == "profile":
         return profiled(event)
+    if event["event"] == "saved":
+        return f"step {event['step']} saved; training waited {time_of(event['seconds'])}"
+    if event["event"] == "resumed":
+        return f"goes on after step {event['step']}, from {event['checkpoint']}"
     return compared(event) if event["event"] == "compared" else None
 
 

@@ -1,15 +1,16 @@
 """A run's folder: what is written there while it trains, so that it stays readable whenever the run ends.
 
     config.toml     the resolved config; `fourfold train RUN/config.toml` runs it again
-    run.json        what the run is: grid, model, device, versions; what was predicted, and how its steps compare
-    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, a comparison, a profile, the end
+    run.json        what the run is: grid, model, device, versions; what was predicted, and how its steps compare;
+                    of a resumed run also when and on which grids it ran before
+    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, a comparison, a profile, saved
+                    checkpoints, resumptions, the end; each step once, whatever happened between
     tensorboard/    the same for TensorBoard, where it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
-    weights/        the trained weights
-    state.json      step and position in the data when the run ended
+    checkpoints/    complete states of training, by step, which any grid can go on from
 
-Rank 0 alone writes the records; every rank writes its own trace and weights.
+Rank 0 alone writes the records; every rank writes its own trace and its part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
-from fourfold.train.config import Config, LogSection
+from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
+from fourfold.train.config import Config
 from fourfold.train.schema import to_table
+from fourfold.train.sections import LogSection
 
 Event = dict[str, Any]
-KINDS = ("step", "evaluation", "skipped", "compared", "profile", "end")
+KINDS = ("step", "evaluation", "skipped", "compared", "profile", "saved", "resumed", "end")
 """What events tell of."""
 
 
@@ -82,10 +85,12 @@ class Kept:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    """Steps after `taken_up`, which an earlier part of the run has shown, are not shown any more."""
+
+    def __init__(self, folder: Path, taken_up: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=None if taken_up is None else taken_up + 1)
 
     def write(self, event: Event) -> None:
         for name, value in scalars(event):
@@ -125,8 +130,8 @@ def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
     return [(name, float(value))] if isinstance(value, int | float) else []
 
 
-def open_sinks(log: LogSection, folder: Path, config: Config) -> list[Sink]:
-    """All that the config asks for, or none."""
+def open_sinks(log: LogSection, folder: Path, config: Config, taken_up: int | None = None) -> list[Sink]:
+    """All that the config asks for, or none. Where a run is taken up again, after which step."""
     if log.tensorboard is True and find_spec("tensorboard") is None:
         raise ImportError("log.tensorboard is true but tensorboard is not installed: pip install 'fourfold[train]'")
     sinks: list[Sink] = []
@@ -138,7 +143,7 @@ def open_sinks(log: LogSection, folder: Path, config: Config) -> list[Sink]:
 
         add(Lines(folder / "metrics.jsonl"))
         if log.tensorboard is True or (log.tensorboard == "auto" and find_spec("tensorboard") is not None):
-            add(TensorBoard(folder / "tensorboard"))
+            add(TensorBoard(folder / "tensorboard", taken_up))
         if log.wandb is not None:
             add(WeightsAndBiases(log.wandb, folder, config))
         opened.pop_all()
@@ -164,9 +169,54 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
 
 
+def rewind(metrics: Path, step: int) -> None:
+    """Leave of the events those up to this step; the end, and a line that was cut off, go."""
+
+    def kept(line: str) -> bool:
+        try:
+            event = json.loads(line)
+            return event["event"] != "end" and event["step"] <= step
+        except (KeyError, TypeError, ValueError):
+            return False
+
+    def write(partial: Path) -> None:
+        with metrics.open(errors="replace") as lines, partial.open("w") as file:
+            file.writelines(line for line in lines if kept(line))
+
+    if metrics.exists():
+        _replace(metrics, write)
+
+
+def finish(metrics: Path, step: int) -> None:
+    """Record the end of a run that saved its last step, where it was killed before it could."""
+    last = ""
+    with metrics.open(errors="replace") as lines:
+        for last in lines:  # noqa: B007
+            pass
+    with suppress(ValueError, TypeError, KeyError):
+        if json.loads(last)["event"] == "end":
+            return
+    rewind(metrics, step)
+    record = Lines(metrics)
+    record.write({"event": "end", "step": step, "reason": "finished"})
+    record.close()
+
+
+def holds_run(out: Path) -> bool:
+    """Whether a run was begun there, or a model imported."""
+    return (out / "metrics.jsonl").exists() or bool(Checkpoints(out / CHECKPOINTS).complete())
+
+
 def check_folder(out: Path, *, save: bool) -> None:
-    """Refuse a folder that holds a run already, and weights that nothing here can write."""
-    if (out / "metrics.jsonl").exists():
-        raise FileExistsError(f"{out} holds a run already; give another --out, or remove it")
+    """Refuse a folder that holds a run already, and checkpoints that nothing here can write."""
+    if holds_run(out):
+        raise FileExistsError(
+            f"{out} holds a run already; give another --out, or go on with it: fourfold train --resume {out}"
+        )
+    require_writing(save=save)
+
+
+def require_writing(*, save: bool) -> None:
+    """Refuse to promise checkpoints that nothing here can write."""
     if save and find_spec("safetensors") is None:
-        raise ImportError("writing weights needs safetensors: pip install 'fourfold[train]', or train.save=false")
+        raise ImportError("checkpoints need safetensors: pip install 'fourfold[train]', or checkpoint.save=false")

@@ -1,0 +1,52 @@
+"""What `fourfold sample` does once its options are read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fourfold.checkpoint.folder import find_checkpoint
+from fourfold.checkpoint.weights import load_weights
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.grid import Shape
+from fourfold.models.generate import generate
+from fourfold.models.transformer import build
+from fourfold.train.command import close, place
+from fourfold.train.config import read_config
+from fourfold.train.launch import inside_a_job, launch, listen_to_signals
+from fourfold.train.options import chosen_device
+
+
+def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if not (options.folder / "config.toml").is_file():
+        raise FileNotFoundError(f"{options.folder} has no config.toml; give the folder of a run")
+    checkpoint = find_checkpoint(options.folder, options.step)
+    config = read_config(options.folder / "config.toml")
+    shape = Shape(**options.grid)
+    device = chosen_device(options.device)
+    if not inside_a_job() and shape.world > 1:
+        return launch(shape.world, [*arguments, "--device", device], sys.stderr)
+    grid = place(shape, device)
+    listen_to_signals()
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
+    policy = replace(config.build_policy(), compile=False)  # every token would be another shape to compile
+    model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
+    load_weights(model, grid.hear(str(checkpoint)))  # a run may save a newer one meanwhile
+    prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
+    (found,) = generate(
+        model,
+        [prompt],
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        ids=min(tokenizer.vocab, model.config.vocab),
+        seed=options.seed,
+        stop=tokenizer.eod,
+    )
+    if grid.rank == 0:
+        print(options.prompt + tokenizer.decode(found))
+    close(grid)
+    return 0

@@ -1,0 +1,115 @@
+"""SIGTERM during training: all ranks stop after the same step, so that they can save it together.
+
+The signal reaches the ranks at different times, or only some of them. The handler notes it; now and then, at steps that
+all ranks know, they tell each other through the job's store whether any of them was asked. That happens about once a
+second, or after every step where steps take longer, and more rarely where it would take more than a hundredth of the
+time. Nothing here is a collective, and a rank that waits for the others can still be interrupted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from types import FrameType
+
+import torch.distributed as dist
+
+from fourfold.grid import Grid
+
+SECONDS = 1.0
+"""About how often the ranks ask each other."""
+SHARE = 0.01
+"""The most of the time that may take."""
+SAME = 5.0
+"""Seconds in which a further SIGTERM is the same request: a scheduler sends it to ranks and to what started them, which
+passes it on."""
+PATIENCE = 10.0
+"""Seconds after SIGTERM for which a rank waits for the others to agree: one of them may be gone."""
+
+
+class Stop:
+    """Whether this run was asked to stop. All ranks make it together and ask it after the same steps."""
+
+    _made = itertools.count()
+
+    def __init__(self, grid: Grid) -> None:
+        self._world = grid.shape.world
+        self._name = f"fourfold/stop/{next(self._made)}"
+        self._asked_at: float | None = None
+        self._next = 0
+        """The step after which the ranks ask each other again."""
+        self._last: tuple[int, float] | None = None
+        """The step after which they did, and when."""
+
+    @property
+    def asked(self) -> bool:
+        return self._asked_at is not None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the first SIGTERM asks to stop; a later one does what it did before."""
+        before = signal.getsignal(signal.SIGTERM)
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            now = time.monotonic()
+            if self._asked_at is None:
+                self._asked_at = now
+            elif now - self._asked_at > SAME and callable(before):
+                before(number, frame)
+
+        signal.signal(signal.SIGTERM, ask)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGTERM) is ask:  # unless an interrupt has put it out of use
+                signal.signal(signal.SIGTERM, before)
+
+    def after(self, step: int) -> bool:
+        """Whether to stop after this step: the same on all ranks."""
+        if self._world == 1:
+            return self.asked
+        if step < self._next:
+            return False
+        stop, self._next = self._agree(step)
+        return stop
+
+    def _agree(self, step: int) -> tuple[bool, int]:
+        """Whether any rank was asked, and the next step to ask after; the last rank to come here decides."""
+        began = time.monotonic()
+        store = dist.distributed_c10d._get_default_store()
+        if self.asked:
+            store.add(self._key(step, "asked"), 1)
+        if store.add(self._key(step, "came"), 1) == self._world:
+            asked = store.add(self._key(step, "asked"), 0) > 0
+            if self._last is not None:  # what was said then all have read, for they are here
+                for what in ("asked", "came", "verdict"):
+                    store.delete_key(self._key(self._last[0], what))
+            store.set(self._key(step, "verdict"), f"{int(asked)} {step + self._pause(step, began)}")
+        self._await(store, self._key(step, "verdict"))
+        asked, after = store.get(self._key(step, "verdict")).split()
+        self._last = step, time.monotonic()
+        return asked == b"1", int(after)
+
+    def _key(self, step: int, what: str) -> str:
+        return f"{self._name}/{step}/{what}"
+
+    def _pause(self, step: int, began: float) -> int:
+        """Steps until the next time."""
+        if self._last is None:
+            return 1
+        last, when = self._last
+        seconds = max(1e-6, (began - when) / (step - last))
+        return max(1, ceil(max(SECONDS, (time.monotonic() - began) / SHARE) / seconds))
+
+    def _await(self, store: dist.Store, key: str) -> None:
+        """Asks again and again, since no handler of a signal could run in a wait of the store's own."""
+        pause = 0.0005
+        while not store.check([key]):
+            if self._asked_at is not None and time.monotonic() - self._asked_at > PATIENCE:
+                raise KeyboardInterrupt
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)

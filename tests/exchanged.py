@@ -1,0 +1,61 @@
+"""What ranks do for `test_exchange.py`; apart from it, since every rank would import transformers for seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import fourfold as ff
+from fourfold.checkpoint.weights import load_weights, save_weights, weights_of
+from fourfold.grid import Grid, Shape
+from fourfold.models import Config
+from fourfold.models.generate import evaluating
+from fourfold.nn.initial import key_of
+from fourfold.train.config import Config as RunConfig
+from fourfold.train.config import read_config
+from fourfold.train.sections import Model
+from harness import grid_of
+
+VOCAB, SEQ = 101, 16
+TOKENS = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(5))
+
+
+def whole(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Values that tell every element of every tensor apart, large enough that logits do too."""
+    generator = torch.Generator().manual_seed(key_of(name))
+    return 0.3 * torch.randn(shape, generator=generator) + (1.0 if "norm.weight" in name else 0.0)
+
+
+def logits(run: Path, grid: Grid) -> Tensor:
+    """Of the model of a run as it trains: fp32, each place all rows."""
+    config = read_config(run / "config.toml").model.build()
+    model = ff.models.build(config, grid, seed=3)
+    load_weights(model, run / "checkpoints" / "step-00000000")
+    with torch.no_grad(), evaluating(model):
+        return model(TOKENS.to(grid.device)).cpu()
+
+
+def logits_on(run: Path, shape: Shape) -> Tensor:
+    return logits(run, grid_of(shape))
+
+
+def write_run(folder: Path, config: Config, grid: Grid, step: int = 7) -> Path:
+    """A run as training leaves it, with weights that are known."""
+    model = ff.models.build(config, grid)
+    for name, held in weights_of(model).items():
+        box = held.storage.box(held.shape, grid.shape.sizes, grid.coords)
+        held.local.copy_(whole(name, held.shape)[tuple(slice(part.start, part.stop) for part in box)])
+    save_weights(model, folder / "checkpoints" / f"step-{step:08d}")
+    if grid.rank == 0:
+        section = Model("mine", **dataclasses.asdict(config))
+        (folder / "config.toml").write_text(RunConfig(model=section).toml())
+    with torch.no_grad(), evaluating(model):
+        torch.save(model(TOKENS.to(grid.device)).cpu(), folder / f"logits-{grid.rank}.pt")
+    return folder
+
+
+def write_run_on(folder: Path, config: Config, shape: Shape) -> None:
+    write_run(folder, config, grid_of(shape))

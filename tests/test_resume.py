@@ -1,0 +1,544 @@
+"""A run that was saved goes on: bit for bit on its grid, within rounding on any other, each step recorded once.
+
+After a crash by itself, after SIGTERM when asked; and what cannot be continued is refused before anything changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from curves import bound, config_of, write_texts
+from fourfold.checkpoint.folder import Checkpoints
+from fourfold.data.text import prepare
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.grid import Shape
+from fourfold.report.run import read_run
+from fourfold.train import launch as launching
+from fourfold.train import stop as stopping
+from fourfold.train.config import Config, read_config
+from fourfold.train.loop import Run, begin
+from fourfold.train.record import Lines, rewind
+from fourfold.train.resume import Start, find_start, look
+from harness import Ranks, _context, grid_of
+from test_train import (
+    Job,
+    Left,
+    alive,
+    assert_error,
+    cli,
+    column,
+    ended,
+    interrupted,
+    launcher,
+    lines_of,
+    needs_proc,
+    ranks_of,
+    train_arguments,
+    wait_for_steps,
+)
+
+HALF, STEPS = 3, 6
+CONTINUED = ("loss", "grad_norm", "learning_rate")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    """A process of its own for commands of one rank, which end the process group of theirs."""
+    pool = Ranks(1)
+    yield pool
+    pool.close()
+
+
+def trained(config: Config, folder: Path, *, resume: bool = False) -> None:
+    """A job: a run in a folder, or what is left of it."""
+    grid = grid_of(config.grid.shape)
+    start = find_start(grid, folder, config) if resume else Start()
+    run = Run(config, grid, folder)
+    run.take_up(start)
+    begin(run, lambda: [Lines(folder / "metrics.jsonl")], start)
+    run.train()
+
+
+def resumed(config: Config, folder: Path) -> None:
+    trained(config, folder, resume=True)
+
+
+def halfway(folder: Path, to: Path) -> Path:
+    """A copy of a finished run as it was when it had gone on for some steps after its first checkpoint."""
+    shutil.copytree(folder, to)
+    shutil.rmtree(to / "checkpoints" / f"step-{STEPS:08}")
+    lines = (to / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (to / "metrics.jsonl").write_text("".join(lines[:-3]) + lines[-3][:20])  # it was killed in the middle of a line
+    return to
+
+
+def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> Config:
+    write_texts(folder)
+    given = {"model.layers": 1, "train.evaluate_every": 2, "plan.compare": False}
+    saving = {"checkpoint.every": HALF, "checkpoint.keep_last": 9}
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return config_of("gpt-tiny", dtype, STEPS, folder, shape, given | saving | named)
+
+
+# --- what was saved goes on
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (Shape(z=2), {"model__dropout": 0.1, "checkpoint__asynchronous": False}),
+        (Shape(data=2), {"policy__shard_optimizer": True, "batch__micro_steps": 2}),
+    ],
+    ids=str,
+)
+def test_on_the_same_grid_bit_for_bit(ranks, tmp_path: Path, shape: Shape, changes: dict[str, Any]) -> None:
+    config = small(tmp_path, "fp32", shape, **changes)
+    ranks(2).run(trained, config, tmp_path / "run")
+    copy = halfway(tmp_path / "run", tmp_path / "copy")
+    ranks(2).run(resumed, config, copy)
+    for event, keys in (("step", CONTINUED), ("evaluation", ("step", "loss")), ("saved", ("step",))):
+        for key in keys:
+            assert column(copy, event, key) == column(tmp_path / "run", event, key)
+    assert column(copy, "step", "step") == list(range(1, STEPS + 1))
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        last = Path("checkpoints", f"step-{STEPS:08}", name)
+        assert (copy / last).read_bytes() == (tmp_path / "run" / last).read_bytes()
+    assert [line for line in lines_of(copy) if line["event"] == "resumed"] == [
+        {
+            "event": "resumed",
+            "step": HALF,
+            "grid": str(shape),
+            "checkpoint": str(copy / "checkpoints" / f"step-{HALF:08}"),
+        }
+    ]
+    assert lines_of(copy)[-1] == {"event": "end", "step": STEPS, "reason": "finished"}
+    facts, first = (json.loads((path / "run.json").read_text()) for path in (copy, tmp_path / "run"))
+    assert facts["resumed"] == [{"started": first["started"], "grid": first["grid"], "step": HALF}]
+    run = read_run(copy)
+    assert [step.step for step in run.steps] == list(range(1, STEPS + 1))
+    assert run.notes == [f"The run was resumed after step {HALF}, on {shape}."]
+
+
+def test_on_another_grid_and_number_of_ranks_within_rounding(one: Ranks, ranks, tmp_path: Path) -> None:
+    """Of 2 ranks on 2 cut otherwise, through the run's own classes; and on one, through the command."""
+    config = small(tmp_path, "fp64", Shape(z=2))
+    ranks(2).run(trained, config, tmp_path / "run")
+    expected = column(tmp_path / "run", "step", "loss")
+    other = halfway(tmp_path / "run", tmp_path / "other")
+    shard = {"policy__shard_optimizer": True}
+    ranks(2).run(resumed, small(tmp_path, "fp64", Shape(data=2), **shard), other)
+    alone = halfway(tmp_path / "run", tmp_path / "alone")
+    (left,) = one.run(cli, "train", "--resume", str(alone), "--ranks", "1", "--device", "cpu")
+    assert (left.code, left.err) == (0, "")
+    assert f"goes on after step {HALF}, from {alone / 'checkpoints'}" in left.out
+    for folder in (other, alone):
+        assert column(folder, "step", "loss") == pytest.approx(expected, rel=bound("fp64", STEPS))
+        assert column(folder, "step", "step") == list(range(1, STEPS + 1))
+    assert read_config(alone / "config.toml").grid.shape == Shape()
+    (before,) = json.loads((alone / "run.json").read_text())["resumed"]
+    assert (before["grid"], before["step"]) == (Shape(z=2).sizes, HALF)
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    texts = write_texts(tmp_path_factory.mktemp("data"))
+    return str(prepare([texts], texts.parent / "texts.tokens", load_tokenizer("bytes")).path)
+
+
+@pytest.fixture(scope="module")
+def finished(one: Ranks, tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with checkpoints halfway and at its end."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    more = ["--set", f"checkpoint.every={HALF}", "--set", "checkpoint.keep_last=9", "--set", "plan.compare=false"]
+    (left,) = one.run(cli, *train_arguments(tokens, folder, *more, steps=STEPS))
+    assert (left.code, left.err) == (0, "")
+    assert f"step {HALF} saved; training waited " in left.out
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_says_so_and_stays(one: Ranks, finished: Path) -> None:
+    before = contents(finished)
+    (left,) = one.run(cli, "train", "--resume", str(finished))
+    said = f"{finished} has reached step {STEPS} of {STEPS}; give more --steps to go on\n"
+    assert (left.code, left.out, left.err) == (0, said, "")
+    assert contents(finished) == before
+
+
+def test_a_run_killed_after_its_last_checkpoint_has_an_end(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:9])
+    (left,) = one.run(cli, "train", "--resume", str(folder))
+    assert (left.code, left.err) == (0, "")
+    assert lines_of(folder) == lines_of(finished)
+
+
+def test_more_steps_go_on_and_tell_that_the_schedule_changed(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    result = ["--json", str(tmp_path / "result.json")]
+    (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", str(STEPS + 2), "--profile", "7", *result)
+    assert (left.code, left.err) == (0, "")
+    assert f"the schedule is another one: steps was {STEPS}, is {STEPS + 2}\n" in left.out
+    assert column(folder, "step", "step") == list(range(1, STEPS + 3))
+    assert column(folder, "step", "loss")[:STEPS] == column(finished, "step", "loss")
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [event["step"] for event in found["resumed"]] == [STEPS]
+    assert [event["step"] for event in found["steps"]] == [STEPS + 1, STEPS + 2]
+    assert (folder / "profile" / "rank-0.json").exists()
+    assert read_config(folder / "config.toml").train.steps == STEPS + 2
+
+
+def test_one_command_begins_a_run_and_goes_on_with_it(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    """Without a checkpoint it begins again, and the records start anew."""
+    folder = tmp_path / "run"
+    command = ["train", *train_arguments(tokens, folder, steps=2)[1:]]
+    command[command.index("--out")] = "--resume"
+    command += ["--set", "plan.compare=false"]
+    (first,) = one.run(cli, *command)
+    assert (first.code, first.err) == (0, "")
+    assert "goes on" not in first.out
+    assert column(folder, "step", "step") == [1, 2]
+    (again,) = one.run(cli, *command)
+    assert f"{folder} has reached step 2 of 2" in again.out
+    shutil.rmtree(folder / "checkpoints")
+    losses = column(folder, "step", "loss")
+    (anew,) = one.run(cli, *command)
+    assert (anew.code, anew.err) == (0, "")
+    assert f"{folder} has no complete checkpoint: the run begins again, from step 0\n" in anew.out
+    assert column(folder, "step", "loss") == losses
+    assert column(folder, "step", "step") == [1, 2]
+    assert lines_of(folder)[-1] == {"event": "end", "step": 2, "reason": "finished"}
+
+
+def test_what_cannot_go_on_is_refused_and_nothing_changes(
+    one: Ranks, finished: Path, tokens: str, tmp_path: Path
+) -> None:
+    folder = halfway(finished, tmp_path / "run")
+    other = prepare([write_texts(tmp_path)], tmp_path / "other.tokens", load_tokenizer("bytes"))
+    before = contents(folder)
+
+    def attempt(*more: str) -> Left:
+        return one.run(cli, "train", "--resume", str(folder), *more)[0]
+
+    assert_error(attempt("--set", "train.seed=5"), "train.seed was 0 in ", "and is 5; a run goes on with the same")
+    assert_error(attempt("--set", "batch.rows=8"), "batch.rows was 4 in ", "and is 8; a run goes on with the same")
+    assert_error(attempt("--set", "batch.seq=11"), "the data differs", "seq was 12, is 11")
+    assert_error(attempt("--data", str(other.path), "--data", tokens), "there were 1 sources, now 2")
+    assert_error(attempt("--set", "model.layers=2"), "is of another model: it lacks ", "layers.1.")
+    assert_error(attempt("--set", "model.mlp_hidden=96"), "has shape", "build the model as saved")
+    assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "go on with the dtype of the saved run")
+    assert_error(attempt("--profile", "2"), f"--profile 2: the run goes on after step {HALF}; name steps from 4 on")
+    assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no use")
+    assert_error(attempt("--compare-serial", "1"), "--compare-serial trains no run")
+    assert_error(attempt("--restarts", "-1"), "--restarts -1")
+    assert contents(folder) == before
+    assert_error(one.run(cli, "train", "--resume", str(tmp_path))[0], "holds no run to go on with", "CONFIG.toml")
+    damaged = folder / "checkpoints" / f"step-{HALF:08}" / "rank-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert_error(attempt(), str(damaged))
+    assert before.keys() == contents(folder).keys()
+
+
+def test_weights_alone_begin_a_run_but_continue_none(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    """As an import leaves them, in step 0 of a folder with a config."""
+    folder, source = tmp_path / "run", finished / "checkpoints" / f"step-{STEPS:08}"
+    folder.mkdir()
+    shutil.copy(finished / "config.toml", folder)
+    weights = folder / "checkpoints" / "step-00000000"
+    one.run(copy_weights, source, weights)
+    (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", "1", "--set", "optimizer.warmup=1")
+    assert (left.code, left.err) == (0, "")
+    assert f"begins with the weights in {weights}\n" in left.out
+    assert column(folder, "step", "loss")[0] < column(finished, "step", "loss")[0] - 0.05  # they were trained
+    with pytest.raises(ValueError, match=r"holds weights alone.*step 7 cannot be continued"):
+        look(folder, read_config(folder / "config.toml"), weights.rename(weights.with_name("step-00000007")))
+
+
+def copy_weights(source: Path, to: Path) -> None:
+    """A job: the parameters of a checkpoint by themselves."""
+    from fourfold.checkpoint.record import read_record
+    from fourfold.checkpoint.whole import read_whole, write_whole
+
+    record = read_record(source)
+    names = [name for name in record.tensors if name.startswith("model/")]
+    layout = {name: (record.tensors[name].dtype, record.tensors[name].shape) for name in names}
+    write_whole(to, layout, (read_whole(source, record, name) for name in names), {"step": 0})
+
+
+def test_samples_come_from_the_checkpoint_that_is_named(one: Ranks, finished: Path) -> None:
+    command = ["sample", str(finished), "--prompt", "the ", "--tokens", "30", "--temperature", "0", "--device", "cpu"]
+    newest, last, half = (one.run(cli, *command, *more)[0] for more in ((), ("--step", "6"), ("--step", "3")))
+    assert (newest.code, newest) == (0, last)
+    assert (half.code, half.err) == (0, "")
+    assert_error(one.run(cli, *command, "--step", "4")[0], "has no complete checkpoint of step 4; it has those of 3, 6")
+
+
+def test_torchrun_that_starts_ranks_again_needs_a_folder_to_find(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    command = train_arguments(tokens, tmp_path / "run", steps=1)
+    del command[command.index("--out") : command.index("--out") + 2]
+    (left,) = one.run(cli_that_may_start_again, *command)
+    assert_error(left, "torchrun may start these ranks again (--max-restarts 2)", "give --out or --resume")
+
+
+def test_ranks_that_torchrun_has_started_again_go_on_unasked(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    """The same command; steps that it should profile and that are past are so already."""
+    folder = halfway(finished, tmp_path / "run")
+    command = ["train", str(finished / "config.toml"), "--out", str(folder), "--profile", "2"]
+    (left,) = one.run(cli_started_again, *command)
+    assert (left.code, left.err) == (0, "")
+    assert column(folder, "resumed", "step") == [HALF]
+    assert column(folder, "step", "loss") == column(finished, "step", "loss")
+    (left,) = one.run(cli, *command)
+    assert_error(left, f"{folder} holds a run already", f"fourfold train --resume {folder}")
+
+
+def cli_that_may_start_again(*arguments: str, restarts: str = "0") -> Left:
+    """A job: the command as torchrun --max-restarts starts it."""
+    environment = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": restarts}
+    os.environ |= environment
+    try:
+        return cli(*arguments)
+    finally:
+        for name in environment:
+            del os.environ[name]
+
+
+def test_rewinding_leaves_what_was_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    events = [{"event": "step", "step": 1}, {"event": "saved", "step": 1}, {"event": "step", "step": 2}]
+    path.write_text("".join(json.dumps(event) + "\n" for event in [*events, {"event": "end", "step": 1}]) + '{"ev')
+    rewind(path, 1)
+    assert lines_of(tmp_path) == events[:2]
+    rewind(tmp_path / "absent", 1)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def cli_started_again(*arguments: str) -> Left:
+    return cli_that_may_start_again(*arguments, restarts="1")
+
+
+def test_steps_skipped_in_a_row_are_counted_on(ranks, tmp_path: Path) -> None:
+    config = small(tmp_path, "fp32", Shape(x=2))
+    assert ranks(2).run(skipped_before, config, tmp_path / "run") == [(4, 2)] * 2
+
+
+def skipped_before(config: Config, folder: Path) -> tuple[int, int]:
+    """A job: where a run goes on that was saved after two skipped steps."""
+    grid = grid_of(config.grid.shape)
+    run, again = (Run(config, grid, folder) for _ in range(2))
+    begin(run, lambda: [])
+    run._launch(1)
+    assert run.saving is not None
+    run.saving.save(4, run.model, run.optimizer, run.loader, 2, last=True)
+    again.take_up(find_start(grid, folder, config))
+    return again.step, again._skipped
+
+
+# --- SIGTERM
+
+
+def test_one_rank_saves_and_ends_at_sigterm(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    steady = ["--set", "optimizer.schedule=constant", "--set", "optimizer.warmup=0"]
+    command = train_arguments(tokens, folder, *steady, steps=100_000)
+    (left,) = one.run(interrupted, folder, signal.SIGTERM, *command)
+    step = column(folder, "step", "step")[-1]
+    goes_on = f"saved at step {step}; `fourfold train --resume {folder}` goes on"
+    assert (left.code, left.err) == (143, f"fourfold: asked to stop by SIGTERM; {goes_on}\n")
+    assert lines_of(folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}
+    (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", str(step + 1))
+    assert (left.code, left.err) == (0, "")
+    assert column(folder, "step", "step") == list(range(1, step + 2))
+
+
+def stops(asked: Sequence[int]) -> tuple[int, int]:
+    """A job: the step after which this rank stops when rank 1 gets signals after some steps; keys left in the store."""
+    grid = grid_of(Shape(z=2))
+    stopping.SECONDS = 0.01
+    store = dist.distributed_c10d._get_default_store()
+    before, stop = store.num_keys(), stopping.Stop(grid)
+    with stop.listening():
+        for step in range(1, 2000):
+            if grid.rank == 1 and step in asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.after(step):
+                return step, store.num_keys() - before
+            time.sleep(0.0005 * grid.rank)
+    return 0, store.num_keys() - before
+
+
+def test_ranks_stop_after_the_same_step(ranks) -> None:
+    """Whoever was asked, once or, as a scheduler and a launcher do, twice; the store does not fill up."""
+    for asked in ([1], [40, 41]):
+        (first, keys), (second, _) = ranks(2).run(stops, asked)
+        assert first == second
+        assert asked[0] <= first < 1000
+        assert keys <= 6
+
+
+# --- ranks that die
+
+
+class Failing:
+    """In the place of the elastic agent: ranks that fail in turn as they are told, then succeed."""
+
+    def __init__(self, folder: Path, failures: Sequence[tuple[int, str | None, bool]]) -> None:
+        self.folder, self.failures = folder, list(failures)
+        self.starts: list[str] = []
+
+    def __call__(self, *_: Any) -> Any:
+        return self.start
+
+    def start(self, *_: str) -> None:
+        self.starts.append(os.environ[launching.RESTARTED])
+        if len(self.starts) > len(self.failures):
+            return
+        exitcode, message, users = self.failures[len(self.starts) - 1]
+        file = self.folder / str(len(self.starts))
+        if message is not None:
+            file.write_text(json.dumps({"message": message, "timestamp": "1", "users": users}))
+        raise ChildFailedError("ranks", {1: ProcessFailure(1, 4711, exitcode, str(file))})
+
+
+KILLED, BUG, USERS = (-9, None, False), (1, "Traceback ...\nKeyError: 'a'", False), (1, "rows=0 must be 1", True)
+DIED = "rank 1 (process 4711) was killed by SIGKILL; the other ranks were stopped"
+
+
+@pytest.mark.parametrize(
+    ("failures", "reached", "code", "starts", "said"),
+    [
+        ([KILLED], ["a", "b"], 0, 2, [f"{DIED}; the run goes on b (start 2)"]),
+        ([USERS], ["a", "a"], 1, 1, ["error: rows=0 must be 1"]),
+        ([KILLED, USERS], ["a", "a", "b"], 1, 2, [f"{DIED}; the run goes on a (start 2)", "error: rows=0 must be 1"]),
+        (
+            [KILLED] * 3,
+            ["a"] * 4,
+            1,
+            3,
+            [f"{DIED}; the run goes on a (start {n})" for n in (2, 3)] + [f"error: {DIED}"],
+        ),
+        ([KILLED] * 3, ["a", "a", "a", "b"], 0, 4, [f"{DIED}; the run goes on {at}" for at in ("a", "a", "b")]),
+        ([BUG], ["a", "b"], 0, 2, ["KeyError: 'a'; the run goes on b (start 2)"]),
+        ([(143, None, False)], ["a", "b"], 143, 1, ["stopped by SIGTERM; what was written stays readable"]),
+        ([(130, None, False)], ["a", "b"], 130, 1, ["error: rank 1 (process 4711) was interrupted by a signal"]),
+    ],
+)
+def test_ranks_are_started_again_unless_a_user_must_act(
+    failures: Any, reached: list[str], code: int, starts: int, said: list[str], tmp_path: Path, monkeypatch
+) -> None:
+    """Two times in a row without progress."""
+    failing = Failing(tmp_path, failures)
+    monkeypatch.setattr(launching, "elastic_launch", failing)
+    errors, places = StringIO(), iter(reached)
+    assert launching.launch(2, [], errors, restarts=2, goes_on=lambda: next(places)) == code
+    assert failing.starts == [str(number) for number in range(starts)]
+    lines = errors.getvalue().splitlines()
+    assert len(lines) == len(said)
+    assert all(line.startswith(f"fourfold: {words}") for line, words in zip(lines, said, strict=True))
+
+
+ENDLESS = ("--set", "train.evaluate_every=0", "--set", "log.tensorboard=false", "--set", "plan.compare=false")
+LONG = 80
+
+
+@pytest.fixture(scope="module")
+def jobs(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """Started together: their ranks take long enough to import torch. A rank of the first is killed on its way."""
+    folder = tmp_path_factory.mktemp("jobs")
+    steady = ("--grid", "z=2", *ENDLESS, "--set", "optimizer.schedule=constant", "--set", "optimizer.warmup=0")
+    often = ("--set", "checkpoint.every=5")
+    commands = {
+        "killed": train_arguments(tokens, folder / "killed", *steady, *often, steps=LONG),
+        "stopped": train_arguments(tokens, folder / "stopped", *steady, steps=10**6),
+    }
+    found = {}
+    for name, arguments in commands.items():
+        process = _context.Process(target=launcher, args=(folder / name, "fourfold", arguments))
+        process.start()
+        found[name] = Job(process, folder / name)
+    threading.Thread(target=kill_a_rank, args=[found["killed"]], daemon=True).start()
+    yield found
+    for job in found.values():
+        for pid in (*ranks_of(job).values(), job.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.process.join()
+
+
+def kill_a_rank(job: Job) -> None:
+    """Once there is something to go on from; so early that the run cannot have ended."""
+    wait_until(job, job.folder / "checkpoints" / "step-00000005")
+    pid = ranks_of(job)[1]
+    os.kill(pid, signal.SIGKILL)
+    job.folder.with_suffix(".pid").write_text(str(pid))
+
+
+def wait_until(job: Job, there: Path, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not there.exists():
+        assert job.process.is_alive(), Path(f"{job.folder}.err").read_text()
+        assert time.monotonic() < deadline, f"there is no {there}"
+        time.sleep(0.01)
+
+
+@needs_proc
+def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(jobs: dict[str, Job], one: Ranks) -> None:
+    """Sent to all of it, so that ranks get it a second time, from the launcher."""
+    job = jobs["stopped"]
+    wait_for_steps(job)
+    pids = ranks_of(job)
+    os.killpg(job.pid, signal.SIGTERM)
+    left = ended(job, timeout=30)
+    step = column(job.folder, "step", "step")[-1]
+    assert left.code == 143, left.err
+    asked, stopped = left.err.splitlines()
+    assert asked.endswith(f"SIGTERM; saved at step {step}; `fourfold train --resume {job.folder}` goes on")
+    assert stopped == "fourfold: stopped by SIGTERM; what was written stays readable"
+    assert not any(alive(pid) for pid in pids.values())
+    assert lines_of(job.folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}
+    assert [found for found, _ in Checkpoints(job.folder / "checkpoints").complete()] == [step]
+    (left,) = one.run(cli, "train", "--resume", str(job.folder), "--ranks", "1", "--steps", str(step + 1))
+    assert (left.code, left.err) == (0, "")
+    assert column(job.folder, "step", "step") == list(range(1, step + 2))
+
+
+@needs_proc
+def test_a_rank_that_dies_is_started_again_by_itself(jobs: dict[str, Job], ranks, tmp_path: Path) -> None:
+    job = jobs["killed"]
+    wait_until(job, job.folder.with_suffix(".pid"))
+    config = read_config(job.folder / "config.toml")
+    ranks(2).run(trained, config, tmp_path / "uninterrupted")
+    left = ended(job, timeout=120)
+    assert left.code == 0, left.err
+    (said,) = left.err.splitlines()
+    pid = job.folder.with_suffix(".pid").read_text()
+    killed = f"fourfold: rank 1 (process {pid}) was killed by SIGKILL; the other ranks were stopped"
+    (step,) = column(job.folder, "resumed", "step")
+    assert said == f"{killed}; the run goes on after step {step} (start 2)"
+    assert step % 5 == 0
+    assert column(job.folder, "step", "step") == list(range(1, LONG + 1))
+    for key in CONTINUED:
+        assert column(job.folder, "step", key) == column(tmp_path / "uninterrupted", "step", key)
