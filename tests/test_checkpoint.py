@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,22 @@ def test_the_file_holds_the_step_it_names_while_training_goes_on(tmp_path: Path,
     saver.wait()
     other, its_optimizer = made("gpt-tiny", alone(), sharded=False, seed=1)
     assert load_training(tmp_path / "step-00000001", other, its_optimizer)["step"] == 1
+    assert all(torch.equal(value, saved[key]) for key, value in everything(other, its_optimizer).items())
+
+
+def test_the_next_step_waits_for_the_copy(tmp_path: Path, monkeypatch) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    take(model, optimizer, 1)
+    real = write.Copy.take
+    monkeypatch.setattr(write.Copy, "take", lambda copy: (time.sleep(0.3), real(copy))[1])
+    saver = Saver(alone(), tmp_path)
+    for step in (2, 3):
+        saved = everything(model, optimizer)
+        saver.save(step, model, optimizer, {})
+        take(model, optimizer, step)
+    saver.wait()
+    other, its_optimizer = made("gpt-tiny", alone(), sharded=False, seed=1)
+    load_training(tmp_path / "step-00000003", other, its_optimizer)
     assert all(torch.equal(value, saved[key]) for key, value in everything(other, its_optimizer).items())
 
 

@@ -5,6 +5,7 @@ No process group beyond the default one need exist, and a rank that differs is n
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,9 +36,17 @@ def decide(text: str, judge: Callable[[Sequence[str]], str]) -> str:
     return store.get(f"{key}/verdict").decode()
 
 
-def first_fault(texts: Sequence[str]) -> str:
-    """The first rank with something to say, and what."""
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
+def faults_of(what: str, fault: str, same: str) -> tuple[str, str]:
+    """What the ranks hold against going on together: whose fault it was and which, else how their texts differ."""
+    told = decide(json.dumps([fault, same]), partial(_judge, what))
+    found, differs = json.loads(told)
+    return found, differs
+
+
+def _judge(what: str, texts: Sequence[str]) -> str:
+    told = [json.loads(text) for text in texts]
+    found = next((f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(told) if fault), "")
+    return json.dumps([found, _verdict(what, [same for _, same in told])])
 
 
 def _verdict(what: str, texts: Sequence[str]) -> str:

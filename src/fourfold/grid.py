@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fourfold.agree import agree, decide, first_fault
+from fourfold.agree import agree, decide, faults_of
 from fourfold.ledger import Ledger
 
 T = TypeVar("T")
@@ -267,9 +267,9 @@ class Grid:
         """Rank 0's text, on every rank."""
         return text if self.shape.world == 1 else decide(text, lambda texts: texts[0])
 
-    def together(self, what: str, act: Callable[[], T]) -> T:
+    def together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
         """Act on every rank. When it fails on one, all raise, since none may go on to wait for the others: that rank
-        what it met, the others whose fault it was."""
+        what it met, the others whose fault it was. All must hold the `same` text too."""
         result, fault = None, None
         try:
             result = act()
@@ -277,9 +277,11 @@ class Grid:
             error.add_note(f"{what} failed")
             fault = error
         if self.shape.world > 1:
-            verdict = decide("" if fault is None else f"{type(fault).__name__}: {fault}", first_fault)
-            if fault is None and verdict:
-                raise FailedElsewhereError(f"{what} failed on {verdict}")
+            found, differs = faults_of(what, "" if fault is None else f"{type(fault).__name__}: {fault}", same)
+            if fault is None and found:
+                raise FailedElsewhereError(f"{what} failed on {found}")
+            if fault is None and differs:
+                raise ValueError(differs)
         if fault is not None:
             raise fault
         return result  # type: ignore[return-value]

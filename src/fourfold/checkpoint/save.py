@@ -32,21 +32,38 @@ class Saver:
         self.keep_last, self.keep_every = keep_last, keep_every
         self._staging = Staging() if asynchronous else None
         self._writing: Writing | None = None
+        self._last: Writing | None = None
         grid.first_alone("clearing unfinished checkpoints", self.checkpoints.clear)
 
     def save(self, step: int, model: nn.Module, optimizer: AdamW, state: dict[str, Any]) -> None:
-        """Write everything that continues the run after this step; returns once a copy is taken, when asynchronous."""
+        """Write everything that continues the run after this step.
+
+        When asynchronous it returns at once, the copy is taken beside forward and backward, and the optimizer's next
+        step comes after it; nothing else may change parameters before that step, unless `wait` was called.
+        """
         self.wait()
-        self._writing = Writing(
+        self._writing = self._last = Writing(
             training_tensors(model, optimizer),
             self.grid,
             self.checkpoints.path(step),
             {**state, "step": step, "torch": torch.__version__, "saved": datetime.now(UTC).isoformat("T", "seconds")},
             staging=self._staging,
+            before=self._last,
             then=lambda: self.checkpoints.prune(self.keep_last, self.keep_every),
         )
         if self._staging is None:
             self.wait()
+        else:
+            self._order(optimizer, self._writing)
+
+    def _order(self, optimizer: AdamW, writing: Writing) -> None:
+        """Let the optimizer's next step wait for the copy."""
+
+        def before_step(*_: object) -> None:
+            handle.remove()
+            writing.keep_order()
+
+        handle = optimizer.register_step_pre_hook(before_step)
 
     def wait(self) -> None:
         """Until the last checkpoint is complete; what failed on any rank raises on all."""

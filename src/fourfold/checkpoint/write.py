@@ -1,9 +1,9 @@
 """Tensors of a grid to a folder: every rank writes its own parts, and the folder appears when all have.
 
-    copy -> write (in a thread) -> tell rank 0 -> rank 0 writes the record and renames the folder
+    copy, then write (in a thread) -> tell rank 0 -> rank 0 writes the record and renames the folder
 
 Nothing is gathered: what rank 0 hears of the others is the length of a file and a checksum. Of equal copies one is
-written. With `copy` the tensors may change as soon as this returns; the folder holds what they were.
+written. The copy is taken beside forward and backward; whoever changes the tensors says `keep_order` before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -55,23 +55,56 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """Copies, complete once what comes with them was called; the device alone waits for them until then."""
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self._buffers[name].copy_(tensor, non_blocking=True)
-        if not any(tensor.is_cuda for tensor in tensors.values()):
-            return self._buffers, lambda: None
-        event = torch.cuda.Event()
-        event.record()
-        return self._buffers, event.synchronize
+    def copy(self, tensors: Mapping[str, Tensor]) -> Copy:
+        """Begin to copy, beside what the caller goes on to compute."""
+        sources = dict(tensors)
+        self._buffers = {name: self._buffer(name, tensor) for name, tensor in sources.items()}
+        if not any(tensor.is_cuda for tensor in sources.values()):
+            return Copy(sources, self._buffers)
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for name, tensor in sources.items():
+                self._buffers[name].copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return Copy({}, self._buffers, event)
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         old = self._buffers.get(name)
         if old is not None and (old.shape, old.dtype) == (like.shape, like.dtype):
             return old
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+class Copy:
+    """Tensors on their way into other memory: a thread of the host takes them there, or a stream of the device."""
+
+    def __init__(
+        self, sources: dict[str, Tensor], copies: dict[str, Tensor], event: torch.cuda.Event | None = None
+    ) -> None:
+        self._sources, self._copies, self._event = sources, copies, event
+        self._taken = Event()
+
+    def take(self) -> dict[str, Tensor]:
+        """The copies, once they are complete; for the thread that writes them."""
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+            for name, source in self._sources.items():
+                self._copies[name].copy_(source)
+            return self._copies
+        finally:
+            self._taken.set()
+
+    def keep_order(self) -> None:
+        """What is done from now on may change the tensors: it comes after the copy."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        else:
+            self._taken.wait()
 
 
 class Writing:
@@ -85,29 +118,48 @@ class Writing:
         state: dict[str, Any],
         *,
         staging: Staging | None = None,
+        before: Writing | None = None,
         then: Callable[[], object] = lambda: None,
     ) -> None:
-        """Takes a copy where there is `staging`, otherwise the tensors must not change until it is complete.
-        Rank 0 does `then` once the folder is there."""
+        """With `staging` a copy is written, and the tensors may change after `keep_order`; otherwise they must not
+        until it is complete. `before` is an earlier one, perhaps of the same tensors. Rank 0 does `then` once the
+        folder is there."""
         self.grid, self.place, self._then = grid, Place(Path(folder).resolve()), then
         self.record = Record(grid.shape, state, {name: held.entry for name, held in tensors.items()})
-        grid.agree("what to write", f"{self.place.target} with {len(tensors)} tensors")
         self._what = f"writing {self.place.target}"
-        own = grid.together(self._what, lambda: self._own(tensors))
-        grid.first_alone(self._what, self.place.prepare)
-        self._ready: Callable[[], None] = lambda: None
-        if staging is not None:
-            own, self._ready = staging.copy(own)
-        self._board = Board(f"write/{next(_numbers)}") if grid.shape.world > 1 else None
+        try:
+            self.own = grid.together(
+                self._what, lambda: self._begin(tensors, before), same=f"{self.place.target}, {len(tensors)} tensors"
+            )
+        except BaseException:
+            self._abandon()
+            raise
+        own = {name: tensors[name].local for name in self.own}
+        self._copy = None if staging is None else staging.copy(own)
+        self._number = next(_numbers)
         self._done: Future[None] = Future()
         Thread(target=self._act, args=(own,), name="fourfold-save", daemon=True).start()
 
-    def _own(self, tensors: Tensors) -> dict[str, Tensor]:
-        """What this rank writes."""
-        grid = self.grid
-        for name, held in tensors.items():
-            require_own_part(name, held, grid)
-        return {name: tensors[name].local for name in self.record.own(grid.coords)}
+    def _begin(self, tensors: Tensors, before: Writing | None) -> list[str]:
+        """The tensors of which this rank writes its part; rank 0 makes the folder."""
+        if before is None or before.record.tensors != self.record.tensors:
+            for name, held in tensors.items():
+                require_own_part(name, held, self.grid)
+            own = self.record.own(self.grid.coords)
+        else:
+            own = before.own
+        if self.grid.rank == 0:
+            self.place.prepare()
+        return own
+
+    def _abandon(self) -> None:
+        if self.grid.rank == 0:
+            self.place.abandon()
+
+    def keep_order(self) -> None:
+        """What is done from now on may change the tensors that are being saved."""
+        if self._copy is not None:
+            self._copy.keep_order()
 
     def _act(self, own: dict[str, Tensor]) -> None:
         try:
@@ -119,15 +171,18 @@ class Writing:
         entry: FileEntry | None = None
         fault: Exception | None = None
         try:
-            self._ready()
-            entry = self._write_file(own)
+            entry = self._write_file(own if self._copy is None else self._copy.take())
         except Exception as error:
             fault = error
         told = {"file": None if entry is None else asdict(entry), "failed": fault is not None}
-        if self._board is not None:
-            self._board.put(json.dumps(told))
+        everyone = [told]
+        if self.grid.shape.world > 1:
+            board = Board(f"write/{self._number}")
+            board.put(json.dumps(told))
+            if self.grid.rank == 0:
+                everyone = [json.loads(text) for text in board.read(PATIENCE)]
         if self.grid.rank == 0:
-            self._publish([json.loads(text) for text in self._board.read(PATIENCE)] if self._board else [told])
+            self._publish(everyone)
         if fault is not None:
             raise fault
 
