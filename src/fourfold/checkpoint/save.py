@@ -33,6 +33,7 @@ class Saver:
         self._staging = Staging() if asynchronous else None
         self._writing: Writing | None = None
         self._last: Writing | None = None
+        self._followed: AdamW | None = None
         grid.first_alone("clearing unfinished checkpoints", self.checkpoints.clear)
 
     def save(self, step: int, model: nn.Module, optimizer: AdamW, state: dict[str, Any]) -> None:
@@ -54,16 +55,17 @@ class Saver:
         if self._staging is None:
             self.wait()
         else:
-            self._order(optimizer, self._writing)
+            self._follow(optimizer)
 
-    def _order(self, optimizer: AdamW, writing: Writing) -> None:
-        """Let the optimizer's next step wait for the copy."""
+    def _follow(self, optimizer: AdamW) -> None:
+        """From now on the optimizer's steps come after the copy."""
+        if optimizer is not self._followed:
+            optimizer.register_step_pre_hook(self._before_step)
+            self._followed = optimizer
 
-        def before_step(*_: object) -> None:
-            handle.remove()
-            writing.keep_order()
-
-        handle = optimizer.register_step_pre_hook(before_step)
+    def _before_step(self, *_: object) -> None:
+        if self._writing is not None:
+            self._writing.keep_order()
 
     def wait(self) -> None:
         """Until the last checkpoint is complete; what failed on any rank raises on all."""
