@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-STEPS = 60
+STEPS = 90
 COMMAND = [
     sys.executable, "-W", "ignore", "-m", "fourfold.cli", "train", "--model", "gpt-tiny", "--grid", "x=2,data=2",
     "--steps", str(STEPS), "--set", "checkpoint.every=3", "--set", "batch.rows=4", "--set", "batch.seq=32",
@@ -70,7 +70,7 @@ def disturb(run: Path, chance: random.Random, most: int) -> int:
                 raise RuntimeError(f"the run ended with {job.returncode}:\n{Path(log.name).read_text()[-3000:]}")
             if killed >= most:
                 continue
-            time.sleep(chance.uniform(0.0, 0.6))
+            time.sleep(chance.uniform(0.0, 4.0))
             whole = killed % 10 == 9
             hit = kill_all(job) if whole else kill_one(job, chance)
             killed += hit
