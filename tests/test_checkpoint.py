@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +120,42 @@ def test_the_next_step_waits_for_the_copy(tmp_path: Path, monkeypatch) -> None:
     assert all(torch.equal(value, saved[key]) for key, value in everything(other, its_optimizer).items())
 
 
+def test_changes_beside_the_optimizers_step_fail_the_save_or_keep_the_order(tmp_path: Path, monkeypatch) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    real = write.Copy.take
+    monkeypatch.setattr(write.Copy, "take", lambda copy: (time.sleep(0.1), real(copy))[1])
+    saver = Saver(alone(), tmp_path)
+    saver.save(1, model, optimizer, {})
+    with torch.no_grad():
+        model.norm.weight.zero_()
+    with pytest.raises(RuntimeError, match=r"'model/norm.weight' was changed while .* keep_order"):
+        saver.wait()
+    saver.save(2, model, optimizer, {})
+    saver.keep_order()
+    with torch.no_grad():
+        model.norm.weight.fill_(1)
+    saver.wait()
+    other, its_optimizer = made("gpt-tiny", alone(), sharded=False)
+    load_training(tmp_path / "step-00000002", other, its_optimizer)
+    assert not other.norm.weight.full_tensor().any()
+
+
+LEAVING = """
+import sys, torch, fourfold as ff
+from pathlib import Path
+from fourfold.checkpoint.save import Saver
+model = ff.models.build(ff.models.config("gpt-tiny", hidden=480, heads=8, kv_heads=8), ff.Grid())
+Saver(model.grid, Path(sys.argv[1])).save(1, model, ff.optim.AdamW(model, 1e-3), {})
+sys.exit(3)
+"""
+
+
+def test_a_process_that_ends_lets_its_checkpoint_be_written(tmp_path: Path) -> None:
+    left = subprocess.run([sys.executable, "-W", "ignore", "-c", LEAVING, tmp_path], capture_output=True, text=True)
+    assert left.returncode == 3, left.stderr
+    verify(tmp_path / "step-00000001")
+
+
 def test_a_failed_save_raises_at_the_next_call_and_names_the_one_that_is_good(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = made("gpt-tiny", alone(), sharded=False)
     saver = Saver(alone(), tmp_path)
@@ -140,26 +178,29 @@ class Crash(BaseException):
 
 def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = made("gpt-tiny", alone(), sharded=False)
-    Saver(alone(), tmp_path, asynchronous=False).save(1, model, optimizer, {})
+    Saver(alone(), tmp_path / "first", asynchronous=False).save(1, model, optimizer, {})
     monkeypatch.setattr(Place, "abandon", lambda _: None)  # nobody cleans up after a kill
     seen = set()
     for calls in range(100):
-        left = iter(range(calls))
+        left, root = iter(range(calls)), tmp_path / str(calls)
+        shutil.copytree(tmp_path / "first", root)
         try:
             with monkeypatch.context() as patch:
                 for owner, name in ((os, "fsync"), (os, "rename"), (os, "open"), (folders.shutil, "rmtree")):
                     patch.setattr(owner, name, crashing(getattr(owner, name), left))
-                saver = Saver(alone(), tmp_path, keep_last=1, asynchronous=False)
+                saver = Saver(alone(), root, keep_last=1, asynchronous=False)
                 saver.save(2, model, optimizer, {})
             break
         except Crash:
-            complete = Checkpoints(tmp_path).complete()
+            complete = Checkpoints(root).complete()
             assert complete, f"nothing is left after {calls} calls"
             for _, folder in complete:
                 verify(folder)
             seen.add(complete[-1][0])
+            Saver(alone(), root, asynchronous=False).save(3, model, optimizer, {})
+            assert all(name.startswith("step-") for name in names(root))
     assert calls > 8 and seen == {1, 2}
-    assert names(tmp_path) == ["step-00000002"]
+    assert names(root) == ["step-00000002"]
 
 
 def crashing(real: Any, left: Iterator[int]) -> Any:
@@ -200,6 +241,9 @@ def test_the_last_few_and_multiples_are_kept(tmp_path: Path) -> None:
     for step in range(1, 11):
         saver.save(step, model, optimizer, {})
     saver.wait()
+    assert [step for step, _ in Checkpoints(tmp_path).complete()] == [4, 8, 9, 10]
+    with pytest.raises(FileExistsError, match=r"step-00000010 is there already, and step 3 is to be saved beside it"):
+        saver.save(3, model, optimizer, {})
     assert [step for step, _ in Checkpoints(tmp_path).complete()] == [4, 8, 9, 10]
     with pytest.raises(ValueError, match="keep_last=0 must be at least 1"):
         Saver(alone(), tmp_path, keep_last=0)

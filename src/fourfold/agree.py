@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import main_thread
 
 import torch.distributed as dist
 
@@ -28,10 +29,14 @@ def decide(text: str, judge: Callable[[Sequence[str]], str]) -> str:
     if world == 1 or dist.get_backend() == "fake":
         return judge([text])
     store = dist.distributed_c10d._get_default_store()
-    key = f"fourfold/agree/{store.add(f'fourfold/agree/count/{rank}', 1)}"
+    number = store.add(f"fourfold/agree/count/{rank}", 1)
+    key, before = f"fourfold/agree/{number}", f"fourfold/agree/{number - 1}"
     store.set(f"{key}/{rank}", text)
+    if number > 1:
+        store.delete_key(f"{before}/{rank}")  # rank 0 has read it: there was a verdict
     if rank == 0:
         texts = [found.decode() for found in store.multi_get([f"{key}/{r}" for r in range(world)])]
+        store.delete_key(f"{before}/verdict")  # all have read it: they are here
         store.set(f"{key}/verdict", judge(texts))
     return store.get(f"{key}/verdict").decode()
 
@@ -68,6 +73,8 @@ class Board:
     """
 
     ASK_SECONDS = 0.02
+    LAST_SECONDS = 30.0
+    """For how long a process that has ended otherwise still waits for the others."""
 
     def __init__(self, name: str) -> None:
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
@@ -81,6 +88,8 @@ class Board:
         """All texts by rank, which are taken down; on rank 0."""
         world, until = dist.get_world_size(), time.monotonic() + seconds
         while self._store.add(f"{self._name}/count", 0) < world:
+            if not main_thread().is_alive():
+                until = min(until, time.monotonic() + self.LAST_SECONDS)
             if time.monotonic() > until:
                 raise TimeoutError(f"after {seconds:.0f} s some of {world} ranks had nothing to say of {self._name}")
             time.sleep(self.ASK_SECONDS)

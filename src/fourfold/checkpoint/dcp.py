@@ -71,22 +71,16 @@ def to_dcp(source: Path, target: Path, *, progress: Progress = lambda *_: None) 
     total = sum(entry.nbytes for entry in record.tensors.values())
     planner = _Planner(lambda key: read_whole(source, record, names[key]), lambda done: progress(done, total))
     place = Place(target.resolve())
-    place.prepare()
     try:
-        writer = dcp.FileSystemWriter(place.partial, single_file_per_rank=False, per_thread_copy_ahead=0)
-        with warnings.catch_warnings():
+        with place.filling() as partial, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+            writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, per_thread_copy_ahead=0)
             dcp.save(_nested(record, paths, names), storage_writer=writer, planner=planner, no_dist=True)
-        place.publish()
     except CheckpointException as error:
-        place.abandon()
         cause, _ = next(iter(error.failures.values()))  # torch wraps whatever happened, even Ctrl-C
         if isinstance(cause, RuntimeError) and isinstance(cause.__context__, OSError):
             cause = OSError(cause.__context__.errno, f"cannot write {place.partial} ({cause.__context__.strerror})")
         raise cause from None
-    except BaseException:
-        place.abandon()
-        raise
     return Converted(len(names), total)
 
 

@@ -37,14 +37,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     target = target.resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"{target} is there already and not an empty folder; choose another to write")
-    place = Place(target)
-    place.prepare()
-    try:
-        yield place.partial
-        place.publish()
-    except BaseException:
-        place.abandon()
-        raise
+    with Place(target).filling() as partial:
+        yield partial
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -41,6 +41,9 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 PIECE = 16 << 20
 """Bytes that are summed and then written while they are in the cache."""
 
+LONGEST_HEADER = 100 << 20
+"""What safetensors reads of one at most."""
+
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape by key, in the order in which the tensors come."""
 
@@ -160,7 +163,7 @@ class File:
         try:
             with path.open("rb") as file:
                 start = file.read(8)
-                length = min(int.from_bytes(start, "little"), path.stat().st_size)
+                length = min(int.from_bytes(start, "little"), LONGEST_HEADER)
                 header = start + file.read(length)
         except OSError as error:
             raise OSError(error.errno, f"cannot read {path} ({error.strerror})") from error

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +72,17 @@ class Place:
         flush(self.target.parent)
         shutil.rmtree(self.replaced, ignore_errors=True)  # the new one is there: a leftover is no failure
 
+    @contextmanager
+    def filling(self) -> Iterator[Path]:
+        """An empty folder to fill, which takes its place when all went well, and else is gone."""
+        self.prepare()
+        try:
+            yield self.partial
+            self.publish()
+        except BaseException:
+            self.abandon()
+            raise
+
     def abandon(self) -> None:
         """Remove what is not finished; the folder that was there before stays."""
         shutil.rmtree(self.partial, ignore_errors=True)
@@ -105,7 +118,7 @@ class Checkpoints:
         return complete[-1][1] if complete else None
 
     def prune(self, keep_last: int, keep_every: int) -> list[Path]:
-        """Remove all but the last few and, with `keep_every`, those of its multiples; returns what went.
+        """Remove all but the last few and, with `keep_every`, those of its multiples; returns what should go.
 
         The newest is never removed. A folder disappears by a rename before its files go.
         """
@@ -114,8 +127,9 @@ class Checkpoints:
         gone = [folder for step, folder in old if not (keep_every and step % keep_every == 0)]
         for folder in gone:
             removed = folder.with_name(f".{folder.name}.removed")
-            os.rename(folder, removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            with suppress(OSError):  # what cannot go now is tried again after the next save
+                os.rename(folder, removed)
+                shutil.rmtree(removed)
         return gone
 
     def clear(self) -> None:

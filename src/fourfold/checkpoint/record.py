@@ -35,6 +35,8 @@ FORMAT, VERSION = "fourfold-checkpoint", 1
 RECORD = "checkpoint.json"
 OURS = re.compile(r"checkpoint\.json|rank-\d{5,}\.safetensors")
 """The names of all files of a checkpoint."""
+MOST_RANKS = 1 << 17
+"""What a record may claim: its arithmetic takes as long as its grid is large."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 Box = tuple[range, ...]
@@ -185,6 +187,8 @@ def _record(content: Mapping[str, Any]) -> Record:
     if not isinstance(state, dict):
         raise TypeError("state is no table")
     shape = Shape(**grid["sizes"], order=tuple(grid["order"]))
+    if shape.world > MOST_RANKS:
+        raise ValueError(f"a grid of {shape.world} ranks; the most is {MOST_RANKS}")
     tensors = {name: _entry(name, found) for name, found in content["tensors"].items()}
     files = {name: FileEntry(found["bytes"], found["header"]) for name, found in content["files"].items()}
     strange = [name for name in files if not OURS.fullmatch(name) or name == RECORD]

@@ -40,7 +40,8 @@ class Saver:
         """Write everything that continues the run after this step.
 
         When asynchronous it returns at once, the copy is taken beside forward and backward, and the optimizer's next
-        step comes after it; nothing else may change parameters before that step, unless `wait` was called.
+        step comes after it. Whoever else changes parameters before that step calls `keep_order`; a change without it
+        fails this save.
         """
         self.wait()
         self._writing = self._last = Writing(
@@ -50,6 +51,7 @@ class Saver:
             {**state, "step": step, "torch": torch.__version__, "saved": datetime.now(UTC).isoformat("T", "seconds")},
             staging=self._staging,
             before=self._last,
+            first=lambda: self._require_newest(step),
             then=lambda: self.checkpoints.prune(self.keep_last, self.keep_every),
         )
         if self._staging is None:
@@ -60,12 +62,27 @@ class Saver:
     def _follow(self, optimizer: AdamW) -> None:
         """From now on the optimizer's steps come after the copy."""
         if optimizer is not self._followed:
-            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_pre_hook(lambda *_: self.keep_order())
             self._followed = optimizer
 
-    def _before_step(self, *_: object) -> None:
+    def _require_newest(self, step: int) -> None:
+        """Of several runs in one folder it would not be known which is kept."""
+        complete = self.checkpoints.complete()
+        if complete and complete[-1][0] >= step:
+            raise FileExistsError(
+                f"{complete[-1][1]} is there already, and step {step} is to be saved beside it; go on from it, or give "
+                "another folder"
+            )
+
+    def keep_order(self) -> None:
+        """What is done from now on may change the parameters that are being saved."""
         if self._writing is not None:
             self._writing.keep_order()
+
+    def settle(self, seconds: float) -> None:
+        """Give a checkpoint on its way so long to be written, where a run ends early; asks no other rank."""
+        if self._writing is not None:
+            self._writing.settle(seconds)
 
     def wait(self) -> None:
         """Until the last checkpoint is complete; what failed on any rank raises on all."""

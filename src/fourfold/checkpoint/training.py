@@ -65,7 +65,7 @@ def _state_of(optimizer: AdamW, name: str, state: dict[str, Tensor]) -> dict[str
     cuts = spec.storage.cuts
     if optimizer.gradients.policy.shard_optimizer:
         cuts = (*cuts, (REPLICA, 0))
-    found = {f"{OPTIMIZER}{key}/{name}": Held(state[key].detach(), spec.shape, Storage(cuts)) for key in MOMENTS}
+    found = {f"{OPTIMIZER}{key}/{name}": Held(state[key], spec.shape, Storage(cuts)) for key in MOMENTS}
     return {**found, f"{OPTIMIZER}{COUNT}/{name}": Held(state[COUNT], (), Storage(()))}
 
 

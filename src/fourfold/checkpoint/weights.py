@@ -51,7 +51,7 @@ def weights_of(model: nn.Module) -> dict[str, Held]:
             "declare parameters through a fourfold.nn layer, register other tensors with persistent=False"
         )
     tensors = {
-        MODEL + name: Held(local_of(state[name]).detach(), spec.shape, spec.storage) for name, spec in specs.items()
+        MODEL + name: Held(local_of(state[name]), spec.shape, spec.storage, state[name]) for name, spec in specs.items()
     }
     if any(held.local.is_meta for held in tensors.values()):
         raise ValueError(f"{type(model).__name__} is on the meta device and has no values; build it on a real one")

@@ -19,12 +19,14 @@ from fourfold.layout import Storage
 
 def read_whole(folder: Path, record: Record, name: str) -> Tensor:
     """A tensor joined from its parts, each of which is what was written."""
-    entry = record.tensors[name]
-    whole = torch.empty(entry.shape, dtype=entry.dtype)
-    for rank, box in record.parts(name):
+    entry, parts = record.tensors[name], list(record.parts(name))
+    for rank, box in parts:  # before anything is made that is as large as the record says
         with opened(folder, record, file_of(rank)) as file:
             if name not in file.stored or file.stored[name].shape != tuple(map(len, box)):
                 raise ValueError(f"{file.path} does not hold its part of {name!r}; copy the checkpoint again")
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for rank, box in parts:
+        with opened(folder, record, file_of(rank)) as file:
             file.verify(name)
             whole[tuple(slice(part.start, part.stop) for part in box)].copy_(file.read(name))
     return whole
@@ -32,16 +34,10 @@ def read_whole(folder: Path, record: Record, name: str) -> Tensor:
 
 def write_whole(folder: Path, layout: Layout, tensors: Iterable[Tensor], state: dict[str, Any]) -> None:
     """Write a checkpoint as a grid of one rank would, from tensors that come in the order of the layout."""
-    place = Place(folder.resolve())
-    place.prepare()
-    try:
+    with Place(folder.resolve()).filling() as partial:
         entries = {name: Entry(shape, dtype, Storage(())) for name, (dtype, shape) in layout.items()}
-        files = {file_of(0): write_file(place.partial / file_of(0), layout, tensors)} if layout else {}
-        write_record(place.partial, Record(Shape(), state, entries, files))
-        place.publish()
-    except BaseException:
-        place.abandon()
-        raise
+        files = {file_of(0): write_file(partial / file_of(0), layout, tensors)} if layout else {}
+        write_record(partial, Record(Shape(), state, entries, files))
 
 
 def verify(folder: Path, say: Callable[[int], object] = lambda _: None) -> Record:

@@ -13,9 +13,10 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
@@ -41,6 +42,13 @@ class Held:
     local: Tensor
     shape: tuple[int, ...]
     storage: Storage
+    parameter: Tensor | None = None
+    """Whose part it is, where that counts changes by itself."""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Differs once somebody has changed it."""
+        return self.local._version, 0 if self.parameter is None else self.parameter._version
 
     @property
     def entry(self) -> Entry:
@@ -57,20 +65,20 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> Copy:
+    def copy(self, tensors: Tensors) -> Copy:
         """Begin to copy, beside what the caller goes on to compute."""
-        sources = dict(tensors)
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in sources.items()}
-        if not any(tensor.is_cuda for tensor in sources.values()):
-            return Copy(sources, self._buffers)
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._buffers = {name: self._buffer(name, held.local) for name, held in tensors.items()}
+        device = next((held.local.device for held in tensors.values() if held.local.is_cuda), None)
+        if device is None:
+            return Copy(tensors, self._buffers)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            for name, tensor in sources.items():
-                self._buffers[name].copy_(tensor, non_blocking=True)
+            for name, held in tensors.items():
+                self._buffers[name].copy_(held.local, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return Copy({}, self._buffers, event)
+        return Copy(tensors, self._buffers, event, device)
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         old = self._buffers.get(name)
@@ -80,31 +88,58 @@ class Staging:
 
 
 class Copy:
-    """Tensors on their way into other memory: a thread of the host takes them there, or a stream of the device."""
+    """Tensors on their way into other memory: a thread of the host takes them there, or a stream of the device.
+
+    Whoever changes the tensors says `keep_order` before. A change without it is noticed, and there is no copy.
+    """
 
     def __init__(
-        self, sources: dict[str, Tensor], copies: dict[str, Tensor], event: torch.cuda.Event | None = None
+        self,
+        tensors: Tensors,
+        copies: dict[str, Tensor],
+        event: torch.cuda.Event | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self._sources, self._copies, self._event = sources, copies, event
+        self._tensors, self._copies, self._event, self._device = tensors, copies, event, device
+        self._versions = {name: held.version for name, held in tensors.items()}
         self._taken = Event()
+        self._lock = Lock()
+        self._ordered = False
+        self._changed = ""
 
     def take(self) -> dict[str, Tensor]:
         """The copies, once they are complete; for the thread that writes them."""
         try:
             if self._event is not None:
                 self._event.synchronize()
-            for name, source in self._sources.items():
-                self._copies[name].copy_(source)
-            return self._copies
+            else:
+                for name, held in self._tensors.items():
+                    self._copies[name].copy_(held.local)
+            self._look()
         finally:
             self._taken.set()
+        if self._changed:
+            raise RuntimeError(
+                f"{self._changed!r} was changed while it was being saved; call the saver's keep_order() before "
+                "anything but the optimizer's step changes parameters"
+            )
+        return self._copies
 
     def keep_order(self) -> None:
         """What is done from now on may change the tensors: it comes after the copy."""
+        self._look(ordered=True)
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
         else:
             self._taken.wait()
+
+    def _look(self, *, ordered: bool = False) -> None:
+        """Note what has changed, unless changes are in order by now."""
+        with self._lock:
+            if not self._ordered and not self._taken.is_set():
+                changed = (name for name, held in self._tensors.items() if held.version != self._versions[name])
+                self._changed = self._changed or next(changed, "")
+            self._ordered = self._ordered or ordered
 
 
 class Writing:
@@ -119,38 +154,45 @@ class Writing:
         *,
         staging: Staging | None = None,
         before: Writing | None = None,
+        first: Callable[[], object] = lambda: None,
         then: Callable[[], object] = lambda: None,
     ) -> None:
         """With `staging` a copy is written, and the tensors may change after `keep_order`; otherwise they must not
-        until it is complete. `before` is an earlier one, perhaps of the same tensors. Rank 0 does `then` once the
-        folder is there."""
+        until it is complete. `before` is an earlier one, perhaps of the same tensors. Rank 0 does `first` before
+        anything is written, and `then` once the folder is there."""
         self.grid, self.place, self._then = grid, Place(Path(folder).resolve()), then
         self.record = Record(grid.shape, state, {name: held.entry for name, held in tensors.items()})
         self._what = f"writing {self.place.target}"
+        self._copy: Copy | None = None
+
+        def start() -> None:
+            self.own = self._own(tensors, before)
+            if staging is not None:
+                self._copy = staging.copy({name: tensors[name] for name in self.own})
+            elif grid.device.type == "cuda":
+                torch.cuda.current_stream(grid.device).synchronize()  # a thread has a stream of its own
+            if grid.rank == 0:
+                first()
+                self.place.prepare()
+
         try:
-            self.own = grid.together(
-                self._what, lambda: self._begin(tensors, before), same=f"{self.place.target}, {len(tensors)} tensors"
-            )
+            grid.together(self._what, start, same=f"{self.place.target}, {len(tensors)} tensors")
         except BaseException:
             self._abandon()
             raise
-        own = {name: tensors[name].local for name in self.own}
-        self._copy = None if staging is None else staging.copy(own)
         self._number = next(_numbers)
         self._done: Future[None] = Future()
-        Thread(target=self._act, args=(own,), name="fourfold-save", daemon=True).start()
+        own = {name: tensors[name].local for name in self.own}
+        # not a daemon: an interpreter that ends lets it finish
+        Thread(target=self._act, args=(own,), name="fourfold-save").start()
 
-    def _begin(self, tensors: Tensors, before: Writing | None) -> list[str]:
-        """The tensors of which this rank writes its part; rank 0 makes the folder."""
-        if before is None or before.record.tensors != self.record.tensors:
-            for name, held in tensors.items():
-                require_own_part(name, held, self.grid)
-            own = self.record.own(self.grid.coords)
-        else:
-            own = before.own
-        if self.grid.rank == 0:
-            self.place.prepare()
-        return own
+    def _own(self, tensors: Tensors, before: Writing | None) -> list[str]:
+        """The tensors of which this rank writes its part."""
+        if before is not None and before.record.tensors == self.record.tensors:
+            return before.own
+        for name, held in tensors.items():
+            require_own_part(name, held, self.grid)
+        return self.record.own(self.grid.coords)
 
     def _abandon(self) -> None:
         if self.grid.rank == 0:
@@ -210,6 +252,11 @@ class Writing:
             self.place.abandon()
             raise
         self._then()
+
+    def settle(self, seconds: float) -> None:
+        """Wait so long for this rank's part, whatever becomes of it; without the other ranks."""
+        with suppress(BaseException):
+            self._done.result(seconds)
 
     def result(self) -> None:
         """Wait until the folder is complete; what failed on any rank raises on all, and the old folder is there."""
