@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -46,6 +47,7 @@ class Ranks:
         self.world = world
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._store = ""
 
     def run(self, job: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         self.start(job, *args)
@@ -89,7 +91,7 @@ class Ranks:
         return [found[rank] for rank in range(self.world)]
 
     def _launch(self) -> None:
-        store = tempfile.mktemp(prefix="fourfold-ranks-")
+        self._store = store = tempfile.mktemp(prefix="fourfold-ranks-")
         for rank in range(self.world):
             here, there = _context.Pipe()
             process = _context.Process(target=_serve, args=(there, rank, self.world, store), daemon=True)
@@ -106,6 +108,8 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        with suppress(FileNotFoundError):
+            os.remove(self._store)
 
 
 def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:

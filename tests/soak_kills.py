@@ -39,16 +39,17 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fourfold-kills-") as folder:
         expected = undisturbed(Path(folder) / "alone")
-        done, runs = 0, 0
+        done, in_saves, runs = 0, 0, 0
         while done < kills:
             run = Path(folder) / f"run-{runs}"
-            killed = disturb(run, chance, kills - done)
+            killed, saving = disturb(run, chance, kills - done)
             found = losses(run)
             if found != expected:
                 print(f"run {runs} after {killed} kills: {differing(found, expected)}")
                 return 1
-            done, runs = done + killed, runs + 1
-            print(f"{done} kills in {runs} runs, losses equal, {time.monotonic() - began:.0f} s", flush=True)
+            done, in_saves, runs = done + killed, in_saves + saving, runs + 1
+            seconds = f"{time.monotonic() - began:.0f} s"
+            print(f"{done} kills, {in_saves} during a save, in {runs} runs, losses equal, {seconds}", flush=True)
     return 0
 
 
@@ -57,23 +58,24 @@ def undisturbed(run: Path) -> list[tuple[int, float]]:
     return losses(run)
 
 
-def disturb(run: Path, chance: random.Random, most: int) -> int:
-    """Let a run come to its end under fire; how often it was hit."""
-    killed = 0
+def disturb(run: Path, chance: random.Random, most: int) -> tuple[int, int]:
+    """Let a run come to its end under fire; how often it was hit, and how often during a save."""
+    killed = in_saves = 0
     with (run.parent / f"{run.name}.log").open("w") as log:
         job = start(run, log)
         while True:
             before = size(run)
             if not moved(run, before, job):
                 if job.returncode == 0:
-                    return killed
+                    return killed, in_saves
                 raise RuntimeError(f"the run ended with {job.returncode}:\n{Path(log.name).read_text()[-3000:]}")
             if killed >= most:
                 continue
             time.sleep(chance.uniform(0.0, 4.0))
             whole = killed % 10 == 9
+            saving = any((run / "checkpoints").glob(".step-*.partial"))
             hit = kill_all(job) if whole else kill_one(job, chance)
-            killed += hit
+            killed, in_saves = killed + hit, in_saves + (hit and saving)
             if whole:
                 job.wait()
                 job = start(run, log)
