@@ -68,7 +68,7 @@ INSIDE = {
     ],
     "train": [
         "__init__", "schema", "launch", "job", "sections", "config", "record", "meter", "predicted", "profile",
-        "progress", "stop", "resume", "loop", "options", "command", "sample", "calibrate", "plan", "checkpoint",
+        "progress", "stop", "resume", "saving", "loop", "options", "command", "sample", "calibrate", "plan", "checkpoint",
         "exchange",
     ],
 }  # fmt: skip

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fourfold as ff
 from exchanged import TOKENS, VOCAB, logits, logits_on, whole, write_run, write_run_on
-from fourfold.checkpoint import exchange
 from fourfold.checkpoint.names import Piece, match, shapes_of
 from fourfold.checkpoint.record import read_record
 from fourfold.checkpoint.weights import save_weights
@@ -316,7 +315,9 @@ def test_tokenizers_travel_along(gpt2: Path, tmp_path: Path, end: str) -> None:
     made = import_model(gpt2, tmp_path / "first")
     usual = end == "<|endoftext|>"
     assert made.config.data.eod == (None if usual else 5)
-    assert Path(made.config.data.tokenizer) == tmp_path / "first" / "tokenizer.json"
+    assert made.config.data.tokenizer == "tokenizer.json"
+    read = read_config(tmp_path / "first" / "config.toml")
+    assert read.data.tokenizer == str(tmp_path / "first" / "tokenizer.json")
     assert any("id 5" in note for note in made.notes) is not usual
     (tmp_path / "first").rename(tmp_path / "moved")
     export_model(tmp_path / "moved", tmp_path / "theirs")
@@ -495,7 +496,7 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(exchange.os, "fsync", full)
+        patch.setattr("os.fsync", full)
         with pytest.raises(OSError, match=r"cannot write .*model.safetensors \(No space left"):
             export_model(run, tmp_path / "theirs")
     assert entries(tmp_path) == ["run", "taken"]

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from curves import bound, config_of, write_texts
+from fourfold.checkpoint import write as writing
 from fourfold.checkpoint.folder import Checkpoints
+from fourfold.checkpoint.record import Record, read_record, write_record
+from fourfold.checkpoint.whole import read_whole, verify, write_whole
+from fourfold.data.order import Order, part_of
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Shape
@@ -31,8 +38,9 @@ from fourfold.train import launch as launching
 from fourfold.train import stop as stopping
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run, begin
-from fourfold.train.record import Lines, rewind
-from fourfold.train.resume import Start, find_start, look
+from fourfold.train.record import Lines, Owned, rewind
+from fourfold.train.resume import Start, find_start, left_behind, look, restarted
+from fourfold.train.sections import DataSection
 from harness import Ranks, _context, grid_of
 from test_train import (
     Job,
@@ -81,8 +89,8 @@ def halfway(folder: Path, to: Path) -> Path:
     """A copy of a finished run as it was when it had gone on for some steps after its first checkpoint."""
     shutil.copytree(folder, to)
     shutil.rmtree(to / "checkpoints" / f"step-{STEPS:08}")
-    lines = (to / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (to / "metrics.jsonl").write_text("".join(lines[:-3]) + lines[-3][:20])  # it was killed in the middle of a line
+    lines = [json.dumps(line) + "\n" for line in lines_of(folder) if line["event"] == "step" or line["step"] < STEPS]
+    (to / "metrics.jsonl").write_text("".join(lines) + '{"event": "evalua')  # it was killed in the middle of a line
     return to
 
 
@@ -256,6 +264,9 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(
     assert_error(attempt("--restarts", "-1"), "--restarts -1")
     assert contents(folder) == before
     assert_error(one.run(cli, "train", "--resume", str(tmp_path))[0], "holds no run to go on with", "CONFIG.toml")
+    assert_error(attempt("--step", "4"), "has no complete checkpoint of step 4; it has those of 3")
+    (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "new", "--step", "4", steps=1))
+    assert_error(left, "--step 4 names a checkpoint to go on from; give its run with --resume")
     damaged = folder / "checkpoints" / f"step-{HALF:08}" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert_error(attempt(), str(damaged))
@@ -277,11 +288,93 @@ def test_weights_alone_begin_a_run_but_continue_none(one: Ranks, finished: Path,
         look(folder, read_config(folder / "config.toml"), weights.rename(weights.with_name("step-00000007")))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step": 7}, "is named after step 3 and was saved at step 7"),
+        ({"step": "3"}, "is named after step 3 and was saved at step 3"),
+        ({"config": {"train": []}}, r"its config has \[\] for the section train"),
+        ({"config": {"train": {"seed": 0}, "batch": "x"}}, "its config has 'x' for the section batch"),
+        ({"config": 3}, "does not say what it was trained with"),
+    ],
+    ids=str,
+)
+def test_a_state_of_somebody_elses_is_refused(finished: Path, tmp_path: Path, change: Any, said: str) -> None:
+    checkpoint = tmp_path / "checkpoints" / f"step-{HALF:08}"
+    record = read_record(finished / "checkpoints" / checkpoint.name)
+    checkpoint.mkdir(parents=True)
+    write_record(checkpoint, Record(record.shape, {**record.state, **change}, record.tensors, record.files))
+    with pytest.raises(ValueError, match=rf"{re.escape(str(checkpoint))}.*{said}"):
+        look(tmp_path, read_config(finished / "config.toml"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"of": []}, {"of": {"sources": 3}}, {"of": {"sources": [1]}}, {"given": ["a"]}, {"sample": "4"}, {"sample": True}],
+    ids=str,
+)
+def test_a_position_of_somebody_elses_is_refused(change: dict[str, Any]) -> None:
+    order = Order([part_of("a", 100, 5)], None, 0)
+    order.take(4)
+    before = order.state()
+    with pytest.raises(ValueError, match="this is no position in data"):
+        order.restore({**before, **change})
+    assert order.state() == before
+
+
+def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    """Of a run whose newest is damaged, which says so; what was saved and recorded after that step goes."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    damaged = folder / "checkpoints" / f"step-{STEPS:08}" / "rank-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    command = ["train", "--resume", str(folder), "--steps", str(STEPS + 1)]
+    (left,) = one.run(cli, *command)
+    assert_error(left, str(damaged), f"or go on from an earlier checkpoint: --step {HALF}")
+    (left,) = one.run(cli, *command, "--step", str(HALF))
+    assert (left.code, left.err) == (0, "")
+    back = f"goes back to step {HALF}: removes step-{STEPS:08} and what was recorded after that step\n"
+    assert left.out.startswith(back)
+    assert [step for step, _ in Checkpoints(folder / "checkpoints").complete()] == [HALF, STEPS, STEPS + 1]
+    verify(damaged.parent)  # another one by now
+    assert column(folder, "step", "step") == list(range(1, STEPS + 2))
+    assert column(folder, "resumed", "step") == [HALF]
+
+
+def test_a_folder_has_one_job(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    """The second is refused before it changes anything; once the first has gone it may."""
+    folder = halfway(finished, tmp_path / "run")
+    owned, before = Owned(folder), contents(folder)
+    (left,) = one.run(cli, "train", "--resume", str(folder))
+    assert_error(left, f"another job (process {os.getpid()} on ", f"is training in {folder}")
+    with pytest.raises(BlockingIOError, match="another job"):
+        Owned(folder)
+    assert contents(folder) == before
+    owned.release()
+    Owned(folder).release()
+
+
+def test_a_tokenizer_beside_the_config_moves_with_it(tmp_path: Path, monkeypatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    (run / "tokenizer.json").touch()
+    config = replace(Config(), data=DataSection(tokenizer="run/tokenizer.json"))
+    assert config.stored(run).data.tokenizer == "tokenizer.json"
+    assert config.stored(tmp_path / "other").data.tokenizer == "run/tokenizer.json"
+    path = run / "config.toml"
+    for name in ("tokenizer.json", "gone/tokenizer.json"):
+        path.write_text(f'[data]\ntokenizer = "{name}"\n')
+        assert read_config(path).data.tokenizer == str(run / "tokenizer.json")
+    assert read_config(path, [("data.tokenizer", "tokenizer.json")]).data.tokenizer == "tokenizer.json"
+    for name in (str(tmp_path / "tokenizer.json"), "bytes", "gone/other.json"):
+        path.write_text(f'[data]\ntokenizer = "{name}"\n')
+        assert read_config(path).data.tokenizer == name
+
+
 def copy_weights(source: Path, to: Path) -> None:
     """A job: the parameters of a checkpoint by themselves."""
-    from fourfold.checkpoint.record import read_record
-    from fourfold.checkpoint.whole import read_whole, write_whole
-
     record = read_record(source)
     names = [name for name in record.tensors if name.startswith("model/")]
     layout = {name: (record.tensors[name].dtype, record.tensors[name].shape) for name in names}
@@ -338,6 +431,54 @@ def test_rewinding_leaves_what_was_before(tmp_path: Path) -> None:
 
 def cli_started_again(*arguments: str) -> Left:
     return cli_that_may_start_again(*arguments, restarts="1")
+
+
+def test_one_rank_that_was_started_again_is_enough(ranks) -> None:
+    """A node that came in the place of another counts no start before."""
+    assert ranks(2).run(started_again, 0) == [False] * 2
+    assert ranks(2).run(started_again, 1) == [True] * 2
+
+
+def started_again(times: int) -> bool:
+    """A job: whether these ranks were, where rank 1 alone has been so many times."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(times * dist.get_rank())
+    try:
+        return restarted()
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def test_what_is_on_its_way_is_no_saved_checkpoint(ranks, tmp_path: Path) -> None:
+    """It is told of when it is complete; a run that fails meanwhile lets it become so."""
+    config = small(tmp_path, "fp32", Shape(x=2), checkpoint__every=2, train__evaluate_every=0)
+    ranks(2).run(fails_while_saving, config, tmp_path / "run")
+    told = [(line["event"], line["step"]) for line in lines_of(tmp_path / "run")]
+    assert told == [("step", 1), ("step", 2), ("step", 3), ("saved", 2), ("end", 3)]
+    assert [step for step, _ in Checkpoints(tmp_path / "run" / "checkpoints").complete()] == [2]
+
+
+def fails_while_saving(config: Config, folder: Path) -> None:
+    """A job: files are written when the loss of the third step is read, which ends the run."""
+    run = Run(config, grid_of(config.grid.shape), folder)
+    begin(run, lambda: [Lines(folder / "metrics.jsonl")])
+    failed, write_file, launch = threading.Event(), writing.write_file, run._launch
+
+    def write_late(*arguments: Any) -> Any:
+        assert failed.wait(20)
+        return write_file(*arguments)
+
+    def fail(step: int) -> None:
+        if step == 4:
+            failed.set()
+            raise ZeroDivisionError
+        launch(step)
+
+    writing.write_file, run._launch = write_late, fail  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            run.train()
+    finally:
+        writing.write_file = write_file
 
 
 def test_steps_skipped_in_a_row_are_counted_on(ranks, tmp_path: Path) -> None:
@@ -397,6 +538,31 @@ def test_ranks_stop_after_the_same_step(ranks) -> None:
         assert first == second
         assert asked[0] <= first < 1000
         assert keys <= 6
+
+
+def test_patience_begins_where_the_waiting_does(monkeypatch) -> None:
+    """However long ago the signal came: the ranks may have been in a long step, all of them."""
+    monkeypatch.setattr(stopping, "PATIENCE", 0.2)
+    stop = stopping.Stop(SimpleNamespace(shape=Shape(z=2)))  # type: ignore[arg-type]
+    stop._asked_at = time.monotonic() - 1000
+    answers = iter([False, False, True])
+    stop._await(SimpleNamespace(check=lambda _: next(answers)), "key")  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        stop._await(SimpleNamespace(check=lambda _: False), "key")  # type: ignore[arg-type]
+
+
+def test_what_sigterm_left_unsaved_is_said(finished: Path, tmp_path: Path) -> None:
+    assert left_behind(tmp_path) == left_behind(finished) == "what was written stays readable"
+    folder = halfway(finished, tmp_path / "run")
+    newest = folder / "checkpoints" / f"step-{HALF:08}"
+    assert left_behind(folder) == f"step {STEPS} was not saved; the newest checkpoint is {newest}"
+    shutil.rmtree(newest)
+    assert left_behind(folder) == f"step {STEPS} was not saved; there is no checkpoint"
+
+
+def test_ranks_that_are_told_to_end_have_the_time_to_save() -> None:
+    config = launching._config(2, "name")
+    assert getattr(config, "shutdown_timeout", 600) == launching.STOP_SECONDS == 600
 
 
 # --- ranks that die

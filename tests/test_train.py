@@ -7,6 +7,7 @@ those that are about processes (torchrun, signals, a rank that dies) are started
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -138,7 +139,7 @@ def column(folder: Path, event: str, key: str) -> list[Any]:
 def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
-        "config.toml", "run.json", "metrics.jsonl", "tensorboard", "data", "checkpoints"
+        "config.toml", "run.json", "metrics.jsonl", "tensorboard", "data", "checkpoints", ".lock"
     }  # fmt: skip
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert [path.suffix for path in (folder / "data").iterdir()] == [".tokens"]
@@ -489,6 +490,19 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_it_readable(one: Ranks, to
     assert steps == list(range(1, len(steps) + 1))
     assert len(whole) > 5
     assert len(read_run(folder).steps) == len(steps)
+
+
+def test_preparing_text_on_a_full_disk_names_the_file(tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "a.txt").write_text("words")
+    out = tmp_path / "a.tokens"
+    with monkeypatch.context() as patched:
+        patched.setattr("fourfold.data.tokens._write", full)
+        with pytest.raises(OSError, match=f"cannot write {re.escape(str(out))} .No space left on device.; make room"):
+            prepare([tmp_path / "a.txt"], out, load_tokenizer("bytes"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_a_checkpoint_that_does_not_fit_is_an_error_of_one_line(one: Ranks, tokens: str, tmp_path: Path) -> None:

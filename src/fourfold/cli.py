@@ -191,11 +191,17 @@ def parser() -> argparse.ArgumentParser:
         "or --model begin one where there is none",
     )
     one.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with --resume: go on from the checkpoint of this step; newer ones are removed when the run begins",
+    )
+    one.add_argument(
         "--restarts",
         type=int,
         metavar="N",
         help="start the local ranks again when one dies, up to N times without a new checkpoint in between; by default "
-        "3 where checkpoint.every is set, else 0",
+        "3 with several ranks where checkpoint.every is set, else 0",
     )
     one.add_argument("--set", action="append", type=setting, default=[], metavar="SECTION.KEY=VALUE", dest="changes")
     one.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU where there is one")
@@ -294,6 +300,7 @@ Train a model. Outside of torchrun and SLURM the local ranks are started here.
   fourfold train run.toml --profile 20-22 --set overlap.halves=2
   fourfold train run.toml --out runs/one --set checkpoint.every=500
   fourfold train --resume runs/one --grid x=4,z=2
+  fourfold train --resume runs/one --step 500
   torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml"""
 PLAN = """\
 Rank the grids, rank orders and policies for a model on a machine, before anything runs. Needs no device.

@@ -131,6 +131,8 @@ class Order:
             sample, given, of = state["sample"], list(state["given"]), state["of"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no position in data: {state!r} lacks {error}; pass what state() gave") from error
+        if not _is_position(sample, given, of):
+            raise ValueError(f"this is no position in data: {state!r}; pass what state() gave")
         differing = _differences(of, self._identity())
         if differing:
             raise ValueError(
@@ -166,9 +168,17 @@ def _whole(parts: tuple[Part, ...], weights: Sequence[float] | None) -> tuple[in
     return tuple(weight // gcd(*whole) for weight in whole)
 
 
+def _is_position(sample: Any, given: list[Any], of: Any) -> bool:
+    """Whether these are of the kinds that `Order.state` writes: they may come from a file of somebody else's."""
+    if not isinstance(of, dict) or not isinstance(sources := of.get("sources"), list):
+        return False
+    counts = all(type(count) is int and count >= 0 for count in (sample, *given))
+    return counts and all(isinstance(source, dict) for source in sources)
+
+
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
     found = [f"{key} was {saved.get(key)}, is {here[key]}" for key in ("seed", "seq") if saved.get(key) != here[key]]
-    before, now = saved.get("sources", []), here["sources"]
+    before, now = saved["sources"], here["sources"]
     if len(before) != len(now):
         return [*found, f"there were {len(before)} sources, now {len(now)}"]
     for number, (old, new) in enumerate(zip(before, now, strict=True)):

@@ -7,10 +7,12 @@ name begins with a dot. A file given by its own name is text whatever its suffix
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -85,7 +87,10 @@ def prepare_files(
         raise ValueError(f"{out}: no input was given; name files, folders or {STANDARD_LIBRARY}")
     total, done = sum(file.size for file in files), 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TokenWriter(out, vocab=tokenizer.vocab, eod=tokenizer.eod, tokenizer=tokenizer.description) as writer:
+    with (
+        _naming(out),
+        TokenWriter(out, vocab=tokenizer.vocab, eod=tokenizer.eod, tokenizer=tokenizer.description) as writer,
+    ):
         for group in _groups(piece for file in files for piece in _pieces(file.path)):
             for piece, ids in zip(group, tokenizer.encode_many([piece.text for piece in group]), strict=True):
                 writer.append(ids)
@@ -96,6 +101,17 @@ def prepare_files(
                 progress(done, total)
     empty = sum(file.size == 0 for file in files)
     return Summary(out, writer.tokens, writer.documents, len(files), empty, total, tokenizer.vocab)
+
+
+@contextmanager
+def _naming(out: Path) -> Iterator[None]:
+    """A disk that is full says so of no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(error.errno, f"cannot write {out} ({error.strerror}); make room there") from error
 
 
 def text_files(name: str | Path) -> list[TextFile]:

@@ -39,8 +39,8 @@ from fourfold.train.record import (
     Event,
     Kept,
     check_folder,
-    finish,
     open_sinks,
+    require_unowned,
     require_writing,
     strict,
 )
@@ -48,8 +48,10 @@ from fourfold.train.resume import (
     Start,
     find_start,
     goes_on,
+    is_done,
+    left_behind,
     left_of,
-    look,
+    look_at,
     require_found_again,
     restarted,
 )
@@ -81,10 +83,20 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     out = config.train.out or default_folder(config)
     if options.resume is None and options.compare_serial is None:
         check_folder(Path(out), save=config.checkpoint.save)  # ranks that are started again take a run there for theirs
-    if options.resume is not None and is_done(look(options.resume, config), config, options.resume, people):
-        return 0
+    if options.resume is not None:
+        require_unowned(options.resume)
+        start = look_at(options.resume, config, options.step)
+        if is_done(start, config, options.resume, people):
+            return 0
     decided = ["--ranks", str(ranks), *grid_options(config.grid.shape), "--out", out, "--device", device]
-    return launch(ranks, [*arguments, *decided], sys.stderr, restarts=restarts, goes_on=lambda: goes_on(Path(out)))
+    return launch(
+        ranks,
+        [*arguments, *decided],
+        sys.stderr,
+        restarts=restarts,
+        goes_on=lambda: goes_on(Path(out)),
+        left=lambda: left_behind(Path(out)),
+    )
 
 
 def _train(options: argparse.Namespace, device: str) -> int:
@@ -111,15 +123,20 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     stream = output(options.json)
     require_found_again(config.train.out)
     out = Path(grid.hear(config.train.out or default_folder(config)))
-    resumes = options.resume is not None or restarted()
+    again = restarted()
+    resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
-    start = find_start(grid, out, config) if resumes else Start()
+    # ranks that died and were started again go on from what they have saved since
+    start = find_start(grid, out, config, None if again else options.step) if resumes else Start()
     if is_done(start, config, out, stream if grid.rank == 0 else None):
         close(grid)
         return 0
-    run = Run(config, grid, out, profile=left_of(options.profile, start.step, asked=not restarted()))
+    run = Run(config, grid, out, profile=left_of(options.profile, start.step, asked=not again))
     run.take_up(start)
     shown = progress(stream, config.train.steps, start.step)
+    if start.newer and grid.rank == 0:
+        gone = ", ".join(folder.name for folder in start.newer)
+        shown.say(f"goes back to step {start.step}: removes {gone} and what was recorded after that step")
     kept = [Kept()] if options.json is not None else []
     taken_up = start.step if start.taken_up else None
     begin(run, lambda: [*open_sinks(config.log, out, config, taken_up), shown, *kept], start)
@@ -139,17 +156,6 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     return TERMINATED if run.stopped else 0
 
 
-def is_done(start: Start, config: Config, out: Path, stream: IO[str] | None) -> bool:
-    """Whether a run that should go on has nothing left to do, which is said; by whom there is a stream for."""
-    if start.step < config.train.steps:
-        return False
-    if stream is not None:
-        if start.step == config.train.steps and (out / "metrics.jsonl").exists():
-            finish(out / "metrics.jsonl", start.step)
-        print(f"{out} has reached step {start.step} of {config.train.steps}; give more --steps to go on", file=stream)
-    return True
-
-
 def farewell(run: Run, stream: IO[str]) -> None:
     """What the run has left behind, and what can be done with it."""
     out, saved = run.out, run.saving is not None
@@ -167,6 +173,7 @@ def check_outputs(grid: Grid, out: Path, config: Config, json_to: str | None, *,
     """Before anything is made: rank 0 must be able to write what is asked for."""
 
     def check() -> None:
+        require_unowned(out)  # which the run would be told later, after all the loading
         if resumes:
             require_writing(save=config.checkpoint.save)
         else:

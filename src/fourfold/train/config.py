@@ -34,6 +34,9 @@ from fourfold.train.sections import (
     TrainSection,
 )
 
+BYTES = "bytes"
+"""The tokenizer that has no file."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -70,6 +73,13 @@ class Config:
     def toml(self) -> str:
         return to_toml(to_table(self))
 
+    def stored(self, folder: Path) -> Config:
+        """As a run's folder keeps it: run again it gets another one, and a tokenizer in it moves with it."""
+        name, data = Path(self.data.tokenizer), self.data
+        if self.data.tokenizer != BYTES and name.expanduser().parent.resolve() == folder.resolve():
+            data = replace(data, tokenizer=name.name)
+        return replace(self, data=data, train=replace(self.train, out=None))
+
 
 def read_config(path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, forget_grid: bool = False) -> Config:
     """The config of a TOML file (or the defaults) with some keys changed: `("batch.rows", 32)`.
@@ -84,6 +94,7 @@ def read_config(path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, f
             table = tomllib.loads(path.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
+        _put_beside(table, path.parent)
     if forget_grid and isinstance(table.get("grid"), dict):
         table["grid"] = {key: value for key, value in table["grid"].items() if key not in AXES}
     for key, value in changes:
@@ -92,6 +103,19 @@ def read_config(path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, f
         return parse(Config, table)
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path is not None else str(error)) from error
+
+
+def beside(name: str, folder: Path) -> str:
+    """The tokenizer that a config in this folder names: a bare name, or a path that is not there any more, is that of
+    a file beside the config if there is one. So a run that has its own can be moved."""
+    path, own = Path(name).expanduser(), folder / Path(name).name
+    return str(own) if name != BYTES and own.is_file() and (path.name == name or not path.is_file()) else name
+
+
+def _put_beside(table: dict[str, Any], folder: Path) -> None:
+    data = table.get("data")
+    if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
+        data["tokenizer"] = beside(data["tokenizer"], folder)
 
 
 def _put(table: dict[str, Any], key: str, value: Any) -> None:

@@ -26,7 +26,7 @@ from fourfold.checkpoint.record import RECORD, Record, read_record
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.models.foreign import read_foreign, read_keys
 from fourfold.report.units import count, nbytes
-from fourfold.train.config import Config, read_config
+from fourfold.train.config import Config, beside, read_config
 from fourfold.train.schema import parse, to_table
 from fourfold.train.sections import BatchSection, DataSection, Model, OptimizerSection
 
@@ -58,7 +58,7 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
         raise FileNotFoundError(f"there is no {path}; give the folder of a Hugging Face model, with its {CONFIG}")
     kind, model, notes = _read_model(path)
     with new_folder(out) as folder:
-        data, more = _import_tokenizer(source, folder, out.resolve(), model.vocab, eod)
+        data, more = _import_tokenizer(source, folder, model.vocab, eod)
         config = Config(
             model=Model(source.resolve().name, **dataclasses.asdict(model)),
             data=data,
@@ -82,9 +82,7 @@ def _read_model(path: Path) -> tuple[str, models.Config, tuple[str, ...]]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _import_tokenizer(
-    source: Path, folder: Path, out: Path, vocab: int, eod: str | int | None
-) -> tuple[DataSection, list[str]]:
+def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | None) -> tuple[DataSection, list[str]]:
     """The section that names the tokenizer, which is copied into the run, and what is to be said of it."""
     path = source / TOKENIZER
     if not path.is_file():
@@ -102,7 +100,7 @@ def _import_tokenizer(
     if tokenizer.vocab > vocab:
         notes.append(f"{path} has ids up to {tokenizer.vocab - 1}, and the model knows those below {vocab} alone")
     write_bytes(folder / TOKENIZER, path.read_bytes())
-    return DataSection(tokenizer=str(out / TOKENIZER), eod=eod), notes
+    return DataSection(tokenizer=TOKENIZER, eod=eod), notes
 
 
 def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
@@ -180,12 +178,10 @@ def _export_tokenizer(
     data: DataSection, checkpoint: Path, folder: Path, seq: int
 ) -> tuple[Tokenizer | None, list[str]]:
     """The run's tokenizer, whose file is copied where it has one."""
-    name = data.tokenizer
+    name = beside(data.tokenizer, checkpoint.resolve().parent.parent)
     if name == "bytes":
         return load_tokenizer(name), []
     path = Path(name).expanduser()
-    if not path.is_file():  # the run may have moved, with the file in it
-        path = checkpoint.resolve().parent.parent / Path(name).name
     if not path.is_file():
         return None, [f"there is no tokenizer {name}: the folder has none"]
     tokenizer = load_tokenizer(path, data.eod)

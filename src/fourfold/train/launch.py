@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -37,6 +38,10 @@ INTERRUPTED, TERMINATED = 130, 143
 STARTED_BY_US = "FOURFOLD_LAUNCHED"
 RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has started the ranks again."""
+STOP_SECONDS = 600
+"""How long ranks that were told to end may take, for a step, an evaluation, a compilation and a save; then the agent
+kills them. Its own 30 s are less than a large checkpoint takes."""
+READABLE = "what was written stays readable"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """How gloo and NCCL say that another rank is gone: an effect, not a cause."""
 
@@ -53,54 +58,68 @@ def launch(
     *,
     restarts: int = 0,
     goes_on: Callable[[], str] = lambda: "from its start",
+    left: Callable[[], str] = lambda: READABLE,
 ) -> int:
     """Run `fourfold` with these arguments on that many local ranks; returns the exit code.
 
     When a rank dies, all are started again, up to `restarts` times in a row without progress. `goes_on` says in
-    words where they will go on, and so tells progress too.
+    words where they will go on, and so tells progress too; `left` what SIGTERM has left of them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what the agent has to say is said below
     try:
-        return _launch(ranks, arguments, errors, restarts, goes_on)
+        return _launch(ranks, arguments, errors, restarts, goes_on, left)
     except (KeyboardInterrupt, SignalException) as caught:
         if getattr(caught, "sigval", None) == signal.SIGTERM:
-            return _terminated(errors)
-        print("fourfold: interrupted; what was written stays readable", file=errors)
+            return _terminated(errors, left)
+        print(f"fourfold: interrupted; {READABLE}", file=errors)
         return INTERRUPTED
     finally:
         for name in (STARTED_BY_US, RESTARTED):
             os.environ.pop(name, None)
 
 
-def _launch(ranks: int, arguments: Sequence[str], errors: IO[str], restarts: int, goes_on: Callable[[], str]) -> int:
-    left, reached, times = restarts, goes_on(), 0
+def _launch(
+    ranks: int,
+    arguments: Sequence[str],
+    errors: IO[str],
+    restarts: int,
+    goes_on: Callable[[], str],
+    left: Callable[[], str],
+) -> int:
+    tries, reached, times = restarts, goes_on(), 0
     while True:
         os.environ |= {STARTED_BY_US: "1", RESTARTED: str(times)}
-        config = LaunchConfig(
-            1, 1, ranks, run_id=f"fourfold-{times}", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
-        )
         try:
-            elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
+            elastic_launch(_config(ranks, f"fourfold-{times}"), sys.executable)("-u", "-c", RANK, *arguments)
             return 0
         except ChildFailedError as failed:
             if any(failure.exitcode == TERMINATED for failure in failed.failures.values()):
-                return _terminated(errors)
+                return _terminated(errors, left)
             rank, failure = first_cause(failed.failures)
             before, reached = reached, goes_on()
-            left = left if reached == before else restarts
-            if left == 0 or not may_pass(failure):
+            tries = tries if reached == before else restarts
+            if tries == 0 or not may_pass(failure):
                 print(f"fourfold: error: {explain(rank, failure)}", file=errors)
                 return failure.exitcode if failure.exitcode > 0 else 1
-            left, times = left - 1, times + 1
+            tries, times = tries - 1, times + 1
             cause = explain(rank, failure).splitlines()[-1]
             print(f"fourfold: {cause}; the run goes on {reached} (start {times + 1})", file=errors, flush=True)
 
 
-def _terminated(errors: IO[str]) -> int:
-    print("fourfold: stopped by SIGTERM; what was written stays readable", file=errors)
+def _config(ranks: int, name: str) -> LaunchConfig:
+    more: dict[str, Any] = {}
+    if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):  # not in every torch
+        more["shutdown_timeout"] = STOP_SECONDS
+    return LaunchConfig(
+        1, 1, ranks, run_id=name, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, **more
+    )
+
+
+def _terminated(errors: IO[str], left: Callable[[], str]) -> int:
+    print(f"fourfold: stopped by SIGTERM; {left()}", file=errors)
     return TERMINATED
 
 

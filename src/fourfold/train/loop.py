@@ -6,12 +6,11 @@ never makes the device wait.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -38,8 +37,9 @@ from fourfold.train.config import Config
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.predicted import Comparison, foresee
 from fourfold.train.profile import Profile
-from fourfold.train.record import Event, Sink, rewind, strict, write_json, write_text
-from fourfold.train.resume import Saving, Start, earlier, take_up
+from fourfold.train.record import Event, Owned, Sink, read_facts, rewind, strict, write_json, write_text
+from fourfold.train.resume import Start, earlier, remove_newer, take_up
+from fourfold.train.saving import INTERRUPTED, Saving
 from fourfold.train.sections import DTYPES
 from fourfold.train.stop import Stop
 
@@ -125,6 +125,8 @@ class Run:
         self._comparison: Comparison | None = None
         self.saving: Saving | None = None
         """From `begin` on, where the config asks for checkpoints."""
+        self.owned: Owned | None = None
+        """The run's folder, on rank 0 from `begin` on."""
         self.stop = Stop(grid)
         self.stopped = False
         """Whether it was asked to stop before its last step, and did."""
@@ -186,6 +188,7 @@ class Run:
             self.meter.begin()
             for step in range(self.step + 1, self.config.train.steps + 1):
                 self._take(step)
+                self._record_saved()
                 last = step == self.config.train.steps
                 if self.evaluation is not None and (last or step % self.config.train.evaluate_every == 0):
                     self._drain()
@@ -201,7 +204,7 @@ class Run:
             if self._comparison is not None:
                 self._tell(self._comparison.finish())
         except KeyboardInterrupt:
-            reason = "interrupted"
+            reason = INTERRUPTED
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -309,9 +312,14 @@ class Run:
             return
         self._drain()
         with self.profile.aside("saving"):
-            saved = self.saving.save(step, self.model, self.optimizer, self.loader, self._skipped, last=last)
-        self._record(saved)
+            self.saving.save(step, self.model, self.optimizer, self.loader, self._skipped, last=last)
+        self._record_saved()
         self.meter.begin()
+
+    def _record_saved(self) -> None:
+        """Those checkpoints that are complete by now."""
+        for event in () if self.saving is None else self.saving.completed():
+            self._record(event)
 
     def _record(self, event: Event) -> None:
         for sink in self.sinks:
@@ -322,8 +330,13 @@ class Run:
         self.profile.close()
         # a sink that fails now, such as a full disk, must not hide why the run ended
         with nullcontext() if reason == "finished" else suppress(OSError), ExitStack() as stack:
+            if self.owned is not None:
+                stack.callback(self.owned.release)
             for sink in self.sinks:
                 stack.callback(sink.close)
+            if self.saving is not None:
+                self.saving.settle(reason)
+                self._record_saved()
             self._record({"event": "end", "step": self.step, "reason": reason})
 
 
@@ -347,14 +360,15 @@ def device_name(device: torch.device) -> str:
 def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = None) -> None:
     """Rank 0 writes what the run is and opens what records it; what fails there fails on all ranks.
 
-    Where a run is taken up, what was recorded after the step that it goes on from is taken back.
+    Where a run is taken up, what was recorded or saved after the step that it goes on from is taken back.
     """
     start = start or Start()
 
     def write() -> None:
         run.out.mkdir(parents=True, exist_ok=True)
-        stored = replace(run.config, train=replace(run.config.train, out=None))  # run again it gets another folder
-        write_text(run.out / "config.toml", stored.toml())
+        run.owned = Owned(run.out)
+        remove_newer(start)
+        write_text(run.out / "config.toml", run.config.stored(run.out).toml())
         if start.taken_up:
             rewind(run.out / "metrics.jsonl", start.step)
         run.describe(earlier(read_facts(run.out), start.step) if start.taken_up else [])
@@ -370,15 +384,12 @@ def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = N
                 "file system that all nodes share, or checkpoint.save=false"
             )
 
-    run.grid.first_alone("starting the run", write)
-    run.grid.together("finding the run's folder", find)
-    if run.config.checkpoint.save:
-        run.saving = Saving(run.config, run.grid, run.out)
-
-
-def read_facts(out: Path) -> Event | None:
-    """What run.json holds, None where it is not there or was not written to its end."""
     try:
-        return json.loads((out / "run.json").read_text())
-    except (OSError, ValueError):
-        return None
+        run.grid.first_alone("starting the run", write)
+        run.grid.together("finding the run's folder", find)
+        if run.config.checkpoint.save:
+            run.saving = Saving(run.config, run.grid, run.out)
+    except BaseException:
+        if run.owned is not None:
+            run.owned.release()
+        raise

@@ -25,6 +25,8 @@ def check_options(options: argparse.Namespace) -> None:
             )
         if options.compare_serial is not None:
             raise ValueError("--compare-serial trains no run and has none to --resume; leave one of them away")
+    elif options.step is not None:
+        raise ValueError(f"--step {options.step} names a checkpoint to go on from; give its run with --resume")
     if options.restarts is not None:
         if options.restarts < 0:
             raise ValueError(f"--restarts {options.restarts}: there cannot be fewer than 0")

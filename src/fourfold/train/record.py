@@ -8,6 +8,7 @@
     tensorboard/    the same for TensorBoard, where it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
+    .lock           held by the job that trains there
     checkpoints/    complete states of training, by step, which any grid can go on from
 
 Rank 0 alone writes the records; every rank writes its own trace and its part of a checkpoint.
@@ -15,14 +16,17 @@ Rank 0 alone writes the records; every rank writes its own trace and its part of
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
 from fourfold.train.config import Config
@@ -32,6 +36,48 @@ from fourfold.train.sections import LogSection
 Event = dict[str, Any]
 KINDS = ("step", "evaluation", "skipped", "compared", "profile", "saved", "resumed", "end")
 """What events tell of."""
+
+
+LOCK = ".lock"
+
+
+class Owned:
+    """A run's folder in the hands of one job, until it is released or the process has ended, however it did."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises where another job has it; where the file system knows no locks nobody is refused."""
+        self._file = (folder / LOCK).open("a+")
+        try:
+            _lock(self._file, folder)
+        except BaseException:
+            self._file.close()
+            raise
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def require_unowned(folder: Path) -> None:
+    """Refuse a folder that another job has, and leave it as it is."""
+    if (folder / LOCK).exists():
+        with (folder / LOCK).open("r+") as file:
+            _lock(file, folder)
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):
+            return  # this file system knows no locks
+        file.seek(0)
+        raise BlockingIOError(
+            f"another job ({file.read().strip() or 'just begun'}) is training in {folder}; wait until it has ended, "
+            "stop it, or give another folder"
+        ) from error
 
 
 class Sink(Protocol):
@@ -153,6 +199,14 @@ def open_sinks(log: LogSection, folder: Path, config: Config, taken_up: int | No
 def write_json(path: Path, content: Any) -> None:
     """All of it or nothing."""
     _replace(path, lambda partial: partial.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def read_facts(out: Path) -> Event | None:
+    """What run.json holds, None where it is not there or was not written to its end."""
+    try:
+        return json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def write_text(path: Path, content: str) -> None:

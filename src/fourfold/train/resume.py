@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are saved, and how a run goes on from the newest one.
+"""How a run goes on from a checkpoint of its own, by default from the newest one.
 
 What a run is taken up from is looked at before anything is built or changed: `look` finds the checkpoint and refuses
 what cannot continue it. Tensors and data are checked by who loads them, before they change anything.
@@ -6,69 +6,34 @@ what cannot continue it. Tensors and data are checked by who loads them, before 
 
 from __future__ import annotations
 
+import json
 import os
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import nn
 
-from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
+from fourfold.agree import decide
+from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint
 from fourfold.checkpoint.load import load_training
-from fourfold.checkpoint.record import read_record
-from fourfold.checkpoint.save import Saver
+from fourfold.checkpoint.record import Record, read_record
 from fourfold.checkpoint.training import OPTIMIZER
 from fourfold.data.loader import Loader
 from fourfold.grid import FailedElsewhereError, Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import Config
-from fourfold.train.launch import RESTARTED
-from fourfold.train.record import Event, holds_run, strict
+from fourfold.train.launch import READABLE, RESTARTED
+from fourfold.train.record import Event, finish, holds_run
 from fourfold.train.schema import to_table
 
+UNREADABLE = ("copy it again", "copy them again", "copy the folder again", "is missing", "cannot read")
+"""How errors end or read that tell of a checkpoint's files, not of what is to go on with it."""
 FIXED = (("train", "seed"), ("batch", "rows"))
 """What a run cannot change on its way: the samples of a step are counted by them."""
-
-
-class NotSavedError(OSError):
-    """A checkpoint was not written; says what is there instead."""
-
-
-class Saving:
-    """Saves a run while it trains."""
-
-    def __init__(self, config: Config, grid: Grid, out: Path) -> None:
-        section = config.checkpoint
-        self.config, self.every = config, section.every
-        self.saver = Saver(
-            grid,
-            out / CHECKPOINTS,
-            keep_last=section.keep_last,
-            keep_every=section.keep_every,
-            asynchronous=section.asynchronous,
-        )
-
-    def due(self, step: int) -> bool:
-        return self.every > 0 and step % self.every == 0
-
-    def save(self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, skipped: int, *, last: bool) -> Event:
-        """Save this step, the last one until it is complete; the event that tells for how long training stood."""
-        state = {
-            "config": strict(to_table(self.config)),
-            "data": loader.state(),
-            "skipped": skipped,
-            "schedule": asdict(self.config.schedule),
-        }
-        began = time.perf_counter()
-        try:
-            self.saver.save(step, model, optimizer, state)
-            if last:
-                self.saver.wait()
-        except (OSError, FailedElsewhereError) as error:
-            raise NotSavedError("; ".join([str(error), *getattr(error, "__notes__", ())[-1:]])) from error
-        return {"event": "saved", "step": step, "seconds": time.perf_counter() - began}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +44,8 @@ class Start:
     checkpoint: Path | None = None
     taken_up: bool = False
     """The folder holds a run, which goes on or begins again."""
+    newer: tuple[Path, ...] = ()
+    """Checkpoints of later steps, which are removed when the run begins."""
     said: tuple[str, ...] = ()
     """What people should know of it, a line each."""
 
@@ -93,7 +60,8 @@ def look(out: Path, config: Config, checkpoint: Path | None = None) -> Start:
     if checkpoint is None:
         said = (f"{out} has no complete checkpoint: the run begins again, from step 0",) if begun else ()
         return Start(taken_up=begun, said=said)
-    record = read_record(checkpoint)
+    with _way_out(checkpoint):
+        record = read_record(checkpoint)
     step = step_of(checkpoint)
     if not any(name.startswith(OPTIMIZER) for name in record.tensors):
         if step:
@@ -101,10 +69,19 @@ def look(out: Path, config: Config, checkpoint: Path | None = None) -> Start:
                 f"{checkpoint} holds weights alone, without the state of an optimizer, and step {step} cannot be "
                 "continued from them; put it in step-00000000 of a folder of its own to begin with them"
             )
-        return Start(0, checkpoint, begun, (f"begins with the weights in {checkpoint}",))
+        return Start(0, checkpoint, begun, said=(f"begins with the weights in {checkpoint}",))
+    _require_step(step, record, checkpoint)
     _require_same(config, record.state, checkpoint)
     said = _changes(asdict(config.schedule), record.state.get("schedule"))
-    return Start(step, checkpoint, True, (f"the schedule is another one: {'; '.join(said)}",) if said else ())
+    return Start(step, checkpoint, True, said=(f"the schedule is another one: {'; '.join(said)}",) if said else ())
+
+
+def look_at(out: Path, config: Config, step: int | None) -> Start:
+    """The same for the checkpoint of this step, whatever is newer than it."""
+    if step is None:
+        return look(out, config)
+    newer = tuple(folder for other, folder in Checkpoints(out / CHECKPOINTS).complete() if other > step)
+    return replace(look(out, config, find_checkpoint(out, step)), newer=newer)
 
 
 def newest(out: Path) -> Path | None:
@@ -115,12 +92,43 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+@contextmanager
+def _way_out(checkpoint: Path) -> Iterator[None]:
+    """What is wrong with the files of a checkpoint is said with the one to go on from instead, if there is."""
+    try:
+        yield
+    except (ValueError, OSError, FailedElsewhereError) as error:
+        before = [step for step, _ in Checkpoints(checkpoint.parent).complete() if step < step_of(checkpoint)]
+        if not before or not any(words in str(error) for words in UNREADABLE):
+            raise
+        raise ValueError(f"{error}; or go on from an earlier checkpoint: --step {before[-1]}") from error
+
+
+def remove_newer(start: Start) -> None:
+    """So that the checkpoint which the run goes on from is the newest; by rank 0."""
+    for folder in reversed(start.newer):
+        removed = folder.with_name(f".{folder.name}.removed")
+        os.rename(folder, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+def _require_step(step: int, record: Record, checkpoint: Path) -> None:
+    saved = record.state.get("step")
+    if type(saved) is not int or saved != step:
+        raise ValueError(
+            f"{checkpoint} is named after step {step} and was saved at step {saved}; give it the name of its step"
+        )
+
+
 def _require_same(config: Config, state: dict[str, Any], checkpoint: Path) -> None:
     now, before = to_table(config), state.get("config")
     if not isinstance(before, dict):
         raise ValueError(f"{checkpoint} does not say what it was trained with; give one that fourfold train has saved")
     for section, key in FIXED:
-        saved = before.get(section, {}).get(key)
+        written = before.get(section)
+        if not isinstance(written, dict):
+            raise ValueError(f"{checkpoint}: its config has {written!r} for the section {section}; copy it again")
+        saved = written.get(key)
         if saved != now[section][key]:
             raise ValueError(
                 f"{section}.{key} was {saved} in {checkpoint} and is {now[section][key]}; a run goes on with the same, "
@@ -134,8 +142,10 @@ def _changes(now: dict[str, Any], before: Any) -> list[str]:
     return [f"{key} was {before.get(key)}, is {value}" for key, value in now.items() if before.get(key) != value]
 
 
-def find_start(grid: Grid, out: Path, config: Config) -> Start:
-    """The same on every rank: rank 0 says which checkpoint is the newest."""
+def find_start(grid: Grid, out: Path, config: Config, step: int | None = None) -> Start:
+    """The same on every rank: rank 0 says which checkpoint is the newest, unless one is named by its step."""
+    if step is not None:
+        return grid.together(f"looking at {out}", lambda: look_at(out, config, step))
     found = grid.hear(str(newest(out) or "") if grid.rank == 0 else "")
     return grid.together(f"looking at {out}", lambda: look(out, config, Path(found) if found else None))
 
@@ -144,12 +154,27 @@ def take_up(start: Start, model: nn.Module, optimizer: AdamW, loader: Loader) ->
     """Give all of them the state of the checkpoint; returns how many steps in a row were skipped before it."""
     if start.checkpoint is None:
         return 0
-    state = load_training(start.checkpoint, model, optimizer)
+    with _way_out(start.checkpoint):
+        state = load_training(start.checkpoint, model, optimizer)
     if start.step == 0:
         return 0
-    loader.restore(state.get("data", {}))
+    try:
+        loader.restore(state.get("data", {}))
+    except ValueError as error:
+        raise ValueError(f"{start.checkpoint}: {error}") from error
     skipped = state.get("skipped", 0)
     return skipped if isinstance(skipped, int) else 0
+
+
+def is_done(start: Start, config: Config, out: Path, stream: IO[str] | None) -> bool:
+    """Whether a run that should go on has nothing left to do, which is said; by whom there is a stream for."""
+    if start.step < config.train.steps:
+        return False
+    if stream is not None:
+        if start.step == config.train.steps and not start.newer and (out / "metrics.jsonl").exists():
+            finish(out / "metrics.jsonl", start.step)
+        print(f"{out} has reached step {start.step} of {config.train.steps}; give more --steps to go on", file=stream)
+    return True
 
 
 def earlier(stored: Any, step: int) -> list[Event]:
@@ -171,8 +196,12 @@ def left_of(profile: range, step: int, *, asked: bool) -> range:
 
 
 def restarted() -> bool:
-    """Whether these ranks were started again because one of them has died."""
-    return any(int(os.environ.get(name) or 0) > 0 for name in (RESTARTED, "TORCHELASTIC_RESTART_COUNT"))
+    """Whether the ranks were started again because one of them has died: the same on all, who ask it together.
+
+    The count is that of a node: one that came in the place of another has seen no start before.
+    """
+    again = any(int(os.environ.get(name) or 0) > 0 for name in (RESTARTED, "TORCHELASTIC_RESTART_COUNT"))
+    return decide(str(int(again)), max) == "1"
 
 
 def require_found_again(out: str | None) -> None:
@@ -189,6 +218,28 @@ def goes_on(out: Path) -> str:
     """Where a run that died goes on."""
     found = newest(out)
     return f"after step {step_of(found)}" if found else "from step 0"
+
+
+def left_behind(out: Path) -> str:
+    """What a run that SIGTERM has ended can go on from, where that is not its last step."""
+    found, last = newest(out), _last_step(out / "metrics.jsonl")
+    if last <= (step_of(found) if found else 0):
+        return READABLE
+    kept = f"the newest checkpoint is {found}" if found else "there is no checkpoint"
+    return f"step {last} was not saved; {kept}"
+
+
+def _last_step(metrics: Path) -> int:
+    last = 0
+    if metrics.exists():
+        with metrics.open(errors="replace") as lines:
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                    last = event["step"] if event["event"] == "step" else last
+                except (KeyError, TypeError, ValueError):
+                    continue  # a line that was cut off
+    return last
 
 
 def stored_config(options_config: Path | None, out: Path | None, given: Sequence[object]) -> Path | None:

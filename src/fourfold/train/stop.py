@@ -27,8 +27,9 @@ SHARE = 0.01
 SAME = 5.0
 """Seconds in which a further SIGTERM is the same request: a scheduler sends it to ranks and to what started them, which
 passes it on."""
-PATIENCE = 10.0
-"""Seconds after SIGTERM for which a rank waits for the others to agree: one of them may be gone."""
+PATIENCE = 600.0
+"""Seconds for which a rank that was asked to stop waits for the others to agree. They may be in a long step, in an
+evaluation, or compiling; or one of them is gone."""
 
 
 class Stop:
@@ -107,9 +108,10 @@ class Stop:
 
     def _await(self, store: dist.Store, key: str) -> None:
         """Asks again and again, since no handler of a signal could run in a wait of the store's own."""
-        pause = 0.0005
+        pause, entered = 0.0005, time.monotonic()
         while not store.check([key]):
-            if self._asked_at is not None and time.monotonic() - self._asked_at > PATIENCE:
+            # from here on, not from the signal: this rank itself may have taken long to get here
+            if self._asked_at is not None and time.monotonic() - max(entered, self._asked_at) > PATIENCE:
                 raise KeyboardInterrupt
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
