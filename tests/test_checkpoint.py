@@ -49,10 +49,10 @@ def test_the_same_grid_goes_on_bit_for_bit(ranks, tmp_path: Path, name: str, sha
 
 
 def test_any_grid_goes_on(ranks, tmp_path: Path) -> None:
-    """All pairs of all grids run in `soak_checkpoint.py`; here each of 4 ranks with the next, and one alone."""
+    """All pairs of all grids run in `soak_checkpoint.py`; here two of 4 ranks, and one rank alone."""
     shapes = [shape for shape in SHAPES if shape.world == 4]
-    for number, (one, other) in enumerate(zip(shapes, [*shapes[1:], shapes[0]], strict=True)):
-        root, name, sharded = tmp_path / str(number), ("gpt-tiny", "llama-tiny")[number % 2], number % 3 == 0
+    for number, (one, other) in enumerate(zip(shapes[::2], shapes[1::2], strict=True)):
+        root, name, sharded = tmp_path / str(number), ("gpt-tiny", "llama-tiny")[number % 2], number % 2 == 0
         first = ranks(4).run(trained, root, name, one, sharded, STEPS, SAVE_AT)[0]
         found = ranks(4).run(resumed, root / "step-00000002", name, other, not sharded, STEPS)[0]
         require_continued(first, found)

@@ -68,8 +68,8 @@ INSIDE = {
     ],
     "train": [
         "__init__", "schema", "launch", "job", "sections", "config", "record", "meter", "predicted", "profile",
-        "progress", "stop", "resume", "saving", "loop", "options", "command", "sample", "calibrate", "plan", "checkpoint",
-        "exchange",
+        "progress", "stop", "resume", "saving", "loop", "options", "command", "sample", "calibrate", "plan",
+        "checkpoint", "exchange",
     ],
 }  # fmt: skip
 

@@ -627,7 +627,7 @@ def test_ranks_are_started_again_unless_a_user_must_act(
 
 
 ENDLESS = ("--set", "train.evaluate_every=0", "--set", "log.tensorboard=false", "--set", "plan.compare=false")
-LONG = 80
+LONG = 30
 
 
 @pytest.fixture(scope="module")
