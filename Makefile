@@ -15,7 +15,7 @@ demo: .venv/installed
 	@echo && echo 'Other grids: make demo GRID=z=4 (FSDP), GRID=x=4 (tensor parallelism), GRID=x=2,y=2, GRID=data=4 (DDP)'
 
 test: lint types
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # checkpoints between every pair of grids, a hundred killed ranks, overlap bit for bit over 20 steps, dry runs of the
 # largest models, loss curves of 200 steps, then every grid with every combination of options, for days; SOAK_SECONDS=N

@@ -82,7 +82,6 @@ def differences(
         (Shape(x=2, z=2), "gpt", {"recompute": "block"}, 1),
         (Shape(z=2, data=2), "gpt", {"shard_optimizer": True, "bucket_bytes": 4000}, 2),
         (Shape(x=2, data=2), "llama", {"shard_optimizer": True, "recompute": "block", "activations": "replicated"}, 1),
-        (Shape(y=2, z=2), "llama", {"recompute": "attention", "keep_weights": True, "loss_chunk": 5}, 1),
     ],
     ids=str,
 )
