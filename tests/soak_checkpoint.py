@@ -1,7 +1,7 @@
 """Every pair of grids: what one saves the other loads bit for bit, and the loss goes on. `make soak` runs it.
 
 All pairs of the grids of `checkpoints.SHAPES`, both models, saved with and without the sharded optimizer and loaded
-with the other. Prints a line a grid that saves, and ends with 1 where a pair differs.
+with the other. Prints a line a grid that loads, and ends with 1 where a pair differs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from checkpoints import MODELS, SHAPES, resumed, trained
-from fourfold.grid import Shape
 from harness import Ranks
 
 STEPS, SAVE_AT, LARGEST = 4, 2, 1e-11
@@ -32,34 +31,39 @@ def differences(first: dict[str, Any], found: dict[str, Any]) -> str:
     return f"losses {found['losses']} instead of {expected}" if error > LARGEST else ""
 
 
-def save_and_load(pools: dict[int, Ranks], shape: Shape, name: str, *, sharded: bool) -> int:
-    """Of all grids that load what one has saved, the number that fail."""
-    failed = 0
-    with tempfile.TemporaryDirectory() as root:
-        first = pools[shape.world].run(trained, Path(root), name, shape, sharded, STEPS, SAVE_AT)[0]
-        folder = Path(root) / f"step-{SAVE_AT:08d}"
-        for other in SHAPES:
-            wrong = differences(first, pools[other.world].run(resumed, folder, name, other, not sharded, STEPS)[0])
-            if wrong:
-                failed += 1
-                print(f"  {shape} -> {other}, {name}: {wrong}", flush=True)
-    return failed
-
-
 def main() -> int:
     began, failed, pairs = time.monotonic(), 0, 0
-    pools = {world: Ranks(world) for world in sorted({shape.world for shape in SHAPES})}
-    try:
-        for shape in SHAPES:
-            for name in MODELS:
-                for sharded in (False, True):
-                    failed += save_and_load(pools, shape, name, sharded=sharded)
-                    pairs += len(SHAPES)
-            print(f"{shape}: {pairs} pairs so far, {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
-    finally:
-        for pool in pools.values():
-            pool.close()
+    cases = [(shape, name, sharded) for shape in SHAPES for name in MODELS for sharded in (False, True)]
+    with tempfile.TemporaryDirectory() as root:
+        saved = {}
+        for number, (shape, name, sharded) in enumerate(cases):
+            arguments = (Path(root) / str(number), name, shape, sharded, STEPS, SAVE_AT)
+            saved[number] = pool(shape.world).run(trained, *arguments)[0]
+        print(f"{len(saved)} checkpoints, {time.monotonic() - began:.0f} s", flush=True)
+        for other in SHAPES:  # a grid stays up while it loads all of them
+            for number, (shape, name, sharded) in enumerate(cases):
+                folder = Path(root) / str(number) / f"step-{SAVE_AT:08d}"
+                found = pool(other.world).run(resumed, folder, name, other, not sharded, STEPS)[0]
+                wrong = differences(saved[number], found)
+                if wrong:
+                    failed += 1
+                    print(f"  {shape} -> {other}, {name}: {wrong}", flush=True)
+                pairs += 1
+            print(f"{other}: {pairs} pairs so far, {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
+    pool(0)
     return 1 if failed else 0
+
+
+_pools: dict[int, Ranks] = {}
+
+
+def pool(world: int) -> Ranks:
+    """That many ranks; those of another number are ended."""
+    if world not in _pools:
+        for other in list(_pools):
+            _pools.pop(other).close()
+        _pools[world] = Ranks(world)
+    return _pools[world]
 
 
 if __name__ == "__main__":
