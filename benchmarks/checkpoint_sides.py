@@ -23,14 +23,13 @@ from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStage
 from torch.distributed.tensor import DTensor
 
 import fourfold as ff
-from fourfold import comm
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training import OPTIMIZER, RANDOM, training_tensors
 from fourfold.checkpoint.write import Held
 from fourfold.layout import Policy
-from fourfold.train.launch import share_cores
 from memory_on_gpu import Line, Size, build
+from stage import Rank
 
 OURS, PEER = "fourfold", "DCP"
 
@@ -103,20 +102,17 @@ class Training:
         return found
 
 
-class Seat:
-    """One rank of the bed."""
+class Seat(Rank):
+    """What one rank of the bed saves and loads."""
 
     def __init__(self, rank: int, world: int, device: str) -> None:
-        self.rank, self.world, self.device = rank, world, torch.device(device)
+        super().__init__(rank, world, device)
         self._meet_through_a_server()
         self.group = dist.new_group(backend="gloo")
-        self.grids: dict[ff.Shape, ff.Grid] = {}
         self.trainings: dict[ff.Shape, Training] = {}
         self.savers: dict[Path, Saver] = {}
         self.stagers: dict[str, AsyncStager] = {}
         self.saved = 0
-        gc.freeze()  # what was imported stays, so that collecting is quick ...
-        gc.disable()  # ... between the turns, never inside
 
     def _meet_through_a_server(self) -> None:
         """Ranks start with a store that is a file, which answers in tens of milliseconds; launchers give a server."""
@@ -130,25 +126,12 @@ class Seat:
         dist.destroy_process_group()
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
 
-    def grid(self, shape: ff.Shape) -> ff.Grid:
-        if shape not in self.grids:
-            self.grids[shape] = ff.Grid(**shape.sizes, device=self.device)
-            if self.device.type == "cpu":
-                share_cores()
-        return self.grids[shape]
-
     def meet(self) -> None:
         """All ranks are here, nothing is under way on their devices, and what is to be written is."""
         gc.collect()
         if self.rank == 0:
             os.sync()
-        everyone = self.grid(ff.Shape(data=self.world))
-        comm.all_reduce(torch.zeros(1, device=everyone.device), everyone, "data").wait()
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        super().meet()
 
     def saver(self, root: Path, grid: ff.Grid, *, asynchronous: bool) -> Saver:
         if root not in self.savers:  # all are kept: removing old ones is not measured on either side

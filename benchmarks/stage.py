@@ -20,15 +20,12 @@ SCARCE = 0.15
 """Share of the device's memory under which ranks give back what they have cached."""
 
 
-class Stage:
-    """Grids, meshes and models of one rank. Process groups are dear: lines on the same ranks share them."""
+class Rank:
+    """One rank of the bed and its grids. Process groups are dear: what is on the same ranks shares them."""
 
     def __init__(self, rank: int, world: int, device: str) -> None:
         self.rank, self.world, self.device = rank, world, torch.device(device)
         self.grids: dict[ff.Shape, ff.Grid] = {}
-        self.meshes: dict[tuple[int, int], DeviceMesh] = {}
-        self.sides: dict[str, Side] = {}
-        self.arena: Arena | None = None
         gc.freeze()  # what was imported stays, so that collecting is quick ...
         gc.disable()  # ... between the turns, never inside
 
@@ -39,13 +36,6 @@ class Stage:
                 share_cores()
         return self.grids[shape]
 
-    def mesh(self, data_parallel: int, tensor_parallel: int) -> DeviceMesh:
-        """TP on neighbouring ranks, as x is on a grid."""
-        sizes = data_parallel, tensor_parallel
-        if sizes not in self.meshes:
-            self.meshes[sizes] = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "tp"))
-        return self.meshes[sizes]
-
     def meet(self) -> None:
         """All ranks are here and their devices idle."""
         everyone = self.grid(ff.Shape(data=self.world))
@@ -55,6 +45,23 @@ class Stage:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+class Stage(Rank):
+    """The meshes and models of one rank as well."""
+
+    def __init__(self, rank: int, world: int, device: str) -> None:
+        super().__init__(rank, world, device)
+        self.meshes: dict[tuple[int, int], DeviceMesh] = {}
+        self.sides: dict[str, Side] = {}
+        self.arena: Arena | None = None
+
+    def mesh(self, data_parallel: int, tensor_parallel: int) -> DeviceMesh:
+        """TP on neighbouring ranks, as x is on a grid."""
+        sizes = data_parallel, tensor_parallel
+        if sizes not in self.meshes:
+            self.meshes[sizes] = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "tp"))
+        return self.meshes[sizes]
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,22 @@ class Ranks:
             os.remove(self._store)
 
 
+_pools: dict[int, Ranks] = {}
+
+
+def pool(world: int) -> Ranks:
+    """That many ranks, which stay up; those of another number are ended."""
+    if world not in _pools:
+        close_pools()
+        _pools[world] = Ranks(world)
+    return _pools[world]
+
+
+def close_pools() -> None:
+    for world in list(_pools):
+        _pools.pop(world).close()
+
+
 def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
     import torch.distributed as dist
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from checkpoints import MODELS, SHAPES, resumed, trained
-from harness import Ranks
+from harness import close_pools, pool
 
 STEPS, SAVE_AT, LARGEST = 4, 2, 1e-11
 
@@ -50,20 +50,8 @@ def main() -> int:
                     print(f"  {shape} -> {other}, {name}: {wrong}", flush=True)
                 pairs += 1
             print(f"{other}: {pairs} pairs so far, {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
-    pool(0)
+    close_pools()
     return 1 if failed else 0
-
-
-_pools: dict[int, Ranks] = {}
-
-
-def pool(world: int) -> Ranks:
-    """That many ranks; those of another number are ended."""
-    if world not in _pools:
-        for other in list(_pools):
-            _pools.pop(other).close()
-        _pools[world] = Ranks(world)
-    return _pools[world]
 
 
 if __name__ == "__main__":

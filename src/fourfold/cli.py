@@ -10,7 +10,7 @@ import os
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +96,11 @@ def report(options: argparse.Namespace, _: Sequence[str]) -> int:
 def prepare(options: argparse.Namespace, _: Sequence[str]) -> int:
     from fourfold.data.text import prepare
     from fourfold.data.tokenizer import load_tokenizer
+    from fourfold.train.progress import percent_of
 
-    found = prepare(options.inputs, options.out, load_tokenizer(options.tokenizer, options.eod), progress=_percent())
+    found = prepare(options.inputs, options.out, load_tokenizer(options.tokenizer, options.eod), progress=percent_of())
     print(f"{found.path}: {found.tokens} tokens of {found.documents} documents, vocabulary {found.vocab}")
     return 0
-
-
-def _percent() -> Callable[[int, int], None] | None:
-    """How far it is, on a terminal."""
-    if not sys.stderr.isatty():
-        return None
-
-    def show(done: int, total: int) -> None:
-        print(f"\r{done / max(1, total):4.0%}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
-
-    return show
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -120,16 +120,14 @@ class Checkpoints:
     def prune(self, keep_last: int, keep_every: int) -> list[Path]:
         """Remove all but the last few and, with `keep_every`, those of its multiples; returns what should go.
 
-        The newest is never removed. A folder disappears by a rename before its files go.
+        The newest is never removed.
         """
         complete = self.complete()
         old = complete[: -max(1, keep_last)]
         gone = [folder for step, folder in old if not (keep_every and step % keep_every == 0)]
         for folder in gone:
-            removed = folder.with_name(f".{folder.name}.removed")
             with suppress(OSError):  # what cannot go now is tried again after the next save
-                os.rename(folder, removed)
-                shutil.rmtree(removed)
+                remove(folder)
         return gone
 
     def clear(self) -> None:
@@ -137,6 +135,13 @@ class Checkpoints:
         for folder in self.root.glob(".step-*.*") if self.root.is_dir() else ():
             if folder.suffix in (".partial", ".removed"):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint: it disappears by a rename before its files go."""
+    removed = folder.with_name(f".{folder.name}.removed")
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -18,7 +18,7 @@ from io import StringIO
 from typing import Any
 
 from fourfold.grid import AXES, Shape
-from fourfold.report.units import DASH, count, duration, nbytes, percent
+from fourfold.report.units import DASH, aligned, count, duration, nbytes, percent
 
 Document = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -70,7 +70,8 @@ def why_text(document: Document, *, width: int | None = None) -> str:
         title = f"Why {grid_name(document['grids'][0]['grid'])}?"
         return "\n".join([title, *_wrapped(reasons_it_wins(document), width, bullet="- ")])
     lines = _wrapped(asked["lines"], width, bullet="- ")
-    return "\n".join([why_title(asked), *(f"  {row}" for row in _aligned(asked_pair(document))), *lines])
+    pair = aligned(asked_pair(document), right=(1, 2, 3))
+    return "\n".join([why_title(asked), *(f"  {row}" for row in pair), *lines])
 
 
 def asked_pair(document: Document) -> list[tuple[str, str, str, str]]:
@@ -221,7 +222,7 @@ def _fitted(shown: Sequence[Entry], axes: Sequence[str], width: int | None) -> t
         beside = [column for column in columns if column.name in names]
         below = [column for column in columns if column.name not in names]
         cells = [[column.name for column in beside], *([column.cell(entry) for column in beside] for entry in shown)]
-        head, *lines = _aligned(cells, [column.right for column in beside])
+        head, *lines = aligned(cells, [place for place, column in enumerate(beside) if column.right])
         if width is None or max(map(len, (head, *lines))) <= width:
             break
     indent = " " * (2 + max(len(str(entry["rank"])) for entry in shown))
@@ -232,17 +233,6 @@ def _fitted(shown: Sequence[Entry], axes: Sequence[str], width: int | None) -> t
         more = textwrap.wrap(items, width or 10**6, initial_indent=indent, subsequent_indent=indent)
         rows.append([line, *(part.replace("\N{NO-BREAK SPACE}", " ") for part in more)])
     return head, rows
-
-
-def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool] = (False, True, True, True)) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(size) if to_right else cell.ljust(size)
-            for cell, size, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _legend(document: Document, axes: Sequence[str]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Numbers as a reader wants them: short, with a unit; a dash where nothing is known."""
+"""Numbers as a reader wants them: short, with a unit; a dash where nothing is known. Tables of them as text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 
 DASH = "\N{EN DASH}"
 
@@ -52,3 +53,15 @@ def _scaled(value: float | None, base: int, names: tuple[str, ...]) -> str:
         value, power = value / base, power + 1
     shown = f"{value:.0f}" if abs(value) >= 100 or (power == 0 and value == int(value)) else f"{value:.3g}"
     return f"{shown} {names[power]}".strip()
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Lines of a table; the columns `right` end, the others begin, at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

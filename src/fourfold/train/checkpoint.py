@@ -19,7 +19,8 @@ from fourfold.checkpoint.folder import GIVE, STEP, checkpoints_of, find_checkpoi
 from fourfold.checkpoint.record import Entry, Record, read_record
 from fourfold.checkpoint.weights import MODEL
 from fourfold.checkpoint.whole import verify
-from fourfold.report.units import DASH, count, nbytes
+from fourfold.report.units import DASH, aligned, count, nbytes
+from fourfold.train.progress import percent_of
 
 UNFINISHED = {
     ".partial": "not complete: a save is under way, or died",
@@ -51,7 +52,7 @@ def show_list(options: argparse.Namespace, _: object) -> int:
             below.append(f"{folder.name}: {UNFINISHED[folder.suffix]}")
     if len(rows) == 1 and not below:
         raise FileNotFoundError(f"{options.path} has no checkpoint; give the folder of a run that was saved")
-    print("\n".join([*(aligned(rows, right=(0, 3, 4)) if len(rows) > 1 else ()), *below]))
+    print("\n".join([*(table(rows, right=(0, 3, 4)) if len(rows) > 1 else ()), *below]))
     return 1 if damaged else 0
 
 
@@ -117,7 +118,7 @@ def inspect_text(document: dict[str, Any]) -> str:
     for name, entry in document["tensors"].items():
         shape = " x ".join(map(str, entry["shape"])) or "scalar"
         rows.append((name, shape, entry["dtype"], nbytes(entry["bytes"]), _cut(entry["cuts"])))
-    return "\n".join([document["path"], *aligned(facts), "", *aligned(rows, right=(3,))])
+    return "\n".join([document["path"], *table(facts), "", *table(rows, right=(3,))])
 
 
 def _shown(value: object) -> str:
@@ -169,7 +170,7 @@ def check(options: argparse.Namespace, _: object) -> int:
 
 def _verified(folder: Path) -> str:
     record = read_record(folder)
-    show, done, total = progress_of(folder.name), 0, sum(entry.nbytes for entry in record.tensors.values())
+    show, done, total = percent_of(folder.name), 0, sum(entry.nbytes for entry in record.tensors.values())
 
     def say(size: int) -> None:
         nonlocal done
@@ -180,22 +181,10 @@ def _verified(folder: Path) -> str:
     return f"{_several(record.files, 'file')}, {_several(record.tensors, 'tensor')}, {nbytes(total)}"
 
 
-def progress_of(what: str) -> Callable[[int, int], None]:
-    """How far something is, on a terminal."""
-    if not sys.stderr.isatty():
-        return lambda *_: None
-
-    def show(done: int, total: int) -> None:
-        end = "\n" if done >= total else ""
-        print(f"\r{what}: {done / max(1, total):4.0%}", end=end, file=sys.stderr, flush=True)
-
-    return show
-
-
 def convert(options: argparse.Namespace, _: object) -> int:
     from fourfold.checkpoint.dcp import from_dcp, to_dcp
 
-    source, target, show = options.source, options.to, progress_of("converting")
+    source, target, show = options.source, options.to, percent_of("converting")
     if options.to_dcp:
         if options.prefix is not None:
             raise ValueError("--prefix is for --from-dcp; a folder that is written has the names model.NAME")
@@ -222,17 +211,9 @@ def plain(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Lines of a table; the columns `right` end, the others begin, at the same place."""
-    rows = [[plain(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Lines of a table of what a folder says of itself."""
+    return aligned([[plain(cell) for cell in row] for row in rows], right)
 
 
 def add_checkpoint(commands: Any, shape: type[argparse.HelpFormatter]) -> None:

@@ -166,3 +166,15 @@ def duration(seconds: float) -> str:
 def output(json_to: str | None) -> IO[str]:
     """Where people read: standard output, unless JSON goes there."""
     return sys.stderr if json_to == "-" else sys.stdout
+
+
+def percent_of(what: str = "") -> Callable[[int, int], None]:
+    """How far something is, on a terminal; called with what is done and all there is."""
+    if not sys.stderr.isatty():
+        return lambda *_: None
+
+    def show(done: int, total: int) -> None:
+        end = "\n" if done >= total else ""
+        print(f"\r{f'{what}: ' if what else ''}{done / max(1, total):4.0%}", end=end, file=sys.stderr, flush=True)
+
+    return show

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from typing import IO, Any
 from torch import nn
 
 from fourfold.agree import decide
-from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint
+from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint, remove
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.record import Record, read_record
 from fourfold.checkpoint.training import OPTIMIZER
@@ -107,9 +106,7 @@ def _way_out(checkpoint: Path) -> Iterator[None]:
 def remove_newer(start: Start) -> None:
     """So that the checkpoint which the run goes on from is the newest; by rank 0."""
     for folder in reversed(start.newer):
-        removed = folder.with_name(f".{folder.name}.removed")
-        os.rename(folder, removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        remove(folder)
 
 
 def _require_step(step: int, record: Record, checkpoint: Path) -> None:
