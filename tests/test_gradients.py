@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.gradients import fill_buckets
+from fourfold.gradients import fill_buckets, grad_norm
 from fourfold.grid import Shape
 from harness import RankFailed, grid_of
 
@@ -85,21 +85,21 @@ def unusual_uses() -> dict[str, float]:
     model, tokens = make()
     other = copy.deepcopy(model)
     model(tokens, tokens).backward()
-    norm = ff.grad_norm(model.parameters()).item()
+    norm = grad_norm(model.parameters()).item()
     found = {}
     other(tokens, tokens).backward()
-    found["a copy has gradients of its own"] = ff.grad_norm(other.parameters()).item() / norm
-    found["and leaves the first alone"] = ff.grad_norm(model.parameters()).item() / norm
+    found["a copy has gradients of its own"] = grad_norm(other.parameters()).item() / norm
+    found["and leaves the first alone"] = grad_norm(model.parameters()).item() / norm
     model.zero_grad()
     (model(tokens, tokens) / 4 + 3 * model(tokens, tokens) / 4).backward()
-    found["two forwards, one backward, scaled"] = ff.grad_norm(model.parameters()).item() / norm
+    found["two forwards, one backward, scaled"] = grad_norm(model.parameters()).item() / norm
     hook = model.layers[0].register_forward_pre_hook(lambda _, inputs: (Fail.apply(inputs[0]), *inputs[1:]))
     with contextlib.suppress(ArithmeticError):
         model(tokens, tokens).backward()
     hook.remove()
     model.zero_grad()
     model(tokens, tokens).backward()
-    found["after a backward that failed"] = ff.grad_norm(model.parameters()).item() / norm
+    found["after a backward that failed"] = grad_norm(model.parameters()).item() / norm
     model.eval()
     with torch.no_grad():
         found["without gradients"] = (model(tokens, tokens) / model(tokens, tokens)).item()
@@ -167,7 +167,7 @@ def optimize() -> dict[str, float]:
         pairs = zip(model.parameters(), bare, strict=True)
         errors[name] = max((local_of(p) - shard).abs().max().item() if shard.numel() else 0.0 for p, shard in pairs)
     model(tokens, tokens).backward()
-    ours = ff.grad_norm(model.parameters()).item()
+    ours = grad_norm(model.parameters()).item()
     torchs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False).full_tensor().item()
     errors["clip_grad_norm_"] = abs(ours - torchs) / torchs
     return errors

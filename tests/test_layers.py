@@ -9,6 +9,7 @@ from torch import Tensor
 import fourfold as ff
 import plain
 from fourfold.comm import join_shards
+from fourfold.gradients import grad_norm
 from fourfold.grid import Shape
 from fourfold.layout import Init, Policy, inner, rest
 from fourfold.nn.layer import specs_of
@@ -160,7 +161,7 @@ def masked() -> tuple[float, float]:
     tokens = torch.arange(8).view(1, 8)
     loss = model(tokens, torch.full_like(tokens, -100))
     loss.backward()
-    return loss.item(), ff.grad_norm(model.parameters()).item()
+    return loss.item(), grad_norm(model.parameters()).item()
 
 
 def test_a_batch_without_targets_has_no_loss_and_no_gradient(ranks) -> None:

@@ -95,6 +95,8 @@ PRODUCT = Cut(("data", "z"), ("x", "y"))
 """A product in either mode: out-features over one of x and y, the summands of each over the other."""
 OUTPUT_OF_CONTRACT = Cut(("data", "z"), ("y",))
 """What a Contract product gives before `leave`: its sum is owed over x, so a bias is added once, not cut."""
+OUTPUT_OF_HEAD = Cut(("data", "z"), ("x",))
+"""What a head's product gives before `spread`: its sum is owed over y, and a bias is added once."""
 
 
 def chunk(length: int, parts: int, index: int) -> range:
@@ -147,6 +149,7 @@ class Storage:
 EXPAND_WEIGHT = Storage((("x", 0), ("y", 1), ("z", 0)))
 CONTRACT_WEIGHT = Storage((("x", 1), ("y", 0), ("z", 0)))
 EXPAND_BIAS = Storage((("x", 0), ("y", 0), ("z", 0)))
+HEAD_BIAS = Storage((("x", 0), ("z", 0)))
 FEATURES = Storage((("y", 0), ("z", 0)))
 POSITIONS = Storage((("y", 1), ("z", 0)))
 WHOLE = Storage((("z", 0),))

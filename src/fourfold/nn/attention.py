@@ -8,6 +8,7 @@ axes in the way and every rank takes the heads that its queries read.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -151,24 +152,14 @@ class Attention(Layer):
 
     def _read(self, a: Tensor, batch: Batch) -> Turns[tuple[Tensor, Tensor, Tensor]]:
         """q, k, v as [rows, seq, heads, head_dim]."""
-        layers = [self.q, self.k, self.v]
         held = Heads.of(self.heads, self.kv_heads, self.grid, self.policy)
-        if not held.shared:
-            q, k, v = yield from expand_in_turns(layers, a, batch.tokens)
-            return self._by_head(q, batch), self._by_head(k, batch), self._by_head(v, batch)
-        site = self.q.site(batch.tokens).named(label_of(layers))
-        widths = [self.k.width, self.v.width]
-        out = yield from read(layers, a, batch.tokens)
-        q, kv = out.split([self.q.width, sum(widths)], dim=1)
-        spreading, sharing = spread(q, site, [self.q.width]), whole_over_y(kv, site)
-        yield
-        q, kv = spreading.land(), sharing.land()
-        if held.over_x:
-            kv = whole_over_x(kv, site, widths).land()
-        group = self.heads // self.kv_heads
-        wanted = Counter(query // group - held.keys.start for query in held.queries)
-        k, v = (select_heads(self._by_head(part, batch), wanted) for part in kv.chunk(2, dim=1))
-        return self._by_head(q, batch), k, v
+        q, k, v = yield from read_heads([self.q, self.k, self.v], a, batch.tokens, held)
+        q, k, v = (self._by_head(part, batch) for part in (q, k, v))
+        if held.shared:
+            group = self.heads // self.kv_heads
+            wanted = Counter(query // group - held.keys.start for query in held.queries)
+            k, v = select_heads(k, wanted), select_heads(v, wanted)
+        return q, k, v
 
     def _by_head(self, a: Tensor, batch: Batch) -> Tensor:
         return a.reshape(batch.rows, batch.seq, -1, self.head_dim)
@@ -184,6 +175,25 @@ class Attention(Layer):
             return functional.scaled_dot_product_attention(q, k, v, **options)
         with drawing(self.clock.key(self.label, self.grid, inner(self.policy.activations)), q.device):
             return functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) -> Turns[tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v of a rank, [m/z, heads * head_dim] each: K and V of `held.keys`, whole where they are shared."""
+    if not held.shared:
+        q, k, v = yield from expand_in_turns(layers, a, tokens)
+        return q, k, v
+    query, key, value = layers
+    site = query.site(tokens).named(label_of(layers))
+    widths = [key.width, value.width]
+    out = yield from read(layers, a, tokens)
+    q, kv = out.split([query.width, sum(widths)], dim=1)
+    spreading, sharing = spread(q, site, [query.width]), whole_over_y(kv, site)
+    yield
+    q, kv = spreading.land(), sharing.land()
+    if held.over_x:
+        kv = whole_over_x(kv, site, widths).land()
+    k, v = kv.chunk(2, dim=1)
+    return q, k, v
 
 
 def select_heads(a: Tensor, wanted: Counter[int]) -> Tensor:

@@ -15,7 +15,19 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import Grid
-from fourfold.layout import EXPAND_WEIGHT, POSITIONS, PRODUCT, Init, Policy, Spec, chunk, inner, rest
+from fourfold.layout import (
+    EXPAND_WEIGHT,
+    HEAD_BIAS,
+    OUTPUT_OF_HEAD,
+    POSITIONS,
+    PRODUCT,
+    Init,
+    Policy,
+    Spec,
+    chunk,
+    inner,
+    rest,
+)
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Expand, require_divisible
 from fourfold.nn.loss import IGNORE_INDEX, Vocabulary
@@ -26,17 +38,19 @@ from fourfold.unit import Member, Unit
 class Lookup(torch.autograd.Function):
     """out[i] = w[id_i - first] where this rank holds that row, else 0; dw[r] = sum of dout over ids of row r.
 
-    w [r, h/y] gathered over z, ids [m/z]; out [m/z, h/y] {sum x} where x cuts the rows.
+    w [r, h/y] gathered over z, ids [m/z]; out [m/z, h/y] {sum x} where x cuts the rows. The row of the id `untrained`
+    gets no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, ids: Tensor, first: int, _: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, unit: Unit, ids: Tensor, first: int, untrained: int | None, _: nn.Parameter) -> Tensor:
         ctx.unit, ctx.turns = unit, unit.engine.turn.of
         with unit.using(turns=ctx.turns) as (w,):
             rows = ids - first
             elsewhere = (rows < 0) | (rows >= w.shape[0])
             ctx.held = w.shape[0]
-            ctx.save_for_backward(rows.masked_fill(elsewhere, w.shape[0]))
+            left_out = elsewhere if untrained is None else elsewhere | (ids == untrained)
+            ctx.save_for_backward(rows.masked_fill(left_out, w.shape[0]))
             if w.shape[0] == 0:
                 return w.new_zeros(len(ids), w.shape[1])
             found = functional.embedding(rows.masked_fill(elsewhere, 0), w)
@@ -51,16 +65,26 @@ class Lookup(torch.autograd.Function):
             # a frequent token's sum must not be rounded at every term.
             dw = torch.ops.aten.embedding_dense_backward(dout.to(ctx.unit.reduce), rows, ctx.held + 1, ctx.held, False)
             ctx.unit.add([dw[: ctx.held]], turns=ctx.turns)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 class Embedding(Layer):
     """ids [m/z] -> lookup [m/z, h/y] {sum x} -> leave -> rest"""
 
-    def __init__(self, grid: Grid, policy: Policy, vocab: int, features: int, *, init: Init = Init(std=0.02)) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        policy: Policy,
+        vocab: int,
+        features: int,
+        *,
+        init: Init = Init(std=0.02),
+        untrained: int | None = None,
+    ) -> None:
+        """`untrained`: an id whose row gets no gradient from here, such as that of padding."""
         super().__init__(grid, policy)
         require_divisible(self, "features", features, y=grid.size("y"))
-        self.vocab = vocab
+        self.vocab, self.untrained = vocab, untrained
         self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -68,7 +92,7 @@ class Embedding(Layer):
 
     def launch(self, ids: Tensor) -> Flight | Landed:
         first = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"]).start
-        found = Lookup.apply(self.unit("weight"), ids.flatten(), first, self.weight)
+        found = Lookup.apply(self.unit("weight"), ids.flatten(), first, self.untrained, self.weight)
         return leave(found, self.site(ids.numel()))
 
 
@@ -85,7 +109,7 @@ class Positions(Layer):
         tokens = torch.arange(first, first + a.shape[0], device=a.device)
         # what x pads reads any place
         places = tokens % seq if positions is None else positions.flatten()[tokens.clamp(max=positions.numel() - 1)]
-        return a + Lookup.apply(self.unit("weight"), places, 0, self.weight)
+        return a + Lookup.apply(self.unit("weight"), places, 0, None, self.weight)
 
 
 class Head(Expand):
@@ -96,14 +120,24 @@ class Head(Expand):
     """
 
     def __init__(
-        self, grid: Grid, policy: Policy, features: int, vocab: int, *, tied_to: Embedding | None = None
+        self,
+        grid: Grid,
+        policy: Policy,
+        features: int,
+        vocab: int,
+        *,
+        tied_to: Embedding | None = None,
+        bias: bool = False,
     ) -> None:
         Layer.__init__(self, grid, policy)
         self.vocab = vocab
         self.tied_to = (tied_to,)  # in a tuple, so that torch does not register the embedding here again
-        self.register_parameter("bias", None)
         if tied_to is None:
             self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, Init(std=0.02)))
+        if bias:
+            self.declare("bias", Spec((vocab,), HEAD_BIAS, OUTPUT_OF_HEAD))
+        else:
+            self.register_parameter("bias", None)
 
     @property
     def weight_member(self) -> Member:
@@ -115,24 +149,38 @@ class Head(Expand):
         ranks = self.grid.size("y") if self.policy.activations == "sharded" else 1
         return -(-most // ranks) * ranks
 
+    @property
+    def bias_columns(self) -> range:
+        return range(len(chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])))
+
+    @property
+    def adds_bias(self) -> bool:
+        """The first rank on y adds all of it to its partial sum, since padding may lie between the ids of two ranks."""
+        return self.grid.coords["y"] == 0
+
     def vocabulary(self, ignore_index: int = IGNORE_INDEX) -> Vocabulary:
         """What the loss must know of this rank's logits."""
         cut = inner(self.policy.activations)
         return Vocabulary(self.grid, cut, self.columns(), ignore_index, "loss", self.policy.compile)
 
+    @property
+    def columns_held(self) -> int:
+        """Columns of logits on every rank, padding included."""
+        return self.width // self.grid.size("y") if self.policy.activations == "sharded" else self.width
+
     def columns(self) -> range:
         """The ids that this rank's columns stand for; further columns are padding."""
         held = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])
         sharded = self.policy.activations == "sharded"
-        columns = self.width // self.grid.size("y") if sharded else self.width
-        first = held.start + (self.grid.coords["y"] * columns if sharded else 0)
-        return range(min(first, held.stop), min(first + columns, held.stop))
+        first = held.start + (self.grid.coords["y"] * self.columns_held if sharded else 0)
+        return range(min(first, held.stop), min(first + self.columns_held, held.stop))
 
     def whole(self, logits: Tensor) -> Tensor:
         """inner -> [m/z, V] on every rank of the place, for use that is repeated there."""
-        return Conjugate.apply(logits, self._join, self._cut)
+        return Conjugate.apply(logits, self.join, self.cut)
 
-    def _join(self, logits: Tensor) -> Tensor:
+    def join(self, logits: Tensor) -> Tensor:
+        """inner -> [m/z, V], outside of autograd."""
         if self.policy.activations == "sharded":
             logits = comm.all_gather(logits, self.grid, "y", dim=1, label=self.label).wait()
         ranks = self.grid.size("x")
@@ -140,7 +188,8 @@ class Head(Expand):
         held = [block[:, : len(chunk(self.vocab, ranks, x))] for x, block in enumerate(blocks)]
         return torch.cat(held, dim=1)
 
-    def _cut(self, dlogits: Tensor) -> Tensor:
+    def cut(self, dlogits: Tensor) -> Tensor:
+        """[m/z, V] -> inner, outside of autograd."""
         held = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])
         mine = functional.pad(dlogits[:, held.start : held.stop], (0, self.width - len(held)))
         if self.policy.activations == "sharded":

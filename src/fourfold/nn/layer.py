@@ -46,8 +46,8 @@ class Layer(nn.Module):
     def declare(self, name: str, spec: Spec) -> None:
         """Register a parameter without memory."""
         self.specs[name] = spec
-        local = torch.empty([len(part) for part in _box(spec, self.grid)], device="meta")
-        self.register_parameter(name, _parameter(local, spec, self.grid))
+        local = torch.empty([len(part) for part in box_of(spec, self.grid)], device="meta")
+        self.register_parameter(name, shard_parameter(local, spec, self.grid))
 
     def neighbours(self, prefix: str, specs: Mapping[str, Spec]) -> list[tuple[str, ...]]:
         """`side_by_side` by the names in the model, of those parameters that there are."""
@@ -111,15 +111,15 @@ def assemble(
     joined: dict[str, Tensor] = {}
     for prefix, layer in layers:
         for names in layer.neighbours(prefix, specs):
-            joined[names[0]], parts = _reserve(names, specs, grid, dtype, device)
+            joined[names[0]], parts = reserve(names, specs, grid, dtype, device)
             memory |= parts
     for name, spec in specs.items():
         if name not in memory:
-            memory |= _reserve([name], specs, grid, dtype, device)[1]
+            memory |= reserve([name], specs, grid, dtype, device)[1]
         owner, _, own_name = name.rpartition(".")
         if not memory[name].is_meta:
-            fill_(memory[name], _box(spec, grid), spec.shape, spec.init, seed, name)
-        parameter = _parameter(memory[name], spec, grid)
+            fill_(memory[name], box_of(spec, grid), spec.shape, spec.init, seed, name)
+        parameter = shard_parameter(memory[name], spec, grid)
         if name in joined:
             setattr(parameter, MEMORY, joined[name])
         setattr(model.get_submodule(owner), own_name, parameter)
@@ -131,31 +131,34 @@ def assemble(
         layer.clock = clock
 
 
+SPECS = "_fourfold_specs"
+"""Attribute of a module that is no `Layer` but has parameters on the grid: their specs by name."""
+
+
 def specs_of(model: nn.Module) -> dict[str, Spec]:
     """The spec of every parameter, by its name in the model."""
     return {
         f"{prefix}.{name}" if prefix else name: spec
-        for prefix, layer in model.named_modules()
-        if isinstance(layer, Layer)
-        for name, spec in layer.specs.items()
+        for prefix, module in model.named_modules()
+        for name, spec in (module.specs if isinstance(module, Layer) else vars(module).get(SPECS, {})).items()
     }
 
 
-def _box(spec: Spec, grid: Grid) -> tuple[range, ...]:
+def box_of(spec: Spec, grid: Grid) -> tuple[range, ...]:
     return spec.storage.box(spec.shape, grid.shape.sizes, grid.coords)
 
 
-def _reserve(
+def reserve(
     names: Sequence[str], specs: Mapping[str, Spec], grid: Grid, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Memory for this rank's shards of these parameters, one after the other."""
-    shapes = {name: [len(part) for part in _box(specs[name], grid)] for name in names}
+    shapes = {name: [len(part) for part in box_of(specs[name], grid)] for name in names}
     whole = torch.empty(sum(prod(shape) for shape in shapes.values()), dtype=dtype, device=device)
     parts = whole.split([prod(shape) for shape in shapes.values()])
     return whole, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
+def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     """This rank's shard as a parameter of the global shape."""
     whole = torch.empty(spec.shape, dtype=local.dtype, device="meta")
     lies = DTensorSpec(

@@ -95,6 +95,15 @@ class Expand(Linear):
     def weight_member(self) -> Member:
         return self.member("weight")
 
+    @property
+    def bias_columns(self) -> range:
+        """Those of the product that this rank's bias covers."""
+        return chunk(self.width, self.grid.size("y"), self.grid.coords["y"])
+
+    @property
+    def adds_bias(self) -> bool:
+        return True
+
     def forward(self, a: Tensor, tokens: int) -> Tensor:
         return self.engine.alone(self.turns(a, tokens))
 
@@ -152,13 +161,12 @@ def join(layers: Sequence[Expand]) -> Factor:
     """The weights of layers that read the same tensor, as one factor."""
     first = layers[0]
     grid = first.grid
-    y, ranks = grid.coords["y"], grid.size("y")
     widths = [layer.width for layer in layers]
-    columns = []
-    for layer, offset in zip(layers, accumulate(widths, initial=0), strict=False):
-        if layer.bias is not None:
-            part = chunk(layer.width, ranks, y)
-            columns.append(range(offset + part.start, offset + part.stop))
+    columns = [
+        range(offset + layer.bias_columns.start, offset + layer.bias_columns.stop)
+        for layer, offset in zip(layers, accumulate(widths, initial=0), strict=False)
+        if layer.bias is not None
+    ]
     weights = tuple(layer.weight_member for layer in layers)
     biases = tuple(layer.member("bias") for layer in layers if layer.bias is not None)
     return Factor(
@@ -167,7 +175,7 @@ def join(layers: Sequence[Expand]) -> Factor:
         biases=biases,
         widths=tuple(widths),
         columns=tuple(columns),
-        adds=True,
+        adds=first.adds_bias,
         keep_weights=keeps_weights(first, weights[0]),
     )
 

@@ -34,6 +34,11 @@ class NormSpec:
     features: int
     axis: str | None
     eps: float
+    shift: float = 0.0
+    """Added to the weight: 1 where a weight of 0 stands for none."""
+
+    def shifted(self, weight: Tensor) -> Tensor:
+        return local.widen(weight) + self.shift if self.shift else weight
 
     @property
     def whole(self) -> bool:
@@ -97,7 +102,7 @@ class NormSpec:
 
     def _fused(self, a: Tensor) -> bool:
         """Whether torch's kernel is used: not for half precision on the CPU, whose statistics it would round."""
-        if self.unit.policy.compile:
+        if self.unit.policy.compile or self.shift:  # a shifted weight is wider than what it multiplies
             return False
         return a.is_cuda or (self.kind == "layer" and a.dtype.itemsize >= 4)
 
@@ -115,7 +120,7 @@ class NormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor] | Tensor:
         ctx.spec, ctx.turns = spec, spec.unit.engine.turn.of
         with spec.unit.using(turns=ctx.turns) as (weight, *rest):
-            bias = rest[0] if rest else None
+            bias, weight = rest[0] if rest else None, spec.shifted(weight)
             if spec.whole:
                 total, out, mean, rstd = spec.forward_whole(a, weight, bias, delta)
             else:
@@ -134,6 +139,7 @@ class NormFunction(torch.autograd.Function):
         dtotal, dout = (None, *gradients) if len(gradients) == 1 else gradients
         dout = torch.zeros_like(total) if dout is None else dout  # the norm's output was not used
         with spec.unit.only(spec.unit.members[:1]).using(turns=ctx.turns) as (weight,):
+            weight = spec.shifted(weight)
             if spec.whole:
                 da, dw, db = spec.backward_whole(dout, total, mean, rstd, weight, dtotal)
             else:
@@ -159,7 +165,15 @@ class Norm(Layer):
     """LayerNorm or RMSNorm of tokens at rest, features cut over y."""
 
     def __init__(
-        self, grid: Grid, policy: Policy, features: int, *, kind: str = "rms", bias: bool = False, eps: float = 1e-5
+        self,
+        grid: Grid,
+        policy: Policy,
+        features: int,
+        *,
+        kind: str = "rms",
+        bias: bool = False,
+        eps: float = 1e-5,
+        shift: float = 0.0,
     ) -> None:
         super().__init__(grid, policy)
         require_divisible(self, "features", features, y=grid.size("y"))
@@ -167,7 +181,7 @@ class Norm(Layer):
             raise ValueError(f"kind={kind!r} is none of 'rms', 'layer'")
         if kind == "rms" and bias:
             raise ValueError("RMSNorm has no bias; use kind='layer' or bias=False")
-        self.features, self.kind, self.eps = features, kind, eps
+        self.features, self.kind, self.eps, self.shift = features, kind, eps, shift
         use = rest(policy.activations)
         self.declare("weight", Spec((features,), FEATURES, use, Init(mean=1.0)))
         if bias:
@@ -183,17 +197,17 @@ class Norm(Layer):
         return NormFunction.apply(self._spec(), a, delta, *self.parameters())
 
     def _spec(self) -> NormSpec:
-        return NormSpec(self.unit(*self.specs), self.kind, self.features, "y", self.eps)
+        return NormSpec(self.unit(*self.specs), self.kind, self.features, "y", self.eps, self.shift)
 
 
 class HeadNorm(Layer):
     """RMSNorm of each head by itself, inside attention: one weight per head dim, shared by all heads."""
 
-    def __init__(self, grid: Grid, policy: Policy, head_dim: int, *, eps: float = 1e-5) -> None:
+    def __init__(self, grid: Grid, policy: Policy, head_dim: int, *, eps: float = 1e-5, shift: float = 0.0) -> None:
         super().__init__(grid, policy)
-        self.eps = eps
+        self.eps, self.shift = eps, shift
         self.declare("weight", Spec((head_dim,), WHOLE, inner(policy.activations), Init(mean=1.0)))
 
     def forward(self, a: Tensor) -> Tensor:
-        spec = NormSpec(self.unit("weight"), "rms", a.shape[-1], None, self.eps)
+        spec = NormSpec(self.unit("weight"), "rms", a.shape[-1], None, self.eps, self.shift)
         return NormFunction.apply(spec, a, None, self.weight)

@@ -1,0 +1,198 @@
+"""Channels of images on the grid: how they are cut over x and y, and how they travel.
+
+A tensor is [rows, channels, *space]: the rows are those of this (data, z) place, space is whole, and channels are cut
+over axes, outermost first, in the blocks of `layout.chunk`: where an axis does not divide them the last blocks are
+short or empty. Messages are padded to the longest block, tensors never are.
+
+    activations   after an expanding convolution   after a contracting one
+    sharded       over ("x", "y")                  over ("y", "x")
+    replicated    over ("x",), whole over y        over ("y",), whole over x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+from torch import Tensor
+from torch.nn import functional
+
+from fourfold import comm
+from fourfold.grid import AXES, Grid
+from fourfold.layout import GATHERED, Cut, Storage, chunk
+from fourfold.operators import Conjugate, Flight, Landed, Site, identity
+from fourfold.pending import Pending
+
+BATCH = ("data", "z")
+"""The axes that cut the rows of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """So many channels, cut over these axes, outermost first."""
+
+    count: int
+    axes: tuple[str, ...]
+
+    def block(self, grid: Grid) -> range:
+        """The channels of this rank."""
+        return self._block(grid.shape.sizes, grid.coords)
+
+    def blocks(self, grid: Grid) -> Iterator[range]:
+        """The channels of every rank, in their order."""
+        sizes = grid.shape.sizes
+        for place in product(*(range(sizes[axis]) for axis in self.axes)):
+            yield self._block(sizes, dict(zip(self.axes, place, strict=True)))
+
+    def _block(self, sizes: dict[str, int], coords: dict[str, int]) -> range:
+        held = range(self.count)
+        for axis in self.axes:
+            part = chunk(len(held), sizes[axis], coords[axis])
+            held = held[part.start : part.stop]
+        return held
+
+    def outer(self, cuts: int) -> Channels:
+        """The same before the cuts that follow the first ones."""
+        return Channels(self.count, self.axes[:cuts])
+
+    @property
+    def use(self) -> Cut:
+        """How a computation is cut that is done for each of these channels by itself."""
+        return Cut(BATCH, self.axes)
+
+    @property
+    def stored(self) -> Channels:
+        """The cut of a parameter with a row for each channel: that of the channels, or as much of it from the outermost
+        axis on as a storage can have, whose axes stand in the order of the grid's. A rank reads a part of its rows."""
+        cuts = 1
+        while cuts < len(self.axes) and AXES.index(self.axes[cuts - 1]) < AXES.index(self.axes[cuts]):
+            cuts += 1
+        return self.outer(cuts)
+
+    @property
+    def storage(self) -> Storage:
+        """Of that parameter."""
+        return Storage((*((axis, 0) for axis in self.stored.axes), (GATHERED, 0)))
+
+    def part(self, grid: Grid) -> range:
+        """Which rows of that parameter in its compute layout are those of this rank's channels."""
+        return within(self.block(grid), self.stored.block(grid))
+
+
+def whole_groups(channels: Channels, groups: int, grid: Grid) -> list[range] | None:
+    """The groups of every rank, where none of them is cut: the channels are so many groups of equal size."""
+    size = channels.count // groups
+    blocks = [held or range(0) for held in channels.blocks(grid)]
+    if any(held.start % size or held.stop % size for held in blocks):
+        return None
+    return [range(held.start // size, held.stop // size) for held in blocks]
+
+
+def within(inner: range, outer: range) -> range:
+    """The same channels, counted from the first of `outer`."""
+    return range(inner.start - outer.start, inner.stop - outer.start) if inner else range(0)
+
+
+def take(a: Tensor, held: range, dim: int = 1) -> Tensor:
+    """A view of these channels."""
+    return a if len(held) == a.shape[dim] else a.narrow(dim, held.start, len(held))
+
+
+def embed(part: Tensor, held: range, rows: int) -> Tensor:
+    """A gradient for `rows` rows of which only these were used."""
+    if len(held) == rows:
+        return part
+    whole = part.new_zeros(rows, *part.shape[1:])
+    whole[held.start : held.stop] = part
+    return whole
+
+
+def gather(part: Tensor, site: Site, axis: str, count: int) -> Pending[Tensor]:
+    """[r, count/axis, ...] -> [r, count, ...]"""
+    ranks = site.grid.size(axis)
+    padded = _pad(part, -(-count // ranks))
+    joined = comm.all_gather(padded.contiguous(), site.grid, axis, dim=1, label=site.label)
+    return joined.then(lambda whole: take(whole, range(count)))
+
+
+def scatter(whole: Tensor, site: Site, axis: str) -> Pending[Tensor]:
+    """[r, count, ...] {sum axis} -> [r, count/axis, ...]"""
+    ranks, count = site.grid.size(axis), whole.shape[1]
+    padded = _pad(whole, -(-count // ranks) * ranks)
+    own = len(chunk(count, ranks, site.grid.coords[axis]))
+    summed = comm.reduce_scatter(padded, site.grid, axis, dim=1, label=site.label)
+    return summed.then(lambda part: take(part, range(own)))
+
+
+def sum_over(owed: Tensor, site: Site, axis: str) -> Pending[Tensor]:
+    """[r, count, ...] {sum axis} -> the sum, on all ranks of the axis"""
+    return comm.all_reduce(owed, site.grid, axis, label=site.label)
+
+
+def enter(a: Tensor, site: Site, axis: str, count: int, *, cut: bool) -> Flight | Landed:
+    """[r, count/axis, ...], or where it is not cut [r, count, ...], -> whole over the axis, for ranks that each find
+    a part of the gradient."""
+    if not cut:
+        return site.fly(a, axis, identity, partial(sum_over, site=site, axis=axis))
+    there = partial(gather, site=site, axis=axis, count=count)
+    return site.fly(a, axis, there, partial(scatter, site=site, axis=axis))
+
+
+def leave(a: Tensor, site: Site, axis: str, *, cut: bool) -> Flight | Landed:
+    """[r, count, ...] {sum axis} -> cut over the axis, or the whole sum"""
+    if not cut:
+        return site.fly(a, axis, partial(sum_over, site=site, axis=axis), identity)
+    back = partial(gather, site=site, axis=axis, count=a.shape[1])
+    return site.fly(a, axis, partial(scatter, site=site, axis=axis), back)
+
+
+def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: Site) -> Tensor:
+    """The same tensor with its channels cut over other axes; backward converts its gradient back.
+
+    Gathered are the axes that follow those which both cuts begin with; no axis is summed over, since a tensor that is
+    whole over an axis has the same gradient on all its ranks.
+    """
+    aim = Channels(channels.count, axes)
+    if aim == channels:
+        return a
+    return Conjugate.apply(
+        a,
+        partial(_recut, here=channels, aim=aim, site=site),
+        partial(_recut, here=aim, aim=channels, site=site),
+    )
+
+
+def _recut(a: Tensor, here: Channels, aim: Channels, site: Site) -> Tensor:
+    common = 0
+    while here.axes[common : common + 1] == aim.axes[common : common + 1] != ():
+        common += 1
+    joined = join(a, here, common, site)
+    found = take(joined, within(aim.block(site.grid), here.outer(common).block(site.grid)))
+    return found.clone() if found is a or found._is_view() else found  # model code may write into it
+
+
+def join(a: Tensor, channels: Channels, cuts: int, site: Site) -> Tensor:
+    """Whole over all axes but the first `cuts`, the innermost gathered first; outside of autograd."""
+    for cut in range(len(channels.axes) - 1, cuts - 1, -1):
+        count = len(channels.outer(cut).block(site.grid))
+        a = gather(a, site, channels.axes[cut], count).wait()
+    return a
+
+
+def require_block(a: Tensor, channels: Channels, grid: Grid, label: str) -> None:
+    """Raise unless the tensor has this rank's channels."""
+    held = len(channels.block(grid))
+    if a.dim() < 2 or a.shape[1] != held:
+        over = ", ".join(f"{axis}={grid.size(axis)}" for axis in channels.axes) or "no axis"
+        raise ValueError(
+            f"{label}: {channels.count} channels cut over {over} are {held} on this rank of the grid {grid}, but the "
+            f"input is {tuple(a.shape)}; give [rows, {held}, *space], as fourfold.nn.channels.convert cuts it"
+        )
+
+
+def _pad(a: Tensor, count: int) -> Tensor:
+    """Zeros behind the channels, where uneven blocks leave a rank with fewer than the message has."""
+    missing = count - a.shape[1]
+    return functional.pad(a, [0, 0] * (a.dim() - 2) + [0, missing]) if missing else a

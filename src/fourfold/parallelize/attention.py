@@ -1,0 +1,58 @@
+"""Attention on heads that are cut: torch's fused kernel on each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Size, Tensor
+from torch.nn import functional
+
+from fourfold.nn.moment import drawing
+from fourfold.parallelize.layouts import Shared
+from fourfold.parallelize.placed import Blocks, Placed
+from fourfold.parallelize.rules import key_of_parts, rule
+
+HEADS = 1
+"""The dim of heads in [rows, heads, seq, head_dim]."""
+
+
+@rule(functional.scaled_dot_product_attention)
+def attend(func: Callable, args: tuple, kwargs: dict) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value = named.pop("query"), named.pop("key"), named.pop("value")
+    if not isinstance(query, Placed) or type(query.placement) is not Blocks or query.dim() != 4:
+        return NotImplemented
+    layout = query.placement
+    if layout.dim != HEADS or query.shape[HEADS] % layout.parts:
+        return NotImplemented
+    grouped = named.get("enable_gqa", False)
+    own = [_own(tensor, layout, query.shape[HEADS], grouped=grouped) for tensor in (key, value)]
+    if any(tensor is None for tensor in own):
+        return NotImplemented
+    mask = named.get("attn_mask")
+    if mask is not None:
+        wanted = Size((*query.shape[:3], key.shape[2]))
+        named["attn_mask"] = mask.laid(layout).local if isinstance(mask, Placed) else layout.part(mask, wanted)
+    named["enable_gqa"] = own[0].shape[HEADS] != query.local.shape[HEADS]  # type: ignore[union-attr]
+    shape = (*query.shape[:-1], value.shape[-1])
+    if not named.get("dropout_p", 0.0):
+        return Placed(func(query.local, *own, **named), layout, shape)
+    with drawing(key_of_parts(query), query.device):
+        return Placed(func(query.local, *own, **named), layout, shape)
+
+
+def _own(tensor: Tensor, layout: Blocks, heads: int, *, grouped: bool) -> Tensor | None:
+    """The heads of K or V that this rank's queries read; None where parts do not say."""
+    if isinstance(tensor, Placed):
+        if isinstance(tensor.placement, Shared):
+            shared = tensor.placement
+            return shared.for_queries(tensor.local) if shared.dim == HEADS and shared.size == 1 else None
+        even = tensor.shape[HEADS] % layout.parts == 0
+        if tensor.placement == layout and even and (grouped or tensor.shape[HEADS] == heads):
+            return tensor.local
+        tensor = tensor.whole()
+    if tensor.shape[HEADS] != heads:
+        tensor = tensor.repeat_interleave(heads // tensor.shape[HEADS], HEADS)
+    return layout.part(tensor, Size((*tensor.shape[:HEADS], heads, *tensor.shape[HEADS + 1 :])))

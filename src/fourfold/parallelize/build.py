@@ -1,0 +1,276 @@
+"""`parallelize`: any module onto the grid, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.gradients import Gradients
+from fourfold.grid import Grid
+from fourfold.layout import Policy, Spec
+from fourfold.nn.embedding import Embedding, Head
+from fourfold.nn.layer import SPECS, Layer, box_of, reserve, shard_parameter
+from fourfold.nn.linear import Contract, Expand
+from fourfold.nn.moment import Clock
+from fourfold.nn.norm import HeadNorm, Norm
+from fourfold.parallelize import plan as words
+from fourfold.parallelize.layers import (
+    Adapter,
+    Closer,
+    Embedder,
+    FusedReader,
+    Gathered,
+    HeadNormer,
+    Normer,
+    Reader,
+    Spreader,
+)
+from fourfold.parallelize.normal import formula_of
+from fourfold.parallelize.plan import Choice, Word, resolve
+from fourfold.parallelize.recipes import RECIPES
+from fourfold.parallelize.root import Block, Root
+from fourfold.parallelize.run import Run
+from fourfold.parallelize.state import translate_state
+from fourfold.parallelize.structure import Found, features_of, find, is_linear, is_transposed, sizes_of_parts
+from fourfold.parallelize.swap import adapters_of, convert
+from fourfold.parallelize.together import Together
+from fourfold.parallelize.values import Values
+from fourfold.product import MEMORY
+
+
+def parallelize(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    policy: Policy = Policy(),
+    plan: Mapping[str, Word | str] | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Turn a plain module into its form on the grid, in place, and return it.
+
+    Parameters keep their names and become shards; the module's own code runs on. Afterwards every rank gives it the
+    rows of its (data, z) place; it returns what the plain module would for these rows, and losses that it computes are
+    means over the whole batch. `plan` says of modules, by name, what they are; the rest is found (`explain` tells).
+    On the meta device initial values depend on `seed` and the modules' names.
+    """
+    check_policy(policy)
+    run = _run_of(model, grid, policy)
+    fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
+    given = resolve(plan or {}, fresh, "plan")
+    family = RECIPES.get(getattr(getattr(model, "config", None), "model_type", ""), {})
+    recipe = {key: word for key, word in family.items() if words.matches(key, fresh)}
+    found = find(model, grid, policy, resolve(recipe, fresh, "recipe") | given)
+    adapters = {name: _adapter(name, fresh[name], found, run) for name in found.choices if name in fresh}
+    for names, counts in found.groups.items():
+        Together([adapters[name] for name in names], counts)  # type: ignore[misc]
+    values = Values(model, grid, seed, found.blocks)
+    _place(model, adapters, values, run)
+    _place_buffers(model, values)
+    for name, adapter in adapters.items():
+        convert(fresh[name], adapter)
+    for name, features in found.blocks.items():
+        if name in fresh and features % grid.size("y") == 0:
+            convert(fresh[name], Block(name, run, "one of several equal blocks", features))
+    if not any(isinstance(adapter, Root) for adapter in adapters_of(model)):
+        convert(model, Root("", run, "the module that was given"))
+    _register(model, run, seed)
+    return model
+
+
+def check_policy(policy: Policy) -> None:
+    """What the reference models can do and other people's code cannot."""
+    if policy.overlap.halves not in (None, 1):
+        raise ValueError(
+            f"halves={policy.overlap.halves}: a module's own code runs a batch as one; use halves=None or 1"
+        )
+    if policy.loss_chunk:
+        raise ValueError(
+            f"loss_chunk={policy.loss_chunk}: a module's own code makes all logits at once; use loss_chunk=0"
+        )
+    if policy.recompute == "attention":
+        raise ValueError("recompute='attention' knows the reference models only; use 'block' or 'none'")
+
+
+def _run_of(model: nn.Module, grid: Grid, policy: Policy) -> Run:
+    """That of the parts that are on the grid already, or a new one."""
+    for name, module in model.named_modules():
+        for adapter in adapters_of(module):
+            if adapter.run.grid is not grid or adapter.run.policy != policy:
+                raise ValueError(
+                    f"{name or 'the model'} is on the grid {adapter.run.grid} already, with {adapter.run.policy}"
+                )
+            return adapter.run
+    return Run(grid, policy)
+
+
+def _adapter(name: str, module: nn.Module, found: Found, run: Run) -> Adapter:
+    choice = found.choices[name]
+    try:
+        return MAKERS[type(choice.word)](name, module, choice, found, run)
+    except ValueError as error:
+        raise ValueError(f"{name} ({type(module).__name__}): {error}") from error
+
+
+def _linear(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:
+    if not is_linear(module):
+        raise ValueError(f"{type(choice.word).__name__}() is for linear layers")
+    (inputs, outputs), transposed = features_of(module), is_transposed(module)
+    bias, place = getattr(module, "bias", None) is not None, (run.grid, run.policy)
+    word = choice.word
+    if isinstance(word, words.Contract):
+        return Closer(name, run, choice.why, Contract(*place, inputs, outputs, bias=bias), transposed=transposed)
+    if isinstance(word, words.Head):
+        return Reader(name, run, choice.why, Head(*place, inputs, outputs, bias=bias), transposed=transposed)
+    counts = found.counts.get(name.rpartition(".")[0])
+    sizes = sizes_of_parts(word, outputs, counts)  # type: ignore[arg-type]
+    layers = [Expand(*place, inputs, size, bias=bias) for size in sizes]
+    if len(layers) == 1:
+        return Reader(name, run, choice.why, layers[0], transposed=transposed)
+    if word.parts != "qkv":  # type: ignore[attr-defined]
+        counts = None
+    return FusedReader(name, run, choice.why, layers, transposed=transposed, counts=counts)
+
+
+def _embedding(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:  # noqa: ARG001
+    if not isinstance(module, nn.Embedding):
+        raise ValueError("Embedding() is for nn.Embedding")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ValueError("max_norm, scale_grad_by_freq and sparse do not work on a table that is cut; leave them out")
+    rows, features = module.weight.shape
+    return Embedder(
+        name, run, choice.why, Embedding(run.grid, run.policy, rows, features, untrained=module.padding_idx)
+    )
+
+
+def _norm(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:  # noqa: ARG001
+    formula = formula_of(module)
+    if formula is None:
+        raise ValueError("it computes neither an RMS norm nor a LayerNorm of the last dim; give it a plan of Whole()")
+    if isinstance(choice.word, words.HeadNorm):
+        if formula.kind != "rms":
+            raise ValueError("HeadNorm() is for RMS norms; give it a plan of Whole()")
+        layer = HeadNorm(run.grid, run.policy, formula.features, eps=formula.eps, shift=formula.shift)
+        return HeadNormer(name, run, choice.why, layer)
+    options = dict(kind=formula.kind, bias=formula.bias, eps=formula.eps, shift=formula.shift)
+    return Normer(name, run, choice.why, Norm(run.grid, run.policy, formula.features, **options))  # type: ignore[arg-type]
+
+
+def _gathered(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:  # noqa: ARG001
+    if isinstance(choice.word, words.Heads):
+        return Spreader(name, run, choice.why, module)
+    return Gathered(name, run, choice.why, module, whole_inputs=choice.why.startswith("plan"))
+
+
+MAKERS: dict[type[Word], Callable[[str, nn.Module, Choice, Found, Run], Adapter]] = {
+    words.Expand: _linear,
+    words.Contract: _linear,
+    words.Head: _linear,
+    words.Embedding: _embedding,
+    words.Norm: _norm,
+    words.HeadNorm: _norm,
+    words.Heads: _gathered,
+    words.Whole: _gathered,
+    words.Convolution: _gathered,
+    words.ChannelNorm: _gathered,
+}
+
+
+def _place(model: nn.Module, adapters: Mapping[str, Adapter], values: Values, run: Run) -> None:
+    """Cut the values and put the shards in the place of the plain parameters."""
+    placed: dict[int, tuple[nn.Parameter, Spec, str]] = {}
+    memory = _side_by_side(model, adapters, run)
+    for name in sorted(
+        adapters, key=lambda name: isinstance(adapters[name], Gathered)
+    ):  # layers before those who share
+        adapter, module = adapters[name], model.get_submodule(name)
+        plain = dict(module._parameters)
+        made: dict[str, nn.Parameter | None] = {own: None for own, parameter in plain.items() if parameter is None}
+        specs: dict[str, Spec] = {}
+        for own, (layer, inside, stored) in adapter.parameters().items():
+            original, spec, full = plain[stored.original], layer.specs[inside], f"{name}.{own}".lstrip(".")
+            if original is None:
+                raise ValueError(f"{name}: parameter {stored.original!r} is None")
+            known = placed.get(id(original)) if stored.rows is None else None
+            if known is None:
+                whole = stored.of(values.of(name, stored.original, original))
+                made[own] = _cut(whole, spec, run.grid, memory.get((layer, inside)))
+                made[own].requires_grad_(original.requires_grad)  # type: ignore[union-attr]
+                placed[id(original)] = made[own], spec, full  # type: ignore[assignment]
+            else:
+                made[own], spec = known[:2]
+                if not _cut_alike(spec, layer.specs[inside]):
+                    if not isinstance(adapter, Gathered):
+                        raise ValueError(_of_sharing(full, known[2], spec))
+                    del layer.specs[inside]  # what a layer holds is not gathered for those beside it
+            layer._parameters[inside] = made[own]
+            specs[own] = spec
+        module._parameters.clear()
+        module._parameters.update(made)
+        vars(module)[SPECS] = specs
+        translate_state(module, adapter)
+        for layer in adapter.layers:
+            layer.label = name
+
+
+def _place_buffers(model: nn.Module, values: Values) -> None:
+    for name, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[own] = values.of(name, own, buffer)
+
+
+def _side_by_side(
+    model: nn.Module, adapters: Mapping[str, Adapter], run: Run
+) -> dict[tuple[Layer, str], tuple[Tensor, Tensor | None]]:
+    """Memory for weights that are read together, one after the other, and for the first of them all of it."""
+    found: dict[tuple[Layer, str], tuple[Tensor, Tensor | None]] = {}
+    for name, adapter in adapters.items():
+        if not isinstance(adapter, Reader) or adapter.together.readers[0] is not adapter:
+            continue
+        layers = [layer for reader in adapter.together.readers for layer in reader.layers]
+        dtype = model.get_submodule(name).weight.dtype  # type: ignore[union-attr]
+        if len(layers) > 1:
+            specs = {str(index): layer.specs["weight"] for index, layer in enumerate(layers)}
+            whole, parts = reserve(list(specs), specs, run.grid, dtype, run.grid.device)  # type: ignore[arg-type]
+            for index, layer in enumerate(layers):
+                found[layer, "weight"] = parts[str(index)], whole if index == 0 else None
+    return found
+
+
+def _cut_alike(one: Spec, other: Spec) -> bool:
+    return (one.storage, one.use, one.shape) == (other.storage, other.use, other.shape)
+
+
+def _of_sharing(one: str, other: str, spec: Spec) -> str:
+    return (
+        f"{one} and {other} share a parameter of shape {spec.shape} but use it in ways that cut it differently; "
+        "give both modules a plan of Whole(), or untie them"
+    )
+
+
+def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: tuple[Tensor, Tensor | None] | None) -> nn.Parameter:
+    """This rank's shard, in memory beside its neighbours' where there is some."""
+    part = whole[tuple(slice(held.start, held.stop) for held in box_of(spec, grid))]
+    own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory
+    parameter = shard_parameter(own.copy_(part), spec, grid)
+    if joint is not None:
+        setattr(parameter, MEMORY, joint)
+    return parameter
+
+
+def _register(model: nn.Module, run: Run, seed: int) -> None:
+    """Gradients for all parameters, those of an earlier call included."""
+    parameters: dict[str, tuple[nn.Parameter, Spec]] = {}
+    for name, parameter in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        spec = vars(model.get_submodule(owner)).get(SPECS, {}).get(own)
+        if spec is None:
+            raise ValueError(f"{name} is not on the grid")
+        parameters[name] = parameter, spec
+    run.gradients = Gradients(run.grid, parameters, run.policy)
+    run.clock = Clock(seed, run.engine)
+    for module in model.modules():
+        for layer in (layer for adapter in adapters_of(module) for layer in adapter.layers):
+            layer.gradients, layer.clock = run.gradients, run.clock

@@ -1,0 +1,139 @@
+"""The outermost module of a parallelised model, where a pass begins and ends, and its repeated blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fourfold.comm import equal_along
+from fourfold.nn.initial import key_of
+from fourfold.nn.moment import drawing
+from fourfold.nn.recompute import recompute
+from fourfold.parallelize.layers import REPEATED, Adapter
+from fourfold.parallelize.layouts import Columns
+from fourfold.parallelize.losses import GlobalLosses
+from fourfold.parallelize.placed import Placed
+from fourfold.parallelize.run import Run
+from fourfold.parallelize.together import at_rest
+
+
+class Root(Adapter):
+    """Begins and ends a pass. Takes the rows of this rank's (data, z) place and gives back whole tensors for them."""
+
+    def __init__(self, name: str, run: Run, why: str) -> None:
+        super().__init__(name, run, why)
+        self.compared: set[str] = set()
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self.run
+        if run.depth:
+            return forward(*args, **kwargs)
+        self._require_same_rows(args, kwargs)
+        if module.training:
+            run.clock.advance()
+        run.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
+        with self._pass(module):
+            result = forward(*args, **kwargs)
+            for group in list(run.shared):
+                group.part()
+            return self._given(result)
+
+    @contextmanager
+    def _pass(self, module: nn.Module) -> Iterator[None]:
+        run = self.run
+        run.begin()
+        before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()} if module.training else {}
+        # in step on all ranks of a place, so that they drop the same of what they all hold
+        random = drawing(run.clock.key(self.name, run.grid, REPEATED), run.grid.device)
+        try:
+            with GlobalLosses(run), random if module.training else nullcontext():
+                yield
+        finally:
+            run.depth = 0
+        if before:
+            self._require_same_buffers(module, before)
+
+    def _given(self, value: Any) -> Any:
+        """Whole tensors in place of placed ones; logits of which a loss was made stay cut until somebody reads them."""
+        if isinstance(value, Placed):
+            unread = isinstance(value.placement, Columns) and self.run.reads_logits and self.run.grad_enabled
+            return value if unread else value.whole()
+        if isinstance(value, MutableMapping):
+            for key in list(value):
+                if isinstance(value[key], (Placed, tuple, list, dict)):
+                    value[key] = self._given(value[key])
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._given(entry) for entry in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._given(entry) for entry in value)
+        return value
+
+    def _require_same_rows(self, args: Any, kwargs: Any) -> None:
+        """Once is enough for a loop that reads its rows wrongly."""
+        if "" in self.compared:
+            return
+        self.compared.add("")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_meta]
+        if not equal_along(key_of(*map(_digest, tensors)), self.run.grid, ("x", "y")):
+            raise ValueError(
+                "ranks of one (data, z) place were given different rows; all ranks that differ in x and y alone read "
+                "the same ones (ff.local_rows cuts a batch so)"
+            )
+
+    def _require_same_buffers(self, module: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
+        """What a forward pass writes into a buffer must not depend on the rows: each place has others."""
+        for name, buffer in module.named_buffers():
+            old, version = before.get(name, (None, 0))
+            if (buffer is old and buffer._version == version) or name in self.compared or buffer.is_meta:
+                continue
+            self.compared.add(name)
+            if not equal_along(key_of(_digest(buffer)), self.run.grid, ("z", "data")):
+                owner, _, own = name.rpartition(".")
+                raise RuntimeError(
+                    f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "
+                    "in forward from the rows it sees, and each (data, z) place sees others: the copies would drift "
+                    "apart; use a layer whose statistics are over the whole batch (nn.BatchNorm is), or keep the "
+                    "buffer out of forward"
+                )
+
+    def describe(self) -> tuple[str, str]:
+        return "rows of the place in, whole tensors for them out", "losses over z and data"
+
+
+def _digest(tensor: Tensor) -> int:
+    whole = tensor.detach()
+    return key_of(tuple(whole.shape), whole.double().nan_to_num().sum().item())
+
+
+class Block(Adapter):
+    """One of several equal modules that the residual stream passes. Lets it rest if it does not yet."""
+
+    def __init__(self, name: str, run: Run, why: str, features: int) -> None:
+        super().__init__(name, run, why)
+        self.features = features
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (self._resting(args[0]), *args[1:])
+        elif "hidden_states" in kwargs:
+            kwargs = {**kwargs, "hidden_states": self._resting(kwargs["hidden_states"])}
+        if self.run.policy.recompute == "block" and module.training and torch.is_grad_enabled():
+            return recompute(partial(forward, **kwargs), self.run.clock, *args)
+        return forward(*args, **kwargs)
+
+    def _resting(self, a: Any) -> Any:
+        plain = isinstance(a, Tensor) and not isinstance(a, Placed)
+        if plain and a.is_floating_point() and a.dim() > 1 and a.shape[-1] == self.features:
+            return at_rest(a, self.run)
+        return a
+
+    def describe(self) -> tuple[str, str]:
+        again = ", computed again in backward" if self.run.policy.recompute == "block" else ""
+        return f"residual stream [m/x, {self.features}/y] at rest{again}", ""

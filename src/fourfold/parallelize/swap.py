@@ -1,0 +1,84 @@
+"""A module's class, replaced in place by one that runs on the grid; identity, hooks, children and names stay."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from fourfold.parallelize.generate import generate_on_grid
+from fourfold.parallelize.layers import Adapter
+
+ADAPTERS = "_fourfold_adapters"
+"""Attribute of a converted module: what it does on the grid, outermost first."""
+
+
+def adapters_of(module: nn.Module) -> list[Adapter]:
+    return vars(module).get(ADAPTERS, [])
+
+
+def convert(module: nn.Module, adapter: Adapter) -> None:
+    """From now on `adapter` runs the module; where one does already, the new one goes around it."""
+    if adapters_of(module):
+        vars(module)[ADAPTERS].insert(0, adapter)
+        return
+    vars(module)[ADAPTERS] = [adapter]
+    module.__class__ = _on_grid(type(module))
+
+
+@functools.cache
+def _on_grid(plain: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the same name whose forward, and that alone, is run by adapters.
+
+    A linear layer or embedding with a forward of its own that asks its parent class's (to scale what it gives, say)
+    keeps it: what stands in for the parent's then comes after it.
+    """
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    for parent in (nn.Linear, nn.Embedding):
+        if asks_parent(plain, parent):
+            between = type(parent.__name__, (parent,), {"forward": _forward(parent)})
+            return type(plain.__name__, (plain, between), names)
+    methods = {"forward": _forward(plain)}
+    if callable(getattr(plain, "generate", None)):
+        methods["generate"] = _generate(plain)
+    return type(plain.__name__, (plain,), names | methods)
+
+
+def asks_parent(plain: type[nn.Module], parent: type[nn.Module]) -> bool:
+    """Whether a subclass has a forward of its own around its parent's."""
+    own = plain.forward
+    if not issubclass(plain, parent) or own is parent.forward:
+        return False
+    code = getattr(own, "__code__", None)
+    return code is not None and "__class__" in code.co_freevars and "forward" in code.co_names
+
+
+def _forward(plain: type[nn.Module]) -> Any:
+    own = plain.forward
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(own, self)
+        for adapter in reversed(adapters_of(self)):
+            run = functools.partial(adapter, self, run)
+        return run(*args, **kwargs)
+
+    return forward
+
+
+def _generate(plain: type[nn.Module]) -> Any:
+    own = plain.generate  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = adapters_of(self)[0].run
+        if run.generating:  # inside that of a module around this one
+            return own(self, *args, **kwargs)
+        run.generating = True
+        try:
+            return generate_on_grid(own, self, run.grid, *args, **kwargs)
+        finally:
+            run.generating = False
+
+    return generate

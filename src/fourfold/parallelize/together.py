@@ -1,0 +1,118 @@
+"""Layers that read the same tensor: one `enter`, one product, one `spread` for all of them.
+
+Model code calls them one after the other. The first call reads for all; the others find their result on the tensor
+that they are given. Where one of them is given another tensor after all, as in attention that looks at an encoder,
+the group is parted when the pass ends and does so no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch import Size, Tensor
+
+from fourfold.layout import inner
+from fourfold.nn.attention import Heads, read_heads
+from fourfold.nn.embedding import Head
+from fourfold.nn.linear import Expand, expand_in_turns
+from fourfold.parallelize.layouts import Columns, Shared
+from fourfold.parallelize.placed import Blocks, Layout, Placed, Rest, laid
+from fourfold.parallelize.run import Run
+
+if TYPE_CHECKING:
+    from fourfold.parallelize.layers import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCounts:
+    """Of an attention whose q, k and v are read together."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Together:
+    """Readers of one tensor, in the order in which they are called."""
+
+    def __init__(self, readers: Sequence[Reader], counts: HeadCounts | None = None) -> None:
+        self.readers, self.counts = tuple(readers), counts
+        for reader in readers:
+            reader.together = self
+
+    def read(self, reader: Reader, a: Tensor) -> Placed:
+        run = reader.run
+        found = a.read.get(self) if isinstance(a, Placed) else None
+        if found is None or reader not in found:
+            found = dict(zip(self.readers, self._read(run, a), strict=True))
+            if isinstance(a, Placed):
+                a.read[self] = found
+            if len(found) > 1:
+                run.shared.add(self)
+                self.claimed: set[Reader] = set()
+        self.claimed = self.claimed | {reader} if len(self.readers) > 1 else set()
+        if len(self.claimed) == len(self.readers):
+            run.shared.discard(self)
+        return found.pop(reader)
+
+    def part(self) -> None:
+        """Those that were asked for go on without the others."""
+        Together([reader for reader in self.readers if reader in self.claimed])
+        Together([reader for reader in self.readers if reader not in self.claimed])
+
+    def _read(self, run: Run, a: Tensor) -> list[Placed]:
+        layers = [layer for reader in self.readers for layer in reader.layers]
+        outs = read_all(run, layers, a, self.counts)
+        if len(layers) == len(self.readers):
+            return outs
+        found = []
+        for reader in self.readers:
+            found.append(reader.joined(outs[: len(reader.layers)]))
+            outs = outs[len(reader.layers) :]
+        return found
+
+
+def at_rest(a: Tensor, run: Run) -> Placed:
+    return a.laid(Rest(run)) if isinstance(a, Placed) else laid(a, Rest(run))
+
+
+def read_all(run: Run, layers: Sequence[Expand], a: Tensor, counts: HeadCounts | None) -> list[Placed]:
+    """What the layers make of a tensor [..., k]: each [..., n_i], features cut over x and y."""
+    resting = at_rest(a, run)
+    leading, tokens = resting.shape[:-1], prod(resting.shape[:-1])
+    over = inner(run.policy.activations).features
+    if counts is not None:
+        held = Heads.of(counts.heads, counts.kv_heads, run.grid, run.policy)
+        outs = list(run.engine.alone(read_heads(layers, resting.local, tokens, held)))
+        if held.shared:
+            layout = _shared(run, counts, held, len(leading), over)
+            outs[1:] = [_held_heads(out, held.keys, layout, counts.head_dim) for out in outs[1:]]
+            layouts: list[Layout] = [Blocks(run, len(leading), over), layout, layout]
+            return [_placed(*each, leading) for each in zip(outs, layouts, layers, strict=True)]
+    else:
+        outs = run.engine.alone(expand_in_turns(layers, resting.local, tokens))
+    layouts = [
+        Columns(run, len(leading), over, layer) if isinstance(layer, Head) else Blocks(run, len(leading), over)
+        for layer in layers
+    ]
+    return [_placed(*each, leading) for each in zip(outs, layouts, layers, strict=True)]
+
+
+def _placed(out: Tensor, layout: Layout, layer: Expand, leading: Size) -> Placed:
+    width = layer.vocab if isinstance(layer, Head) else layer.out_features
+    return Placed(out.view(*leading, -1), layout, (*leading, width))
+
+
+def _shared(run: Run, counts: HeadCounts, held: Heads, dim: int, over: tuple[str, ...]) -> Shared:
+    group = counts.heads // counts.kv_heads
+    read = range(held.queries.start // group, (held.queries.stop - 1) // group + 1)
+    return Shared(run, dim, over, counts.kv_heads, counts.head_dim, read, held.queries, group)
+
+
+def _held_heads(out: Tensor, keys: range, layout: Shared, head_dim: int) -> Tensor:
+    """Of the heads in this rank's K or V those that its queries read."""
+    first = (layout.held.start - keys.start) * head_dim
+    return out.narrow(1, first, len(layout.held) * head_dim).contiguous()
