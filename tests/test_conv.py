@@ -209,8 +209,10 @@ def test_stacks_on_one_rank_equal_plain_torch() -> None:
 
 @pytest.mark.parametrize("world", GRIDS)
 def test_stacks_equal_plain_torch(ranks, world: int) -> None:
-    for found in ranks(world).run(all_errors, cases_of(GRIDS[world], every=world == 2)):
-        check(found)
+    cases = cases_of(GRIDS[world], every=world == 2)
+    for shape in GRIDS[world]:
+        for found in ranks(world).run(all_errors, [case for case in cases if case[0] == shape]):
+            check(found)
 
 
 def halves(shape: Shape) -> float:
@@ -231,6 +233,32 @@ def halves(shape: Shape) -> float:
 
 def test_halves_take_turns(ranks) -> None:
     assert all(max(ranks(4).run(halves, shape)) < 1e-12 for shape in (Shape(x=2, z=2), Shape(y=2, z=2)))
+
+
+def whole_input() -> tuple[float, set[str]]:
+    """A sharded convolution whose input is whole over x, as images are: how far it is off, what it sends over x."""
+    grid, policy = grid_of(Shape(x=2, y=2)), Policy()
+    plain = nn.Sequential(nn.Conv2d(3, 5, 3)).double()
+    for parameter in plain.parameters():
+        nn.init.ones_(parameter)
+    (conv,) = on_grid(plain, grid, policy)
+    images = torch.arange(2 * 3 * 25.0, dtype=torch.float64).view(2, 3, 5, 5).requires_grad_()
+    own = images.detach().requires_grad_()
+    plain(images).square().sum().backward()
+    with grid.ledger.watch() as records:
+        out = conv(convert(own, Channels(3, ()), ("y",), conv.site(2)), whole=True)
+        out.backward(2 * out.detach())
+    found = [off_by(own.grad, images.grad)]
+    for name, spec in conv.specs.items():
+        gradient = local_of(conv.get_parameter(name).grad)
+        found.append(off_by(join_shards(gradient, spec, grid), plain[0].get_parameter(name).grad))
+    return max(found), {record.op for record in records if record.axis == "x"}
+
+
+def test_an_input_that_is_whole_already_is_not_gathered(ranks) -> None:
+    for error, sent in ranks(4).run(whole_input):
+        assert error < 1e-12
+        assert sent == {"all_reduce"}
 
 
 def large_mean() -> float:
@@ -346,6 +374,24 @@ def test_recomputing_does_not_count_a_batch_twice() -> None:
     norm(torch.ones(3, 2, 4))
     assert norm.num_batches_tracked.item() == 1
     torch.testing.assert_close(local_of(norm.running_mean), torch.full((2,), 0.1))
+
+
+def test_a_transposed_convolution_can_be_told_its_output() -> None:
+    plain = nn.Sequential(nn.ConvTranspose2d(2, 3, 3, stride=2)).double()
+    (conv,) = on_grid(plain, grid_of(Shape()), Policy())
+    a = torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(conv(a, output_padding=(0, 1)), plain[0](a, output_size=(9, 10)))
+
+
+def test_a_dry_run_needs_no_memory() -> None:
+    grid = grid_of(Shape())
+    plain = plain_stack("even")
+    stack = on_grid(plain, grid, Policy())
+    ff.nn.assemble(stack, grid, Policy(), device=torch.device("meta"))
+    images = torch.empty(2, 4, 5, 4, device="meta")
+    assert stack(images).shape == plain(torch.ones(2, 4, 5, 4, dtype=torch.float64)).shape
+    stack(images).sum().backward()
+    assert stack.eval()(images).is_meta
 
 
 def test_wrong_input_is_told() -> None:

@@ -78,27 +78,27 @@ class _Convolution(Layer):
 
 
 class Conv(_Convolution):
-    """A convolution of all channels with all. Expand sums over s = y and puts its out-channels over o = x; contract has
-    the two swapped, so that the two alternate. w[o/o, c/s] stored cut over z (transposed: w[c/s, o/o]):
+    """A convolution of all k in-channels with all n out-channels. Expand has in-channels over s = y, where its sum is
+    owed, and out-channels over t = x; contract has the two swapped, so that the two alternate. w[n/t, k/s] (transposed:
+    w[k/s, n/t]) is stored cut over z:
 
-        a [r, c/(s o)] -> enter o -> [r, c/s] -> a * w -> [r, o/o] {sum s} -> leave s -> [r, o/(o s)]
+        a [r, k/(s t)] -> enter t -> [r, k/s] -> a * w -> [r, n/t] {sum s} -> leave s -> [r, n/(t s)]
 
     Expand's bias is cut like the output, each rank on y adds its part to its partial sum; contract's is cut over y, and
-    the first rank on x adds it. In bytes, with r rows, P positions of the input and Q of the output, C and O channels
-    of the in-block c/s and the out-block o/o, |w| and |b| of the compute layout, and [n] for n padded until the axis
-    divides it (w and b: their dim 0):
+    the first rank on x adds it. In elements, with r rows, P positions of the input, Q of the output, K = k/s, N = n/t,
+    |w| and |b| in compute layout, and [.] for what is padded until the axis divides it (of w and b: their dim 0):
 
                  sharded                                     replicated
-        forward  all_gather o       r [C] P                  -
+        forward  all_gather t       r [K] P                  -
                  all_gather z       [|w|] + [|b|]            the same
-                 reduce_scatter s   r [O] Q                  all_reduce s   r O Q
-        backward all_gather s       r [O] Q                  -
-                 all_gather o       r [C] P, for dw; not with keep_gathered
-                 all_gather z       [|w|], not with keep_weights
-                 reduce_scatter o   r [C] P                  all_reduce o   r C P
+                 reduce_scatter s   r [N] Q                  all_reduce s   r N Q
+        backward all_gather s       r [N] Q                  -
+                 all_gather t       r [K] P, for dw; not with keep_gathered
+                 all_gather z       [|w|]; not with keep_weights
+                 reduce_scatter t   r [K] P                  all_reduce t   r K P
                  reduce_scatter z   [|w|] + [|b|]            the same
 
-    Where the input needs no gradient, as images, backward has neither the last message over o nor the gather over z.
+    Where the input needs no gradient, as images, backward has neither the gather over z nor the sum over t.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Conv(_Convolution):
             raise ValueError(f"role={role!r} is none of {get_args(Role)}")
         self.role: Role = role
         expands = role == "expand"
-        self.summed, self.out = ("y", "x") if expands else ("x", "y")
+        self.s, self.t = ("y", "x") if expands else ("x", "y")
         cuts = 2 if policy.activations == "sharded" else 1
-        self.reads = Channels(in_channels, (self.summed, self.out)[:cuts])
-        self.gives = Channels(out_channels, (self.out, self.summed)[:cuts])
+        self.reads = Channels(in_channels, (self.s, self.t)[:cuts])
+        self.gives = Channels(out_channels, (self.t, self.s)[:cuts])
         storage = EXPAND_WEIGHT if expands != geometry.transposed else CONTRACT_WEIGHT
         vector = (EXPAND_BIAS, PRODUCT) if expands else (FEATURES, OUTPUT_OF_CONTRACT)
         shape = geometry.weight_shape(in_channels, out_channels, 1)
@@ -137,12 +137,12 @@ class Conv(_Convolution):
         a = self.received(a, reads)
         site, count = self.site(a.shape[0]), len(reads.outer(1).block(self.grid))
         cut = len(reads.axes) > 1
-        entering = enter(a, site, self.out, count, cut=cut)
+        entering = enter(a, site, self.t, count, cut=cut)
         if entering.travels:
             yield
-        reread = partial(gather, site=site, axis=self.out, count=count) if cut else identity
+        reread = partial(gather, site=site, axis=self.t, count=count) if cut else identity
         out = self.convolve(self._kernel(output_padding), reread, entering.land(), a)
-        leaving = leave(out, site, self.summed, cut=sharded)
+        leaving = leave(out, site, self.s, cut=sharded)
         yield  # also where nothing travels: the other half's messages need a product between them
         return leaving.land()
 
@@ -160,7 +160,7 @@ class GroupedConv(_Convolution):
     """A convolution in groups of channels, which keeps the cut over `axes` that its input has.
 
     Where every rank holds whole groups, the same of the input and of the output, nothing travels over x and y and
-    w[o/axes, c/groups] rests cut like the channels. Elsewhere the input is gathered, each rank computes all groups that
+    w[n/axes, k/groups] rests cut like the channels. Elsewhere the input is gathered, each rank computes all groups that
     its out-channels are in, and w rests cut over z alone.
 
     Channels that are cut over ("y", "x") have parameters that are cut over y: each rank on x reads its part of them,

@@ -160,9 +160,9 @@ class Kernel:
 class Convolve(torch.autograd.Function):
     """out = a * w + b, with w stored cut over z.
 
-        a     [r, c, *in]             E1   out = a * w + b             w gathered over z
-        out   [r, o, *out] {sum s}    E2   da  = dout * w transposed   w gathered over z again
-        dout  [r, o, *out]            E3   dw  = a * dout              reduce-scattered over z
+        a     [r, k, *in]             E1   out = a * w + b             w gathered over z
+        out   [r, n, *out] {sum s}    E2   da  = dout * w transposed   w gathered over z again
+        dout  [r, n, *out]            E3   dw  = a * dout              reduce-scattered over z
                                       E4   db  = sum over rows and space of dout, in its columns
 
     Instead of `a` it may keep the cut tensor that `a` was gathered from, and `reread` gathers it again, behind E2.

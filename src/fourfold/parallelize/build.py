@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec
 from fourfold.nn.embedding import Embedding, Head
-from fourfold.nn.layer import SPECS, Layer, box_of, reserve, shard_parameter
+from fourfold.nn.layer import SPECS
 from fourfold.nn.linear import Contract, Expand
 from fourfold.nn.moment import Clock
 from fourfold.nn.norm import HeadNorm, Norm
@@ -28,16 +27,15 @@ from fourfold.parallelize.layers import (
     Spreader,
 )
 from fourfold.parallelize.normal import formula_of
+from fourfold.parallelize.place import Placing
 from fourfold.parallelize.plan import Choice, Word, resolve
 from fourfold.parallelize.recipes import RECIPES
 from fourfold.parallelize.root import Block, Root
 from fourfold.parallelize.run import Run
-from fourfold.parallelize.state import translate_state
 from fourfold.parallelize.structure import Found, features_of, find, is_linear, is_transposed, sizes_of_parts
 from fourfold.parallelize.swap import adapters_of, convert
 from fourfold.parallelize.together import Together
 from fourfold.parallelize.values import Values
-from fourfold.product import MEMORY
 
 
 def parallelize(
@@ -65,9 +63,7 @@ def parallelize(
     adapters = {name: _adapter(name, fresh[name], found, run) for name in found.choices if name in fresh}
     for names, counts in found.groups.items():
         Together([adapters[name] for name in names], counts)  # type: ignore[misc]
-    values = Values(model, grid, seed, found.blocks)
-    _place(model, adapters, values, run)
-    _place_buffers(model, values)
+    Placing(model, adapters, Values(model, grid, seed, found.blocks), grid).place()
     for name, adapter in adapters.items():
         convert(fresh[name], adapter)
     for name, features in found.blocks.items():
@@ -175,89 +171,6 @@ MAKERS: dict[type[Word], Callable[[str, nn.Module, Choice, Found, Run], Adapter]
     words.Convolution: _gathered,
     words.ChannelNorm: _gathered,
 }
-
-
-def _place(model: nn.Module, adapters: Mapping[str, Adapter], values: Values, run: Run) -> None:
-    """Cut the values and put the shards in the place of the plain parameters."""
-    placed: dict[int, tuple[nn.Parameter, Spec, str]] = {}
-    memory = _side_by_side(model, adapters, run)
-    for name in sorted(
-        adapters, key=lambda name: isinstance(adapters[name], Gathered)
-    ):  # layers before those who share
-        adapter, module = adapters[name], model.get_submodule(name)
-        plain = dict(module._parameters)
-        made: dict[str, nn.Parameter | None] = {own: None for own, parameter in plain.items() if parameter is None}
-        specs: dict[str, Spec] = {}
-        for own, (layer, inside, stored) in adapter.parameters().items():
-            original, spec, full = plain[stored.original], layer.specs[inside], f"{name}.{own}".lstrip(".")
-            if original is None:
-                raise ValueError(f"{name}: parameter {stored.original!r} is None")
-            known = placed.get(id(original)) if stored.rows is None else None
-            if known is None:
-                whole = stored.of(values.of(name, stored.original, original))
-                made[own] = _cut(whole, spec, run.grid, memory.get((layer, inside)))
-                made[own].requires_grad_(original.requires_grad)  # type: ignore[union-attr]
-                placed[id(original)] = made[own], spec, full  # type: ignore[assignment]
-            else:
-                made[own], spec = known[:2]
-                if not _cut_alike(spec, layer.specs[inside]):
-                    if not isinstance(adapter, Gathered):
-                        raise ValueError(_of_sharing(full, known[2], spec))
-                    del layer.specs[inside]  # what a layer holds is not gathered for those beside it
-            layer._parameters[inside] = made[own]
-            specs[own] = spec
-        module._parameters.clear()
-        module._parameters.update(made)
-        vars(module)[SPECS] = specs
-        translate_state(module, adapter)
-        for layer in adapter.layers:
-            layer.label = name
-
-
-def _place_buffers(model: nn.Module, values: Values) -> None:
-    for name, module in model.named_modules():
-        for own, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[own] = values.of(name, own, buffer)
-
-
-def _side_by_side(
-    model: nn.Module, adapters: Mapping[str, Adapter], run: Run
-) -> dict[tuple[Layer, str], tuple[Tensor, Tensor | None]]:
-    """Memory for weights that are read together, one after the other, and for the first of them all of it."""
-    found: dict[tuple[Layer, str], tuple[Tensor, Tensor | None]] = {}
-    for name, adapter in adapters.items():
-        if not isinstance(adapter, Reader) or adapter.together.readers[0] is not adapter:
-            continue
-        layers = [layer for reader in adapter.together.readers for layer in reader.layers]
-        dtype = model.get_submodule(name).weight.dtype  # type: ignore[union-attr]
-        if len(layers) > 1:
-            specs = {str(index): layer.specs["weight"] for index, layer in enumerate(layers)}
-            whole, parts = reserve(list(specs), specs, run.grid, dtype, run.grid.device)  # type: ignore[arg-type]
-            for index, layer in enumerate(layers):
-                found[layer, "weight"] = parts[str(index)], whole if index == 0 else None
-    return found
-
-
-def _cut_alike(one: Spec, other: Spec) -> bool:
-    return (one.storage, one.use, one.shape) == (other.storage, other.use, other.shape)
-
-
-def _of_sharing(one: str, other: str, spec: Spec) -> str:
-    return (
-        f"{one} and {other} share a parameter of shape {spec.shape} but use it in ways that cut it differently; "
-        "give both modules a plan of Whole(), or untie them"
-    )
-
-
-def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: tuple[Tensor, Tensor | None] | None) -> nn.Parameter:
-    """This rank's shard, in memory beside its neighbours' where there is some."""
-    part = whole[tuple(slice(held.start, held.stop) for held in box_of(spec, grid))]
-    own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory
-    parameter = shard_parameter(own.copy_(part), spec, grid)
-    if joint is not None:
-        setattr(parameter, MEMORY, joint)
-    return parameter
 
 
 def _register(model: nn.Module, run: Run, seed: int) -> None:
