@@ -8,6 +8,7 @@ soak_families.py walks every family over many grids; here each has two, which to
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -88,14 +89,19 @@ def on_one_process(case: Case) -> dict[str, Any]:
         output.loss.backward()
         if step == 0:
             found["logits"] = output.logits.detach()
-            found["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+            found["gradients"] = {name: p.grad.clone() for name, p in named(model)}
         found["losses"].append(output.loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    found["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found["parameters"] = {name: p.detach().clone() for name, p in named(model)}
     model.load_state_dict(start)
     found["tokens"] = generate(model, case).tolist() if case.family.generates else None
     return found
+
+
+def named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """A tied weight under each of its names, as in `state_dict`."""
+    return model.named_parameters(remove_duplicate=False)
 
 
 def on_ranks(case: Case) -> dict[str, Any]:

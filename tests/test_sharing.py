@@ -1,0 +1,81 @@
+"""Sharing is found: a Llama of transformers communicates what the reference model does, byte for byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.grid import Shape
+from fourfold.ledger import Collective
+from fourfold.overlap import Overlap
+from harness import grid_of
+
+ROWS, SEQ, VOCAB = 2, 12, 53
+SIZES = dict(hidden=48, heads=8, head_dim=6, mlp_hidden=96, layers=2, vocab=VOCAB, seq=SEQ, qk_norm=False, bias=False)
+SHAPES = [Shape(x=2, y=2), Shape(x=2, z=2), Shape(y=2, data=2), Shape(x=4), Shape(y=4)]
+
+
+def hugging_face(kv_heads: int, tied: bool) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=kv_heads,
+            vocab_size=VOCAB,
+            max_position_embeddings=SEQ,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def ledgers(shape: Shape, activations: str, kv_heads: int, tied: bool) -> tuple[list[Collective], list[Collective]]:
+    """Of the second step, whose inputs are no longer compared between ranks."""
+    grid = grid_of(shape)
+    policy = ff.Policy(activations=activations, overlap=Overlap(halves=1))
+    config = ff.models.config("llama-tiny", **SIZES, kv_heads=kv_heads, tied=tied)
+    reference = ff.models.build(config, grid, policy=policy)
+    foreign = ff.parallelize(hugging_face(kv_heads, tied), grid, policy=policy)
+    tokens = torch.randint(VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+    found = []
+    for step in (
+        lambda: reference(tokens, tokens.roll(-1, 1)),
+        lambda: foreign(input_ids=tokens, labels=tokens, use_cache=False).loss,
+    ):
+        step().backward()
+        with grid.ledger.watch() as records:
+            step().backward()
+        found.append(list(records))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("activations", ["sharded", "replicated"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_llama_of_transformers_communicates_what_the_reference_does(ranks, shape: Shape, activations: str) -> None:
+    kv_heads, tied = (2, False) if shape.x == 4 or shape.y == 4 else (8, shape.z == 1)
+    for reference, foreign in ranks(4).run(ledgers, shape, activations, kv_heads, tied):
+        assert counted(foreign) == counted(reference)
+        assert [(r.op, r.axis, r.nbytes) for r in foreign] == [(r.op, r.axis, r.nbytes) for r in reference]
+
+
+@pytest.mark.parametrize("kind", ["self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj"])
+def test_layers_that_read_the_same_tensor_enter_once(ranks, kind: str) -> None:
+    _, foreign = ranks(4).run(ledgers, Shape(x=4), "sharded", 8, False)[0]
+    for layer in range(2):
+        inside = kind.split(".")[0]
+        of_sublayer = [r for r in foreign if f"layers.{layer}.{inside}." in r.label and r.op == "all_gather"]
+        entering = [r for r in of_sublayer if r.label == f"model.layers.{layer}.{kind}"]
+        assert len(entering) == 2, "once in forward, and once more in backward, where it was not kept"
+        closing = [r for r in of_sublayer if r not in entering]
+        assert {r.label.rpartition(".")[2] for r in closing} <= {"o_proj", "down_proj"}
+
+
+def counted(records: list[Collective]) -> Counter[tuple[str, str, int]]:
+    return Counter((r.op, r.axis, r.nbytes) for r in records)
