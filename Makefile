@@ -14,6 +14,7 @@ demo: .venv/installed
 	@echo && $(BIN)/fourfold sample $(RUN) --prompt 'import ' --tokens 120
 	@echo && echo 'Other grids: make demo GRID=z=4 (FSDP), GRID=x=4 (tensor parallelism), GRID=x=2,y=2, GRID=data=4 (DDP)'
 
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint types
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 

@@ -156,17 +156,17 @@ class Arena:
         self.buffer = torch.empty(elements, dtype=dtype, device=device)
         self.used = 0
         self.draws: list[Draw] = []
-        self._reserve = layer._reserve
+        self._reserve = layer.reserve
 
     def build(self, config: Config, grid: ff.Grid, policy: ff.Policy) -> tuple[ff.models.Transformer, list[Draw]]:
         """A model whose weights lie here, still to be drawn."""
         self.used, self.draws = 0, []
-        before = layer._reserve, layer.fill_
-        layer._reserve, layer.fill_ = self.reserve, self.remember
+        before = layer.reserve, layer.fill_
+        layer.reserve, layer.fill_ = self.reserve, self.remember
         try:
             return ff.models.build(config, grid, policy=policy, dtype=self.buffer.dtype), self.draws
         finally:
-            layer._reserve, layer.fill_ = before
+            layer.reserve, layer.fill_ = before
 
     def reserve(
         self, names: Sequence[str], specs: Mapping[str, Spec], grid: ff.Grid, dtype: torch.dtype, _: torch.device

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import Ranks, _context, close_pools, pool
+from harness import PRELOAD, Ranks, _context, close_pools, pool
 
 torch.set_num_threads(1)  # the cores belong to the ranks
 
@@ -29,5 +29,6 @@ def alone() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _close_pools() -> Iterator[None]:
+    _context.set_forkserver_preload(PRELOAD)  # the benchmarks that were collected have asked for less
     yield
     close_pools()

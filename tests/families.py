@@ -59,16 +59,9 @@ class Family:
 
 
 LLAMA = dict(
-    vocab_size=VOCAB,
-    hidden_size=48,
-    intermediate_size=72,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    max_position_embeddings=32,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+    max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 GPT2 = dict(
     vocab_size=VOCAB, n_embd=48, n_inner=96, n_layer=2, n_head=8, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
     attn_pdrop=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -180,6 +173,10 @@ class Case:
     """Rows of different lengths, with an attention mask."""
     widened: bool = False
     """fp64 all through, also where the family's code says fp32: what is left to differ is order alone."""
+    generates: bool = True
+    loads: bool = True
+    """The plain model's state dict into the trained one: seconds, as torch derives anew for each mesh and shape how a
+    DTensor is copied."""
     through_dtensors: bool = False
     """torch's AdamW steps the DTensors themselves, instead of their shards: seconds dearer, see LocalAdamW."""
 
@@ -204,7 +201,8 @@ class Case:
     def alone(self) -> Case:
         """The same on one process: equal for all cases of the same model and batch."""
         shape = Shape() if self.rows == 8 else Shape(z=3)
-        return replace(self, shape=shape, activations="sharded", through_dtensors=False)
+        same = dict(activations="sharded", generates=True, loads=True, through_dtensors=False)
+        return replace(self, shape=shape, **same)
 
     @property
     def adam(self) -> dict[str, float]:
@@ -279,14 +277,19 @@ def batch(case: Case, step: int) -> dict[str, Tensor]:
     return inputs
 
 
-def generate(model: Any, case: Case) -> Tensor:
-    """Greedy: every rank gives all prompts, padded on the left, and gets all of the result."""
+def generate(model: Any, case: Case) -> list[list[int]] | None:
+    """Greedy: every rank gives all prompts, padded on the left, and gets all of the result. None from a family that
+    does not generate."""
+    if not case.family.generates:
+        return None
     generator = torch.Generator().manual_seed(100)
     ids = torch.randint(VOCAB, (PROMPTS, 7), generator=generator)
     mask = (torch.arange(7) >= torch.arange(PROMPTS)[:, None]).long()
     pad = case.family.sizes["pad_token_id"]
     ids = torch.where(mask == 1, ids, pad)
     with case.arithmetic(padded=True):
-        return model.eval().generate(
+        found = model.eval().generate(
             ids, attention_mask=mask, do_sample=False, max_new_tokens=6, eos_token_id=ENDS, pad_token_id=pad
         )
+    model.train()
+    return found.tolist()

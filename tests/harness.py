@@ -29,8 +29,20 @@ from fourfold.train.launch import share_cores
 DEVICE = os.environ.get("FOURFOLD_TEST_DEVICE", "cpu")
 
 _context = multiprocessing.get_context("forkserver")
-# torch._dynamo: what the first optimizer step would import on every rank, for seconds
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "fourfold"])
+PRELOAD = [
+    "torch",
+    "torch._dynamo",  # which the first optimizer step would import on every rank, for seconds
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.profiler",
+    "torch.utils.tensorboard",
+    "fourfold.cli",
+    "fourfold.train.loop",
+    "pytest",  # of every file with jobs
+]
+"""What ranks would import each by itself."""
+_context.set_forkserver_preload(PRELOAD)
 
 
 class RankFailed(Exception):
@@ -148,17 +160,20 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
             pipe.send((False, error, traceback.format_exc()))
 
 
-_last: list[Grid] = []
+KEPT_GRIDS = 6 if DEVICE == "cpu" else 1  # on a GPU the communicators of a grid hold its memory
+_grids: dict[Shape, Grid] = {}
 
 
 def grid_of(shape: Shape) -> Grid:
-    """This rank's grid of that shape; the last one is used again, since process groups are dear."""
-    if not _last or _last[0].shape != shape:
-        for grid in _last:
-            grid.close()
-        _last[:] = [Grid(**shape.sizes, order=shape.order, device=DEVICE)]
+    """This rank's grid of that shape. The last few are used again: process groups are dear, and for each new mesh
+    torch derives again how every operation on DTensors is cut."""
+    if shape not in _grids:
+        while len(_grids) >= KEPT_GRIDS:
+            _grids.pop(next(iter(_grids))).close()
+        _grids[shape] = Grid(**shape.sizes, order=shape.order, device=DEVICE)
         share_cores()
-    return _last[0]
+    _grids[shape] = _grids.pop(shape)  # the last used is the last to go
+    return _grids[shape]
 
 
 class Largest(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Small networks for images in plain torch, written as people write them: a ResNet and a U-Net."""
+"""Small networks for images in plain torch, written as people write them: a ResNet, a U-Net, a MobileNet."""
 
 from __future__ import annotations
 
@@ -92,3 +92,72 @@ class UNet(nn.Module):
         for up, joined, skip in zip(self.up, self.joined, reversed(skips), strict=True):
             a = joined(torch.cat([skip, up(a)], dim=1))
         return self.leave(a)
+
+
+class Same(nn.Conv2d):
+    """A convolution that pads its input itself, below and on the right, as other frameworks do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(functional.pad(input, (0, 1, 0, 1), mode="replicate"))
+
+
+class Squeeze(nn.Module):
+    """Weighs channels by what they hold on average."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Conv2d(channels, 3, 1), nn.Conv2d(3, channels, 1)
+
+    def forward(self, a: Tensor) -> Tensor:
+        mean = functional.adaptive_avg_pool2d(a, 1)
+        return a * self.fc2(functional.relu(self.fc1(mean))).sigmoid()
+
+
+class Inverted(nn.Module):
+    """Wide inside, where channels are convolved by themselves; added to its input where the shape stays."""
+
+    def __init__(self, channels: int, out: int, stride: int = 1) -> None:
+        super().__init__()
+        wide = 2 * channels
+        self.expand = nn.Sequential(nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish(True))
+        depthwise = nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False)
+        self.depthwise = nn.Sequential(depthwise, nn.BatchNorm2d(wide, momentum=None), nn.SiLU())
+        self.squeeze = Squeeze(wide)
+        self.project = nn.Sequential(nn.Conv2d(wide, out, 1, bias=False), nn.BatchNorm2d(out, affine=False))
+        self.adds = channels == out and stride == 1
+
+    def forward(self, a: Tensor) -> Tensor:
+        out = self.project(self.squeeze(self.depthwise(self.expand(a))))
+        return a + out if self.adds else out
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions, narrow inside, added to the input."""
+
+    def __init__(self, channels: int, inside: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, inside, 1)
+        self.conv2, self.norm = nn.Conv2d(inside, inside, 3, padding=1), nn.InstanceNorm2d(inside, affine=True)
+        self.conv3 = nn.Conv2d(inside, channels, 1)
+
+    def forward(self, a: Tensor) -> Tensor:
+        return functional.leaky_relu(a + self.conv3(functional.gelu(self.norm(self.conv2(self.conv1(a))))), 0.1)
+
+
+class MobileNet(nn.Module):
+    """Inverted residuals and a bottleneck, then sequences of positions, numbers of channels that nothing divides."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = Same(3, 8, 2, bias=False)
+        self.blocks = nn.Sequential(Inverted(8, 8), Inverted(8, 10, stride=2), Bottleneck(10, 5))
+        self.reads = nn.Conv1d(10, 7, 3, padding=1)
+        self.norm = nn.BatchNorm1d(7)
+        self.drop, self.fc = nn.Dropout1d(0.0), nn.Linear(7, classes)
+        self.last = nn.BatchNorm1d(classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        a = functional.avg_pool2d(self.blocks(self.stem(images)), 2)
+        a = functional.interpolate(a, scale_factor=2, mode="bilinear")
+        a = self.norm(self.reads(a.flatten(2))).mean(-1)
+        return self.last(self.fc(self.drop(a)))

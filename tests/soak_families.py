@@ -50,7 +50,9 @@ def all_cases(families: list[str], grids: list[Shape]) -> list[Case]:
                 # three bits of a number that differs from case to case, so that all eight combinations occur
                 bits = len(cases) + len(cases) // 8 + number + turn
                 padded = bool(bits & 1) and FAMILIES[name].batch != "images"
-                cases.append(Case(name, shape, activations, padded, bool(bits & 2), bool(bits & 4)))
+                cases.append(
+                    Case(name, shape, activations, padded, widened=bool(bits & 2), through_dtensors=bool(bits & 4))
+                )
     return cases
 
 

@@ -34,6 +34,7 @@ ORDER = [
     "models",
     "optim",
     "data",
+    "parallelize",
     "checkpoint",
     "compare",
     "cost",
@@ -46,12 +47,18 @@ ORDER = [
 INSIDE = {
     "nn": [
         "initial", "moment", "recompute", "layer", "linear", "norm", "loss",
-        "embedding", "chunked", "dropout", "attention", "mlp", "__init__",
+        "embedding", "chunked", "dropout", "attention", "mlp", "channels", "convolve", "conv", "channel_norm",
+        "batch_norm", "__init__",
     ],
     "models": ["sizes", "config", "transformer", "generate", "foreign", "outside", "__init__"],
     "data": [
-        "__init__", "rows", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order", "samples",
+        "__init__", "rows", "sampler", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order", "samples",
         "loader",
+    ],
+    "parallelize": [
+        "run", "placed", "layouts", "rules", "shapes", "along", "attention", "losses", "space", "together", "layers",
+        "low_rank", "root", "generate", "state", "swap", "normal", "plan", "recipes", "lora", "loops", "alternate",
+        "structure", "images", "values", "place", "explain", "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",

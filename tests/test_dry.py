@@ -171,7 +171,7 @@ def test_a_function_of_grid_and_policy_is_cut(alone) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "plain_on_the_grid"])
 def test_a_plain_module_is_not_cut(alone, name: str) -> None:
-    with pytest.raises(ValueError, match=r"without layers of fourfold\.nn, which the grid x=2 data=2 cannot cut"):
+    with pytest.raises(ValueError, match=r"a plain module, which the grid x=2 data=2 cannot cut"):
         alone(dry.run_named, f"dry:{name}", Shape(x=2, data=2), rows=1, seq=8, policy=ff.Policy())
 
 

@@ -44,8 +44,15 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 def weights_of(model: nn.Module) -> dict[str, Held]:
     """This rank's shard of every parameter."""
     specs = specs_of(model)
-    state = model.state_dict(keep_vars=True)
-    if strangers := sorted(state.keys() - specs.keys()):
+    # as they are stored: `state_dict` would join what a parallelised module holds in parts
+    state = dict(model.named_parameters(remove_duplicate=False))
+    persistent = {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    if strangers := sorted((state | persistent).keys() - specs.keys()):
         raise ValueError(
             f"{', '.join(map(repr, strangers[:5]))} of {type(model).__name__} are not on the grid; "
             "declare parameters through a fourfold.nn layer, register other tensors with persistent=False"

@@ -35,6 +35,7 @@ from fourfold.models.config import Config
 from fourfold.models.outside import Model, is_plain, make
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
+from fourfold.parallelize.placed import RULES, placed_in
 from fourfold.pending import Pending
 
 MAX_NORM = 1.0
@@ -125,9 +126,12 @@ class FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            return fused_attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        if placed_in((args, kwargs)):  # heads of a parallelised module
+            on_parts = RULES[func](fused_attention, args, kwargs)
+            return func(*args, **kwargs) if on_parts is NotImplemented else on_parts
+        return fused_attention(*args, **kwargs)
 
 
 def fused_attention(

@@ -29,7 +29,7 @@ from fourfold.models.config import Config, config, nearest
 from fourfold.models.foreign import read_foreign
 from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import build
-from fourfold.nn.layer import Layer
+from fourfold.nn.layer import SPECS, Layer
 
 Builder = Callable[..., nn.Module]
 Model = Config | Builder
@@ -37,7 +37,7 @@ Model = Config | Builder
 FORMS = "a published size, the path of a config.json or of its folder, the path of a .toml, or package.module:function"
 PLAIN = (
     "a function without arguments builds a plain module, which no grid cuts: it is replicated over data alone "
-    "(x=y=z=1); to cut it take function(grid, policy) and the layers of fourfold.nn"
+    "(x=y=z=1); to cut it take function(grid, policy) and ff.parallelize, or the layers of fourfold.nn"
 )
 TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 """What a field may hold, by its annotation; all others are texts."""
@@ -87,10 +87,10 @@ def make(model: Model, grid: Grid, policy: Policy) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise TypeError(f"{name} returned {type(made).__name__}; it must return an nn.Module")
     layers = [module for module in made.modules() if isinstance(module, Layer)]
-    if not layers and grid.shape.world > grid.size("data"):
+    if is_plain(made) and grid.shape.world > grid.size("data"):
         raise ValueError(
-            f"{name} builds a module without layers of fourfold.nn, which the grid {grid} cannot cut; "
-            f"take data={grid.shape.world} alone, or build it of those layers"
+            f"{name} builds a plain module, which the grid {grid} cannot cut; take data={grid.shape.world} alone, or "
+            "return ff.parallelize(module, grid, policy=policy)"
         )
     if any(not hasattr(layer, "gradients") for layer in layers):
         raise ValueError(f"{name} builds layers on a grid without fourfold.nn.layer.assemble(model, grid, policy)")
@@ -105,7 +105,7 @@ def make(model: Model, grid: Grid, policy: Policy) -> nn.Module:
 
 def is_plain(module: nn.Module) -> bool:
     """No layer of it is cut over a grid."""
-    return not any(isinstance(part, Layer) for part in module.modules())
+    return not any(isinstance(part, Layer) or SPECS in vars(part) for part in module.modules())
 
 
 def _arguments(function: Builder) -> int:

@@ -46,8 +46,7 @@ class Layer(nn.Module):
     def declare(self, name: str, spec: Spec) -> None:
         """Register a parameter without memory."""
         self.specs[name] = spec
-        local = torch.empty([len(part) for part in box_of(spec, self.grid)], device="meta")
-        self.register_parameter(name, shard_parameter(local, spec, self.grid))
+        self.register_parameter(name, nn.Parameter(torch.empty(spec.shape, device="meta")))
 
     def neighbours(self, prefix: str, specs: Mapping[str, Spec]) -> list[tuple[str, ...]]:
         """`side_by_side` by the names in the model, of those parameters that there are."""
@@ -164,4 +163,6 @@ def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     lies = DTensorSpec(
         grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
-    return nn.Parameter(DTensor(own_storage(local), lies, requires_grad=False))
+    parameter = DTensor(own_storage(local), lies, requires_grad=True)
+    parameter._is_param = True  # what nn.Parameter does, but for a detach, of which torch would derive the layout anew
+    return parameter  # type: ignore[return-value]

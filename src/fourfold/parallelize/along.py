@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor
+from torch.utils._pytree import tree_map_only
 
 from fourfold.parallelize.layouts import Fused
 from fourfold.parallelize.placed import Blocks, Placed, placed_in
-from fourfold.parallelize.rules import every, rule
+from fourfold.parallelize.rules import every, on_parts, operand, rule
 
 
 def dim_of(a: Placed, dim: int) -> int:
@@ -21,19 +22,20 @@ def leaves_alone(a: Any, *dims: Any) -> bool:
     """Whether the cut dim is none of these."""
     if not isinstance(a, Placed) or not isinstance(a.placement, Blocks) or not all(type(dim) is int for dim in dims):
         return False
-    return all(dim_of(a, dim) != a.placement.dim for dim in dims)
+    return all(-len(a.shape) <= dim < len(a.shape) and dim_of(a, dim) != a.placement.dim for dim in dims)
+
+
+SECTIONS = ("split_size_or_sections", "split_size", "split_sizes", "chunks", "indices_or_sections", "indices", "sections")
 
 
 @rule(*every("split", "chunk", "split_with_sizes", "tensor_split"))
 def split(func: Callable, args: tuple, kwargs: dict) -> Any:
-    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-    a, sections = (*args, *(value for name, value in kwargs.items() if name != "dim"))[:2]
+    a, dim = operand(args, kwargs, 0, "input", "tensor", "self"), operand(args, kwargs, 2, "dim", default=0)
     if isinstance(getattr(a, "placement", None), Fused):
-        return a.placement.split(a, func, sections, dim)
+        return a.placement.split(a, func, operand(args, kwargs, 1, *SECTIONS), dim)
     if not leaves_alone(a, dim):
         return NotImplemented
-    locals_ = func(a.local, sections, dim_of(a, dim))
-    return type(locals_)(_resized(a, local, dim) for local in locals_)
+    return tuple(_resized(a, local, dim) for local in on_parts(func, args, kwargs))
 
 
 def _resized(a: Placed, local: Tensor, *dims: int) -> Placed:
@@ -46,7 +48,7 @@ def _resized(a: Placed, local: Tensor, *dims: int) -> Placed:
 
 @rule(*every("unbind"))
 def unbind(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
-    a, dim = (*args, *kwargs.values(), 0)[:2]
+    a, dim = operand(args, kwargs, 0, "input"), operand(args, kwargs, 1, "dim", default=0)
     if not leaves_alone(a, dim):
         return NotImplemented
     return tuple(a[(*[slice(None)] * dim_of(a, dim), index)] for index in range(a.shape[dim]))
@@ -54,37 +56,36 @@ def unbind(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
 
 @rule(*every("softmax", "log_softmax"))
 def softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if not leaves_alone(args[0], dim):
+    a = operand(args, kwargs, 0, "input")
+    if not leaves_alone(a, operand(args, kwargs, 1, "dim")):
         return NotImplemented
-    return args[0].like(func(args[0].local, *args[1:], **kwargs))
+    return a.like(on_parts(func, args, kwargs))
 
 
-@rule(*every("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin", "cumsum", "norm"))
+@rule(*every("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin", "cumsum"))
 def reduce(func: Callable, args: tuple, kwargs: dict) -> Any:
-    a = args[0]
-    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    a, dims = operand(args, kwargs, 0, "input"), operand(args, kwargs, 1, "dim", "axis")
     dims = [dims] if type(dims) is int else dims
-    if func.__name__ == "norm" or not isinstance(dims, (list, tuple)) or not leaves_alone(a, *dims):
+    # no dims are all of them
+    if not isinstance(dims, (list, tuple)) or not dims or not leaves_alone(a, *dims) or "out" in kwargs:
         return NotImplemented
-    local = func(a.local, *args[1:], **kwargs)
-    shape = func(torch.empty(a.shape, device="meta"), *args[1:], **kwargs).shape
+    local = on_parts(func, args, kwargs)
+    args, kwargs = tree_map_only(Placed, lambda placed: torch.empty(placed.shape, device="meta"), (args, kwargs))
+    shape = func(*args, **kwargs).shape
     gone = sum(dim_of(a, dim) < a.placement.dim for dim in dims) if len(shape) < len(a.shape) else 0
     return Placed(local, a.placement.moved(a.placement.dim - gone), shape)
 
 
 @rule(*every("cat", "concat", "concatenate"))
 def cat(func: Callable, args: tuple, kwargs: dict) -> Any:
-    tensors, dim = (*args, *kwargs.values(), 0)[:2]
+    tensors, dim = operand(args, kwargs, 0, "tensors"), operand(args, kwargs, 1, "dim", "axis", default=0)
     tensors = [tensor for tensor in tensors if tensor.shape != (0,)]  # torch leaves these out as well
     leader = placed_in(tensors)[0]
     layout = leader.placement
-    if not isinstance(layout, Blocks) or not leaves_alone(leader, dim):
+    if not leaves_alone(leader, dim) or "out" in kwargs:
         return NotImplemented
     dim, length = dim_of(leader, dim), leader.shape[layout.dim]
-    if any(tensor.dim() != leader.dim() for tensor in tensors):
-        return NotImplemented
-    if any(tensor.shape[layout.dim] != length for tensor in tensors):
+    if any(tensor.dim() != leader.dim() or tensor.shape[layout.dim] != length for tensor in tensors):
         return NotImplemented
     own = [
         tensor.local
@@ -95,21 +96,32 @@ def cat(func: Callable, args: tuple, kwargs: dict) -> Any:
     return _resized(leader, func(own, dim), dim)
 
 
-@rule(*every("index_select", "gather", "roll", "flip", "repeat_interleave"))
-def along(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Rows chosen along a dim that is not cut, by a plain index."""
-    named = {**dict(zip(("a", "dim", "index"), args, strict=False)), **kwargs}
-    a, dim = args[0], named.get("dim")
-    if func.__name__ == "repeat_interleave":
-        return _repeated(a, named.get("repeats", args[1] if len(args) > 1 else None), named.get("dim"), args)
-    if func.__name__ != "index_select" or not leaves_alone(a, dim) or isinstance(named.get("index"), Placed):
+@rule(*every("index_select"))
+def index_select(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Entries chosen by a plain index."""
+    a, dim = operand(args, kwargs, 0, "input"), operand(args, kwargs, 1, "dim")
+    if not leaves_alone(a, dim) or isinstance(operand(args, kwargs, 2, "index"), Placed) or "out" in kwargs:
         return NotImplemented
-    return _resized(a, func(a.local, *args[1:], **kwargs), dim_of(a, dim))  # type: ignore[arg-type]
+    return _resized(a, on_parts(func, args, kwargs), dim_of(a, dim))
 
 
-def _repeated(a: Placed, repeats: Any, dim: Any, args: tuple) -> Any:
-    dim = args[2] if len(args) > 2 else dim
-    if type(repeats) is not int or type(dim) is not int or not isinstance(a.placement, Blocks):
+@rule(*every("flip", "roll"))
+def turn(func: Callable, args: tuple, kwargs: dict) -> Any:
+    a, dims = operand(args, kwargs, 0, "input"), operand(args, kwargs, 1 if func.__name__ == "flip" else 2, "dims")
+    dims = [dims] if type(dims) is int else dims
+    if not isinstance(dims, (list, tuple)) or not dims or not leaves_alone(a, *dims):
+        return NotImplemented
+    return a.like(on_parts(func, args, kwargs))
+
+
+@rule(*every("repeat_interleave"))
+def repeat_interleave(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
+    """Every entry a number of times, along the cut dim too."""
+    a, repeats = operand(args, kwargs, 0, "input"), operand(args, kwargs, 1, "repeats")
+    dim = operand(args, kwargs, 2, "dim")
+    if not isinstance(a, Placed) or type(repeats) is not int or type(dim) is not int:
+        return NotImplemented
+    if not isinstance(a.placement, Blocks):
         return NotImplemented
     dim = dim_of(a, dim)
     shape = Size(size * repeats if at == dim else size for at, size in enumerate(a.shape))
@@ -122,13 +134,15 @@ def _repeated(a: Placed, repeats: Any, dim: Any, args: tuple) -> Any:
 @rule(*every("matmul", "bmm", "__matmul__"))
 def matmul(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Products of which a dim before the last two is cut."""
-    a, b = (*args, *kwargs.values())[:2]
+    a, b = operand(args, kwargs, 0, "input"), operand(args, kwargs, 1, "other", "mat2")
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or kwargs.keys() - {"input", "other", "mat2"}:
+        return NotImplemented
     leader = max(placed_in((a, b)), key=lambda placed: len(placed.shape))
     ndim = max(a.dim(), b.dim())
     layout = leader.placement
     if not isinstance(layout, Blocks) or min(a.dim(), b.dim()) < 2 or len(leader.shape) != ndim:
         return NotImplemented
-    if layout.dim >= ndim - 2:
+    if layout.dim >= ndim - 2 or a.shape[-1] != b.shape[-2]:
         return NotImplemented
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     if batch[layout.dim] != leader.shape[layout.dim]:
@@ -136,7 +150,8 @@ def matmul(func: Callable, args: tuple, kwargs: dict) -> Any:
 
     def own(tensor: Tensor) -> Tensor:
         if isinstance(tensor, Placed):
-            if tensor.placement == layout and tensor.shape[layout.dim] == leader.shape[layout.dim]:
+            alike = tensor.placement == layout and tensor.dim() == ndim
+            if alike and tensor.shape[layout.dim] == leader.shape[layout.dim]:
                 return tensor.local
             tensor = tensor.whole()
         return layout.part(tensor, Size((*batch, *tensor.shape[-2:])))

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from fourfold.nn.moment import drawing
 from fourfold.parallelize.layouts import Shared
-from fourfold.parallelize.placed import Blocks, Placed
+from fourfold.parallelize.placed import Blocks, Placed, whole
 from fourfold.parallelize.rules import key_of_parts, rule
 
 HEADS = 1
@@ -27,14 +27,14 @@ def attend(func: Callable, args: tuple, kwargs: dict) -> Any:
     layout = query.placement
     if layout.dim != HEADS or query.shape[HEADS] % layout.parts:
         return NotImplemented
+    if any(tensor.dim() != 4 or tensor.shape[0] != query.shape[0] for tensor in (key, value)):
+        return NotImplemented
     grouped = named.get("enable_gqa", False)
     own = [_own(tensor, layout, query.shape[HEADS], grouped=grouped) for tensor in (key, value)]
-    if any(tensor is None for tensor in own):
+    if any(tensor is None for tensor in own) or own[0].shape[HEADS] != own[1].shape[HEADS]:  # type: ignore[union-attr]
         return NotImplemented
-    mask = named.get("attn_mask")
-    if mask is not None:
-        wanted = Size((*query.shape[:3], key.shape[2]))
-        named["attn_mask"] = mask.laid(layout).local if isinstance(mask, Placed) else layout.part(mask, wanted)
+    if named.get("attn_mask") is not None:
+        named["attn_mask"] = _own_mask(named["attn_mask"], layout, Size((*query.shape[:3], key.shape[2])))
     named["enable_gqa"] = own[0].shape[HEADS] != query.local.shape[HEADS]  # type: ignore[union-attr]
     shape = (*query.shape[:-1], value.shape[-1])
     if not named.get("dropout_p", 0.0):
@@ -48,7 +48,8 @@ def _own(tensor: Tensor, layout: Blocks, heads: int, *, grouped: bool) -> Tensor
     if isinstance(tensor, Placed):
         if isinstance(tensor.placement, Shared):
             shared = tensor.placement
-            return shared.for_queries(tensor.local) if shared.dim == HEADS and shared.size == 1 else None
+            follows = shared.over == layout.over and shared.heads * shared.group == heads
+            return shared.for_queries(tensor.local) if follows and shared.dim == HEADS and shared.size == 1 else None
         even = tensor.shape[HEADS] % layout.parts == 0
         if tensor.placement == layout and even and (grouped or tensor.shape[HEADS] == heads):
             return tensor.local
@@ -56,3 +57,10 @@ def _own(tensor: Tensor, layout: Blocks, heads: int, *, grouped: bool) -> Tensor
     if tensor.shape[HEADS] != heads:
         tensor = tensor.repeat_interleave(heads // tensor.shape[HEADS], HEADS)
     return layout.part(tensor, Size((*tensor.shape[:HEADS], heads, *tensor.shape[HEADS + 1 :])))
+
+
+def _own_mask(mask: Tensor, layout: Blocks, scores: Size) -> Tensor:
+    """What this rank's heads read of a mask that is broadcast to the scores."""
+    if isinstance(mask, Placed) and mask.placement == layout and mask.shape == scores:
+        return mask.local
+    return layout.part(whole(mask), scores)

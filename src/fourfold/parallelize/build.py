@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 from torch import nn
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
-from fourfold.layout import Policy, Spec
+from fourfold.layout import Policy, Spec, inner
 from fourfold.nn.embedding import Embedding, Head
 from fourfold.nn.layer import SPECS
 from fourfold.nn.linear import Contract, Expand
 from fourfold.nn.moment import Clock
 from fourfold.nn.norm import HeadNorm, Norm
+from fourfold.parallelize import lora
 from fourfold.parallelize import plan as words
+from fourfold.parallelize.images import channel_norm, convolution
 from fourfold.parallelize.layers import (
     Adapter,
     Closer,
@@ -26,6 +29,8 @@ from fourfold.parallelize.layers import (
     Reader,
     Spreader,
 )
+from fourfold.parallelize.loops import answer_loops
+from fourfold.parallelize.low_rank import Narrower, Widener
 from fourfold.parallelize.normal import formula_of
 from fourfold.parallelize.place import Placing
 from fourfold.parallelize.plan import Choice, Word, resolve
@@ -55,22 +60,27 @@ def parallelize(
     """
     check_policy(policy)
     run = _run_of(model, grid, policy)
+    lora.prepare(model, {name: features_of(base) for name, _, base in lora.adapted(model) if adapters_of(base)})
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
     given = resolve(plan or {}, fresh, "plan")
     family = RECIPES.get(getattr(getattr(model, "config", None), "model_type", ""), {})
     recipe = {key: word for key, word in family.items() if words.matches(key, fresh)}
     found = find(model, grid, policy, resolve(recipe, fresh, "recipe") | given)
-    adapters = {name: _adapter(name, fresh[name], found, run) for name in found.choices if name in fresh}
+    adapters = _adapters(model, fresh, found, run)
     for names, counts in found.groups.items():
-        Together([adapters[name] for name in names], counts)  # type: ignore[misc]
+        if all(name in adapters for name in names):
+            Together([adapters[name] for name in names], counts)  # type: ignore[misc]
     Placing(model, adapters, Values(model, grid, seed, found.blocks), grid).place()
     for name, adapter in adapters.items():
         convert(fresh[name], adapter)
+        lora.show_sizes(fresh[name])
     for name, features in found.blocks.items():
         if name in fresh and features % grid.size("y") == 0:
             convert(fresh[name], Block(name, run, "one of several equal blocks", features))
     if not any(isinstance(adapter, Root) for adapter in adapters_of(model)):
         convert(model, Root("", run, "the module that was given"))
+    answer_loops(model, grid)
+    lora.merge_on_shards(model, grid)
     _register(model, run, seed)
     return model
 
@@ -101,10 +111,32 @@ def _run_of(model: nn.Module, grid: Grid, policy: Policy) -> Run:
     return Run(grid, policy)
 
 
+def _adapters(model: nn.Module, fresh: Mapping[str, nn.Module], found: Found, run: Run) -> dict[str, Adapter]:
+    """For every module that is not on the grid yet; a low-rank pair after the layer that it stands beside."""
+    made: dict[str, Adapter] = {}
+    for name in sorted(found.choices, key=lambda name: isinstance(found.choices[name].word, lora.LowRank)):
+        if name not in fresh:
+            continue
+        word = found.choices[name].word
+        if not isinstance(word, lora.LowRank):
+            made[name] = _adapter(name, fresh[name], found, run)
+            continue
+        base = made[word.base] if word.base in made else adapters_of(model.get_submodule(word.base))[-1]
+        made[name] = _thin(name, fresh[name], found.choices[name], base, run)
+    return made
+
+
+def _thin(name: str, module: nn.Module, choice: Choice, base: Adapter, run: Run) -> Adapter:
+    if not isinstance(base, (Reader, Closer)):
+        return Gathered(name, run, f"{choice.why}, which is not cut", module)
+    kind = Narrower if choice.word.side == "lora_A" else Widener  # type: ignore[attr-defined]
+    return kind(name, run, choice.why, base, module)  # type: ignore[arg-type]
+
+
 def _adapter(name: str, module: nn.Module, found: Found, run: Run) -> Adapter:
     choice = found.choices[name]
     try:
-        return MAKERS[type(choice.word)](name, module, choice, found, run)
+        return MAKERS[type(choice.word)](found.plain[name], module, choice, found, run)
     except ValueError as error:
         raise ValueError(f"{name} ({type(module).__name__}): {error}") from error
 
@@ -124,7 +156,8 @@ def _linear(name: str, module: nn.Module, choice: Choice, found: Found, run: Run
     layers = [Expand(*place, inputs, size, bias=bias) for size in sizes]
     if len(layers) == 1:
         return Reader(name, run, choice.why, layers[0], transposed=transposed)
-    if word.parts != "qkv":  # type: ignore[attr-defined]
+    parts = prod(run.grid.size(axis) for axis in inner(run.policy.activations).features)
+    if word.parts != "qkv" or (counts is not None and counts.heads % parts):  # type: ignore[attr-defined]
         counts = None
     return FusedReader(name, run, choice.why, layers, transposed=transposed, counts=counts)
 
@@ -168,8 +201,8 @@ MAKERS: dict[type[Word], Callable[[str, nn.Module, Choice, Found, Run], Adapter]
     words.HeadNorm: _norm,
     words.Heads: _gathered,
     words.Whole: _gathered,
-    words.Convolution: _gathered,
-    words.ChannelNorm: _gathered,
+    words.Convolution: convolution,
+    words.ChannelNorm: channel_norm,
 }
 
 
@@ -184,6 +217,14 @@ def _register(model: nn.Module, run: Run, seed: int) -> None:
         parameters[name] = parameter, spec
     run.gradients = Gradients(run.grid, parameters, run.policy)
     run.clock = Clock(seed, run.engine)
+    run.held = [
+        (f"{name}.{own}".lstrip("."), module._parameters, own, layer._parameters, inside)
+        for name, module in model.named_modules()
+        for adapter in adapters_of(module)
+        for own, (layer, inside, _) in adapter.parameters().items()
+    ]
     for module in model.modules():
+        if any(isinstance(adapter, Root) for adapter in adapters_of(module)):
+            vars(module)["gradients"], vars(module)["clock"] = run.gradients, run.clock
         for layer in (layer for adapter in adapters_of(module) for layer in adapter.layers):
             layer.gradients, layer.clock = run.gradients, run.clock

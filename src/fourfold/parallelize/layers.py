@@ -57,6 +57,10 @@ class Adapter(ABC):
         """By the name that the module has it under: the layer and its name there, and what it is of the plain one."""
         return {}
 
+    def buffers(self) -> Mapping[str, Spec]:
+        """Buffers of the module that are cut. The others are whole, and equal on all ranks."""
+        return {}
+
     @abstractmethod
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
@@ -264,13 +268,12 @@ class GatherParameters(torch.autograd.Function):
     """Parameters whole, for code that uses them in any way; gradients go back to the shards."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: Unit, *_: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         gathering = unit.gathering("gathered", unit.gather, lambda _: ())
         with unit.engine.ahead.using(gathering, uses=1, keep=True) as wholes:
-            shapes = [parameter.shape for parameter in parameters]
-            return tuple(held.view(shape) for held, shape in zip(wholes, shapes, strict=True))
+            return tuple(held.view_as(held) for held in wholes)  # autograd wants tensors that are its own
 
     @staticmethod
     @once_differentiable

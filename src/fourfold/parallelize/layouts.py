@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Size, Tensor
@@ -35,8 +35,8 @@ class Columns(Blocks):
             return NotImplemented
         return Placed(a.local.reshape(*shape[:-1], a.local.shape[-1]), self.moved(len(shape) - 1), shape)
 
-    def local_shape(self, shape: Size) -> tuple[int, ...]:
-        return (*shape[:-1], self.head.columns_held)
+    def padded(self, shape: Size) -> bool:
+        return self.head.columns_held * self.parts != shape[self.dim]
 
     def _join(self, local: Tensor, dim: int, length: int) -> Tensor:  # noqa: ARG002
         flat = local.movedim(dim, -1)
@@ -70,9 +70,6 @@ class Shared(Blocks):
     def sized(self, dim: int, size: int) -> Shared:
         return Shared(self.run, dim, self.over, self.heads, size, self.held, self.queries, self.group)
 
-    def local_shape(self, shape: Size) -> tuple[int, ...]:
-        return (*shape[: self.dim], len(self.held) * self.size, *shape[self.dim + 1 :])
-
     def reshaped(self, a: Placed, shape: Size) -> Any:
         """[heads * size] apart into heads, and [heads, group] joined to the heads of the queries."""
         before = prod(a.shape[: self.dim])
@@ -82,8 +79,10 @@ class Shared(Blocks):
             if length == self.heads and self.size * prod(a.shape[self.dim + 1 :]) == prod(shape[dim + 1 :]):
                 local = a.local.reshape(*shape[:dim], len(self.held), *shape[dim + 1 :])
                 return Placed(local, self.sized(dim, 1), shape)
-            if length == self.heads * self.group and self.size == 1 and a.shape[self.dim + 1] == self.group:
-                return Placed(self.repeated(a.local, self.dim), Blocks(self.run, dim, self.over), shape)
+            by_group = self.size == 1 and a.shape[self.dim + 1 : self.dim + 2] == (self.group,)
+            if by_group and length == self.heads * self.group:
+                local = self.repeated(a.local, self.dim).reshape(*shape[:dim], len(self.queries), *shape[dim + 1 :])
+                return Placed(local, Blocks(self.run, dim, self.over), shape)
         return NotImplemented
 
     def repeated(self, local: Tensor, dim: int) -> Tensor:
@@ -99,6 +98,8 @@ class Shared(Blocks):
 
     def whole(self, local: Tensor, shape: Size) -> Tensor:
         """Each holder gives an equal share, so that the sum is right in forward and in backward."""
+        if not local.is_floating_point():
+            return self.whole(local.double(), shape).round().to(local.dtype)
         length = shape[self.dim]
         before, after = self.held.start * self.size, length - self.held.stop * self.size
         filled = functional.pad(local / self._holders(local), [0, 0] * (local.dim() - 1 - self.dim) + [before, after])
@@ -129,6 +130,8 @@ class Fused(Layout):
     but those of the parts."""
 
     pieces: tuple[Placed, ...]
+
+    elementwise: ClassVar[bool] = False
 
     @property
     def axes(self) -> tuple[str, ...]:

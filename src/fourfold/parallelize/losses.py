@@ -7,21 +7,29 @@ over the vocabulary are never gathered for it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from fourfold.nn.loss import IGNORE_INDEX, cross_entropy, sum_over_batch
+from fourfold.nn.loss import cross_entropy, sum_over_batch
 from fourfold.operators import Conjugate
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.placed import Placed, whole
 from fourfold.parallelize.run import Run
 
-BY_CLASS = {functional.cross_entropy, functional.nll_loss}
+BY_CLASS = {
+    getattr(functional, name)
+    for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
+    if hasattr(functional, name)
+}
+"""Their mean is over the targets that count, by the weights of their classes."""
 BY_ELEMENT = {
     functional.mse_loss,
     functional.l1_loss,
@@ -34,15 +42,18 @@ BY_ELEMENT = {
     functional.gaussian_nll_loss,
     functional.soft_margin_loss,
     functional.hinge_embedding_loss,
-}
-BY_ROW = {
     functional.cosine_embedding_loss,
     functional.margin_ranking_loss,
     functional.multi_margin_loss,
     functional.multilabel_margin_loss,
     functional.multilabel_soft_margin_loss,
     functional.triplet_margin_loss,
+    functional.triplet_margin_with_distance_loss,
+    functional.ctc_loss,
 }
+"""Their mean is over what they give with reduction="none"."""
+BY_WEIGHT = {functional.mse_loss, functional.l1_loss, functional.huber_loss}
+"""Those whose weights, if there are any, are what the mean is divided by."""
 
 
 class GlobalLosses(TorchFunctionMode):
@@ -54,52 +65,77 @@ class GlobalLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in BY_CLASS or func in BY_ELEMENT or func in BY_ROW:
+        if func in BY_CLASS or func in BY_ELEMENT:
             return global_loss(self.run, func, args, kwargs)
         return func(*args, **kwargs)
 
 
 def global_loss(run: Run, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    input, target = (*args, *(kwargs[name] for name in ("input", "target") if name in kwargs))[:2]
-    reduction = kwargs.get("reduction", "mean")
-    if reduction not in ("mean", "sum") or len(args) > 3 or not isinstance(target, Tensor):
+    named = _bound(func, args, kwargs)
+    reduction = named["reduction"]
+    if reduction not in ("mean", "sum", "batchmean"):
         return func(*args, **kwargs)
-    if func is functional.cross_entropy and _is_cut(input, target, args, kwargs):
+    if func is functional.cross_entropy and _is_cut(named):
         run.reads_logits = True
-        vocabulary = input.placement.head.vocabulary(kwargs.get("ignore_index", IGNORE_INDEX))
+        input, targets = named["input"], whole(named["target"]).long()
+        vocabulary = input.placement.head.vocabulary(named["ignore_index"])
         count = 1 if reduction == "sum" else None
-        flat = input.local.reshape(-1, input.local.shape[-1])
-        return cross_entropy([flat], [whole(target).long()], vocabulary, count=count)[0]
-    args, kwargs = torch.utils._pytree.tree_map_only(Placed, Placed.whole, (args, kwargs))
-    total = func(*args, **{**kwargs, "reduction": "sum"})
-    if reduction == "mean":
-        own = _count(func, whole(input), whole(target), kwargs, args)
-        total = total / sum_over_batch(own, run.grid, "loss").clamp(min=_least(kwargs)).to(total.dtype)
+        return cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
+    named = tree_map_only(Placed, Placed.whole, named)
+    total, count = (_by_class if func in BY_CLASS else _by_element)(func, named)
+    if reduction != "sum":
+        everyones = sum_over_batch(count, run.grid, "loss")
+        total = total / torch.where(everyones == 0, 1, everyones).to(total.dtype)  # a batch without targets has loss 0
     return Conjugate.apply(total, lambda share: sum_over_batch(share, run.grid, "loss").clone(), torch.clone)
 
 
-def _is_cut(input: Any, target: Tensor, args: tuple, kwargs: dict) -> bool:
-    """Whether the logits are cut over the vocabulary and the targets are ids."""
+@cache
+def _signature(func: Callable) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+def _bound(func: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """All arguments by name, with what torch's old words for a reduction mean."""
+    bound = _signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    old = named.pop("size_average", None), named.pop("reduce", None)
+    if old != (None, None):
+        named["reduction"] = _reduction.legacy_get_string(*old)
+    return named
+
+
+def _is_cut(named: dict[str, Any]) -> bool:
+    """Whether the logits [m, V] are cut over the vocabulary and the targets are ids."""
+    input, target = named["input"], named["target"]
     if not isinstance(input, Placed) or not isinstance(input.placement, Columns) or target.is_floating_point():
         return False
-    weighted = kwargs.get("weight") is not None or len(args) > 2 or kwargs.get("label_smoothing", 0.0) != 0
-    return not weighted and input.dim() == 2 and input.placement.dim == 1
+    return named["weight"] is None and named["label_smoothing"] == 0 and input.dim() == 2 and input.placement.dim == 1
 
 
-def _count(func: Callable, input: Tensor, target: Tensor, kwargs: dict, args: tuple) -> Tensor:
-    """What the mean over this place's rows would be divided by, in fp64."""
-    if func in BY_CLASS and not target.is_floating_point():
-        kept = target != kwargs.get("ignore_index", IGNORE_INDEX)
-        weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-        if weight is None:
-            return kept.sum().double()
-        return (weight[target.masked_fill(~kept, 0)] * kept).sum().double()
-    if func in BY_ELEMENT:
-        return torch.full((), torch.broadcast_shapes(input.shape, target.shape).numel(), device=input.device).double()
-    rows = input.shape.numel() // input.shape[1] if func in BY_CLASS and input.dim() > 1 else input.shape[0]
-    return torch.full((), rows, dtype=torch.float64, device=input.device)
+def _by_class(func: Callable, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The sum over this place's rows, and what their mean would be divided by, in fp64."""
+    total = func(**{**named, "reduction": "sum"})
+    target, weight = named["target"], named["weight"]
+    if target.is_floating_point():
+        classes = target.shape[1] if target.dim() > 1 else target.shape[0]
+        return total, _number(target.numel() // max(classes, 1), total)
+    kept = target != named["ignore_index"]
+    if weight is None:
+        return total, kept.sum().double()
+    return total, (weight[target.masked_fill(~kept, 0)] * kept).sum().double()
 
 
-def _least(kwargs: dict) -> float:
-    """A batch without targets has loss 0, as elsewhere; weights may sum to less than 1."""
-    return 1.0 if kwargs.get("weight") is None else 1e-300
+def _by_element(func: Callable, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    each = func(**{**named, "reduction": "none"})
+    if func is functional.ctc_loss and named["reduction"] == "mean":
+        each = each / torch.as_tensor(named["target_lengths"], device=each.device).clamp(min=1).to(each.dtype)
+    if named["reduction"] == "batchmean":
+        return each.sum(), _number(each.shape[0] if each.dim() else 1, each)
+    if func in BY_WEIGHT and named["weight"] is not None:
+        return each.sum(), named["weight"].sum().double()
+    return each.sum(), _number(each.numel(), each)
+
+
+def _number(count: int, like: Tensor) -> Tensor:
+    return torch.full((), count, dtype=torch.float64, device=like.device)

@@ -45,7 +45,7 @@ def computes(module: nn.Module, formula: Formula) -> bool:
     """Whether the module gives what the formula gives, on numbers of its own."""
     generator = torch.Generator().manual_seed(0)
     tried = copy.deepcopy(module).to_empty(device="cpu").double()
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):  # also where somebody builds on the meta device
         for parameter in tried.parameters():
             parameter.copy_(torch.randn(formula.features, generator=generator, dtype=torch.float64))
         a = torch.randn(1, 3, formula.features, generator=generator, dtype=torch.float64) * 3 + 1

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Grid
 from fourfold.layout import Spec
 from fourfold.nn.layer import SPECS, Layer, box_of, reserve, shard_parameter
 from fourfold.parallelize.layers import Adapter, Gathered, Reader
-from fourfold.parallelize.state import translate_state
+from fourfold.parallelize.state import cut_buffer, translate_buffers, translate_state
 from fourfold.parallelize.values import Values
 from fourfold.product import MEMORY
 
@@ -33,9 +34,12 @@ class Placing:
         for name in sorted(self.adapters, key=lambda name: isinstance(self.adapters[name], Gathered)):
             self._place(name, self.model.get_submodule(name), self.adapters[name], memory)
         for name, module in self.model.named_modules():
+            specs = self.adapters[name].buffers() if name in self.adapters else {}
             for own, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[own] = self.values.of(name, own, buffer)
+                if buffer is not None and not isinstance(buffer, DTensor):
+                    whole = self.values.of(name, own, buffer)
+                    module._buffers[own] = cut_buffer(whole, specs[own], self.grid) if own in specs else whole
+            translate_buffers(module, specs, self.grid)
 
     def _place(
         self, name: str, module: nn.Module, adapter: Adapter, memory: Mapping[tuple[Layer, str], Memory]

@@ -13,11 +13,12 @@ tensor was broadcast over parts.
 from __future__ import annotations
 
 import sys
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Size, Tensor
@@ -35,6 +36,9 @@ class Layout(ABC):
     """How a `Placed` lies."""
 
     run: Run
+
+    elementwise: ClassVar[bool] = True
+    """An operation on every element by itself can run on the local tensors."""
 
     @property
     @abstractmethod
@@ -55,16 +59,26 @@ class Layout(ABC):
         one."""
 
     def whole(self, local: Tensor, shape: Size) -> Tensor:
-        return Conjugate.apply(local, lambda part: self.join(part, shape), lambda gradient: self.take(gradient, shape))
+        return Conjugate.apply(
+            local,
+            lambda part: self.join(part, shape).contiguous(),  # as the plain model has it, which may `view` it
+            lambda gradient: self.take(gradient, shape),
+        )
 
     def sum(self, gradient: Tensor, axes: tuple[str, ...]) -> Tensor:
         for axis in axes:
             gradient = comm.all_reduce(gradient, self.run.grid, axis, label=self.run.label).wait()
         return gradient
 
-    def local_shape(self, shape: Size) -> tuple[int, ...]:
-        """Of a local tensor: only where the layout has one part per dim."""
-        raise NotImplementedError
+    def padded(self, shape: Size) -> bool:  # noqa: ARG002
+        """Whether some rank's local tensor has entries that stand for nothing. Their gradient is 0."""
+        return False
+
+    def refuse_changes(self, operation: str) -> NoReturn:
+        raise TypeError(
+            f"{operation} changes a tensor of {self.run.label} in place that is cut over the grid; write it without "
+            "changing in place, or give the module a plan of Whole(), which hands it whole tensors"
+        )
 
 
 def conjugate(plain: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -87,6 +101,9 @@ class Rest(Layout):
     def axes(self) -> tuple[str, ...]:
         return ("x", "y") if "x" in rest(self.run.policy.activations).tokens else ("y",)
 
+    def padded(self, shape: Size) -> bool:
+        return prod(shape[:-1]) % self.tokens_cut != 0
+
     def join(self, local: Tensor, shape: Size) -> Tensor:
         grid, label = self.run.grid, self.run.label
         whole = comm.all_gather(local, grid, "y", dim=1, label=label).wait()
@@ -96,8 +113,10 @@ class Rest(Layout):
         return self._take(whole.reshape(-1, shape[-1]), tokens=True, features=True)
 
     def part(self, plain: Tensor, shape: Size) -> Tensor:
+        if plain.dim() == 0:  # as it is: with dims it would take part in the choice of a dtype
+            return conjugate(plain, lambda same: same, lambda gradient: self.sum(gradient, self.axes))
         tokens = any(size != 1 for size in plain.shape[:-1])
-        features = plain.dim() > 0 and plain.shape[-1] == shape[-1]
+        features = plain.shape[-1] == shape[-1]
         width = shape[-1] if features else 1
         flat = plain.expand(*shape[:-1], width).reshape(-1, width) if tokens else plain.reshape(1, width)
         return conjugate(
@@ -160,11 +179,6 @@ class Blocks(Layout):
             lengths.append(len(chunk(lengths[-1], self.run.grid.size(axis), self.run.grid.coords[axis])))
         return lengths
 
-    def local_shape(self, shape: Size) -> tuple[int, ...]:
-        sizes = list(shape)
-        sizes[self.dim] = self._lengths(shape[self.dim])[-1]
-        return tuple(sizes)
-
     def join(self, local: Tensor, shape: Size) -> Tensor:
         return self._join(local, self.dim, shape[self.dim])
 
@@ -225,17 +239,35 @@ RULES: dict[Callable, Rule] = {}
 class Placed(Tensor):
     """A tensor of `shape` of which this rank holds `local`, cut as `placement` says."""
 
-    local: Tensor
     placement: Layout
     _shape: Size
+    _local: Tensor
+    _lent: list[tuple[weakref.ref[Tensor], int]]
+    """Whole copies of which somebody may hold views, and the state that they were in."""
     read: dict[object, Any]
     """What layers that read it together have found for each other."""
 
     @staticmethod
     def __new__(cls, local: Tensor, placement: Layout, shape: Size | tuple[int, ...]) -> Placed:
         new = Tensor._make_wrapper_subclass(cls, Size(shape), dtype=local.dtype, device=local.device)
-        new._shape, new.local, new.placement, new.read = Size(shape), local, placement, {}
+        new._shape, new._local, new.placement, new.read, new._lent = Size(shape), local, placement, {}, []
         return new
+
+    @property
+    def local(self) -> Tensor:
+        if self._lent:
+            self._require_unchanged()
+        return self._local
+
+    def _require_unchanged(self) -> None:
+        for lent, version in self._lent:
+            copy = lent()
+            if copy is not None and copy._version != version:
+                raise TypeError(
+                    f"a view of a tensor of {self.placement.run.label} was changed in place, and the tensor, which is "
+                    "cut over the grid, does not see it; write it without changing in place, or give the module a plan "
+                    "of Whole(), which hands it whole tensors"
+                )
 
     def like(self, local: Tensor) -> Placed:
         """Another local tensor that lies as this one does."""
@@ -262,6 +294,9 @@ class Placed(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            for placed in placed_in((args, kwargs)):
+                refuse_inside_functions(placed.placement.run, trained=placed.requires_grad)
         rule = RULES.get(func)
         result = NotImplemented if rule is None else rule(func, args, kwargs)
         return on_wholes(func, args, kwargs) if result is NotImplemented else result
@@ -290,14 +325,28 @@ def on_wholes(func: Callable, args: tuple, kwargs: dict) -> Any:
     found = placed_in((args, kwargs))
     run = found[0].placement.run
     if args and isinstance(args[0], Placed) and changes_in_place(name):
-        raise TypeError(
-            f"{name} changes a tensor of {run.label} in place that is cut over the grid; write it without changing in "
-            "place, or give the module a plan of Whole(), which hands it whole tensors"
-        )
-    refuse_inside_functions(run, found)
+        args[0].placement.refuse_changes(name)
+    for placed in placed_in(kwargs.get("out")):
+        placed.placement.refuse_changes(name)
     run.made_whole[run.label, name] += len(found)
-    args, kwargs = tree_map_only(Placed, Placed.whole, (args, kwargs))
-    return func(*args, **kwargs)
+    wholes = {id(placed): placed.whole() for placed in found}
+    # what is made under inference_mode counts no changes
+    versions = {key: whole._version for key, whole in wholes.items() if not whole.is_inference()}
+    args, kwargs = tree_map_only(Placed, lambda placed: wholes[id(placed)], (args, kwargs))
+    result = func(*args, **kwargs)
+    for placed in found:
+        if wholes[id(placed)]._version != versions.get(id(placed), wholes[id(placed)]._version):
+            placed.placement.refuse_changes(name)
+    memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if is_strided(leaf)}
+    for placed in found:
+        whole = wholes[id(placed)]
+        if id(placed) in versions and whole.untyped_storage()._cdata in memory:
+            placed._lent.append((weakref.ref(whole), whole._version))
+    return result
+
+
+def is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Placed) and value.layout == torch.strided
 
 
 def placed_in(values: Any) -> list[Placed]:
@@ -311,17 +360,21 @@ def changes_in_place(name: str) -> bool:
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor", "mod", "floordiv")}
 
 
-def refuse_inside_functions(run: Run, found: Sequence[Placed]) -> None:
+def refuse_inside_functions(run: Run, *, trained: bool = True) -> None:
     """An autograd function of one's own cannot see that a tensor is cut: its gradient would be lost."""
-    if torch.is_grad_enabled() or not run.grad_enabled or not any(tensor.requires_grad for tensor in found):
+    if torch.is_grad_enabled() or not run.grad_enabled or not run.depth or not trained:
         return
     frame = sys._getframe(1)
     while frame is not None:
-        first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_varnames else None
-        if isinstance(first, torch.autograd.function.FunctionCtx):
+        if frame.f_code is APPLY:
+            function = frame.f_locals.get("cls")
             raise TypeError(
-                f"an autograd function ({frame.f_code.co_qualname}) reads a tensor of {run.label} that is cut over the "
-                "grid; give the module that calls it a plan of Whole(), which hands it whole tensors (and use "
-                "checkpointing with use_reentrant=False)"
+                f"an autograd function ({getattr(function, '__qualname__', function)}) reads a tensor of {run.label} "
+                "that is cut over the grid, and its gradient would be lost; give the module that calls it a plan of "
+                "Whole(), which hands it whole tensors (and use checkpointing with use_reentrant=False)"
             )
         frame = frame.f_back
+
+
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+"""What every autograd function's forward runs under."""

@@ -68,14 +68,18 @@ class Whole(Word):
 
 @dataclass(frozen=True, slots=True)
 class Convolution(Word):
-    """A convolution: out-channels over x, in-channels over y; `contract` swaps the two, so that layers alternate."""
+    """A convolution: out-channels over x, in-channels over y; `contract` swaps the two, so that layers alternate. One
+    in groups keeps the cut of its input, which `contract` says as for a norm."""
 
     contract: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelNorm(Word):
-    """BatchNorm or GroupNorm of channels that are cut, statistics over the whole batch."""
+    """BatchNorm, GroupNorm or InstanceNorm of channels that are cut; a BatchNorm's statistics are over the whole batch.
+    `contract`: they are cut as a contracting convolution leaves them."""
+
+    contract: bool = False
 
 
 HUGGING_FACE: dict[str, Word] = {

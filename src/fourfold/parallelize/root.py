@@ -12,15 +12,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fourfold.comm import equal_along
+from fourfold.grid import Grid
 from fourfold.nn.initial import key_of
+from fourfold.nn.loss import sum_over_batch
 from fourfold.nn.moment import drawing
 from fourfold.nn.recompute import recompute
+from fourfold.parallelize.borrow import require_unchanged
 from fourfold.parallelize.layers import REPEATED, Adapter
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.losses import GlobalLosses
 from fourfold.parallelize.placed import Placed
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
+
+
+COUNT = "num_items_in_batch"
+"""What Hugging Face's models divide the sum of a batch's losses by. Like all else that a model is given here it is about
+the rows of one place."""
 
 
 class Root(Adapter):
@@ -38,6 +46,8 @@ class Root(Adapter):
         if module.training:
             run.clock.advance()
         run.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
+        if kwargs.get(COUNT) is not None:
+            kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
         with self._pass(module):
             result = forward(*args, **kwargs)
             for group in list(run.shared):
@@ -47,6 +57,7 @@ class Root(Adapter):
     @contextmanager
     def _pass(self, module: nn.Module) -> Iterator[None]:
         run = self.run
+        run.require_own_parameters()
         run.begin()
         before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()} if module.training else {}
         # in step on all ranks of a place, so that they drop the same of what they all hold
@@ -54,8 +65,10 @@ class Root(Adapter):
         try:
             with GlobalLosses(run), random if module.training else nullcontext():
                 yield
+            require_unchanged(run)
         finally:
             run.depth = 0
+            run.lent.clear()
         if before:
             self._require_same_buffers(module, before)
 
@@ -81,7 +94,7 @@ class Root(Adapter):
             return
         self.compared.add("")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_meta]
-        if not equal_along(key_of(*map(_digest, tensors)), self.run.grid, ("x", "y")):
+        if tensors and not equal_along(key_of(*map(_digest, tensors)), self.run.grid, ("x", "y")):
             raise ValueError(
                 "ranks of one (data, z) place were given different rows; all ranks that differ in x and y alone read "
                 "the same ones (ff.local_rows cuts a batch so)"
@@ -107,6 +120,11 @@ class Root(Adapter):
         return "rows of the place in, whole tensors for them out", "losses over z and data"
 
 
+def _of_all_places(count: Any, grid: Grid) -> Tensor:
+    own = torch.as_tensor(count, device=grid.device)
+    return sum_over_batch(own.double(), grid, "count targets").to(own.dtype)
+
+
 def _digest(tensor: Tensor) -> int:
     whole = tensor.detach()
     return key_of(tuple(whole.shape), whole.double().nan_to_num().sum().item())
@@ -129,10 +147,8 @@ class Block(Adapter):
         return forward(*args, **kwargs)
 
     def _resting(self, a: Any) -> Any:
-        plain = isinstance(a, Tensor) and not isinstance(a, Placed)
-        if plain and a.is_floating_point() and a.dim() > 1 and a.shape[-1] == self.features:
-            return at_rest(a, self.run)
-        return a
+        stream = isinstance(a, Tensor) and a.dim() > 1 and a.shape[-1] == self.features and a.is_floating_point()
+        return at_rest(a, self.run) if stream else a
 
     def describe(self) -> tuple[str, str]:
         again = ", computed again in backward" if self.run.policy.recompute == "block" else ""

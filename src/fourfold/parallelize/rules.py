@@ -1,4 +1,4 @@
-"""Operations that run on parts: pointwise ones, and those that leave the cut dim alone.
+"""Operations that run on parts: pointwise ones, casts, and what is drawn.
 
 A rule gets the torch function with its arguments and returns a result, or NotImplemented: then the operation runs on
 whole tensors. Rules decide by layouts and shapes, never by values, so all ranks decide alike.
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from fourfold.nn.initial import key_of
 from fourfold.nn.moment import drawing
-from fourfold.parallelize.layouts import Fused, Shared
+from fourfold.parallelize.layouts import Shared
 from fourfold.parallelize.placed import RULES, Placed, changes_in_place, placed_in
 
 
@@ -35,9 +35,22 @@ def every(*names: str) -> list[Callable]:
     return [
         found
         for name in names
-        for place in (Tensor, torch, functional, torch.special)
+        for place in ((Tensor,) if name.startswith("__") else (Tensor, torch, functional, torch.special))
         if callable(found := getattr(place, name, None))
     ]
+
+
+def operand(args: tuple, kwargs: dict, at: int, *names: str, default: Any = None) -> Any:
+    """An argument by its place or by any of its names."""
+    if at < len(args):
+        return args[at]
+    return next((kwargs[name] for name in names if name in kwargs), default)
+
+
+def on_parts(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The operation on what this rank holds."""
+    args, kwargs = tree_map_only(Placed, lambda placed: placed.local, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 POINTWISE = """
@@ -46,56 +59,104 @@ exp exp2 expm1 log log1p log2 sqrt rsqrt reciprocal sign sin cos tanh sigmoid er
 celu selu leaky_relu softplus softsign mish hardtanh hardswish hardsigmoid logsigmoid threshold clamp clip
 clamp_min clamp_max maximum minimum where lerp addcmul addcdiv masked_fill nan_to_num round floor ceil
 isnan isinf isfinite eq ne lt le gt ge logical_and logical_or logical_not logical_xor
-to type type_as float double half bfloat16 clone contiguous detach cpu cuda
 zeros_like ones_like full_like empty_like
 __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ __mod__ __floordiv__ __abs__
 __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_ relu_ clamp_ masked_fill_ tanh_ sigmoid_ silu_
+fill_ zero_
 """
+SINGULAR = set(
+    """
+    floor_divide remainder pow log log1p log2 sqrt rsqrt reciprocal addcdiv __rtruediv__ __pow__ __rpow__ __mod__
+    __floordiv__
+    """.split()
+)
+"""What may be infinite, or have an infinite derivative, where it is finite elsewhere. Padding has no numbers that
+matter, and its gradient is 0; but 0 times infinity would reach what is broadcast over it."""
+DIVIDES = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"}
 
 
 @rule(*every(*POINTWISE.split()))
 def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Every element by itself, operands broadcast."""
-    found = placed_in((args, kwargs))
-    leader = max(found, key=lambda placed: placed.shape.numel())
-    if isinstance(leader.placement, Fused):
+    leader = max(placed_in((args, kwargs)), key=lambda placed: placed.shape.numel())
+    layout, name = leader.placement, getattr(func, "__name__", "")
+    if not layout.elementwise or "out" in kwargs or not _fills(leader, args, kwargs):
         return NotImplemented
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) != leader.shape:
+    by = operand(args, kwargs, 1, "other")
+    divides = name in DIVIDES and isinstance(by, Tensor) and by.numel() > 1
+    if layout.padded(leader.shape) and (name in SINGULAR or divides):
         return NotImplemented
-    in_place = changes_in_place(getattr(func, "__name__", ""))
+    in_place = changes_in_place(name)
     if in_place and args[0] is not leader:
         return NotImplemented
 
     def own(tensor: Tensor) -> Tensor:
         if isinstance(tensor, Placed):
-            if tensor.placement == leader.placement and tensor.shape == leader.shape:
+            if tensor.placement == layout and tensor.shape == leader.shape:
                 return tensor.local
             tensor = tensor.whole()
         if tensor.dim() == 0 and not tensor.requires_grad:
             return tensor
-        return leader.placement.part(tensor, leader.shape)
+        return layout.part(tensor, leader.shape)
 
-    args, kwargs = tree_map_only(Tensor, own, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, own, (args, _without_memory_format(kwargs)))
     local = func(*args, **kwargs)
     if not isinstance(local, Tensor):
-        return local  # type() without arguments
+        return NotImplemented  # the indices that where(condition) gives
     return leader if in_place else leader.like(local)
 
 
+def _fills(leader: Placed, args: tuple, kwargs: dict) -> bool:
+    """Whether all operands broadcast to its shape."""
+    try:
+        shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        return torch.broadcast_shapes(*shapes) == leader.shape
+    except RuntimeError:
+        return False  # torch says so on the whole tensors
+
+
+def _without_memory_format(kwargs: dict) -> dict:
+    """How a tensor lies in memory is its own affair: a part may have other dims than the whole."""
+    return {name: value for name, value in kwargs.items() if name != "memory_format"}
+
+
+@rule(*every("to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", "detach", "cpu", "cuda"))
+def cast(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A tensor by itself; another one says no more than dtype and device."""
+    a = operand(args, kwargs, 0, "input", "self")
+    if isinstance(a, Placed) and not a.placement.elementwise:
+        return NotImplemented
+    args = tuple(value for value in args if not isinstance(value, torch.memory_format))
+    local = on_parts(func, args, _without_memory_format(kwargs))
+    return a.like(local) if isinstance(a, Placed) and isinstance(local, Tensor) else local
+
+
 @rule(functional.dropout, torch.dropout, functional.alpha_dropout)
-def dropout(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
+def dropout(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Masks that are independent wherever the tensor is cut."""
-    a = args[0] if args else kwargs["input"]
-    named = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
-    probability = named.get("p", named.get("dropout", 0.5))
-    if not named.get("training", named.get("train", True)) or probability == 0:
+    a, probability = operand(args, kwargs, 0, "input"), operand(args, kwargs, 1, "p", default=0.5)
+    if not operand(args, kwargs, 2, "training", "train", default=func is not functional.alpha_dropout):
         return a
-    if isinstance(a.placement, (Fused, Shared)):
+    if probability == 0:
+        return a
+    if not a.placement.elementwise or isinstance(a.placement, Shared):
         return NotImplemented
     with drawing(key_of_parts(a), a.device):
-        return a.like(functional.dropout(a.local, probability, True))
+        return a.like(on_parts(func, args, kwargs))
+
+
+@rule(*every("uniform_", "normal_", "bernoulli_", "exponential_"))
+def drawn(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Numbers in the place of a tensor's own."""
+    a = args[0]
+    if not isinstance(a, Placed) or placed_in((args[1:], kwargs)):
+        return NotImplemented
+    if not a.placement.elementwise or isinstance(a.placement, Shared):
+        return NotImplemented
+    with drawing(key_of_parts(a), a.device):
+        func(a.local, *args[1:], **kwargs)
+    return a
 
 
 def key_of_parts(a: Placed) -> int:
@@ -108,10 +169,10 @@ def key_of_parts(a: Placed) -> int:
 
 @rule(*every("size", "dim", "numel", "nelement", "ndimension", "__len__"))
 def of_shape(func: Callable, args: tuple, kwargs: dict) -> Any:
-    name, shape = func.__name__, args[0].shape
+    name, shape = func.__name__, operand(args, kwargs, 0, "input").shape
     if name == "size":
-        dims = (*args[1:], *kwargs.values())
-        return shape[dims[0]] if dims and dims[0] is not None else shape
+        dim = operand(args, kwargs, 1, "dim")
+        return shape if dim is None else shape[dim]
     if name in ("dim", "ndimension"):
         return len(shape)
     return shape[0] if name == "__len__" else shape.numel()
@@ -121,24 +182,38 @@ META = "is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mps is_xpu la
 
 
 @rule(
-    *every("is_floating_point", "is_complex", "element_size", "is_inference", "get_device", "is_contiguous"),
+    *every("is_floating_point", "is_complex", "element_size", "is_inference", "get_device"),
     *(getattr(Tensor, name).__get__ for name in META.split() if hasattr(Tensor, name)),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
 )
 def of_kind(func: Callable, args: tuple, kwargs: dict) -> Any:
-    return func(args[0].local, *args[1:], **kwargs)
+    """What the part has in common with the whole."""
+    return on_parts(func, args, kwargs)
 
 
-@rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
-def new(func: Callable, args: tuple, kwargs: dict) -> Any:
-    return func(args[0].local, *args[1:], **kwargs)
+@rule(Tensor.is_contiguous)
+def is_contiguous(func: Callable, args: tuple, kwargs: dict) -> bool:  # noqa: ARG001
+    """Whoever asks wants to view it or to hand it to a kernel, which works either way."""
+    return True
 
 
 @rule(Tensor.data.__get__)  # type: ignore[missing-attribute]
 def data(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
-    return args[0].like(args[0].local.detach())
+    return args[0].detach()
 
 
-@rule(Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_)
+@rule(Tensor.requires_grad_)
+def requires_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """For gradients below frozen layers; what has one already keeps it."""
+    a = args[0]
+    if not operand(args, kwargs, 1, "requires_grad", default=True) and a.requires_grad:
+        return refused(func, args, kwargs)
+    if not a.requires_grad and operand(args, kwargs, 1, "requires_grad", default=True):
+        a.local.requires_grad_()
+    return a
+
+
+@rule(Tensor.backward, Tensor.register_hook, Tensor.retain_grad)
 def refused(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
     raise TypeError(
         f"{func.__name__} on a tensor of {args[0].placement.run.label} that is cut over the grid; "

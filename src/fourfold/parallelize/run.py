@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
@@ -13,8 +14,11 @@ from fourfold.layout import Policy
 from fourfold.nn.moment import Clock
 from fourfold.overlap import Engine
 
-if TYPE_CHECKING:
-    from fourfold.parallelize.together import Together
+
+class Group(Protocol):
+    """Layers that were read together."""
+
+    def part(self) -> None: ...
 
 
 class Run:
@@ -34,16 +38,33 @@ class Run:
         self.generating = False
         self.made_whole: Counter[tuple[str, str]] = Counter()
         """How often which operation after which layer made a tensor whole, in the last pass."""
-        self.shared: set[Together] = set()
+        self.shared: set[Group] = set()
         """Layers that were read together in this pass and of which some were not asked for yet."""
         self.reads_logits = False
         """Whether a loss of this pass took logits that are cut."""
+        self.lent: dict[tuple[str, bool], tuple[Tensor, int | None]] = {}
+        """Parameters that code beside their layer has read in this pass, whole, by name and whether gradients were on,
+        and the state that they were in."""
+        self.running: dict[int, str] = {}
+        """Gathered parameters of modules whose own code runs now, by `id`."""
+        self.held: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = []
+        """Every parameter of the model: its name, and where the module and the layer that computes with it have it."""
 
     def begin(self) -> None:
         """A pass begins."""
         self.depth, self.where, self.grad_enabled, self.reads_logits = 1, "", torch.is_grad_enabled(), False
         self.made_whole.clear()
         self.shared.clear()
+        self.lent.clear()
+
+    def require_own_parameters(self) -> None:
+        """A parameter that somebody replaced would be trained, or loaded, and not used."""
+        for name, module, own, layer, inside in self.held:
+            if module.get(own) is not layer[inside]:
+                raise RuntimeError(
+                    f"{name} was replaced after the model was parallelised; change parameters in place (copy_ on their "
+                    "shards, load_state_dict without assign=True), or replace them before"
+                )
 
     @property
     def engine(self) -> Engine:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor
+from torch.utils._pytree import tree_map_only
 
 from fourfold.parallelize.layouts import Fused
 from fourfold.parallelize.placed import Blocks, Placed, Rest
-from fourfold.parallelize.rules import every, rule
+from fourfold.parallelize.rules import every, operand, rule
 
 
 def sizes_of(args: Sequence[Any]) -> list[int]:
@@ -20,15 +21,15 @@ def sizes_of(args: Sequence[Any]) -> list[int]:
 
 @rule(*every("view", "reshape", "view_as", "reshape_as", "_unsafe_view"))
 def reshape(func: Callable, args: tuple, kwargs: dict) -> Any:
-    a = args[0]
-    if not isinstance(a, Placed):
-        return NotImplemented
+    a = operand(args, kwargs, 0, "input")
     if func.__name__ in ("view_as", "reshape_as"):
-        wanted = list(args[1].shape)
-    elif isinstance(args[1] if len(args) > 1 else None, torch.dtype):
+        wanted = list(operand(args, kwargs, 1, "other").shape)
+        if not isinstance(a, Placed):  # its shape is all that is asked of the other
+            return a.reshape(wanted)
+    elif isinstance(operand(args, kwargs, 1, "dtype"), torch.dtype):
         return NotImplemented
     else:
-        wanted = sizes_of(args[1:] or tuple(kwargs.values()))
+        wanted = sizes_of(args[1:] or (kwargs.get("shape", kwargs.get("size")),))
     return reshaped(a, inferred(wanted, a.shape.numel()))
 
 
@@ -45,29 +46,35 @@ def inferred(sizes: list[int], numel: int) -> Size:
 def reshaped(a: Placed, shape: Size) -> Any:
     if shape == a.shape:
         return a
+    if shape.numel() != a.shape.numel():
+        return NotImplemented  # torch says so on the whole tensor
     if isinstance(a.placement, Rest):
         return Placed(a.local, a.placement, shape) if shape[-1:] == a.shape[-1:] else NotImplemented
-    if not isinstance(a.placement, Blocks) or shape.numel() != a.shape.numel():
-        return NotImplemented
-    return a.placement.reshaped(a, shape)
+    return a.placement.reshaped(a, shape) if isinstance(a.placement, Blocks) and a.shape.numel() else NotImplemented
 
 
 @rule(*every("flatten", "unflatten", "squeeze", "unsqueeze"))
 def by_shape(func: Callable, args: tuple, kwargs: dict) -> Any:
     """What is a reshape; torch says of which shape."""
-    a = args[0]
-    shape = func(torch.empty(a.shape, device="meta"), *args[1:], **kwargs).shape
-    return reshaped(a, shape)
+    a = operand(args, kwargs, 0, "input")
+    args, kwargs = tree_map_only(Placed, lambda placed: torch.empty(placed.shape, device="meta"), (args, kwargs))
+    return reshaped(a, func(*args, **kwargs).shape)
 
 
 @rule(*every("transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis", "t"))
 def permute(func: Callable, args: tuple, kwargs: dict) -> Any:
-    return permuted(args[0], lambda tensor: func(tensor, *args[1:], **kwargs))
+    a = operand(args, kwargs, 0, "input")
+
+    def act(tensor: Tensor) -> Tensor:
+        own, named = tree_map_only(Placed, lambda _: tensor, (args, kwargs))
+        return func(*own, **named)
+
+    return permuted(a, act)
 
 
 @rule(Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]
-def transpose(func: Callable, args: tuple, kwargs: dict) -> Any:
-    return permuted(args[0], lambda tensor: func(tensor, *args[1:], **kwargs))
+def transpose(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
+    return permuted(args[0], lambda tensor: func(tensor, *args[1:]))
 
 
 def permuted(a: Placed, act: Callable[[Tensor], Tensor]) -> Any:
@@ -82,10 +89,15 @@ def permuted(a: Placed, act: Callable[[Tensor], Tensor]) -> Any:
 @rule(*every("expand", "expand_as"))
 def expand(func: Callable, args: tuple, kwargs: dict) -> Any:
     a = args[0]
-    if not isinstance(a, Placed) or not isinstance(a.placement, Blocks):
-        return NotImplemented
-    sizes = list(args[1].shape) if func.__name__ == "expand_as" else sizes_of(args[1:] or tuple(kwargs.values()))
+    if func.__name__ == "expand_as":
+        sizes = list(operand(args, kwargs, 1, "other").shape)
+        if not isinstance(a, Placed):  # its shape is all that is asked of the other
+            return a.expand(sizes)
+    else:
+        sizes = sizes_of(args[1:] or (kwargs.get("size"),))
     added = len(sizes) - len(a.shape)
+    if not isinstance(a.placement, Blocks) or added < 0 or -1 in sizes[:added]:
+        return NotImplemented
     sizes = [a.shape[at - added] if size == -1 else size for at, size in enumerate(sizes)]
     dim = a.placement.dim + added
     if sizes[dim] != a.shape[a.placement.dim]:
@@ -100,6 +112,8 @@ def getitem(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
     if not isinstance(a, Placed) or not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
         return NotImplemented
     named = sum(i is not None and i is not Ellipsis for i in index)
+    if named > len(a.shape) or index.count(Ellipsis) > 1:
+        return NotImplemented  # torch says so on the whole tensor
     if Ellipsis in index:
         at = index.index(Ellipsis)
         index = (*index[:at], *[slice(None)] * (len(a.shape) - named), *index[at + 1 :])

@@ -7,7 +7,7 @@ all ranks call `state_dict`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,22 +69,98 @@ def _give_plain(
 
 
 def _take_plain(
-    stored: dict[str, Stored], grid: Grid, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    stored: dict[str, Stored],
+    grid: Grid,
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    *_: Any,
 ) -> None:
+    _refuse_assigning(metadata, module)
     specs = vars(module)[SPECS]
     for original, names in originals(stored).items():
-        given = state.get(prefix + original)
-        if given is None or (isinstance(given, DTensor) and names == [original] and not stored[original].transposed):
+        given = state.pop(prefix + original, None)
+        if given is None:
+            continue
+        if names == [original] and not stored[original].transposed and _lies_as(given, specs[original], grid):
+            state[prefix + original] = Landing(local_of(given), specs[original])
             continue
         whole = _joined_shards(given, grid) if isinstance(given, DTensor) else given
-        del state[prefix + original]
         for own in names:
             part, spec = stored[own].of(whole), specs[own]
             if tuple(part.shape) != spec.shape:
                 state[prefix + original] = whole  # torch says which shapes differ
                 break
-            local = _boxed(part.to(grid.device), spec, grid)
-            state[prefix + own] = shard_parameter(local, spec, grid).detach()
+            state[prefix + own] = Landing(_boxed(part, spec, grid), spec)
+
+
+def translate_buffers(module: nn.Module, specs: Mapping[str, Spec], grid: Grid) -> None:
+    """Whole tensors, or shards, into `load_state_dict` for buffers that are cut."""
+    if specs:
+        module.register_load_state_dict_pre_hook(partial(_take_buffers, specs, grid))
+
+
+def _take_buffers(
+    specs: Mapping[str, Spec], grid: Grid, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any
+) -> None:
+    for own, spec in specs.items():
+        given = state.get(prefix + own)
+        if given is None or tuple(given.shape) != spec.shape:
+            continue  # torch says what is missing and which shapes differ
+        if _lies_as(given, spec, grid):
+            state[prefix + own] = Landing(local_of(given), spec)
+        else:
+            whole = _joined_shards(given, grid) if isinstance(given, DTensor) else given
+            state[prefix + own] = Landing(_boxed(whole, spec, grid), spec)
+
+
+def cut_buffer(whole: Tensor, spec: Spec, grid: Grid) -> Tensor:
+    """This rank's part, as a tensor of the global shape."""
+    return shard_parameter(_boxed(whole, spec, grid), spec, grid).detach()
+
+
+class Landing(Tensor):
+    """A shard that `load_state_dict` is about to copy into a DTensor: it goes from shard to shard.
+
+    Of DTensors torch would derive how to cut the copy, which for a weight of four dims takes it seconds for each shape.
+    """
+
+    shard: Tensor
+
+    @staticmethod
+    def __new__(cls, shard: Tensor, spec: Spec) -> Landing:
+        new = Tensor._make_wrapper_subclass(cls, torch.Size(spec.shape), dtype=shard.dtype, device=shard.device)
+        new.shard = shard
+        return new
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            local_of(args[0]).copy_(args[1].shard)
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(
+            f"{func} was called on a shard that load_state_dict is about to copy, and does no more than that"
+        )
+
+
+def _refuse_assigning(metadata: Mapping[str, Any], module: nn.Module) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise ValueError(
+            f"load_state_dict(assign=True) would replace the shards that a parallelised {type(module).__name__} "
+            "computes with; leave assign out, so that values are copied into them"
+        )
+
+
+def _lies_as(given: Tensor, spec: Spec, grid: Grid) -> bool:
+    """Whether it is cut already as it will be stored."""
+    if not isinstance(given, DTensor) or given.device_mesh != grid.mesh or tuple(given.shape) != spec.shape:
+        return False
+    return list(given.placements) == spec.storage.placements()
 
 
 def _joined_shards(given: DTensor, grid: Grid) -> Tensor:

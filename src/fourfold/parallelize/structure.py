@@ -14,12 +14,12 @@ from torch import nn
 
 from fourfold.grid import Grid
 from fourfold.layout import Policy, inner
+from fourfold.parallelize.alternate import find_images
+from fourfold.parallelize.lora import find_pairs, inside, plain_names
 from fourfold.parallelize.normal import formula_of
 from fourfold.parallelize.plan import (
-    ChannelNorm,
     Choice,
     Contract,
-    Convolution,
     Embedding,
     Expand,
     Head,
@@ -27,6 +27,7 @@ from fourfold.parallelize.plan import (
     Norm,
     Whole,
 )
+from fourfold.parallelize.swap import adapters_of
 from fourfold.parallelize.together import HeadCounts
 
 QUERY = ("q_proj", "q", "query", "wq", "q_lin", "to_q", "query_proj")
@@ -50,6 +51,7 @@ TOKENS = (
     "embed_in",
     "shared",
     "tok_emb",
+    "embedding",
 )
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_kv")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
@@ -65,10 +67,17 @@ class Found:
     """Of every attention, by its name."""
     blocks: dict[str, int] = field(default_factory=dict)
     """Features of the stream, by the block's name."""
+    plain: Mapping[str, str] = field(default_factory=dict)
+    """What every module would be called without peft's around layers."""
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    return (isinstance(module, nn.Linear) or is_transposed(module)) and not is_computed(module)
+
+
+def is_computed(module: nn.Module) -> bool:
+    """Whether its weight is no parameter but made of others before each use, as by parametrizations."""
+    return module._parameters.get("weight") is None and not adapters_of(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -84,21 +93,31 @@ def features_of(module: nn.Module) -> tuple[int, int]:
 
 def find(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, Choice]) -> Found:
     """Every module with parameters of its own gets a word; what is `given` goes before what is found."""
-    modules = dict(model.named_modules())
-    found = Found(dict(given))
+    plain = plain_names(model)
+    layers = {plain[name]: name for name, module in model.named_modules() if inside(module) is module}
+    modules = {name: model.get_submodule(layer) for name, layer in layers.items()}
+    choices = find_images(model, given) | find_pairs(model) | dict(given)
+    found = Found({plain[name]: choice for name, choice in choices.items()}, plain=plain)
     parts = prod(grid.size(axis) for axis in inner(policy.activations).features)
     for name, module in modules.items():
-        children = {child: kind for child, kind in module.named_children() if is_linear(kind)}
+        children = {child: kind for child, kind in children_of(module).items() if is_linear(kind)}
         _find_attention(found, name, module, children, parts)
         _find_gates(found, name, children)
     _find_blocks(found, modules)
     tokens = _token_tables(model, modules)
     for name, module in modules.items():
-        if name in found.choices or not has_own(module):
+        if name in found.choices or not has_own(module) or adapters_of(module):
             continue
         found.choices[name] = _choose(name, module, modules, found, tokens)
     _mend(found, modules, grid, policy)
+    found.choices = {layers[name]: choice for name, choice in found.choices.items()}
+    found.groups = {tuple(layers[name] for name in group): counts for group, counts in found.groups.items()}
     return found
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """As if there were none of peft's modules between."""
+    return {name: inside(child) for name, child in module.named_children()}
 
 
 def has_own(module: nn.Module) -> bool:
@@ -173,10 +192,15 @@ def _find_blocks(found: Found, modules: Mapping[str, nn.Module]) -> None:
 def _token_tables(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
     """The parameters that embed tokens, and heads tied to them."""
     named = [module for name, module in modules.items() if name.rpartition(".")[2] in TOKENS]
-    tables = {id(module.weight) for module in (*named, _input_embedding(model)) if isinstance(module, nn.Embedding)}
-    linear = {id(module.weight) for module in modules.values() if isinstance(module, nn.Linear)}
-    embeddings = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-    return tables | (embeddings & linear)
+    tables, embeddings, linear = (
+        {id(module._parameters.get("weight")) for module in those if isinstance(module, kind)}
+        for those, kind in (
+            ((*named, _input_embedding(model)), nn.Embedding),
+            (modules.values(), nn.Embedding),
+            (modules.values(), nn.Linear),
+        )
+    )
+    return (tables | (embeddings & linear)) - {id(None)}
 
 
 def _input_embedding(model: nn.Module) -> object:
@@ -188,16 +212,12 @@ def _input_embedding(model: nn.Module) -> object:
 
 
 def _choose(name: str, module: nn.Module, modules: Mapping[str, nn.Module], found: Found, tokens: set[int]) -> Choice:
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and not is_computed(module):
         if id(module.weight) in tokens:
             return Choice(Embedding(), "embeds tokens")
         return Choice(Whole(), "a table that every rank looks up alike")
     if is_linear(module):
         return _choose_linear(name, module, modules, found, tokens)
-    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)):
-        return Choice(Convolution(), "a convolution")
-    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)):
-        return Choice(ChannelNorm(), "a norm of channels")
     formula = formula_of(module)
     if formula is not None:
         counts = found.counts.get(name.rpartition(".")[0])
@@ -213,6 +233,8 @@ def _choose_linear(
     name: str, module: nn.Module, modules: Mapping[str, nn.Module], found: Found, tokens: set[int]
 ) -> Choice:
     parent, _, own = name.rpartition(".")
+    if name and isinstance(modules.get(parent), nn.MultiheadAttention):
+        return Choice(Whole(), "the attention around it reads its weight itself")
     inputs, outputs = features_of(module)
     if id(module.weight) in tokens or own in ("lm_head", "embed_out", "score", "classifier"):
         return Choice(Head(), "reads logits out")
@@ -232,11 +254,11 @@ def _closes_attention(parent: str, own: str, modules: Mapping[str, nn.Module]) -
     """`dense` beside q, k and v, or in a module `output` beside the one that has them."""
     if own != "dense":
         return False
-    siblings = dict(modules[parent].named_children())
+    siblings = children_of(modules[parent])
     if any(child in (*QUERY, *FUSED, "query_key_value") for child in siblings):
         return True
     above = modules[parent.rpartition(".")[0]]
-    return any(_named(dict(child.named_children()), QUERY) for _, child in above.named_children())
+    return any(_named(children_of(child), QUERY) for child in children_of(above).values())
 
 
 def _mend(found: Found, modules: Mapping[str, nn.Module], grid: Grid, policy: Policy) -> None:

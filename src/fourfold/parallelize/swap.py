@@ -7,11 +7,21 @@ from typing import Any
 
 from torch import nn
 
+from fourfold.parallelize.borrow import borrow
 from fourfold.parallelize.generate import generate_on_grid
 from fourfold.parallelize.layers import Adapter
+from fourfold.parallelize.placed import refuse_inside_functions
 
 ADAPTERS = "_fourfold_adapters"
 """Attribute of a converted module: what it does on the grid, outermost first."""
+
+
+PARENTS = (
+    *(nn.Linear, nn.Embedding),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.GroupNorm, nn.SyncBatchNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm),
+)
+"""Classes of torch whose forward a subclass may ask for."""
 
 
 def adapters_of(module: nn.Module) -> list[Adapter]:
@@ -31,11 +41,11 @@ def convert(module: nn.Module, adapter: Adapter) -> None:
 def _on_grid(plain: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name whose forward, and that alone, is run by adapters.
 
-    A linear layer or embedding with a forward of its own that asks its parent class's (to scale what it gives, say)
-    keeps it: what stands in for the parent's then comes after it.
+    A linear layer, say, with a forward of its own that asks its parent class's (to scale what it gives, to pad what it
+    takes) keeps it: what stands in for the parent's then comes after it.
     """
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    for parent in (nn.Linear, nn.Embedding):
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__getattr__": _getattr(plain)}
+    for parent in PARENTS:
         if asks_parent(plain, parent):
             between = type(parent.__name__, (parent,), {"forward": _forward(parent)})
             return type(plain.__name__, (plain, between), names)
@@ -59,12 +69,25 @@ def _forward(plain: type[nn.Module]) -> Any:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        refuse_inside_functions(adapters_of(self)[0].run)
         run = functools.partial(own, self)
         for adapter in reversed(adapters_of(self)):
             run = functools.partial(adapter, self, run)
         return run(*args, **kwargs)
 
     return forward
+
+
+def _getattr(plain: type[nn.Module]) -> Any:
+    own = plain.__getattr__
+
+    @functools.wraps(own)
+    def getattribute(self: nn.Module, name: str) -> Any:
+        adapters = adapters_of(self)
+        lent = borrow(self, name, adapters[-1].run, adapters[-1].name) if adapters else None
+        return own(self, name) if lent is None else lent
+
+    return getattribute
 
 
 def _generate(plain: type[nn.Module]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Size, Tensor
 
@@ -22,9 +22,6 @@ from fourfold.parallelize.layouts import Columns, Shared
 from fourfold.parallelize.placed import Blocks, Layout, Placed, Rest, laid
 from fourfold.parallelize.run import Run
 
-if TYPE_CHECKING:
-    from fourfold.parallelize.layers import Reader
-
 
 @dataclass(frozen=True, slots=True)
 class HeadCounts:
@@ -35,27 +32,40 @@ class HeadCounts:
     head_dim: int
 
 
+class Reads(Protocol):
+    """A linear layer of the model, or several in one weight."""
+
+    name: str
+    run: Run
+    together: Together
+
+    @property
+    def layers(self) -> Sequence[Expand]: ...
+
+    def joined(self, outs: Sequence[Placed]) -> Placed: ...
+
+
 class Together:
     """Readers of one tensor, in the order in which they are called."""
 
-    def __init__(self, readers: Sequence[Reader], counts: HeadCounts | None = None) -> None:
+    def __init__(self, readers: Sequence[Reads], counts: HeadCounts | None = None) -> None:
         self.readers, self.counts = tuple(readers), counts
+        self.claimed: set[Reads] = set()
+        """Those that were asked for since all were read."""
         for reader in readers:
             reader.together = self
 
-    def read(self, reader: Reader, a: Tensor) -> Placed:
-        run = reader.run
-        found = a.read.get(self) if isinstance(a, Placed) else None
-        if found is None or reader not in found:
-            found = dict(zip(self.readers, self._read(run, a), strict=True))
-            if isinstance(a, Placed):
-                a.read[self] = found
-            if len(found) > 1:
-                run.shared.add(self)
-                self.claimed: set[Reader] = set()
-        self.claimed = self.claimed | {reader} if len(self.readers) > 1 else set()
-        if len(self.claimed) == len(self.readers):
-            run.shared.discard(self)
+    def read(self, reader: Reads, a: Tensor) -> Placed:
+        if len(self.readers) == 1:
+            return reader.joined(read_all(reader.run, reader.layers, a, self.counts))
+        if not isinstance(a, Placed):  # a result could not be left on it
+            return reader.joined(read_all(reader.run, reader.layers, a, None))
+        found = a.read.get(self, {})
+        if reader not in found:
+            found = a.read[self] = self._read_all(a)
+            self.claimed = set()
+        self.claimed.add(reader)
+        (reader.run.shared.discard if len(self.claimed) == len(self.readers) else reader.run.shared.add)(self)
         return found.pop(reader)
 
     def part(self) -> None:
@@ -63,16 +73,9 @@ class Together:
         Together([reader for reader in self.readers if reader in self.claimed])
         Together([reader for reader in self.readers if reader not in self.claimed])
 
-    def _read(self, run: Run, a: Tensor) -> list[Placed]:
-        layers = [layer for reader in self.readers for layer in reader.layers]
-        outs = read_all(run, layers, a, self.counts)
-        if len(layers) == len(self.readers):
-            return outs
-        found = []
-        for reader in self.readers:
-            found.append(reader.joined(outs[: len(reader.layers)]))
-            outs = outs[len(reader.layers) :]
-        return found
+    def _read_all(self, a: Placed) -> dict[Reads, Placed]:
+        outs = iter(read_all(self.readers[0].run, [layer for r in self.readers for layer in r.layers], a, self.counts))
+        return {reader: reader.joined([next(outs) for _ in reader.layers]) for reader in self.readers}
 
 
 def at_rest(a: Tensor, run: Run) -> Placed:

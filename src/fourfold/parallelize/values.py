@@ -28,6 +28,8 @@ class Values:
 
     def of(self, module: str, name: str, parameter: Tensor) -> Tensor:
         """A tensor of that module, on the device of the grid."""
+        if self.grid.device.type == "meta":
+            return parameter.detach().to("meta")
         if not parameter.is_meta:
             return comm.from_first(parameter.detach().to(self.grid.device), self.grid)
         block = next((block for block in self.blocks if module == block or module.startswith(f"{block}.")), module)

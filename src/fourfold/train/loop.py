@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -108,15 +109,6 @@ class Run:
             for share, source in zip(shares, self.sources, strict=True)
         )
         self.local_rows = batch.rows // batch.micro_steps // (grid.size("data") * grid.size("z"))
-        self.kept_bytes = kept_bytes(
-            self.model_config,
-            grid,
-            self.policy,
-            self.local_rows,
-            batch.seq,
-            dtype=config.policy.parameters,
-            documents=data.documents,
-        )
         self.meter = Meter(grid)
         self.profile = Profile(profile, grid, out / "profile")
         self.sinks: list[Sink] = []
@@ -133,6 +125,19 @@ class Run:
         self.step = 0
         self._under_way: deque[Launched] = deque()
         self._skipped = 0
+
+    @cached_property
+    def kept_bytes(self) -> dict[str, int]:
+        """Of a rank, by kind of recompute; asked for by rank 0 alone."""
+        return kept_bytes(
+            self.model_config,
+            self.grid,
+            self.policy,
+            self.local_rows,
+            self.config.batch.seq,
+            dtype=self.config.policy.parameters,
+            documents=self.config.data.documents,
+        )
 
     def facts(self) -> Event:
         """What the run is, for run.json."""

@@ -1,0 +1,81 @@
+"""Hugging Face's Trainer on a 4D grid: torchrun --nproc-per-node 4 examples/hugging_face_trainer.py
+
+The Trainer knows a parallelised model for one that reduces its own gradients: it does not wrap or move it. What it has
+to be told is which rows a process reads, since ranks that differ in x and y alone read the same ones.
+"""
+
+import sys
+import tempfile
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import fourfold as ff
+from fourfold.data.sampler import place_sampler
+
+SEQ, VOCAB = 16, 64
+
+
+class GridTrainer(Trainer):
+    """Reads the rows of this rank's place; `per_device_train_batch_size` are those of one place."""
+
+    def __init__(self, grid: ff.Grid, **options) -> None:
+        self.grid = grid
+        super().__init__(**options)
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self._loader(self.train_dataset, self.args.per_device_train_batch_size, shuffle=True)
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        return self._loader(eval_dataset or self.eval_dataset, self.args.per_device_eval_batch_size, shuffle=False)
+
+    def _loader(self, rows, size: int, *, shuffle: bool) -> DataLoader:
+        sampler = place_sampler(rows, self.grid, shuffle=shuffle, seed=self.args.seed)
+        loader = DataLoader(rows, batch_size=size, sampler=sampler, collate_fn=self.data_collator)
+        loader.set_epoch = sampler.set_epoch  # which the Trainer calls, so that every epoch is shuffled anew
+        return loader
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=VOCAB)
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def dataset() -> list[dict[str, Tensor]]:
+    """Rows that count up from anywhere; the first tokens of each, ever more of them, are no targets."""
+    rows = [(torch.arange(SEQ) + start) % VOCAB for start in range(0, VOCAB, 2)]
+    return [dict(input_ids=row, labels=row.where(torch.arange(SEQ) >= i // 4, -100)) for i, row in enumerate(rows)]
+
+
+def arguments(folder: str, rows: int) -> TrainingArguments:
+    options = dict(gradient_accumulation_steps=2, max_grad_norm=1.0, learning_rate=1e-2, num_train_epochs=1)
+    quiet = dict(logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", eval_strategy="epoch")
+    options["dataloader_pin_memory"] = torch.cuda.is_available()
+    return TrainingArguments(
+        folder, per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **options, **quiet
+    )
+
+
+def train(grid: ff.Grid, folder: str) -> list[dict[str, float]]:
+    places = grid.size("z") * grid.size("data")
+    trainer = GridTrainer(
+        grid,
+        model=ff.parallelize(model(), grid),
+        args=arguments(folder, rows=8 // places),
+        train_dataset=dataset(),
+        eval_dataset=dataset()[:8],
+    )
+    trainer.train()
+    trainer.save_model()  # whole tensors under the plain names: from_pretrained opens them
+    return trainer.state.log_history
+
+
+if __name__ == "__main__":
+    grid = ff.Grid(x=2, z=2)
+    history = train(grid, sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+    if grid.rank == 0:
+        print(f"{grid}: losses", *(f"{entry['loss']:.4f}" for entry in history if "loss" in entry))
+    grid.close()

@@ -1,0 +1,144 @@
+"""Parameters that code reads beside the layer that holds them: `self.a.weight` in another module's forward.
+
+What a module's attribute gives during a pass is a `Placed` that knows shape, dtype and device, and is gathered, whole,
+when somebody computes with it. Its gradient, which all ranks of a place find alike, goes back to the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Size, Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from fourfold import comm
+from fourfold.ahead import in_backward
+from fourfold.arriving import local_of
+from fourfold.grid import Grid
+from fourfold.layout import Spec, Storage
+from fourfold.nn.layer import SPECS
+from fourfold.nn.norm import add_gradients
+from fourfold.parallelize.layers import Stored
+from fourfold.parallelize.placed import Layout, Placed
+from fourfold.parallelize.run import Run
+from fourfold.parallelize.state import STORED, joined
+from fourfold.unit import Member, Unit
+
+
+@dataclass(frozen=True, eq=False)
+class Borrowed(Layout):
+    """A parameter of the plain module as it is stored: one shard, or those of the layers that its weight holds."""
+
+    name: str
+    parts: tuple[tuple[nn.Parameter, Spec], ...]
+    stored: Stored
+
+    elementwise: ClassVar[bool] = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ()
+
+    def whole(self, local: Tensor, shape: Size) -> Tensor:  # noqa: ARG002
+        """Gathered once in a pass."""
+        lent, key = self.run.lent, (self.name, torch.is_grad_enabled())
+        if not self.run.depth:  # computed again in backward
+            return self._gathered()
+        if key not in lent:
+            whole = self._gathered()
+            lent[key] = whole, None if whole.is_inference() else whole._version
+        return lent[key][0]
+
+    def _gathered(self) -> Tensor:
+        wholes = [ReadWhole.apply(self.run, self.name, spec, parameter) for parameter, spec in self.parts]
+        return joined(wholes, self.stored)
+
+    def join(self, local: Tensor, shape: Size) -> Tensor:
+        raise NotImplementedError
+
+    def take(self, whole: Tensor, shape: Size) -> Tensor:
+        raise NotImplementedError
+
+    def part(self, plain: Tensor, shape: Size) -> Tensor:
+        raise NotImplementedError
+
+    def refuse_changes(self, operation: str) -> NoReturn:  # noqa: ARG002
+        raise RuntimeError(changed(self.name))
+
+
+def borrow(module: nn.Module, name: str, run: Run, owner: str) -> Placed | None:
+    """A parameter of a module that is on the grid, for code that runs in a pass; None where there is nothing to lend."""
+    stored: Mapping[str, Stored] = vars(module).get(STORED, {})
+    own = [held for held, where in stored.items() if where.original == name]
+    if not own or not (run.depth or in_backward()):
+        return None
+    parameters, specs = vars(module)["_parameters"], vars(module)[SPECS]
+    parts = tuple((parameters[held], specs[held]) for held in own)
+    if not all(isinstance(parameter, DTensor) for parameter, _ in parts):
+        return None  # it is gathered: the module's own code runs
+    first, where = parts[0][0], stored[own[0]]
+    shape = [sum(len(parameter) for parameter, _ in parts), *first.shape[1:]] if first.dim() else []
+    stands_for = torch.empty(
+        0, dtype=run.policy.compute or first.dtype, device=local_of(first).device, requires_grad=first.requires_grad
+    )
+    layout = Borrowed(run, f"{owner}.{name}".lstrip("."), parts, where)
+    return Placed(stands_for, layout, shape[::-1] if where.transposed else shape)
+
+
+class ReadWhole(torch.autograd.Function):
+    """A parameter gathered over all axes that cut it; every rank of a place finds its whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, name: str, spec: Spec, parameter: nn.Parameter) -> Tensor:
+        ctx.run, ctx.name, ctx.spec, ctx.parameter = run, name, spec, parameter
+        held = local_of(parameter).detach()
+        if held.is_floating_point():
+            held = held.to(run.policy.compute or held.dtype)
+        return gathered(held, spec, run.grid, name).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        run, spec, parameter = ctx.run, ctx.spec, ctx.parameter
+        grid = run.grid
+        if any(grid.coords[axis] for axis in spec.owes if axis in ("x", "y")):
+            gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
+        if not spec.shape:
+            run.gradients.expect_end()
+            run.gradients.deposit(parameter, gradient.to(parameter.dtype).clone())
+            return None, None, None, None
+        box = spec.storage.compute.box(spec.shape, grid.shape.sizes, grid.coords)
+        own = gradient[tuple(slice(held.start, held.stop) for held in box)].contiguous()
+        unit = Unit(grid, run.policy, run.gradients, ctx.name, (Member.of(parameter, spec, grid),))
+        add_gradients(unit, [own], 1)
+        return None, None, None, None
+
+
+def gathered(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
+    """The whole of shards that may be uneven, the innermost cut first."""
+    for cut in reversed(range(len(spec.storage.cuts))):
+        axis, dim = spec.storage.cuts[cut]
+        outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
+        missing = -(-len(outer[dim]) // grid.size(axis)) - shard.shape[dim]
+        padded = functional.pad(shard, [0, 0] * (shard.dim() - 1 - dim) + [0, missing]).contiguous()
+        shard = comm.all_gather(padded, grid, axis, dim=dim, label=label).wait().narrow(dim, 0, len(outer[dim]))
+    return shard
+
+
+def require_unchanged(run: Run) -> None:
+    """At the end of a pass: nobody changed a parameter that it was lent."""
+    for (name, _), (whole, version) in run.lent.items():
+        if version is not None and whole._version != version:
+            raise RuntimeError(changed(name))
+
+
+def changed(name: str) -> str:
+    return (
+        f"{name} was changed in place in forward, where it is a gathered copy: the change would be lost; change "
+        "parameters outside of forward, on their shards"
+    )

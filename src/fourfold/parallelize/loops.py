@@ -1,0 +1,64 @@
+"""What training loops of other libraries ask a model, answered for one that is on the grid.
+
+It reduces its own gradients and lies where it should, so nobody wraps, moves or shards it again; accumulation and
+saving have their usual names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.gradients import accumulate
+from fourfold.grid import Grid
+from fourfold.parallelize.layouts import Fused, Shared
+from fourfold.parallelize.placed import Placed
+from fourfold.parallelize.rules import rule
+
+SAVES = "save_pretrained"
+
+
+def answer_loops(model: nn.Module, grid: Grid) -> None:
+    """Once per parallelised model, on the outermost module."""
+    own = vars(model)
+    own["_is_accelerate_prepared"] = True  # accelerate: neither wrapped in DDP nor moved
+    own["no_sync"] = partial(accumulate, model)  # accelerate and the Trainer: micro-steps before the last
+    for module in model.modules():
+        if hasattr(type(module), "_is_distributed_loading_by_transformers"):  # the Trainer: likewise
+            vars(module)["_is_distributed_loading_by_transformers"] = True
+        if callable(save := getattr(type(module), SAVES, None)):
+            vars(module)[SAVES] = partial(_save_pretrained, module, partial(save, module), grid)
+
+
+def _save_pretrained(module: nn.Module, save: Callable[..., Any], grid: Grid, directory: Any, **options: Any) -> None:
+    """Whole tensors under the plain names, written by the first rank. All ranks call it, unless they give a
+    `state_dict`: then it is the plain class's."""
+    if options.get("state_dict") is not None:
+        save(directory, **options)
+        return
+    whole: dict[str, Tensor] = {}
+    for name, value in module.state_dict().items():
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        if grid.rank == 0:
+            whole[name] = tensor.cpu()
+    whole_options = options | dict(state_dict=whole, is_main_process=True)
+    grid.first_alone(f"save_pretrained({str(directory)!r})", lambda: save(directory, **whole_options))
+
+
+@rule(Tensor.register_hook)
+def register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Fabric puts one on all that a model returns, logits that are still cut among it. The gradient that a hook sees, and
+    may give another for, is cut as the tensor is."""
+    tensor, hook = (*args, *kwargs.values())
+    if isinstance(tensor.placement, (Fused, Shared)):  # there a rank's part of a gradient is not a gradient's part
+        return NotImplemented
+
+    def on_part(gradient: Tensor) -> Tensor | None:
+        given = hook(tensor.like(gradient))
+        return given.laid(tensor.placement).local if isinstance(given, Placed) else given
+
+    return func(tensor.local, on_part)
