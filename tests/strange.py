@@ -300,7 +300,7 @@ class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.act(self.a(x)) * 1
         h += 0.5
-        h.mul_(2).add_(x.sum())
+        h.mul_(2).add_(x.sum((1, 2), keepdim=True))
         out = self.b(h)
         out += x
         return functional.leaky_relu(out, 0.1, inplace=True)
@@ -315,7 +315,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out, state = self.rnn(self.embed(x))
-        return self.out(out) + (state[0] if isinstance(state, tuple) else state).sum()
+        return self.out(out) + (state[0] if isinstance(state, tuple) else state).sum((0, 2))[:, None, None]
 
 
 class Pieces(nn.Module):
@@ -431,4 +431,4 @@ class MultiHead(nn.Module):
         h = self.inside(x)
         mixed, weights = self.attend(h, h, h, average_attn_weights=False)
         crossed, _ = self.across(mixed, x[..., :6], x[..., 6:11], need_weights=False)
-        return crossed + weights.sum()
+        return crossed + weights.square().sum((1, 3))[:, :, None]

@@ -100,15 +100,15 @@ def test_accelerate_loop(ranks, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_lightning_fabric(ranks, shape: Shape) -> None:
-    told = example("lightning_fabric")
+def test_fabric_loop(ranks, shape: Shape) -> None:
+    told = example("fabric_loop")
     model, found = told.model(), []
     optimizer = adamw(model)
     for batch in DataLoader(told.dataset(), batch_size=told.ROWS):
         loss = model(input_ids=batch, labels=batch).loss
         step(model, optimizer, [loss])
         found.append(loss.item())
-    check(ranks, "lightning_fabric", shape, found)
+    check(ranks, "fabric_loop", shape, found)
 
 
 def test_lora(ranks, tmp_path: Path) -> None:

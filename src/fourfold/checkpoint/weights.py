@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from fourfold.arriving import local_of
 from fourfold.checkpoint.read import read_tensors
 from fourfold.checkpoint.record import Record, require_same_names
 from fourfold.checkpoint.write import Held, Tensors, Writing
 from fourfold.gradients import gradients_of
+from fourfold.grid import AXES
+from fourfold.layout import Storage
 from fourfold.nn.layer import specs_of
 
 MODEL = "model/"
@@ -42,24 +46,36 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def weights_of(model: nn.Module) -> dict[str, Held]:
-    """This rank's shard of every parameter."""
+    """This rank's shard of every parameter and of every buffer that a state dict has.
+
+    They have the names under which they are stored: `state_dict` would join what a parallelised module holds in parts.
+    """
     specs = specs_of(model)
-    # as they are stored: `state_dict` would join what a parallelised module holds in parts
-    state = dict(model.named_parameters(remove_duplicate=False))
-    persistent = {
-        f"{prefix}.{name}".lstrip("."): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-    if strangers := sorted((state | persistent).keys() - specs.keys()):
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if strangers := sorted(parameters.keys() - specs.keys()):
         raise ValueError(
             f"{', '.join(map(repr, strangers[:5]))} of {type(model).__name__} are not on the grid; "
-            "declare parameters through a fourfold.nn layer, register other tensors with persistent=False"
+            "declare parameters through a fourfold.nn layer, or use ff.parallelize"
         )
     tensors = {
-        MODEL + name: Held(local_of(state[name]), spec.shape, spec.storage, state[name]) for name, spec in specs.items()
+        MODEL + name: Held(local_of(parameters[name]), spec.shape, spec.storage, parameters[name])
+        for name, spec in specs.items()
     }
+    tensors |= {MODEL + name: held for name, held in _buffers_of(model)}
     if any(held.local.is_meta for held in tensors.values()):
         raise ValueError(f"{type(model).__name__} is on the meta device and has no values; build it on a real one")
     return tensors
+
+
+def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Held]]:
+    """Those that are cut are DTensors; the others are equal on all ranks."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                continue
+            cuts = ()
+            if isinstance(buffer, DTensor):
+                places = zip(AXES, buffer.placements, strict=True)
+                cuts = tuple((axis, place.dim) for axis, place in places if isinstance(place, Shard))
+            local = local_of(buffer) if isinstance(buffer, DTensor) else buffer
+            yield f"{prefix}.{name}".lstrip("."), Held(local, tuple(buffer.shape), Storage(cuts))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.parallelize.layouts import Fused, Shared
-from fourfold.parallelize.placed import Placed
+from fourfold.parallelize.placed import Placed, laid
 from fourfold.parallelize.rules import rule
 
 SAVES = "save_pretrained"
@@ -51,14 +51,20 @@ def _save_pretrained(module: nn.Module, save: Callable[..., Any], grid: Grid, di
 
 @rule(Tensor.register_hook)
 def register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Fabric puts one on all that a model returns, logits that are still cut among it. The gradient that a hook sees, and
-    may give another for, is cut as the tensor is."""
+    """Fabric puts one on all that a model returns, logits that are still cut among it. The gradient that a hook sees,
+    and may give another for, is cut as the tensor is."""
     tensor, hook = (*args, *kwargs.values())
-    if isinstance(tensor.placement, (Fused, Shared)):  # there a rank's part of a gradient is not a gradient's part
-        return NotImplemented
+    layout = tensor.placement
+    if isinstance(layout, (Fused, Shared)):  # there a rank's share of a gradient is not a part of it
+        raise TypeError(
+            f"register_hook on a tensor of {layout.run.label} whose gradient is not whole on any rank; "
+            "use it on the model's result or its parameters"
+        )
 
     def on_part(gradient: Tensor) -> Tensor | None:
         given = hook(tensor.like(gradient))
-        return given.laid(tensor.placement).local if isinstance(given, Placed) else given
+        if given is None:
+            return None
+        return (given.laid(layout) if isinstance(given, Placed) else laid(given, layout)).local
 
     return func(tensor.local, on_part)

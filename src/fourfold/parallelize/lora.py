@@ -6,6 +6,7 @@ ones per adapter. It is never imported: its modules are known by what they hold.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,12 @@ from fourfold import comm
 from fourfold.arriving import local_of
 from fourfold.grid import Grid
 from fourfold.nn.layer import SPECS, box_of
+from fourfold.parallelize.placed import Placed
 from fourfold.parallelize.plan import Choice, Word
 from fourfold.parallelize.state import STORED, joined, originals
 
+SIZES = "_fourfold_sizes"
+"""Attribute of a module with parameters that are stored in parts or turned: their stand-ins, by plain name."""
 BASE = "base_layer"
 SIDES = ("lora_A", "lora_B")
 
@@ -126,26 +130,50 @@ class Unread(Tensor):
 
 def show_sizes(module: nn.Module) -> None:
     """Let the plain names of parameters that are stored in parts or turned tell their sizes, which peft asks for."""
-    stored = vars(module)[STORED]
+    stored, sizes = vars(module)[STORED], {}
     for original, names in originals(stored).items():
         where, parameters = stored[names[0]], [module._parameters[own] for own in names]
         if where.rows is not None or where.transposed:
             whole = joined([torch.empty(part.shape, device="meta") for part in parameters], where)  # type: ignore[union-attr]
-            vars(module)[original] = Unread(whole.shape, parameters[0])  # type: ignore[arg-type]
+            sizes[original] = Unread(whole.shape, parameters[0])  # type: ignore[arg-type]
+    if sizes:
+        vars(module)[SIZES] = sizes
+        module.__class__ = _telling(type(module))
+
+
+@functools.cache
+def _telling(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the same name. What a pass is lent goes before a stand-in."""
+
+    def getattribute(self: nn.Module, name: str) -> Any:
+        if name not in (sizes := vars(self)[SIZES]):
+            return kind.__getattr__(self, name)
+        try:
+            found = kind.__getattr__(self, name)
+        except AttributeError:
+            return sizes[name]
+        return found if isinstance(found, Placed) else sizes[name]
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__getattr__": getattribute}
+    return type(kind.__name__, (kind,), names)
 
 
 def merge_on_shards(model: nn.Module, grid: Grid) -> None:
     """From now on `merge` and `unmerge` of peft's modules work on shards."""
     for name, module, base in adapted(model):
         if STORED in vars(base) and all(STORED in vars(layer) for _, layer in _linear_pairs(module)):
-            vars(module).update(merge=partial(_merge, name, module, grid), unmerge=partial(_unmerge, name, module, grid))
+            vars(module).update(
+                merge=partial(_merge, name, module, grid), unmerge=partial(_unmerge, name, module, grid)
+            )
 
 
 def _linear_pairs(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [pair for side in SIDES for pair in getattr(module, side).items()]
 
 
-def _merge(name: str, module: Any, grid: Grid, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+def _merge(
+    name: str, module: Any, grid: Grid, safe_merge: bool = False, adapter_names: list[str] | None = None
+) -> None:
     wanted = module.active_adapters if adapter_names is None else adapter_names
     for adapter in wanted:
         if adapter in module.lora_A and adapter not in module.merged_adapters:
@@ -162,10 +190,11 @@ def _unmerge(name: str, module: Any, grid: Grid) -> None:
 
 @torch.no_grad()
 def _add(name: str, module: Any, adapter: str, grid: Grid, scale: float, *, finite: bool) -> None:
-    """base + scale * B A, each rank on its shards: of the small ones, which are whole for it, it takes what it needs."""
+    """base + scale * B A, each rank on its shards, from the small ones whole."""
     a, b = (_whole(getattr(module, side)[adapter], "weight", grid) for side in SIDES)
-    bias = _whole(module.lora_B[adapter], "bias", grid)
-    base = inside(module)
+    base, bias = inside(module), None
+    if module.lora_B[adapter].bias is not None:
+        bias = _whole(module.lora_B[adapter], "bias", grid)
     stored, specs = vars(base)[STORED], vars(base)[SPECS]
     if bias is not None and "bias" not in originals(stored):
         raise ValueError(f"{name}: a pair with a bias cannot be merged into a layer without one")
@@ -186,11 +215,9 @@ def _add(name: str, module: Any, adapter: str, grid: Grid, scale: float, *, fini
         shard.copy_(total)
 
 
-def _whole(layer: nn.Module, name: str, grid: Grid) -> Tensor | None:
+def _whole(layer: nn.Module, name: str, grid: Grid) -> Tensor:
     """A parameter of a pair as the plain module has it."""
     stored, specs = vars(layer)[STORED], vars(layer)[SPECS]
-    names = originals(stored).get(name)
-    if names is None:
-        return None
+    names = originals(stored)[name]
     parts = [comm.join_shards(local_of(layer._parameters[own].detach()), specs[own], grid) for own in names]  # type: ignore[union-attr]
     return joined(parts, stored[names[0]])

@@ -25,10 +25,9 @@ from fourfold.parallelize.placed import Placed
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
 
-
 COUNT = "num_items_in_batch"
-"""What Hugging Face's models divide the sum of a batch's losses by. Like all else that a model is given here it is about
-the rows of one place."""
+"""What Hugging Face's models divide the sum of a batch's losses by. Like all else that a model is given here it is
+about the rows of one place."""
 
 
 class Root(Adapter):

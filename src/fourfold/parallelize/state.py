@@ -186,7 +186,7 @@ def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor
     if kind not in ("parameter", "gradient"):
         raise ValueError(f"kind={kind!r} is none of 'parameter', 'gradient'")
     found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for original, names in originals(vars(module).get(STORED, {})).items():
             wholes = [_whole(module, own, kind) for own in names]
             found[f"{prefix}.{original}".lstrip(".")] = joined(wholes, vars(module)[STORED][names[0]])

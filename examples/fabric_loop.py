@@ -1,4 +1,4 @@
-"""Lightning Fabric on a 4D grid: torchrun --nproc-per-node 4 examples/lightning_fabric.py
+"""Lightning Fabric on a 4D grid: torchrun --nproc-per-node 4 examples/fabric_loop.py
 
 `ModelParallelStrategy` hands a model to a function of one's own instead of wrapping it in DDP, and gives processes of
 one tensor-parallel group the same rows. Its groups are our places: ranks that differ in x and y alone.
@@ -30,7 +30,7 @@ def dataset() -> list[Tensor]:
 def train(grid: ff.Grid) -> list[float]:
     places = grid.size("z") * grid.size("data")
     strategy = ModelParallelStrategy(
-        lambda model, mesh: ff.parallelize(model, grid),
+        lambda model, _: ff.parallelize(model, grid),
         data_parallel_size=places,
         tensor_parallel_size=grid.shape.world // places,
     )
