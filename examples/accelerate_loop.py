@@ -24,7 +24,7 @@ def dataset() -> list[Tensor]:
 
 
 def train(grid: ff.Grid) -> list[float]:
-    accelerator = Accelerator(gradient_accumulation_steps=MICRO_STEPS)
+    accelerator = Accelerator(gradient_accumulation_steps=MICRO_STEPS, cpu=grid.device.type == "cpu")
     parallel = ff.parallelize(model(), grid)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, fused=True)
     parallel, optimizer = accelerator.prepare(parallel, optimizer)  # the model stays as it is: no DDP around it

@@ -53,10 +53,9 @@ def dataset() -> list[dict[str, Tensor]]:
 def arguments(folder: str, rows: int) -> TrainingArguments:
     options = dict(gradient_accumulation_steps=2, max_grad_norm=1.0, learning_rate=1e-2, num_train_epochs=1)
     quiet = dict(logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", eval_strategy="epoch")
-    options["dataloader_pin_memory"] = torch.cuda.is_available()
-    return TrainingArguments(
-        folder, per_device_train_batch_size=rows, per_device_eval_batch_size=rows, **options, **quiet
-    )
+    on_gpu = torch.cuda.is_available()
+    sizes = dict(per_device_train_batch_size=rows, per_device_eval_batch_size=rows)
+    return TrainingArguments(folder, use_cpu=not on_gpu, dataloader_pin_memory=on_gpu, **sizes, **options, **quiet)
 
 
 def train(grid: ff.Grid, folder: str) -> list[dict[str, float]]:

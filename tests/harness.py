@@ -40,6 +40,9 @@ PRELOAD = [
     "fourfold.cli",
     "fourfold.train.loop",
     "pytest",  # of every file with jobs
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "peft",
 ]
 """What ranks would import each by itself."""
 _context.set_forkserver_preload(PRELOAD)

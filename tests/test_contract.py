@@ -52,13 +52,13 @@ INSIDE = {
     ],
     "models": ["sizes", "config", "transformer", "generate", "foreign", "outside", "__init__"],
     "data": [
-        "__init__", "rows", "sampler", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order", "samples",
-        "loader",
+        "__init__", "rows", "sampler", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order",
+        "samples", "loader",
     ],
     "parallelize": [
-        "run", "placed", "layouts", "rules", "shapes", "along", "attention", "losses", "space", "together", "layers",
-        "low_rank", "root", "generate", "state", "swap", "normal", "plan", "recipes", "lora", "loops", "alternate",
-        "structure", "images", "values", "place", "explain", "build", "__init__",
+        "run", "placed", "layouts", "rules", "shapes", "along", "attention", "space", "together", "layers", "gathered",
+        "losses", "low_rank", "state", "borrow", "root", "generate", "swap", "normal", "plan", "recipes", "lora",
+        "loops", "alternate", "structure", "images", "values", "place", "explain", "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",

@@ -23,6 +23,7 @@ from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
 from fourfold.parallelize import whole_tensors
 from harness import grid_of
+from parity import LocalAdamW
 
 STEPS = 3
 PROMPTS = torch.arange(18).view(3, 6) * 7 % VOCAB
@@ -97,8 +98,7 @@ def plain(name: str) -> Any:
 
 
 def train(model: Any, case: Case, rows: Any) -> dict[str, Any]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **case.adam, fused=True)
+    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad], case)
     found: dict[str, Any] = {"losses": {}}
     for step in range(STEPS):
         with case.arithmetic(False):
@@ -109,8 +109,16 @@ def train(model: Any, case: Case, rows: Any) -> dict[str, Any]:
             found["gradients"] = gradients(model)
         assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
     return found
+
+
+def adamw(trained: list[torch.nn.Parameter], case: Case) -> Any:
+    if not isinstance(trained[0], DTensor):
+        return torch.optim.AdamW(trained, **case.adam, fused=True)
+    optimizer = LocalAdamW(trained)
+    optimizer.adamw.param_groups[0].update(case.adam)
+    return optimizer
 
 
 def finish(model: Any, case: Case) -> dict[str, Any]:
@@ -121,7 +129,9 @@ def finish(model: Any, case: Case) -> dict[str, Any]:
     with case.arithmetic(False):
         tokens = model.eval().generate(input_ids=PROMPTS, do_sample=False, max_new_tokens=5, pad_token_id=0)
     found = {"adapters": arrays(state), "tokens": tokens.tolist()}
-    return found | {"merged": arrays(model.merge_and_unload().state_dict())}
+    merged = model.merge_and_unload()
+    on_grid = any(isinstance(p, DTensor) for p in merged.parameters())
+    return found | {"merged": arrays(whole_tensors(merged) if on_grid else merged.state_dict())}
 
 
 @cache

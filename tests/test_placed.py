@@ -7,9 +7,8 @@ called in several ways (`CALLS`), on every layout, beside plain operands of ever
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from fourfold.nn.embedding import Head
 from fourfold.nn.moment import drawing
 from fourfold.parallelize.layouts import Columns, Shared, fused
 from fourfold.parallelize.placed import RULES, Blocks, Layout, Placed, Rest, laid, whole
+from fourfold.parallelize.rules import META
 from fourfold.parallelize.run import Run
 from harness import grid_of
 
@@ -191,7 +191,18 @@ def split(func: Callable, m: Operands) -> Any:
 def reshape(func: Callable, m: Operands) -> Any:
     a = m.a()
     found = []
-    for shape in ((15, 6), (3, 5, 2, 3), (3, 30), (90,), (5, 3, 6), (1, 3, 5, 6), (3, 5, 1, 6), (-1, 6), (3, -1), (45, 2)):
+    for shape in (
+        (15, 6),
+        (3, 5, 2, 3),
+        (3, 30),
+        (90,),
+        (5, 3, 6),
+        (1, 3, 5, 6),
+        (3, 5, 1, 6),
+        (-1, 6),
+        (3, -1),
+        (45, 2),
+    ):
         found += [func(a, shape), *([] if func is torch.reshape else [func(a, *shape)])]
     word = "shape" if func in (torch.reshape, Tensor.reshape) else "size"
     return *found, func(a, **{word: (15, 6)}), func(func(a, (3, 5, 2, 3)), (3, 5, 6))
@@ -230,7 +241,12 @@ def expand(func: Callable, m: Operands) -> Any:
 def index(func: Callable, m: Operands) -> Any:
     a = m.a()
     keys: list[Any] = [0, -1, slice(None), slice(1, 3), None, Ellipsis, (Ellipsis, 0), (slice(None), 1)]
-    keys += [(Ellipsis, slice(0, 2)), (slice(None), slice(None), slice(2, None)), (None, 1, Ellipsis, None), (0, None, 1)]
+    keys += [
+        (Ellipsis, slice(0, 2)),
+        (slice(None), slice(None), slice(2, None)),
+        (None, 1, Ellipsis, None),
+        (0, None, 1),
+    ]
     keys += [torch.tensor([2, 0]), (slice(None), torch.tensor([1, 1])), torch.tensor([True, False, True]), [0, 2]]
     keys += [(slice(None), slice(None, None, 2)), (Ellipsis, slice(None, -2)), (slice(0, 3), 2, slice(1, 5))]
     return [func(a, key) for key in keys]
@@ -240,12 +256,23 @@ def joined(func: Callable, m: Operands) -> Any:
     a, b, plain = m.a(), m.a(kind="rest"), m.plain(3, 5, 6)
     empty = torch.empty(0, dtype=torch.float64)
     found = [func([a, other], dim) for other in (m.a(), b, plain) for dim in (0, 1, -1)]
-    return *found, func((plain, a)), func(tensors=[a, a], dim=1), func(dim=2, tensors=[b, a]), func([empty, a, plain], 1)
+    return (
+        *found,
+        func((plain, a)),
+        func(tensors=[a, a], dim=1),
+        func(dim=2, tensors=[b, a]),
+        func([empty, a, plain], 1),
+    )
 
 
 def matmul(func: Callable, m: Operands) -> Any:
     a, plain = m.a(), m.plain(3, 6, 4)
-    found = [func(a, plain), func(m.plain(3, 2, 5), a), func(a, a.transpose(1, 2)), func(a, m.a(3, 6, 4, kind="blocks 0"))]
+    found = [
+        func(a, plain),
+        func(m.plain(3, 2, 5), a),
+        func(a, a.transpose(1, 2)),
+        func(a, m.a(3, 6, 4, kind="blocks 0")),
+    ]
     if func.__name__ != "bmm":
         found += [func(a, m.plain(6, 2)), func(a, m.plain(6)), func(m.plain(5), a), func(m.plain(7, 1, 2, 5), a)]
         wide = m.a(5, 3, 6, 3, kind="blocks 1")
@@ -267,7 +294,12 @@ def chosen(func: Callable, m: Operands) -> Any:
 
 def soft(func: Callable, m: Operands) -> Any:
     a = m.a()
-    return func(a, 0), func(a, dim=-1), func(a, dim=1, dtype=torch.float32), *([] if func is _method(func) else [func(input=a, dim=1)])
+    return (
+        func(a, 0),
+        func(a, dim=-1),
+        func(a, dim=1, dtype=torch.float32),
+        *([] if func is _method(func) else [func(input=a, dim=1)]),
+    )
 
 
 def _method(func: Callable) -> Any:
@@ -336,13 +368,105 @@ def attention(func: Callable, m: Operands) -> Any:
     )
 
 
-POWERS = "pow __pow__ __rpow__ float_power".split()
-UNARY = """square neg negative abs exp exp2 expm1 log log1p log2 sqrt rsqrt reciprocal sign sin cos tanh sigmoid erf relu
-relu6 gelu silu elu celu selu leaky_relu softplus softsign mish hardtanh hardswish hardsigmoid logsigmoid nan_to_num round
-floor ceil isnan isinf isfinite float double half bfloat16 clone contiguous detach cpu type __neg__ __abs__""".split()
-BINARY = """add sub subtract mul multiply div divide true_divide floor_divide remainder pow __add__ __radd__ __sub__
-__rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __mod__ __floordiv__ maximum minimum rsub""".split()
-COMPARE = "eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__".split()
+def over_space(dims: int) -> Call:
+    """Pooling of images, with as many dims of space."""
+
+    def call(func: Callable, m: Operands) -> Any:
+        a = m.a()[(None,) * (dims - 1)]
+        name = func.__name__
+        if name.startswith("lp_"):
+            return func(a, 2.0, 2)
+        if not name.startswith("max_unpool"):
+            return func(a, 2)
+        out, indices = getattr(functional, f"max_pool{dims}d")(a, 2, return_indices=True)
+        return func(out, indices, 2)
+
+    return call
+
+
+UNARY = [
+    "square",
+    "neg",
+    "negative",
+    "abs",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "log2",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "sign",
+    "sin",
+    "cos",
+    "tanh",
+    "sigmoid",
+    "erf",
+    "relu",
+    "relu6",
+    "gelu",
+    "silu",
+    "elu",
+    "celu",
+    "selu",
+    "leaky_relu",
+    "softplus",
+    "softsign",
+    "mish",
+    "hardtanh",
+    "hardswish",
+    "hardsigmoid",
+    "logsigmoid",
+    "nan_to_num",
+    "round",
+    "floor",
+    "ceil",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "clone",
+    "contiguous",
+    "detach",
+    "cpu",
+    "type",
+    "__neg__",
+    "__abs__",
+]
+BINARY = [
+    "add",
+    "sub",
+    "subtract",
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "floor_divide",
+    "remainder",
+    "pow",
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__pow__",
+    "__rpow__",
+    "__mod__",
+    "__floordiv__",
+    "maximum",
+    "minimum",
+    "rsub",
+]
+COMPARE = ["eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"]
 CALLS: dict[str, list[Call]] = {
     **{name: [unary, unary_inside] for name in UNARY},
     **{name: [binary, with_cut] for name in BINARY},
@@ -350,14 +474,20 @@ CALLS: dict[str, list[Call]] = {
     **{name: [comparison] for name in COMPARE},
     **{name: [logical] for name in ("logical_and", "logical_or", "logical_xor", "__and__", "__or__")},
     **{name: [lambda f, m: f(m.cut_flags())] for name in ("logical_not", "__invert__")},
-    **{name: [binary_in_place] for name in "__iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_".split()},
-    **{name: [in_place] for name in "relu_ tanh_ sigmoid_ silu_".split()},
+    **{
+        name: [binary_in_place]
+        for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_")
+    },
+    **{name: [in_place] for name in ("relu_", "tanh_", "sigmoid_", "silu_")},
     **{name: [like] for name in ("zeros_like", "ones_like")},
-    **{name: [reduction] for name in "sum mean amax amin var std logsumexp argmax argmin".split()},
+    **{name: [reduction] for name in ("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin")},
     **{name: [split] for name in ("split", "chunk", "split_with_sizes", "tensor_split")},
     **{name: [reshape] for name in ("view", "reshape")},
-    **{name: [lambda f, m: [f(m.a(), torch.empty(15, 6)), f(m.plain(15, 6), m.a())]] for name in ("view_as", "reshape_as")},
-    **{name: [permutation] for name in "transpose permute movedim swapaxes swapdims moveaxis".split()},
+    **{
+        name: [lambda f, m: [f(m.a(), torch.empty(15, 6)), f(m.plain(15, 6), m.a())]]
+        for name in ("view_as", "reshape_as")
+    },
+    **{name: [permutation] for name in ("transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis")},
     **{name: [joined] for name in ("cat", "concat", "concatenate")},
     **{name: [matmul] for name in ("matmul", "bmm", "__matmul__")},
     **{name: [soft] for name in ("softmax", "log_softmax")},
@@ -383,30 +513,33 @@ CALLS: dict[str, list[Call]] = {
     "__getitem__": [index],
     "t": [turned],
     "scaled_dot_product_attention": [attention],
+    "interpolate": [lambda f, m: [f(m.a(), scale_factor=2.0), f(m.a()[None], size=(4, 3), mode="bilinear")]],
+    "pad": [
+        lambda f, m: [
+            f(m.a(), (1, 2)),
+            f(m.a(), (1, 0, 2, 1), value=3.0),
+            f(m.a(), (1, 1), mode="reflect"),
+            f(m.a(), ()),
+        ]
+    ],
 }
-WITHOUT_RESULT = "empty_like new_empty is_inference get_device is_contiguous".split()
-"""What has no value to compare."""
-PROPERTIES = "T mT is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mps is_xpu layout itemsize data".split()
-ELSEWHERE = "dropout alpha_dropout".split()
-REFUSED = "backward register_hook retain_grad".split()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One way to call one function."""
-
-    name: str
-    func: Callable
-    call: Call
-
-
-def entries() -> list[Entry]:
-    found = []
-    for func in RULES:
-        name = getattr(func, "__name__", str(func))
-        if name in CALLS:
-            found += [Entry(f"{name} {number}", func, call) for number, call in enumerate(CALLS[name])]
-    return found
+for _dims in (1, 2, 3):
+    for _name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool", "max_unpool"):
+        CALLS[f"{_name}{_dims}d"] = CALLS[f"{_name}{_dims}d_with_indices"] = [over_space(_dims)]
+PROPERTIES = (
+    "T",
+    "mT",
+    "data",
+    *META.split(),
+    *(f"new_{word}" for word in ("zeros", "ones", "full", "empty", "tensor")),
+)
+"""What is asked of every tensor alike, and has a test of its own."""
+PROPERTIES += ("is_floating_point", "is_complex", "element_size", "is_inference", "get_device", "is_contiguous")
+PROPERTIES += ("empty_like", "fill_", "zero_", "requires_grad_", "cuda")
+DRAWN = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+DRAWN += ("uniform_", "normal_", "bernoulli_", "exponential_")
+"""What draws numbers: its laws are others."""
+HOOKS = ("backward", "retain_grad", "register_hook")
 
 
 FALLBACK: list[Callable[[Operands], Any]] = [
@@ -527,46 +660,195 @@ def run_of(grid: Grid, mode: str) -> Run:
     return run
 
 
-def check_operations(shape: Shape, mode: str, share: int, turn: int) -> tuple[list[str], set[str]]:
-    """What is wrong, and the functions of which some call ran on parts. One in `share` of the combinations."""
+def label_of(func: Callable) -> str:
+    place = getattr(func, "__objclass__", None) or getattr(func, "__module__", "")
+    return f"{getattr(place, '__name__', place)}.{getattr(func, '__name__', func)}"
+
+
+def check_operations(shape: Shape, mode: str, share: int, turn: int) -> list[str]:
+    """What is wrong, of one in `share` of the combinations of calls and layouts."""
     run = run_of(grid_of(shape), mode)
-    ran: set[str] = set()
+    ways: list[tuple[str, Callable[[Operands], Any]]] = [
+        (label_of(func), partial(call, func)) for func in RULES for call in CALLS.get(func.__name__, ())
+    ]
+    ways += [(f"way {number}", way) for number, way in enumerate(FALLBACK)]
     wrong: list[str] = []
-    number = turn
-    for name, (label, call) in enumerate(calls(ran)):
-        for kind in KINDS:
-            number += 1
-            if number % share:
-                continue
-            try:
-                wrong += compare(label, run, kind, call, name)
-            except Exception as error:
-                wrong.append(f"{label} on {kind}: {type(error).__name__}: {error}")
-    return wrong, ran
+    for number, (label, way) in enumerate(ways):
+        for at, kind in enumerate(KINDS):
+            if (number + at + turn) % share == 0:
+                wrong += compare(label, run, kind, way, number)
+    return wrong
 
 
-def calls(ran: set[str]) -> list[tuple[str, Callable[[Operands], Any]]]:
-    """Every entry, and the ways that no rule knows."""
+GRIDS = [
+    (Shape(x=2), "replicated"),
+    (Shape(y=2), "sharded"),
+    (Shape(x=2, y=2), "sharded"),
+    (Shape(x=2, y=2), "replicated"),
+    (Shape(x=3), "sharded"),
+]
+"""In the order of their ranks, which stay up. Each tries another fifth, so that every call meets nearly all layouts."""
+SHARE = 9
+
+
+@pytest.mark.parametrize(("shape", "mode"), GRIDS, ids=lambda value: str(value))
+def test_operations_on_parts_equal_those_on_the_whole(ranks, shape: Shape, mode: str) -> None:
+    for wrong in ranks(shape.world).run(check_operations, shape, mode, SHARE, GRIDS.index((shape, mode)), timeout=200):
+        assert not wrong, "\n".join(wrong)
+
+
+def never_on_parts() -> list[str]:
+    """Functions whose rule gave way in every call on every layout."""
+    run = run_of(grid_of(Shape()), "sharded")
     found = []
-    for entry in entries():
-        label = f"{getattr(entry.func, '__objclass__', getattr(entry.func, '__module__', ''))} {entry.name}"
+    for func, rule in list(RULES.items()):
+        ran: list[bool] = []
 
-        def call(m: Operands, entry: Entry = entry) -> Any:
-            if m.run is None:
-                return entry.call(entry.func, m)
-            rule = RULES[entry.func]
+        def watched(*given: Any, rule: Callable = rule, ran: list[bool] = ran) -> Any:
+            result = rule(*given)
+            ran.append(result is not NotImplemented)
+            return result
 
-            def watched(func: Callable, args: tuple, kwargs: dict) -> Any:
-                result = rule(func, args, kwargs)
-                if result is not NotImplemented:
-                    ran.add(f"{func.__name__} {id(func)}")
-                return result
+        RULES[func] = watched
+        for kind in KINDS:
+            for call in CALLS.get(func.__name__, ()):
+                if not any(ran):
+                    call(func, Operands(0, kind, run))
+        RULES[func] = rule
+        if func.__name__ in CALLS and not any(ran):
+            found.append(label_of(func))
+    return found
 
-            RULES[entry.func] = watched
-            try:
-                return entry.call(entry.func, m)
-            finally:
-                RULES[entry.func] = rule
 
-        found.append((label, call))
-    return [*found, *((f"way {number}", way) for number, way in enumerate(FALLBACK))]
+def test_every_rule_is_tried_and_of_use(ranks) -> None:
+    names = {func.__name__ for func in RULES} - {"__get__"}
+    assert names <= {*CALLS, *PROPERTIES, *DRAWN, *HOOKS}, "a rule without a call in CALLS"
+    assert ranks(1).run(never_on_parts) == [[]]
+
+
+def check_properties() -> list[str]:
+    run = run_of(grid_of(Shape(x=2, y=2)), "sharded")
+    wrong = []
+    for kind in KINDS:
+        a, plain = Operands(0, kind, run).a(), Operands(0, kind, None).a()
+        for name in META.split():
+            if hasattr(plain, name) and getattr(a, name) != getattr(plain, name):
+                wrong.append(f"{name} on {kind}")
+        for name in ("is_floating_point", "is_complex", "element_size", "is_inference", "get_device", "is_contiguous"):
+            if getattr(a, name)() != getattr(plain, name)():
+                wrong.append(f"{name}() on {kind}")
+        same = [
+            (a.new_zeros(2), plain.new_zeros(2)),
+            (a.new_ones(2, dtype=torch.int64), plain.new_ones(2, dtype=torch.int64)),
+            (a.new_full((2,), 3.0), plain.new_full((2,), 3.0)),
+            (a.new_tensor([1.0]), plain.new_tensor([1.0])),
+            (a.new_empty(3).shape, plain.new_empty(3).shape),
+            (torch.empty_like(a).shape, plain.shape),
+            (a.data, plain.data),
+            (a.reshape(15, 6).T, plain.reshape(15, 6).T),
+            (a.mT, plain.mT),
+            (a.requires_grad_(), plain),
+        ]
+        if kind != "fused":
+            same += [(torch.empty_like(a).fill_(2.0), torch.full_like(plain, 2.0))]
+            same += [(torch.ones_like(a).zero_(), torch.zeros_like(plain))]
+        for number, (one, two) in enumerate(same):
+            alike = torch.equal(whole(one), two) if isinstance(two, Tensor) else one == two
+            wrong += [] if alike else [f"property {number} on {kind}"]
+    return wrong
+
+
+def test_a_cut_tensor_has_the_properties_of_the_whole(ranks) -> None:
+    assert ranks(4).run(check_properties) == [[]] * 4
+
+
+def draws(mode: str) -> dict[str, Any]:
+    """What functions that draw give on tensors of ones, whole, with ranks whose own generators differ."""
+    run = run_of(grid_of(Shape(x=2, y=2)), mode)
+    torch.manual_seed(run.grid.rank)
+    found: dict[str, Any] = {}
+    for kind in ("rest", "blocks 1", "columns", "shared 1", "fused"):
+        with drawing(7, torch.device("cpu")):  # as a model does
+            ones = torch.ones(40, 30, 24, dtype=torch.float64)
+            layout = Columns(run, 2, ("x", "y")[: 2 if mode == "sharded" else 1], Head(run.grid, run.policy, 4, 24))
+            operands = Operands(0, kind, run)
+            a = (
+                laid(ones, layout)
+                if kind == "columns"
+                else operands._cut(ones.clone(), kind)
+                if kind in ("rest", "blocks 1")
+                else operands.a() * 0 + 1
+            )
+            found[f"dropout {kind}"] = whole(functional.dropout(a, 0.25))
+            found[f"alpha {kind}"] = whole(functional.alpha_dropout(a, 0.25, True))
+            found[f"torch {kind}"] = whole(torch.dropout(a, 0.25, True))
+            found[f"off {kind}"] = whole(functional.dropout(a, 0.25, False))
+            if kind in ("rest", "blocks 1", "columns"):
+                b = a * 1
+                functional.dropout(b, 0.25, inplace=True)
+                found[f"in place {kind}"] = whole(b)
+                found[f"uniform {kind}"] = whole(torch.empty_like(a).uniform_())
+                found[f"normal {kind}"] = whole(torch.empty_like(a).normal_(3.0))
+                found[f"bernoulli {kind}"] = whole(torch.empty_like(a).bernoulli_(0.75))
+                found[f"exponential {kind}"] = whole(torch.empty_like(a).exponential_())
+    return {name: value.numpy().copy() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("mode", ["sharded", "replicated"])
+def test_what_is_drawn_differs_where_a_tensor_is_cut_and_nowhere_else(ranks, mode: str) -> None:
+    first, *others = ranks(4).run(draws, mode)
+    for name, values in first.items():
+        assert all((other[name] == values).all() for other in others), f"{name}: ranks drew apart"
+        value = torch.as_tensor(values)
+        kind, _, layout = name.partition(" ")
+        kept = (value != value.flatten()[value.flatten().argmin()]).double().mean().item()
+        if kind in ("dropout", "torch", "in", "bernoulli") and value.numel() > 1000:
+            assert kept == pytest.approx(0.75, abs=0.02), name
+        if kind in ("dropout", "torch", "in"):
+            assert set(value.unique().tolist()) == {0.0, 1 / 0.75}, name
+        if kind == "alpha":  # what torch makes of ones
+            assert len(value.unique()) == 2 and 0.0 not in value.unique(), name
+        if kind == "off":
+            assert (value == 1).all(), name
+        if kind in ("uniform", "normal", "exponential"):
+            assert len(value.unique()) == value.numel(), f"{name}: parts drew the same"
+
+
+def refusals() -> dict[str, str]:
+    """What is said where a change would be lost."""
+    run = run_of(grid_of(Shape(x=2)), "sharded")
+    run.where = "layers.0.up"
+
+    def changes_a_view(a: Tensor) -> None:
+        row = a[0]
+        row.add_(1)
+        a * 2
+
+    def out(a: Tensor) -> None:
+        torch.add(a, 1, out=a)
+
+    def item(a: Tensor) -> None:
+        a[0, 0] = 1
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            return a * 2
+
+    tries = dict(view=changes_a_view, out=out, item=item, sort=lambda a: a.squeeze_(), function=Twice.apply)
+    tries |= dict(backward=lambda a: a.sum().backward(a) or a.backward(), retain=lambda a: a.retain_grad())
+    tries |= dict(rrelu=lambda a: functional.rrelu(a, inplace=True), detach=lambda a: a.requires_grad_(False))
+    found = {}
+    for name, act in tries.items():
+        try:
+            act(Operands(0, "rest", run).a())
+            found[name] = "nothing"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_changes_that_would_be_lost_are_refused(ranks) -> None:
+    for found in ranks(2).run(refusals):
+        for name, said in found.items():
+            assert said.startswith("RuntimeError") and "after layers.0.up" in said, f"{name}: {said}"

@@ -55,7 +55,8 @@ class Unit:
 
     @property
     def compute(self) -> torch.dtype:
-        return self.policy.compute or self.members[0].parameter.dtype
+        own = self.members[0].parameter.dtype
+        return self.policy.compute or own if own.is_floating_point else own
 
     @property
     def reduce(self) -> torch.dtype:

@@ -163,6 +163,7 @@ def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     lies = DTensorSpec(
         grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
-    parameter = DTensor(own_storage(local), lies, requires_grad=True)
+    trained = local.is_floating_point() or local.is_complex()  # torch has no gradients of whole numbers
+    parameter = DTensor(own_storage(local), lies, requires_grad=trained)
     parameter._is_param = True  # what nn.Parameter does, but for a detach, of which torch would derive the layout anew
     return parameter  # type: ignore[return-value]

@@ -1,6 +1,9 @@
 """Any module onto the grid: `parallelize`, `explain`, and the words of a plan."""
 
-from fourfold.parallelize import along, attention, rules, shapes, space  # noqa: F401  # they register what runs on parts
+import fourfold.parallelize.along
+import fourfold.parallelize.attention
+import fourfold.parallelize.shapes
+import fourfold.parallelize.space  # noqa: F401  # these register what runs on parts
 from fourfold.parallelize.build import parallelize
 from fourfold.parallelize.explain import explain
 from fourfold.parallelize.plan import (

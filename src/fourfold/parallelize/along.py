@@ -25,7 +25,11 @@ def leaves_alone(a: Any, *dims: Any) -> bool:
     return all(-len(a.shape) <= dim < len(a.shape) and dim_of(a, dim) != a.placement.dim for dim in dims)
 
 
-SECTIONS = ("split_size_or_sections", "split_size", "split_sizes", "chunks", "indices_or_sections", "indices", "sections")
+SECTIONS = (
+    *("split_size_or_sections", "split_size", "split_sizes"),
+    *("chunks", "indices_or_sections", "indices", "sections"),
+)
+"""What functions that split call their second argument."""
 
 
 @rule(*every("split", "chunk", "split_with_sizes", "tensor_split"))
@@ -82,7 +86,7 @@ def cat(func: Callable, args: tuple, kwargs: dict) -> Any:
     tensors = [tensor for tensor in tensors if tensor.shape != (0,)]  # torch leaves these out as well
     leader = placed_in(tensors)[0]
     layout = leader.placement
-    if not leaves_alone(leader, dim) or "out" in kwargs:
+    if not isinstance(layout, Blocks) or not leaves_alone(leader, dim) or "out" in kwargs:
         return NotImplemented
     dim, length = dim_of(leader, dim), leader.shape[layout.dim]
     if any(tensor.dim() != leader.dim() or tensor.shape[layout.dim] != length for tensor in tensors):

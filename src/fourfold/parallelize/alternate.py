@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from fourfold.parallelize.plan import ChannelNorm, Choice, Convolution
-from fourfold.parallelize.swap import asks_parent
+from fourfold.parallelize.swap import runs
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -28,23 +28,13 @@ SHORTCUTS = ("downsample", "shortcut", "conv_shortcut", "nin_shortcut", "skip", 
 
 def is_convolution(module: nn.Module) -> bool:
     """One of torch's, or one that does something before or after; not one that uses its weight in a way of its own."""
-    return _runs(module, CONVOLUTIONS) and module._parameters.get("weight") is not None
+    return runs(module, CONVOLUTIONS) and module._parameters.get("weight") is not None
 
 
 def is_channel_norm(module: nn.Module) -> bool:
     """One of torch's. A norm of each channel by itself must not keep statistics of the rows that a place sees."""
     counts_rows = isinstance(module, INSTANCE_NORMS) and module.track_running_stats
-    return _runs(module, NORMS) and not counts_rows
-
-
-def _runs(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether its forward is, or asks, that of one of these classes, with no parameters but theirs."""
-    plain = type(module)
-    if not module._parameters.keys() <= {"weight", "bias"} or any(module.children()):
-        return False
-    return any(
-        issubclass(plain, kind) and (plain.forward is kind.forward or asks_parent(plain, kind)) for kind in kinds
-    )
+    return runs(module, NORMS) and not counts_rows
 
 
 def find_images(model: nn.Module, given: Mapping[str, Choice]) -> dict[str, Choice]:

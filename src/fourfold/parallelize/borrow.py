@@ -23,8 +23,9 @@ from fourfold.grid import Grid
 from fourfold.layout import Spec, Storage
 from fourfold.nn.layer import SPECS
 from fourfold.nn.norm import add_gradients
+from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layers import Stored
-from fourfold.parallelize.placed import Layout, Placed
+from fourfold.parallelize.placed import Layout, Placed, version_of
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.state import STORED, joined
 from fourfold.unit import Member, Unit
@@ -51,7 +52,7 @@ class Borrowed(Layout):
             return self._gathered()
         if key not in lent:
             whole = self._gathered()
-            lent[key] = whole, None if whole.is_inference() else whole._version
+            lent[key] = whole, version_of(whole)
         return lent[key][0]
 
     def _gathered(self) -> Tensor:
@@ -68,11 +69,11 @@ class Borrowed(Layout):
         raise NotImplementedError
 
     def refuse_changes(self, operation: str) -> NoReturn:  # noqa: ARG002
-        raise RuntimeError(changed(self.name))
+        raise RuntimeError(changes(self.name))
 
 
 def borrow(module: nn.Module, name: str, run: Run, owner: str) -> Placed | None:
-    """A parameter of a module that is on the grid, for code that runs in a pass; None where there is nothing to lend."""
+    """A parameter of a module on the grid, for code that runs in a pass; None where there is nothing to lend."""
     stored: Mapping[str, Stored] = vars(module).get(STORED, {})
     own = [held for held, where in stored.items() if where.original == name]
     if not own or not (run.depth or in_backward()):
@@ -82,7 +83,7 @@ def borrow(module: nn.Module, name: str, run: Run, owner: str) -> Placed | None:
     if not all(isinstance(parameter, DTensor) for parameter, _ in parts):
         return None  # it is gathered: the module's own code runs
     first, where = parts[0][0], stored[own[0]]
-    shape = [sum(len(parameter) for parameter, _ in parts), *first.shape[1:]] if first.dim() else []
+    shape = (sum(len(parameter) for parameter, _ in parts), *first.shape[1:]) if first.dim() else ()
     stands_for = torch.empty(
         0, dtype=run.policy.compute or first.dtype, device=local_of(first).device, requires_grad=first.requires_grad
     )
@@ -105,7 +106,7 @@ class ReadWhole(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         run, spec, parameter = ctx.run, ctx.spec, ctx.parameter
-        grid = run.grid
+        grid, gradient = run.grid, gradient.to_dense() if gradient.is_sparse else gradient
         if any(grid.coords[axis] for axis in spec.owes if axis in ("x", "y")):
             gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
         if not spec.shape:
@@ -133,12 +134,5 @@ def gathered(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
 def require_unchanged(run: Run) -> None:
     """At the end of a pass: nobody changed a parameter that it was lent."""
     for (name, _), (whole, version) in run.lent.items():
-        if version is not None and whole._version != version:
-            raise RuntimeError(changed(name))
-
-
-def changed(name: str) -> str:
-    return (
-        f"{name} was changed in place in forward, where it is a gathered copy: the change would be lost; change "
-        "parameters outside of forward, on their shards"
-    )
+        if version_of(whole) != version:
+            raise RuntimeError(changes(name))

@@ -7,37 +7,58 @@ from math import prod
 
 from torch import nn
 
+from fourfold import nn as on_grid
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec, inner
-from fourfold.nn.embedding import Embedding, Head
 from fourfold.nn.layer import SPECS
-from fourfold.nn.linear import Contract, Expand
 from fourfold.nn.moment import Clock
-from fourfold.nn.norm import HeadNorm, Norm
-from fourfold.parallelize import lora
-from fourfold.parallelize import plan as words
+from fourfold.parallelize.gathered import Gathered, Spreader
 from fourfold.parallelize.images import channel_norm, convolution
 from fourfold.parallelize.layers import (
     Adapter,
     Closer,
     Embedder,
     FusedReader,
-    Gathered,
     HeadNormer,
     Normer,
     Reader,
-    Spreader,
 )
 from fourfold.parallelize.loops import answer_loops
+from fourfold.parallelize.lora import LowRank, adapted, merge_on_shards, prepare, show_sizes
 from fourfold.parallelize.low_rank import Narrower, Widener
 from fourfold.parallelize.normal import formula_of
 from fourfold.parallelize.place import Placing
-from fourfold.parallelize.plan import Choice, Word, resolve
+from fourfold.parallelize.plan import (
+    ChannelNorm,
+    Choice,
+    Contract,
+    Convolution,
+    Embedding,
+    Expand,
+    Head,
+    HeadNorm,
+    Heads,
+    Norm,
+    Whole,
+    Word,
+    matches,
+    resolve,
+    whole_below,
+)
 from fourfold.parallelize.recipes import RECIPES
 from fourfold.parallelize.root import Block, Root
 from fourfold.parallelize.run import Run
-from fourfold.parallelize.structure import Found, features_of, find, is_linear, is_transposed, sizes_of_parts
+from fourfold.parallelize.structure import (
+    Found,
+    features_of,
+    find,
+    has_own,
+    is_embedding,
+    is_linear,
+    is_transposed,
+    sizes_of_parts,
+)
 from fourfold.parallelize.swap import adapters_of, convert
 from fourfold.parallelize.together import Together
 from fourfold.parallelize.values import Values
@@ -60,11 +81,11 @@ def parallelize(
     """
     check_policy(policy)
     run = _run_of(model, grid, policy)
-    lora.prepare(model, {name: features_of(base) for name, _, base in lora.adapted(model) if adapters_of(base)})
+    prepare(model, {name: features_of(base) for name, _, base in adapted(model) if adapters_of(base)})
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
-    given = resolve(plan or {}, fresh, "plan")
+    given = whole_below(resolve(plan or {}, fresh, "plan"), [name for name in fresh if has_own(fresh[name])])
     family = RECIPES.get(getattr(getattr(model, "config", None), "model_type", ""), {})
-    recipe = {key: word for key, word in family.items() if words.matches(key, fresh)}
+    recipe = {key: word for key, word in family.items() if matches(key, fresh)}
     found = find(model, grid, policy, resolve(recipe, fresh, "recipe") | given)
     adapters = _adapters(model, fresh, found, run)
     for names, counts in found.groups.items():
@@ -73,14 +94,14 @@ def parallelize(
     Placing(model, adapters, Values(model, grid, seed, found.blocks), grid).place()
     for name, adapter in adapters.items():
         convert(fresh[name], adapter)
-        lora.show_sizes(fresh[name])
+        show_sizes(fresh[name])
     for name, features in found.blocks.items():
         if name in fresh and features % grid.size("y") == 0:
             convert(fresh[name], Block(name, run, "one of several equal blocks", features))
     if not any(isinstance(adapter, Root) for adapter in adapters_of(model)):
         convert(model, Root("", run, "the module that was given"))
     answer_loops(model, grid)
-    lora.merge_on_shards(model, grid)
+    merge_on_shards(model, grid)
     _register(model, run, seed)
     return model
 
@@ -114,11 +135,11 @@ def _run_of(model: nn.Module, grid: Grid, policy: Policy) -> Run:
 def _adapters(model: nn.Module, fresh: Mapping[str, nn.Module], found: Found, run: Run) -> dict[str, Adapter]:
     """For every module that is not on the grid yet; a low-rank pair after the layer that it stands beside."""
     made: dict[str, Adapter] = {}
-    for name in sorted(found.choices, key=lambda name: isinstance(found.choices[name].word, lora.LowRank)):
+    for name in sorted(found.choices, key=lambda name: isinstance(found.choices[name].word, LowRank)):
         if name not in fresh:
             continue
         word = found.choices[name].word
-        if not isinstance(word, lora.LowRank):
+        if not isinstance(word, LowRank):
             made[name] = _adapter(name, fresh[name], found, run)
             continue
         base = made[word.base] if word.base in made else adapters_of(model.get_submodule(word.base))[-1]
@@ -143,33 +164,37 @@ def _adapter(name: str, module: nn.Module, found: Found, run: Run) -> Adapter:
 
 def _linear(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:
     if not is_linear(module):
-        raise ValueError(f"{type(choice.word).__name__}() is for linear layers")
+        raise ValueError(f"{type(choice.word).__name__}() is for linear layers that use their weight as nn.Linear does")
     (inputs, outputs), transposed = features_of(module), is_transposed(module)
     bias, place = getattr(module, "bias", None) is not None, (run.grid, run.policy)
     word = choice.word
-    if isinstance(word, words.Contract):
-        return Closer(name, run, choice.why, Contract(*place, inputs, outputs, bias=bias), transposed=transposed)
-    if isinstance(word, words.Head):
-        return Reader(name, run, choice.why, Head(*place, inputs, outputs, bias=bias), transposed=transposed)
+    if isinstance(word, Contract):
+        return Closer(
+            name, run, choice.why, on_grid.Contract(*place, inputs, outputs, bias=bias), transposed=transposed
+        )
+    if isinstance(word, Head):
+        return Reader(name, run, choice.why, on_grid.Head(*place, inputs, outputs, bias=bias), transposed=transposed)
     counts = found.counts.get(name.rpartition(".")[0])
     sizes = sizes_of_parts(word, outputs, counts)  # type: ignore[arg-type]
-    layers = [Expand(*place, inputs, size, bias=bias) for size in sizes]
+    if len(sizes) == 1 and word.parts not in (1, "qkv"):  # type: ignore[attr-defined]
+        raise ValueError(f"Expand(parts={word.parts}): {outputs} outputs are not so many equal layers")  # type: ignore[attr-defined]
+    layers = [on_grid.Expand(*place, inputs, size, bias=bias) for size in sizes]
     if len(layers) == 1:
         return Reader(name, run, choice.why, layers[0], transposed=transposed)
     parts = prod(run.grid.size(axis) for axis in inner(run.policy.activations).features)
-    if word.parts != "qkv" or (counts is not None and counts.heads % parts):  # type: ignore[attr-defined]
+    if word.parts != "qkv" or counts is None or not counts.lie_so(sizes, parts):  # type: ignore[attr-defined]
         counts = None
     return FusedReader(name, run, choice.why, layers, transposed=transposed, counts=counts)
 
 
 def _embedding(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:  # noqa: ARG001
-    if not isinstance(module, nn.Embedding):
-        raise ValueError("Embedding() is for nn.Embedding")
+    if not is_embedding(module):
+        raise ValueError("Embedding() is for nn.Embedding, and for what asks its forward")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise ValueError("max_norm, scale_grad_by_freq and sparse do not work on a table that is cut; leave them out")
     rows, features = module.weight.shape
     return Embedder(
-        name, run, choice.why, Embedding(run.grid, run.policy, rows, features, untrained=module.padding_idx)
+        name, run, choice.why, on_grid.Embedding(run.grid, run.policy, rows, features, untrained=module.padding_idx)
     )
 
 
@@ -177,32 +202,32 @@ def _norm(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) 
     formula = formula_of(module)
     if formula is None:
         raise ValueError("it computes neither an RMS norm nor a LayerNorm of the last dim; give it a plan of Whole()")
-    if isinstance(choice.word, words.HeadNorm):
+    if isinstance(choice.word, HeadNorm):
         if formula.kind != "rms":
             raise ValueError("HeadNorm() is for RMS norms; give it a plan of Whole()")
-        layer = HeadNorm(run.grid, run.policy, formula.features, eps=formula.eps, shift=formula.shift)
+        layer = on_grid.HeadNorm(run.grid, run.policy, formula.features, eps=formula.eps, shift=formula.shift)
         return HeadNormer(name, run, choice.why, layer)
     options = dict(kind=formula.kind, bias=formula.bias, eps=formula.eps, shift=formula.shift)
-    return Normer(name, run, choice.why, Norm(run.grid, run.policy, formula.features, **options))  # type: ignore[arg-type]
+    return Normer(name, run, choice.why, on_grid.Norm(run.grid, run.policy, formula.features, **options))  # type: ignore[arg-type]
 
 
 def _gathered(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:  # noqa: ARG001
-    if isinstance(choice.word, words.Heads):
+    if isinstance(choice.word, Heads):
         return Spreader(name, run, choice.why, module)
     return Gathered(name, run, choice.why, module, whole_inputs=choice.why.startswith("plan"))
 
 
 MAKERS: dict[type[Word], Callable[[str, nn.Module, Choice, Found, Run], Adapter]] = {
-    words.Expand: _linear,
-    words.Contract: _linear,
-    words.Head: _linear,
-    words.Embedding: _embedding,
-    words.Norm: _norm,
-    words.HeadNorm: _norm,
-    words.Heads: _gathered,
-    words.Whole: _gathered,
-    words.Convolution: convolution,
-    words.ChannelNorm: channel_norm,
+    Expand: _linear,
+    Contract: _linear,
+    Head: _linear,
+    Embedding: _embedding,
+    Norm: _norm,
+    HeadNorm: _norm,
+    Heads: _gathered,
+    Whole: _gathered,
+    Convolution: convolution,
+    ChannelNorm: channel_norm,
 }
 
 
@@ -214,6 +239,11 @@ def _register(model: nn.Module, run: Run, seed: int) -> None:
         spec = vars(model.get_submodule(owner)).get(SPECS, {}).get(own)
         if spec is None:
             raise ValueError(f"{name} is not on the grid")
+        if run.policy.shard_optimizer and not spec.shape:
+            raise ValueError(
+                f"shard_optimizer=True cuts every parameter's optimizer state over data, but {name} has no dims; make "
+                "it a vector of one entry, or leave shard_optimizer out"
+            )
         parameters[name] = parameter, spec
     run.gradients = Gradients(run.grid, parameters, run.policy)
     run.clock = Clock(seed, run.engine)

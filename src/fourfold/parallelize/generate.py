@@ -38,7 +38,8 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
             return value
         return local_rows(torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]), grid).to(grid.device)
 
-    args, kwargs = tuple(cut(value) for value in args), {name: cut(value) for name, value in kwargs.items()}
+    args = tuple(cut(value) for value in args)
+    kwargs = {name: value if name.endswith("_token_id") else cut(value) for name, value in kwargs.items()}
     kwargs.setdefault("synced_gpus", grid.size("z") > 1)
     # a number that all ranks have, so that torch.manual_seed on the first one decides
     drawn = int(comm.from_first(torch.randint(1 << 52, (1,), dtype=torch.float64, device=grid.device), grid))
@@ -49,7 +50,8 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
 
 
 def _rows(args: tuple, kwargs: dict) -> int:
-    for value in (*args, kwargs.get("inputs"), kwargs.get("input_ids"), *kwargs.values()):
+    prompts = (value for name, value in kwargs.items() if not name.endswith("_token_id"))
+    for value in (*args, kwargs.get("inputs"), kwargs.get("input_ids"), *prompts):
         if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape[0]
     raise ValueError("generate on a grid needs the prompts as a tensor [rows, ...], the same on all ranks")
@@ -61,7 +63,7 @@ def _padding(model: nn.Module, kwargs: dict) -> int:
         for name in ("pad_token_id", "eos_token_id"):
             value = kwargs.get(name, getattr(place, name, None))
             if value is not None:
-                return int(value[0] if isinstance(value, (list, tuple)) else value)
+                return int(torch.as_tensor(value).flatten()[0])
     return 0
 
 

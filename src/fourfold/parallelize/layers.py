@@ -14,19 +14,19 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from fourfold.arriving import local_of
-from fourfold.layout import WHOLE, Cut, Spec, Storage, inner
+from fourfold.layout import Cut, Spec, inner
 from fourfold.nn.embedding import Embedding
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand
-from fourfold.nn.norm import HeadNorm, Norm, add_gradients
+from fourfold.nn.norm import HeadNorm, Norm
 from fourfold.parallelize.layouts import fused
 from fourfold.parallelize.placed import Blocks, Placed, Rest, laid, whole
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import HeadCounts, Together, at_rest
-from fourfold.unit import Unit
+
+REPEATED = Cut(("data", "z"), ())
+"""What every rank of x and y computes alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,10 @@ class Adapter(ABC):
         """Buffers of the module that are cut. The others are whole, and equal on all ranks."""
         return {}
 
+    def takes(self, *, autocast: bool) -> torch.dtype | None:  # noqa: ARG002
+        """The dtype of its floating-point inputs; None: as they come."""
+        return None
+
     @abstractmethod
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
@@ -73,7 +77,8 @@ L = TypeVar("L", bound=Layer)
 
 
 class Single(Adapter, Generic[L]):
-    """A module that is one layer with the same parameters."""
+    """A module that is one layer with the same parameters. It computes in the policy's dtype or that of its parameters,
+    under autocast too."""
 
     def __init__(self, name: str, run: Run, why: str, layer: L, *, transposed: bool = False) -> None:
         super().__init__(name, run, why)
@@ -82,6 +87,10 @@ class Single(Adapter, Generic[L]):
     @property
     def layers(self) -> Sequence[L]:
         return (self.layer,)
+
+    def takes(self, *, autocast: bool) -> torch.dtype | None:
+        first = next(self.layer.parameters(), None) if autocast else None
+        return self.run.policy.compute or (None if first is None else first.dtype)
 
     def parameters(self) -> Mapping[str, tuple[Layer, str, Stored]]:
         return {
@@ -153,7 +162,7 @@ class Closer(Single[Contract]):
         layout = Blocks(self.run, input.dim() - 1, inner(self.run.policy.activations).features)
         a = input.laid(layout) if isinstance(input, Placed) else laid(input, layout)
         leading = a.shape[:-1]
-        out = self.layer(a.local.reshape(prod(leading), -1), prod(leading))
+        out = self.layer(a.local.reshape(prod(leading), a.local.shape[-1]), prod(leading))
         return Placed(out, Rest(self.run), (*leading, self.layer.out_features))
 
     def describe(self) -> tuple[str, str]:
@@ -163,9 +172,11 @@ class Closer(Single[Contract]):
 class Normer(Single[Norm]):
     """A norm of the residual stream."""
 
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Placed:  # noqa: ARG002
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         self.run.where = self.name
-        a = at_rest(input, self.run)
+        if len(args) + len(kwargs) != 1:  # it takes more than it was tried with: its own code reads the weight itself
+            return forward(*args, **kwargs)
+        a = at_rest(*args, *kwargs.values(), self.run)
         return a.like(self.layer(a.local))
 
     def describe(self) -> tuple[str, str]:
@@ -175,8 +186,11 @@ class Normer(Single[Norm]):
 class HeadNormer(Single[HeadNorm]):
     """A norm of each head by itself."""
 
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Placed:  # noqa: ARG002
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         self.run.where = self.name
+        if len(args) + len(kwargs) != 1:
+            return forward(*args, **kwargs)
+        (input,) = (*args, *kwargs.values())
         by_head = isinstance(input, Placed) and isinstance(input.placement, Blocks)
         if not by_head or input.placement.dim == input.dim() - 1:  # type: ignore[union-attr]
             layout = Blocks(self.run, input.dim() - 2, inner(self.run.policy.activations).features)
@@ -198,113 +212,3 @@ class Embedder(Single[Embedding]):
 
     def describe(self) -> tuple[str, str]:
         return "w[V/x, k/y]/z: ids -> rest", "w over z, leave over x"
-
-
-class Gathered(Adapter):
-    """A module that runs its own code, with its parameters gathered over z meanwhile."""
-
-    def __init__(self, name: str, run: Run, why: str, module: nn.Module, *, whole_inputs: bool = False) -> None:
-        super().__init__(name, run, why)
-        self.layer = Layer(run.grid, run.policy)
-        self.whole_inputs = whole_inputs
-        for own, parameter in module.named_parameters(recurse=False):
-            storage = WHOLE if parameter.dim() else Storage(())
-            self.layer.declare(own, Spec(tuple(parameter.shape), storage, REPEATED))
-
-    @property
-    def layers(self) -> Sequence[Layer]:
-        return (self.layer,)
-
-    def parameters(self) -> Mapping[str, tuple[Layer, str, Stored]]:
-        return {name: (self.layer, name, Stored(name)) for name in self.layer.specs}
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.run.where = self.name
-        if self.whole_inputs:
-            args, kwargs = torch.utils._pytree.tree_map_only(Placed, Placed.whole, (args, kwargs))
-        if not self.layer.specs:
-            return forward(*args, **kwargs)
-        tensors = self._tensors()
-        versions = [tensor._version for tensor in tensors.values()]
-        held = {name: module._parameters[name] for name in tensors}
-        module._parameters.update(tensors)  # type: ignore[arg-type]
-        try:
-            result = forward(*args, **kwargs)
-        finally:
-            module._parameters.update(held)
-        changed = [name for name, version in zip(tensors, versions, strict=True) if tensors[name]._version != version]
-        if changed:
-            raise RuntimeError(
-                f"{self.name} ({type(module).__name__}) changes its parameter {changed[0]!r} in place in forward, "
-                "where it is a gathered copy: the change would be lost; change parameters outside of forward, on their "
-                "shards"
-            )
-        return result
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """The parameters whole."""
-        names = [name for name, spec in self.layer.specs.items() if spec.shape]
-        scalars = [name for name, spec in self.layer.specs.items() if not spec.shape]
-        found: dict[str, Tensor] = {}
-        if names:
-            unit = self.layer.unit(*names)
-            wholes = GatherParameters.apply(unit, *(getattr(self.layer, name) for name in names))
-            found = dict(zip(names, wholes, strict=True))
-        for name in scalars:
-            found[name] = ReadScalar.apply(self.layer, getattr(self.layer, name))
-        return {name: found[name] for name in self.layer.specs}
-
-    def describe(self) -> tuple[str, str]:
-        if not self.layer.specs:
-            return "its own code on whole tensors", "inputs made whole"
-        return "cut over z: its own code", "parameters over z"
-
-
-REPEATED = Cut(("data", "z"), ())
-"""What every rank of x and y computes alike."""
-
-
-class GatherParameters(torch.autograd.Function):
-    """Parameters whole, for code that uses them in any way; gradients go back to the shards."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, *_: nn.Parameter) -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)
-        gathering = unit.gathering("gathered", unit.gather, lambda _: ())
-        with unit.engine.ahead.using(gathering, uses=1, keep=True) as wholes:
-            return tuple(held.view_as(held) for held in wholes)  # autograd wants tensors that are its own
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        add_gradients(ctx.unit, gradients, 1)
-        return (None, *[None] * len(gradients))
-
-
-class ReadScalar(torch.autograd.Function):
-    """A parameter without dims, which every rank holds."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: Layer, parameter: nn.Parameter) -> Tensor:
-        ctx.layer, ctx.parameter = layer, parameter
-        return local_of(parameter).detach().to(layer.policy.compute or parameter.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        if ctx.parameter.requires_grad:
-            ctx.layer.gradients.expect_end()
-            ctx.layer.gradients.deposit(ctx.parameter, gradient.to(ctx.parameter.dtype).clone())
-        return None, None
-
-
-class Spreader(Gathered):
-    """A module whose output's last dim is heads, such as a table of biases by position: each rank takes its own."""
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        out = super().__call__(module, forward, *args, **kwargs)
-        return laid(out, Blocks(self.run, out.dim() - 1, inner(self.run.policy.activations).features))
-
-    def describe(self) -> tuple[str, str]:
-        return "cut over z: its own code, then by heads", "parameters over z"

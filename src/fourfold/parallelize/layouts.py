@@ -41,12 +41,12 @@ class Columns(Blocks):
     def _join(self, local: Tensor, dim: int, length: int) -> Tensor:  # noqa: ARG002
         flat = local.movedim(dim, -1)
         whole = self.head.join(flat.reshape(-1, flat.shape[-1]))
-        return whole.view(*flat.shape[:-1], -1).movedim(-1, dim)
+        return whole.view(*flat.shape[:-1], whole.shape[-1]).movedim(-1, dim)
 
     def _take(self, whole: Tensor, dim: int, length: int) -> Tensor:
         flat = whole.movedim(dim, -1)
         part = self.head.cut(flat.reshape(-1, length))
-        return part.view(*flat.shape[:-1], -1).movedim(-1, dim)
+        return part.view(*flat.shape[:-1], part.shape[-1]).movedim(-1, dim)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
-from fourfold.parallelize.layouts import Fused, Shared
+from fourfold.parallelize.layouts import Shared
 from fourfold.parallelize.placed import Placed, laid
 from fourfold.parallelize.rules import rule
 
@@ -55,9 +55,9 @@ def register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
     and may give another for, is cut as the tensor is."""
     tensor, hook = (*args, *kwargs.values())
     layout = tensor.placement
-    if isinstance(layout, (Fused, Shared)):  # there a rank's share of a gradient is not a part of it
-        raise TypeError(
-            f"register_hook on a tensor of {layout.run.label} whose gradient is not whole on any rank; "
+    if not layout.elementwise or isinstance(layout, Shared):  # there a rank's share of a gradient is not a part of it
+        raise RuntimeError(
+            f"register_hook on a tensor made {layout.run.label} whose gradient is not whole on any rank; "
             "use it on the model's result or its parameters"
         )
 

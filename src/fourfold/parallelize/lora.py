@@ -159,16 +159,23 @@ def _telling(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def merge_on_shards(model: nn.Module, grid: Grid) -> None:
-    """From now on `merge` and `unmerge` of peft's modules work on shards."""
-    for name, module, base in adapted(model):
-        if STORED in vars(base) and all(STORED in vars(layer) for _, layer in _linear_pairs(module)):
-            vars(module).update(
-                merge=partial(_merge, name, module, grid), unmerge=partial(_unmerge, name, module, grid)
-            )
+    """From now on `merge` and `unmerge` of peft's modules work on shards, or say that they do not."""
+    for name, module in model.named_modules():
+        if not is_around(module) or not hasattr(module, "merge"):
+            continue
+        pairs = [layer for side in SIDES for layer in module._modules.get(side, nn.ModuleDict()).values()]  # type: ignore[union-attr]
+        if pairs and all(STORED in vars(layer) for layer in (inside(module), *pairs)):
+            own = name, module, grid
+            vars(module).update(merge=partial(_merge, *own), unmerge=partial(_unmerge, *own))
+        else:
+            vars(module).update(merge=partial(_refuse_merging, name), unmerge=partial(_refuse_merging, name))
 
 
-def _linear_pairs(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [pair for side in SIDES for pair in getattr(module, side).items()]
+def _refuse_merging(name: str, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"{name}: on the grid only pairs beside linear layers are merged; save the adapters and merge them into the "
+        "plain model"
+    )
 
 
 def _merge(

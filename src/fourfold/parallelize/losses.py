@@ -1,8 +1,8 @@
-"""Losses inside a parallelised model: means over the whole batch, whose rows lie on all (data, z) places.
+"""What a model's own code calls and must mean something else on the grid: losses, and `.data` of parameters.
 
-While a model runs, torch's own loss functions with reduction="mean" divide by the count of all places and show the
-mean of all, and with "sum" they show the sum of all; gradients are this place's share either way. Logits that are cut
-over the vocabulary are never gathered for it.
+Rows of a batch lie on all (data, z) places. While a model runs, torch's own loss functions with reduction="mean" divide
+by the count of all places and show the mean of all, and with "sum" they show the sum of all; gradients are this place's
+share either way. Logits that are cut over the vocabulary are never gathered for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from fourfold.nn.loss import cross_entropy, sum_over_batch
 from fourfold.operators import Conjugate
+from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.placed import Placed, whole
 from fourfold.parallelize.run import Run
@@ -52,7 +53,7 @@ BY_ELEMENT = {
     functional.ctc_loss,
 }
 """Their mean is over what they give with reduction="none"."""
-BY_WEIGHT = {functional.mse_loss, functional.l1_loss, functional.huber_loss}
+BY_WEIGHT = {functional.mse_loss, functional.l1_loss}
 """Those whose weights, if there are any, are what the mean is divided by."""
 
 
@@ -67,7 +68,19 @@ class GlobalLosses(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in BY_CLASS or func in BY_ELEMENT:
             return global_loss(self.run, func, args, kwargs)
+        if func in DATA and id(args[0]) in self.run.running:
+            return parameter_data(self.run, func, args[0])
         return func(*args, **kwargs)
+
+
+DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[missing-attribute]
+
+
+def parameter_data(run: Run, func: Callable, parameter: Tensor) -> Tensor:
+    """`.data` of a gathered parameter, which hides changes from autograd, and must not do so from `Gathered`."""
+    if func == DATA[1]:
+        raise RuntimeError(changes(run.running[id(parameter)]))
+    return parameter.detach()
 
 
 def global_loss(run: Run, func: Callable, args: tuple, kwargs: dict) -> Tensor:

@@ -25,7 +25,8 @@ from fourfold.layout import GATHERED, Spec, Storage, chunk, inner, pad_rows, res
 from fourfold.nn.embedding import Head
 from fourfold.nn.layer import Layer
 from fourfold.operators import Conjugate
-from fourfold.parallelize.layers import Adapter, Closer, GatherParameters, Reader, Stored
+from fourfold.parallelize.gathered import GatherParameters
+from fourfold.parallelize.layers import Adapter, Closer, Reader, Stored
 from fourfold.parallelize.layouts import Columns, fused
 from fourfold.parallelize.placed import Blocks, Layout, Placed, Rest, conjugate, laid, whole
 from fourfold.parallelize.run import Run

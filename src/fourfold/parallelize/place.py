@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from fourfold.grid import Grid
 from fourfold.layout import Spec
 from fourfold.nn.layer import SPECS, Layer, box_of, reserve, shard_parameter
-from fourfold.parallelize.layers import Adapter, Gathered, Reader
+from fourfold.parallelize.gathered import Gathered
+from fourfold.parallelize.layers import Adapter, Reader
 from fourfold.parallelize.state import cut_buffer, translate_buffers, translate_state
 from fourfold.parallelize.values import Values
 from fourfold.product import MEMORY
@@ -33,12 +34,18 @@ class Placing:
         # layers first, so that a module that runs its own code does not claim what one of them holds
         for name in sorted(self.adapters, key=lambda name: isinstance(self.adapters[name], Gathered)):
             self._place(name, self.model.get_submodule(name), self.adapters[name], memory)
+        made: dict[tuple[int, Spec | None], Tensor] = {}
+        plain: list[Tensor] = []  # kept, so that no other takes its `id`
         for name, module in self.model.named_modules():
             specs = self.adapters[name].buffers() if name in self.adapters else {}
             for own, buffer in module._buffers.items():
                 if buffer is not None and not isinstance(buffer, DTensor):
-                    whole = self.values.of(name, own, buffer)
-                    module._buffers[own] = cut_buffer(whole, specs[own], self.grid) if own in specs else whole
+                    key = id(buffer), specs.get(own)
+                    if key not in made:  # one that modules share stays one
+                        plain.append(buffer)
+                        whole = self.values.of(name, own, buffer)
+                        made[key] = cut_buffer(whole, specs[own], self.grid) if own in specs else whole
+                    module._buffers[own] = made[key]
             translate_buffers(module, specs, self.grid)
 
     def _place(

@@ -75,8 +75,9 @@ class Layout(ABC):
         return False
 
     def refuse_changes(self, operation: str) -> NoReturn:
-        raise TypeError(
-            f"{operation} changes a tensor of {self.run.label} in place that is cut over the grid; write it without "
+        # no TypeError, which a + b would take for an operand that it does not know
+        raise RuntimeError(
+            f"{operation} changes a tensor made {self.run.label} in place that is cut over the grid; write it without "
             "changing in place, or give the module a plan of Whole(), which hands it whole tensors"
         )
 
@@ -242,7 +243,7 @@ class Placed(Tensor):
     placement: Layout
     _shape: Size
     _local: Tensor
-    _lent: list[tuple[weakref.ref[Tensor], int]]
+    _lent: list[tuple[weakref.ref[Tensor], int | None]]
     """Whole copies of which somebody may hold views, and the state that they were in."""
     read: dict[object, Any]
     """What layers that read it together have found for each other."""
@@ -262,11 +263,11 @@ class Placed(Tensor):
     def _require_unchanged(self) -> None:
         for lent, version in self._lent:
             copy = lent()
-            if copy is not None and copy._version != version:
-                raise TypeError(
-                    f"a view of a tensor of {self.placement.run.label} was changed in place, and the tensor, which is "
-                    "cut over the grid, does not see it; write it without changing in place, or give the module a plan "
-                    "of Whole(), which hands it whole tensors"
+            if copy is not None and version_of(copy) != version:
+                raise RuntimeError(
+                    f"a view of a tensor made {self.placement.run.label} was changed in place, and the tensor, which "
+                    "is cut over the grid, does not see it; write it without changing in place, or give the module a "
+                    "plan of Whole(), which hands it whole tensors"
                 )
 
     def like(self, local: Tensor) -> Placed:
@@ -303,7 +304,7 @@ class Placed(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(
+        raise RuntimeError(
             f"{func} was called on a tensor that is cut over the grid, past torch's Python functions; "
             "give the module that does so a plan of Whole(), which hands it whole tensors"
         )
@@ -330,23 +331,27 @@ def on_wholes(func: Callable, args: tuple, kwargs: dict) -> Any:
         placed.placement.refuse_changes(name)
     run.made_whole[run.label, name] += len(found)
     wholes = {id(placed): placed.whole() for placed in found}
-    # what is made under inference_mode counts no changes
-    versions = {key: whole._version for key, whole in wholes.items() if not whole.is_inference()}
+    versions = {key: version_of(whole) for key, whole in wholes.items()}
     args, kwargs = tree_map_only(Placed, lambda placed: wholes[id(placed)], (args, kwargs))
     result = func(*args, **kwargs)
     for placed in found:
-        if wholes[id(placed)]._version != versions.get(id(placed), wholes[id(placed)]._version):
+        if version_of(wholes[id(placed)]) != versions[id(placed)]:
             placed.placement.refuse_changes(name)
     memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if is_strided(leaf)}
     for placed in found:
         whole = wholes[id(placed)]
-        if id(placed) in versions and whole.untyped_storage()._cdata in memory:
-            placed._lent.append((weakref.ref(whole), whole._version))
+        if whole.untyped_storage()._cdata in memory:
+            placed._lent.append((weakref.ref(whole), version_of(whole)))
     return result
 
 
 def is_strided(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, Placed) and value.layout == torch.strided
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Counts changes in place; None under inference_mode, where torch counts none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def placed_in(values: Any) -> list[Placed]:
@@ -367,14 +372,19 @@ def refuse_inside_functions(run: Run, *, trained: bool = True) -> None:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is APPLY:
-            function = frame.f_locals.get("cls")
-            raise TypeError(
-                f"an autograd function ({getattr(function, '__qualname__', function)}) reads a tensor of {run.label} "
-                "that is cut over the grid, and its gradient would be lost; give the module that calls it a plan of "
-                "Whole(), which hands it whole tensors (and use checkpointing with use_reentrant=False)"
+            name = getattr(frame.f_locals.get("cls"), "__qualname__", "")
+            remedy = REMEDIES.get(name, "give the module that calls it a plan of Whole(), which hands it whole tensors")
+            raise RuntimeError(
+                f"an autograd function ({name}) reads a tensor made {run.label} that is cut over the grid, and its "
+                f"gradient would be lost; {remedy}"
             )
         frame = frame.f_back
 
 
+REMEDIES = {
+    "CheckpointFunction": "use checkpointing with use_reentrant=False",
+    "BackwardHookFunction": "put backward hooks on the whole model, or on a module with a plan of Whole()",
+}
+"""By the name of an autograd function of torch's own."""
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 """What every autograd function's forward runs under."""

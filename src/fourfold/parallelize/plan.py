@@ -23,12 +23,10 @@ class Expand(Word):
     """A linear layer from the residual stream to the inside of a sublayer: out-features over x, in-features over y.
 
     `parts`: how many equal layers the weight holds, one after the other (gate and up: 2), or "qkv" for the queries,
-    keys and values of the attention that it is part of. `together`: layers beside it with the same word here read the
-    same tensor, in one message.
+    keys and values of the attention that it is part of.
     """
 
     parts: int | str = 1
-    together: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Heads(Word):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Word):
-    """Its own code on whole tensors; its parameters are cut over z and gathered for it."""
+    """Its own code on whole tensors, that of the modules inside it included; parameters are cut over z and gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +107,8 @@ class Choice:
 def resolve(plan: Mapping[str, Word | str], names: Iterable[str], why: str) -> dict[str, Choice]:
     """The word for every module that the plan names."""
     names = list(names)
+    if not isinstance(plan, Mapping):
+        raise ValueError(f"plan={plan!r}: a plan is a dict of words by the names of modules, or None")
     chosen: dict[str, Choice] = {}
     for key, word in plan.items():
         matching = matches(key, names)
@@ -121,6 +121,17 @@ def resolve(plan: Mapping[str, Word | str], names: Iterable[str], why: str) -> d
             )
         chosen |= dict.fromkeys(matching, Choice(meaning(key, word), f"{why}: {key!r}"))
     return chosen
+
+
+def whole_below(chosen: Mapping[str, Choice], names: Iterable[str]) -> dict[str, Choice]:
+    """What is inside a module that runs on whole tensors does so too, unless the plan says otherwise."""
+    spread = dict(chosen)
+    for name, choice in chosen.items():
+        if isinstance(choice.word, Whole):
+            spread |= {
+                below: choice for below in names if below.startswith(f"{name}." if name else "") and below not in chosen
+            }
+    return spread
 
 
 def matches(key: str, names: Iterable[str]) -> list[str]:

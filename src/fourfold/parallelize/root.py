@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ from fourfold.parallelize.borrow import require_unchanged
 from fourfold.parallelize.layers import REPEATED, Adapter
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.losses import GlobalLosses
-from fourfold.parallelize.placed import Placed
+from fourfold.parallelize.placed import Placed, version_of
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
 
@@ -36,6 +37,7 @@ class Root(Adapter):
     def __init__(self, name: str, run: Run, why: str) -> None:
         super().__init__(name, run, why)
         self.compared: set[str] = set()
+        self.evaluations = 0
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self.run
@@ -58,11 +60,14 @@ class Root(Adapter):
         run = self.run
         run.require_own_parameters()
         run.begin()
-        before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()} if module.training else {}
+        buffers = module.named_buffers() if module.training else ()
+        before = {name: (buffer, version_of(buffer)) for name, buffer in buffers}
         # in step on all ranks of a place, so that they drop the same of what they all hold
-        random = drawing(run.clock.key(self.name, run.grid, REPEATED), run.grid.device)
+        self.evaluations += not module.training
+        name = self.name if module.training else f"{self.name} evaluation {self.evaluations}"
+        random = in_step(run.clock.key(name, run.grid, REPEATED), run.grid.device)
         try:
-            with GlobalLosses(run), random if module.training else nullcontext():
+            with GlobalLosses(run), random:
                 yield
             require_unchanged(run)
         finally:
@@ -78,12 +83,17 @@ class Root(Adapter):
             return value if unread else value.whole()
         if isinstance(value, MutableMapping):
             for key in list(value):
-                if isinstance(value[key], (Placed, tuple, list, dict)):
-                    value[key] = self._given(value[key])
+                given = self._given(value[key])
+                if given is not value[key]:
+                    value[key] = given
+            return value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                object.__setattr__(value, field.name, self._given(getattr(value, field.name)))
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._given(entry) for entry in value))
-        if isinstance(value, (list, tuple)):
+        if type(value) is list or type(value) is tuple:
             return type(value)(self._given(entry) for entry in value)
         return value
 
@@ -99,11 +109,14 @@ class Root(Adapter):
                 "the same ones (ff.local_rows cuts a batch so)"
             )
 
-    def _require_same_buffers(self, module: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
+    def _require_same_buffers(self, module: nn.Module, before: dict[str, tuple[Tensor, int | None]]) -> None:
         """What a forward pass writes into a buffer must not depend on the rows: each place has others."""
         for name, buffer in module.named_buffers():
             old, version = before.get(name, (None, 0))
-            if (buffer is old and buffer._version == version) or name in self.compared or buffer.is_meta:
+            if isinstance(buffer, Placed):
+                owner, _, own = name.rpartition(".")
+                buffer = module.get_submodule(owner)._buffers[own] = buffer.whole()
+            if (buffer is old and version_of(buffer) == version) or name in self.compared or buffer.is_meta:
                 continue
             self.compared.add(name)
             if not equal_along(key_of(_digest(buffer)), self.run.grid, ("z", "data")):
@@ -129,6 +142,18 @@ def _digest(tensor: Tensor) -> int:
     return key_of(tuple(whole.shape), whole.double().nan_to_num().sum().item())
 
 
+@contextmanager
+def in_step(key: int, device: torch.device) -> Iterator[None]:
+    """Inside the block torch draws from `key`, on the host and on that device."""
+    with drawing(key, torch.device("cpu")), drawing(key, device) if device.type != "cpu" else nullcontext():
+        yield
+
+
+def _drawing(key: int, device: torch.device, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with in_step(key, device):
+        return forward(*args, **kwargs)
+
+
 class Block(Adapter):
     """One of several equal modules that the residual stream passes. Lets it rest if it does not yet."""
 
@@ -141,6 +166,9 @@ class Block(Adapter):
             args = (self._resting(args[0]), *args[1:])
         elif "hidden_states" in kwargs:
             kwargs = {**kwargs, "hidden_states": self._resting(kwargs["hidden_states"])}
+        if module.training:  # drawn alike when it is computed again
+            key = int(torch.randint(1 << 62, (), device="cpu"))
+            forward = partial(_drawing, key, self.run.grid.device, forward)
         if self.run.policy.recompute == "block" and module.training and torch.is_grad_enabled():
             return recompute(partial(forward, **kwargs), self.run.clock, *args)
         return forward(*args, **kwargs)

@@ -65,12 +65,10 @@ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ __mod__ __fl
 __iadd__ __isub__ __imul__ __itruediv__ add_ sub_ mul_ div_ relu_ clamp_ masked_fill_ tanh_ sigmoid_ silu_
 fill_ zero_
 """
-SINGULAR = set(
-    """
-    floor_divide remainder pow log log1p log2 sqrt rsqrt reciprocal addcdiv __rtruediv__ __pow__ __rpow__ __mod__
-    __floordiv__
-    """.split()
-)
+SINGULAR = {
+    *("floor_divide", "remainder", "pow", "log", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "addcdiv"),
+    *("__rtruediv__", "__pow__", "__rpow__", "__mod__", "__floordiv__"),
+}
 """What may be infinite, or have an infinite derivative, where it is finite elsewhere. Padding has no numbers that
 matter, and its gradient is 0; but 0 times infinity would reach what is broadcast over it."""
 DIVIDES = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"}
@@ -121,7 +119,10 @@ def _without_memory_format(kwargs: dict) -> dict:
     return {name: value for name, value in kwargs.items() if name != "memory_format"}
 
 
-@rule(*every("to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", "detach", "cpu", "cuda"))
+CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", "detach", "cpu", "cuda")
+
+
+@rule(*every(*CASTS))
 def cast(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A tensor by itself; another one says no more than dtype and device."""
     a = operand(args, kwargs, 0, "input", "self")
@@ -213,9 +214,9 @@ def requires_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
     return a
 
 
-@rule(Tensor.backward, Tensor.register_hook, Tensor.retain_grad)
+@rule(Tensor.backward, Tensor.retain_grad)
 def refused(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
-    raise TypeError(
-        f"{func.__name__} on a tensor of {args[0].placement.run.label} that is cut over the grid; "
+    raise RuntimeError(
+        f"{func.__name__} on a tensor made {args[0].placement.run.label} that is cut over the grid; "
         "use it on the model's result or its parameters"
     )

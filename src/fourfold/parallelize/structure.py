@@ -6,7 +6,7 @@ that the choice did not foresee makes it whole. So names may be taken as hints h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -27,7 +27,7 @@ from fourfold.parallelize.plan import (
     Norm,
     Whole,
 )
-from fourfold.parallelize.swap import adapters_of
+from fourfold.parallelize.swap import adapters_of, runs
 from fourfold.parallelize.together import HeadCounts
 
 QUERY = ("q_proj", "q", "query", "wq", "q_lin", "to_q", "query_proj")
@@ -72,7 +72,11 @@ class Found:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return (isinstance(module, nn.Linear) or is_transposed(module)) and not is_computed(module)
+    return (runs(module, (nn.Linear,)) or is_transposed(module)) and not is_computed(module)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    return runs(module, (nn.Embedding,)) and not is_computed(module)
 
 
 def is_computed(module: nn.Module) -> bool:
@@ -100,7 +104,9 @@ def find(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, Choic
     found = Found({plain[name]: choice for name, choice in choices.items()}, plain=plain)
     parts = prod(grid.size(axis) for axis in inner(policy.activations).features)
     for name, module in modules.items():
-        children = {child: kind for child, kind in children_of(module).items() if is_linear(kind)}
+        # a module that stands in two places is found in the first
+        own = {child: kind for child, kind in children_of(module).items() if f"{name}.{child}".lstrip(".") in modules}
+        children = {child: kind for child, kind in own.items() if is_linear(kind)}
         _find_attention(found, name, module, children, parts)
         _find_gates(found, name, children)
     _find_blocks(found, modules)
@@ -137,17 +143,21 @@ def _find_attention(found: Found, name: str, module: nn.Module, children: Mappin
         for child in (query, key, value):
             found.choices.setdefault(f"{name}.{child}".lstrip("."), Choice(Expand(), f"attention: {why}"))
         members = (query, key, value)
-        elsewhere = any(word in name.lower() for word in LOOKING_ELSEWHERE)
-        if elsewhere:
+        if any(word in name.lower() for word in LOOKING_ELSEWHERE) or not _read_alike(children[c] for c in members):
             members = (key, value)
         counts = _counts(found, name, module, q, k, features_of(children[query])[0])
-        whole_heads = counts is not None and counts.heads % parts == 0 and not elsewhere
+        sizes = [features_of(children[child])[1] for child in members]
         group = tuple(f"{name}.{child}".lstrip(".") for child in members)
-        if all(found.choices[member].word == Expand() for member in group):
-            found.groups[group] = counts if whole_heads else None
+        if _read_alike(children[c] for c in members) and all(found.choices[one].word == Expand() for one in group):
+            found.groups[group] = counts if counts is not None and counts.lie_so(sizes, parts) else None
     elif packed:
         inputs, outputs = features_of(children[packed])
         _counts(found, name, module, outputs if outputs < 3 * inputs else inputs, None, inputs)
+
+
+def _read_alike(layers: Iterable[nn.Module]) -> bool:
+    """Whether one tensor can be what all of these read."""
+    return len({(features_of(layer)[0], layer.weight.dtype) for layer in layers}) == 1  # type: ignore[union-attr]
 
 
 def _counts(found: Found, name: str, module: nn.Module, q: int, k: int | None, features: int) -> HeadCounts | None:
@@ -172,7 +182,8 @@ def _find_gates(found: Found, name: str, children: Mapping[str, nn.Module]) -> N
         group = tuple(f"{name}.{child}".lstrip(".") for child in (gate, up))
         for member in group:
             found.choices.setdefault(member, Choice(Expand(), "gate and up read the same tensor"))
-        if all(found.choices[member].word == Expand() for member in group):
+        alike = _read_alike((children[gate], children[up]))
+        if alike and all(found.choices[member].word == Expand() for member in group):
             found.groups[group] = None
 
 
@@ -212,7 +223,7 @@ def _input_embedding(model: nn.Module) -> object:
 
 
 def _choose(name: str, module: nn.Module, modules: Mapping[str, nn.Module], found: Found, tokens: set[int]) -> Choice:
-    if isinstance(module, nn.Embedding) and not is_computed(module):
+    if is_embedding(module):
         if id(module.weight) in tokens:
             return Choice(Embedding(), "embeds tokens")
         return Choice(Whole(), "a table that every rank looks up alike")
@@ -238,7 +249,7 @@ def _choose_linear(
     inputs, outputs = features_of(module)
     if id(module.weight) in tokens or own in ("lm_head", "embed_out", "score", "classifier"):
         return Choice(Head(), "reads logits out")
-    if own in FUSED:
+    if own in FUSED and (FUSED[own] == "qkv" or outputs % int(FUSED[own]) == 0):
         return Choice(Expand(parts=FUSED[own]), f"holds several layers ({own})")
     block = next((features for block, features in found.blocks.items() if name.startswith(f"{block}.")), None)
     if block is None:
@@ -291,8 +302,8 @@ def _allowed(choice: Choice, inputs: int, outputs: int, counts: HeadCounts | Non
 def sizes_of_parts(word: Expand, outputs: int, counts: HeadCounts | None) -> list[int]:
     """Out-features of each layer that a weight holds."""
     if word.parts == "qkv":
-        if counts is not None and (counts.heads + 2 * counts.kv_heads) * counts.head_dim == outputs:
-            return [size * counts.head_dim for size in (counts.heads, counts.kv_heads, counts.kv_heads)]
+        if counts is not None and sum(counts.sizes) == outputs:
+            return counts.sizes
         number = 3
     else:
         number = int(word.parts)

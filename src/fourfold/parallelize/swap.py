@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fourfold.parallelize.borrow import borrow
 from fourfold.parallelize.generate import generate_on_grid
 from fourfold.parallelize.layers import Adapter
-from fourfold.parallelize.placed import refuse_inside_functions
+from fourfold.parallelize.placed import Placed, refuse_inside_functions
+from fourfold.parallelize.together import state_of
 
 ADAPTERS = "_fourfold_adapters"
 """Attribute of a converted module: what it does on the grid, outermost first."""
@@ -64,6 +68,19 @@ def asks_parent(plain: type[nn.Module], parent: type[nn.Module]) -> bool:
     return code is not None and "__class__" in code.co_freevars and "forward" in code.co_names
 
 
+def runs(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether its forward is, or asks, that of one of these classes, with no parameters but theirs. What uses its
+    weight in a way of its own must not be taken for a layer."""
+    if adapters_of(module):
+        return isinstance(module, kinds)
+    plain = type(module)
+    if not module._parameters.keys() <= {"weight", "bias"} or any(module.children()):
+        return False
+    return any(
+        issubclass(plain, kind) and (plain.forward is kind.forward or asks_parent(plain, kind)) for kind in kinds
+    )
+
+
 def _forward(plain: type[nn.Module]) -> Any:
     own = plain.forward
 
@@ -72,10 +89,35 @@ def _forward(plain: type[nn.Module]) -> Any:
         refuse_inside_functions(adapters_of(self)[0].run)
         run = functools.partial(own, self)
         for adapter in reversed(adapters_of(self)):
-            run = functools.partial(adapter, self, run)
+            run = functools.partial(_run, adapter, self, run)
         return run(*args, **kwargs)
 
     return forward
+
+
+def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the precision that the adapter computes in: casts that torch makes in forward alone would not fit backward."""
+    device = adapter.run.grid.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = adapter.takes(autocast=autocast)
+    if dtype is not None:
+        args, kwargs = tree_map_only(Tensor, functools.partial(_cast, dtype=dtype), (args, kwargs))
+    if not autocast or dtype is None:
+        return adapter(module, inside, *args, **kwargs)
+    with torch.autocast(device, enabled=False):
+        return adapter(module, inside, *args, **kwargs)
+
+
+def _cast(a: Tensor, dtype: torch.dtype) -> Tensor:
+    """Once for all layers that read it: they find what they read together on the tensor that they are given."""
+    if not a.is_floating_point() or a.dtype == dtype:
+        return a
+    if not isinstance(a, Placed):
+        return a.to(dtype)
+    key = dtype, state_of(a)
+    if key not in a.read:
+        a.read[key] = a.to(dtype)
+    return a.read[key]
 
 
 def _getattr(plain: type[nn.Module]) -> Any:

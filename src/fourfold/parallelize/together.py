@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
+import torch
 from torch import Size, Tensor
 
 from fourfold.layout import inner
@@ -19,7 +20,7 @@ from fourfold.nn.attention import Heads, read_heads
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import Expand, expand_in_turns
 from fourfold.parallelize.layouts import Columns, Shared
-from fourfold.parallelize.placed import Blocks, Layout, Placed, Rest, laid
+from fourfold.parallelize.placed import Blocks, Layout, Placed, Rest, laid, version_of
 from fourfold.parallelize.run import Run
 
 
@@ -30,6 +31,15 @@ class HeadCounts:
     heads: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Features of q, k and v."""
+        return [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+
+    def lie_so(self, sizes: Sequence[int], parts: int) -> bool:
+        """Whether layers of these sizes are such q, k and v, and so many parts have whole heads of q each."""
+        return list(sizes) == self.sizes and self.heads % parts == 0 and self.heads % self.kv_heads == 0
 
 
 class Reads(Protocol):
@@ -60,9 +70,10 @@ class Together:
             return reader.joined(read_all(reader.run, reader.layers, a, self.counts))
         if not isinstance(a, Placed):  # a result could not be left on it
             return reader.joined(read_all(reader.run, reader.layers, a, None))
-        found = a.read.get(self, {})
+        key = self, state_of(a)
+        found = a.read.get(key, {})
         if reader not in found:
-            found = a.read[self] = self._read_all(a)
+            found = a.read[key] = self._read_all(a)
             self.claimed = set()
         self.claimed.add(reader)
         (reader.run.shared.discard if len(self.claimed) == len(self.readers) else reader.run.shared.add)(self)
@@ -76,6 +87,11 @@ class Together:
     def _read_all(self, a: Placed) -> dict[Reads, Placed]:
         outs = iter(read_all(self.readers[0].run, [layer for r in self.readers for layer in r.layers], a, self.counts))
         return {reader: reader.joined([next(outs) for _ in reader.layers]) for reader in self.readers}
+
+
+def state_of(a: Placed) -> tuple[bool, int | None]:
+    """What was found for a tensor holds as long as nobody changes it, and with the gradients that were on."""
+    return torch.is_grad_enabled(), version_of(a.local)
 
 
 def at_rest(a: Tensor, run: Run) -> Placed:
@@ -106,7 +122,7 @@ def read_all(run: Run, layers: Sequence[Expand], a: Tensor, counts: HeadCounts |
 
 def _placed(out: Tensor, layout: Layout, layer: Expand, leading: Size) -> Placed:
     width = layer.vocab if isinstance(layer, Head) else layer.out_features
-    return Placed(out.view(*leading, -1), layout, (*leading, width))
+    return Placed(out.view(*leading, out.shape[-1]), layout, (*leading, width))
 
 
 def _shared(run: Run, counts: HeadCounts, held: Heads, dim: int, over: tuple[str, ...]) -> Shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from fourfold import comm
 from fourfold.grid import Grid
 from fourfold.nn.initial import key_of
+from fourfold.parallelize.swap import adapters_of
 
 
 class Values:
@@ -22,9 +24,12 @@ class Values:
     """
 
     def __init__(self, model: nn.Module, grid: Grid, seed: int, blocks: Iterable[str]) -> None:
-        self.model, self.grid, self.seed = model, grid, seed
+        self.grid, self.seed = grid, seed
         self.blocks = [name for name in blocks if any(p.is_meta for p in model.get_submodule(name).parameters())]
-        self._drawn: tuple[str, nn.Module] | None = None
+        self.plain = as_it_is(model) if any(tensor.is_meta for tensor in _tensors(model)) else model
+        """Shards will take the place of the model's tensors one by one."""
+        self._drawn: tuple[str, nn.Module, dict[int, int]] | None = None
+        """A block, a copy with values, and the state of its tensors before it had any, by `id`."""
 
     def of(self, module: str, name: str, parameter: Tensor) -> Tensor:
         """A tensor of that module, on the device of the grid."""
@@ -34,31 +39,45 @@ class Values:
             return comm.from_first(parameter.detach().to(self.grid.device), self.grid)
         block = next((block for block in self.blocks if module == block or module.startswith(f"{block}.")), module)
         if self._drawn is None or self._drawn[0] != block:
-            self._drawn = block, self._draw(block)
-        inside = self._drawn[1].get_submodule(module[len(block) :].lstrip("."))
-        return getattr(inside, name).detach().to(self.grid.device)
+            self._drawn = block, *self._draw(block)
+        _, drawn, empty = self._drawn
+        inside = drawn.get_submodule(module[len(block) :].lstrip("."))
+        found = {**inside._parameters, **inside._buffers}[name]
+        if found is None or empty.get(id(found), -1) == found._version:
+            raise ValueError(
+                f"{f'{module}.{name}'.lstrip('.')} is on the meta device and nothing draws its values; give "
+                f"{type(inside).__name__} a reset_parameters() that does, or build the model on a real device"
+            )
+        return found.detach().to(self.grid.device)
 
-    def _draw(self, name: str) -> nn.Module:
-        """A copy of the module with initial values, on the CPU."""
-        drawn = copy.deepcopy(self.model.get_submodule(name)).to_empty(device="cpu", recurse=self._takes_all(name))
-        own = getattr(self.model, "_init_weights", None)
+    def _draw(self, name: str) -> tuple[nn.Module, dict[int, int]]:
+        """A copy of the module with initial values, on the CPU: of all that is inside a block, else of its own."""
+        drawn = copy.deepcopy(self.plain.get_submodule(name)).to_empty(device="cpu", recurse=name in self.blocks)
+        empty = {id(tensor): tensor._version for module in drawn.modules() for tensor in _own_tensors(module)}
+        own = getattr(self.plain, "_init_weights", None)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(key_of(self.seed, name))
-            for path, module in drawn.named_modules():
+            for module in drawn.modules() if name in self.blocks else (drawn,):
+                resets = (getattr(module, word, None) for word in ("reset_parameters", "_reset_parameters"))
                 if own is not None:
                     own(module)
-                elif callable(reset := getattr(module, "reset_parameters", None)):
+                elif reset := next((reset for reset in resets if callable(reset)), None):
                     reset()
-                elif any(True for _ in _own_tensors(module)):
-                    raise ValueError(
-                        f"{'.'.join(part for part in (name, path) if part)} ({type(module).__name__}) is on the meta "
-                        "device and has no reset_parameters() to draw its values; give it one, or build the model on a "
-                        "real device"
-                    )
-        return drawn
+        return drawn, empty
 
-    def _takes_all(self, name: str) -> bool:
-        return name in self.blocks
+
+def as_it_is(model: nn.Module) -> nn.Module:
+    """A copy that has no memory of its own: what is not on the meta device is the model's."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in _tensors(model) if not tensor.is_meta}
+    for module in model.modules():
+        if adapters_of(module):  # on the grid already
+            own = (value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules"))
+            shared |= {id(value): value for value in own}
+    return copy.deepcopy(model, shared)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
