@@ -141,7 +141,8 @@ def with_cut(func: Callable, m: Operands) -> Any:
 
 def binary_in_place(func: Callable, m: Operands) -> Any:
     found = []
-    for other in (*others(m), m.a(), m.a(kind="rest"), 3.0):
+    divides = "div" in func.__name__  # by a tensor, it is refused where there is padding
+    for other in (3.0, m.plain()) if divides else (*others(m), m.a(), m.a(kind="rest"), 3.0):
         b = m.a() * 1
         found += [func(b, other), b]
     return found
@@ -206,6 +207,15 @@ def reshape(func: Callable, m: Operands) -> Any:
         found += [func(a, shape), *([] if func is torch.reshape else [func(a, *shape)])]
     word = "shape" if func in (torch.reshape, Tensor.reshape) else "size"
     return *found, func(a, **{word: (15, 6)}), func(func(a, (3, 5, 2, 3)), (3, 5, 6))
+
+
+def as_other(func: Callable, m: Operands) -> Any:
+    return func(m.a(), torch.empty(15, 6)), func(m.plain(15, 6), m.a())
+
+
+def padded(func: Callable, m: Operands) -> Any:
+    a = m.a()
+    return func(a, (1, 2)), func(a, (1, 0, 2, 1), value=3.0), func(a, (1, 1), mode="reflect"), func(a, ())
 
 
 def with_dims(*calls: tuple[tuple, dict]) -> Call:
@@ -384,89 +394,23 @@ def over_space(dims: int) -> Call:
     return call
 
 
-UNARY = [
-    "square",
-    "neg",
-    "negative",
-    "abs",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log1p",
-    "log2",
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "sign",
-    "sin",
-    "cos",
-    "tanh",
-    "sigmoid",
-    "erf",
-    "relu",
-    "relu6",
-    "gelu",
-    "silu",
-    "elu",
-    "celu",
-    "selu",
-    "leaky_relu",
-    "softplus",
-    "softsign",
-    "mish",
-    "hardtanh",
-    "hardswish",
-    "hardsigmoid",
-    "logsigmoid",
-    "nan_to_num",
-    "round",
-    "floor",
-    "ceil",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "clone",
-    "contiguous",
-    "detach",
-    "cpu",
-    "type",
-    "__neg__",
-    "__abs__",
-]
-BINARY = [
-    "add",
-    "sub",
-    "subtract",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "floor_divide",
-    "remainder",
-    "pow",
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__pow__",
-    "__rpow__",
-    "__mod__",
-    "__floordiv__",
-    "maximum",
-    "minimum",
-    "rsub",
-]
-COMPARE = ["eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"]
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+UNARY = words("""
+square neg negative abs exp exp2 expm1 log log1p log2 sqrt rsqrt reciprocal sign sin cos tanh sigmoid erf relu
+relu6 gelu silu elu celu selu leaky_relu softplus softsign mish hardtanh hardswish hardsigmoid logsigmoid
+nan_to_num round floor ceil isnan isinf isfinite float double half bfloat16 clone contiguous detach cpu type
+__neg__ __abs__
+""")
+BINARY = words("""
+add sub subtract mul multiply div divide true_divide floor_divide remainder pow __add__ __radd__ __sub__
+__rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __mod__ __floordiv__ maximum minimum rsub
+""")
+COMPARE = words("""
+eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+""")
 CALLS: dict[str, list[Call]] = {
     **{name: [unary, unary_inside] for name in UNARY},
     **{name: [binary, with_cut] for name in BINARY},
@@ -483,10 +427,7 @@ CALLS: dict[str, list[Call]] = {
     **{name: [reduction] for name in ("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin")},
     **{name: [split] for name in ("split", "chunk", "split_with_sizes", "tensor_split")},
     **{name: [reshape] for name in ("view", "reshape")},
-    **{
-        name: [lambda f, m: [f(m.a(), torch.empty(15, 6)), f(m.plain(15, 6), m.a())]]
-        for name in ("view_as", "reshape_as")
-    },
+    **{name: [as_other] for name in ("view_as", "reshape_as")},
     **{name: [permutation] for name in ("transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis")},
     **{name: [joined] for name in ("cat", "concat", "concatenate")},
     **{name: [matmul] for name in ("matmul", "bmm", "__matmul__")},
@@ -514,28 +455,19 @@ CALLS: dict[str, list[Call]] = {
     "t": [turned],
     "scaled_dot_product_attention": [attention],
     "interpolate": [lambda f, m: [f(m.a(), scale_factor=2.0), f(m.a()[None], size=(4, 3), mode="bilinear")]],
-    "pad": [
-        lambda f, m: [
-            f(m.a(), (1, 2)),
-            f(m.a(), (1, 0, 2, 1), value=3.0),
-            f(m.a(), (1, 1), mode="reflect"),
-            f(m.a(), ()),
-        ]
-    ],
+    "pad": [padded],
 }
+CALLS |= {f"special_{name}": CALLS[name] for name in words("erf exp2 expm1 log1p round softmax log_softmax logsumexp")}
+CALLS |= {"__rdiv__": CALLS["__rtruediv__"], "__idiv__": CALLS["__itruediv__"], "log_sigmoid": CALLS["logsigmoid"]}
+CALLS["_threshold"] = CALLS["threshold"]  # torch's own names of some
 for _dims in (1, 2, 3):
     for _name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool", "max_unpool"):
         CALLS[f"{_name}{_dims}d"] = CALLS[f"{_name}{_dims}d_with_indices"] = [over_space(_dims)]
-PROPERTIES = (
-    "T",
-    "mT",
-    "data",
-    *META.split(),
-    *(f"new_{word}" for word in ("zeros", "ones", "full", "empty", "tensor")),
-)
-"""What is asked of every tensor alike, and has a test of its own."""
-PROPERTIES += ("is_floating_point", "is_complex", "element_size", "is_inference", "get_device", "is_contiguous")
-PROPERTIES += ("empty_like", "fill_", "zero_", "requires_grad_", "cuda")
+PROPERTIES = words("""
+T mT data is_floating_point is_complex element_size is_inference get_device is_contiguous empty_like fill_ zero_
+requires_grad_ cuda new_zeros new_ones new_full new_empty new_tensor
+""")
+"""What is asked of every tensor alike, and has a test of its own; so have those of META."""
 DRAWN = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 DRAWN += ("uniform_", "normal_", "bernoulli_", "exponential_")
 """What draws numbers: its laws are others."""
@@ -688,7 +620,7 @@ GRIDS = [
     (Shape(x=3), "sharded"),
 ]
 """In the order of their ranks, which stay up. Each tries another fifth, so that every call meets nearly all layouts."""
-SHARE = 9
+SHARE = 15
 
 
 @pytest.mark.parametrize(("shape", "mode"), GRIDS, ids=lambda value: str(value))
@@ -722,7 +654,8 @@ def never_on_parts() -> list[str]:
 
 def test_every_rule_is_tried_and_of_use(ranks) -> None:
     names = {func.__name__ for func in RULES} - {"__get__"}
-    assert names <= {*CALLS, *PROPERTIES, *DRAWN, *HOOKS}, "a rule without a call in CALLS"
+    untried = names - {*CALLS, *PROPERTIES, *META.split(), *DRAWN, *HOOKS}
+    assert not untried, f"no calls in CALLS: {untried}"
     assert ranks(1).run(never_on_parts) == [[]]
 
 
@@ -772,13 +705,11 @@ def draws(mode: str) -> dict[str, Any]:
             ones = torch.ones(40, 30, 24, dtype=torch.float64)
             layout = Columns(run, 2, ("x", "y")[: 2 if mode == "sharded" else 1], Head(run.grid, run.policy, 4, 24))
             operands = Operands(0, kind, run)
-            a = (
-                laid(ones, layout)
-                if kind == "columns"
-                else operands._cut(ones.clone(), kind)
-                if kind in ("rest", "blocks 1")
-                else operands.a() * 0 + 1
-            )
+            a = operands.a().detach() * 0 + 1
+            if kind == "columns":
+                a = laid(ones, layout)
+            elif kind in ("rest", "blocks 1"):
+                a = operands._cut(ones, kind)
             found[f"dropout {kind}"] = whole(functional.dropout(a, 0.25))
             found[f"alpha {kind}"] = whole(functional.alpha_dropout(a, 0.25, True))
             found[f"torch {kind}"] = whole(torch.dropout(a, 0.25, True))
@@ -800,7 +731,7 @@ def test_what_is_drawn_differs_where_a_tensor_is_cut_and_nowhere_else(ranks, mod
     for name, values in first.items():
         assert all((other[name] == values).all() for other in others), f"{name}: ranks drew apart"
         value = torch.as_tensor(values)
-        kind, _, layout = name.partition(" ")
+        kind = name.split()[0]
         kept = (value != value.flatten()[value.flatten().argmin()]).double().mean().item()
         if kind in ("dropout", "torch", "in", "bernoulli") and value.numel() > 1000:
             assert kept == pytest.approx(0.75, abs=0.02), name
@@ -820,6 +751,7 @@ def refusals() -> dict[str, str]:
     run.where = "layers.0.up"
 
     def changes_a_view(a: Tensor) -> None:
+        a = a.detach()  # with gradients torch itself refuses
         row = a[0]
         row.add_(1)
         a * 2

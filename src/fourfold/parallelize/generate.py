@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fourfold import comm
 from fourfold.data.rows import local_rows
@@ -38,8 +39,8 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
             return value
         return local_rows(torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]), grid).to(grid.device)
 
-    args = tuple(cut(value) for value in args)
-    kwargs = {name: value if name.endswith("_token_id") else cut(value) for name, value in kwargs.items()}
+    args = tree_map(cut, args)
+    kwargs = {name: value if name.endswith("_token_id") else tree_map(cut, value) for name, value in kwargs.items()}
     kwargs.setdefault("synced_gpus", grid.size("z") > 1)
     # a number that all ranks have, so that torch.manual_seed on the first one decides
     drawn = int(comm.from_first(torch.randint(1 << 52, (1,), dtype=torch.float64, device=grid.device), grid))
@@ -50,8 +51,8 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
 
 
 def _rows(args: tuple, kwargs: dict) -> int:
-    prompts = (value for name, value in kwargs.items() if not name.endswith("_token_id"))
-    for value in (*args, kwargs.get("inputs"), kwargs.get("input_ids"), *prompts):
+    others = {name: value for name, value in kwargs.items() if not name.endswith("_token_id")}
+    for value in tree_leaves((args, kwargs.get("inputs"), kwargs.get("input_ids"), others)):
         if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape[0]
     raise ValueError("generate on a grid needs the prompts as a tensor [rows, ...], the same on all ranks")

@@ -176,7 +176,8 @@ class Normer(Single[Norm]):
         self.run.where = self.name
         if len(args) + len(kwargs) != 1:  # it takes more than it was tried with: its own code reads the weight itself
             return forward(*args, **kwargs)
-        a = at_rest(*args, *kwargs.values(), self.run)
+        (input,) = (*args, *kwargs.values())
+        a = at_rest(input, self.run)
         return a.like(self.layer(a.local))
 
     def describe(self) -> tuple[str, str]:

@@ -341,7 +341,8 @@ def on_wholes(func: Callable, args: tuple, kwargs: dict) -> Any:
     for placed in found:
         whole = wholes[id(placed)]
         if whole.untyped_storage()._cdata in memory:
-            placed._lent.append((weakref.ref(whole), version_of(whole)))
+            # views hold on to the tensor at their bottom, not to those between
+            placed._lent.append((weakref.ref(whole if whole._base is None else whole._base), version_of(whole)))
     return result
 
 
@@ -362,7 +363,9 @@ def changes_in_place(name: str) -> bool:
     return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE
 
 
-IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor", "mod", "floordiv")}
+IN_PLACE = {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor", "mod", "floordiv")
+}
 
 
 def refuse_inside_functions(run: Run, *, trained: bool = True) -> None:

@@ -67,18 +67,18 @@ fill_ zero_
 """
 SINGULAR = {
     *("floor_divide", "remainder", "pow", "log", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "addcdiv"),
-    *("__rtruediv__", "__pow__", "__rpow__", "__mod__", "__floordiv__"),
+    *("__rtruediv__", "__rdiv__", "__pow__", "__rpow__", "__mod__", "__floordiv__"),
 }
 """What may be infinite, or have an infinite derivative, where it is finite elsewhere. Padding has no numbers that
 matter, and its gradient is 0; but 0 times infinity would reach what is broadcast over it."""
-DIVIDES = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "div_"}
+DIVIDES = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "__idiv__", "div_"}
 
 
 @rule(*every(*POINTWISE.split()))
 def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Every element by itself, operands broadcast."""
     leader = max(placed_in((args, kwargs)), key=lambda placed: placed.shape.numel())
-    layout, name = leader.placement, getattr(func, "__name__", "")
+    layout, name = leader.placement, getattr(func, "__name__", "").removeprefix("special_")
     if not layout.elementwise or "out" in kwargs or not _fills(leader, args, kwargs):
         return NotImplemented
     by = operand(args, kwargs, 1, "other")
