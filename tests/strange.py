@@ -201,7 +201,12 @@ class Answers(nn.Module):
     def forward(self, x: Tensor, *, deep: bool = True) -> Any:
         h = self.a(x)
         out = self.b(torch.relu(h))
-        return {"out": Output(out, (h, None, [out, {"again": h}])), "none": None, "text": "deep" if deep else "", "n": 3}
+        return {
+            "out": Output(out, (h, None, [out, {"again": h}])),
+            "none": None,
+            "text": "deep" if deep else "",
+            "n": 3,
+        }
 
 
 class Checkpointed(nn.Module):
@@ -264,7 +269,11 @@ class Mixer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.tokens, self.features = nn.LayerNorm(6), nn.Linear(5, 5), nn.Sequential(nn.Linear(6, 6), nn.GELU())
+        self.norm, self.tokens, self.features = (
+            nn.LayerNorm(6),
+            nn.Linear(5, 5),
+            nn.Sequential(nn.Linear(6, 6), nn.GELU()),
+        )
         self.gain = nn.Parameter(torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -432,3 +441,197 @@ class MultiHead(nn.Module):
         mixed, weights = self.attend(h, h, h, average_attn_weights=False)
         crossed, _ = self.across(mixed, x[..., :6], x[..., 6:11], need_weights=False)
         return crossed + weights.square().sum((1, 3))[:, :, None]
+
+
+class WithReset(nn.Module):
+    """Layers of torch and one of its own, whose reset_parameters writes all it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.bilinear, self.norm = nn.LSTM(3, 4), nn.Bilinear(2, 3, 4), nn.BatchNorm1d(4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), Shifted(6), nn.Linear(6, 4)) for _ in range(2))
+
+
+class Shifted(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.empty(features))
+        self.register_buffer("steps", torch.empty(features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.by)
+        self.steps = torch.rand(self.by.shape, device=self.by.device)
+
+
+class OnlyBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        self.register_buffer("angles", torch.arange(6.0))
+
+
+class Pairs(nn.Module):
+    """Blocks of two linear layers behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(dict(up=nn.Linear(6, 8), down=nn.Linear(8, 6), norm=nn.LayerNorm(6))) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["down"](torch.relu(layer["up"](layer["norm"](x))))
+        return x
+
+
+class SharedOtherwise(nn.Module):
+    """One weight for a layer that leads out of the stream and one that leads back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict(dict(up=nn.Linear(6, 6), down=nn.Linear(6, 6)))])
+        self.layers[0]["down"].weight = self.layers[0]["up"].weight
+
+
+class Twice(torch.autograd.Function):
+    """An autograd function of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Twice.apply(self.a(x)))
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, whole numbers among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 4).bfloat16())
+        self.b = nn.Parameter(torch.randn(4).double())
+        self.n = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.bfloat16() * self.a[0]).double() * self.b + self.n
+
+
+class Changes(nn.Module):
+    """Changes in forward what it should not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.w, self.how = nn.Linear(6, 8), nn.Parameter(torch.randn(8)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            if self.how == "own":
+                self.w.mul_(0.5)
+            elif self.how == "data":
+                self.w.data.clamp_(min=0)
+            elif self.how == "assign":
+                self.w.data = self.w.data * 2
+            elif self.how == "child":
+                self.a.weight.data.clamp_(min=0)
+            elif self.how == "attribute":
+                self.w = nn.Parameter(torch.zeros(8))
+            elif self.how == "item":
+                h[0] = 1
+        return h * self.w
+
+
+class Remembers(nn.Module):
+    """Writes into buffers: how often it was called, or what it saw."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.out, self.how = nn.Linear(6, 6), how
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.out(x)
+        with torch.no_grad():
+            self.count += 1
+            if self.how == "in place":
+                self.mean.mul_(0.9).add_(h.mean((0, 1)))
+            elif self.how == "assign":
+                self.mean = 0.9 * self.mean + h.mean((0, 1))
+            elif self.how == "keep":
+                self.mean = h.detach()
+        return h
+
+
+Rows = Callable[[Tensor], Tensor]
+
+
+class Scored(nn.Module):
+    """A linear layer and a loss of torch's, given the rows of a place out of a whole batch."""
+
+    def __init__(self, loss: Callable[[Any, Rows], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(5, 5), loss
+
+    def forward(self, rows: Rows) -> Tensor:
+        return self.loss(self.layer, rows)
+
+
+_drawn = torch.Generator().manual_seed(0)
+A, B, C = torch.rand(3, 8, 5, generator=_drawn, dtype=torch.float64)
+IMAGE = torch.rand(8, 3, 5, generator=_drawn, dtype=torch.float64)
+WEIGHT = torch.rand(5, generator=_drawn, dtype=torch.float64)
+IDS = torch.randint(5, (8, 3), generator=_drawn)
+SOME = IDS[:, 0].masked_fill(torch.arange(8) % 5 == 0, -100)
+SIGNS = (IDS[:, 0] % 2 * 2 - 1).double()
+LENGTHS = torch.full((8,), 2)
+LOSSES: dict[str, Callable[[Any, Rows], Tensor]] = {
+    "ids": lambda m, r: functional.cross_entropy(m(r(A)), r(SOME)),
+    "weights": lambda m, r: functional.cross_entropy(m(r(A)), r(SOME), WEIGHT),
+    "smoothed": lambda m, r: functional.cross_entropy(m(r(A)), r(SOME), weight=WEIGHT, label_smoothing=0.1),
+    "sum": lambda m, r: functional.cross_entropy(m(r(A)), r(SOME), reduction="sum"),
+    "another id ignored": lambda m, r: functional.cross_entropy(m(r(A)), r(IDS[:, 0]), ignore_index=2),
+    "probabilities": lambda m, r: functional.cross_entropy(m(r(A)), r(B.softmax(-1))),
+    "pixels": lambda m, r: functional.cross_entropy(m(r(IMAGE)).mT, r(IDS)),
+    "pixels' probabilities": lambda m, r: functional.cross_entropy(m(r(IMAGE)).mT, r(IMAGE.softmax(-1)).mT),
+    "module": lambda m, r: nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2)(m(r(A)), r(SOME)),
+    "nll": lambda m, r: functional.nll_loss(m(r(A)).log_softmax(-1), r(SOME), WEIGHT),
+    "mse": lambda m, r: functional.mse_loss(m(r(A)), r(B)),
+    "weighted mse": lambda m, r: functional.mse_loss(m(r(A)), r(B), weight=r(C)),
+    "l1": lambda m, r: functional.l1_loss(m(r(A)), r(B), weight=r(C)),
+    "smooth l1": lambda m, r: functional.smooth_l1_loss(m(r(A)), r(B), beta=0.3),
+    "huber": lambda m, r: functional.huber_loss(m(r(A)), r(B), "mean", 0.3, r(C)),
+    "huber's sum": lambda m, r: functional.huber_loss(m(r(A)), r(B), "sum"),
+    "bce": lambda m, r: functional.binary_cross_entropy(m(r(A)).sigmoid(), r(B), r(C)),
+    "bce of logits": lambda m, r: functional.binary_cross_entropy_with_logits(m(r(A)), r(B), pos_weight=WEIGHT),
+    "kl": lambda m, r: functional.kl_div(m(r(A)).log_softmax(-1), r(B), reduction="batchmean"),
+    "kl's sum": lambda m, r: functional.kl_div(m(r(A)).log_softmax(-1), r(B), reduction="sum"),
+    "poisson": lambda m, r: functional.poisson_nll_loss(m(r(A)), r(B), True, False),
+    "gaussian": lambda m, r: functional.gaussian_nll_loss(m(r(A)), r(B), r(C)[:, :1], full=True),
+    "soft margin": lambda m, r: functional.soft_margin_loss(m(r(A)), r(SIGNS)[:, None].expand(-1, 5)),
+    "hinge": lambda m, r: functional.hinge_embedding_loss(m(r(A)), r(SIGNS)[:, None].expand(-1, 5)),
+    "cosine": lambda m, r: functional.cosine_embedding_loss(m(r(A)), m(r(B)), r(SIGNS)),
+    "ranking": lambda m, r: functional.margin_ranking_loss(m(r(A)), m(r(B)), r(SIGNS)[:, None]),
+    "multi margin": lambda m, r: functional.multi_margin_loss(m(r(A)), r(IDS[:, 0]), weight=WEIGHT),
+    "multi label": lambda m, r: functional.multilabel_soft_margin_loss(m(r(A)), r((B > 0.5).double()), WEIGHT),
+    "multi label margin": lambda m, r: functional.multilabel_margin_loss(m(r(A)), r(IDS[:, :1]).expand(-1, 5)),
+    "triplet": lambda m, r: functional.triplet_margin_loss(m(r(A)), m(r(B)), m(r(C))),
+    "triplet by distance": lambda m, r: functional.triplet_margin_with_distance_loss(m(r(A)), m(r(B)), m(r(C))),
+    "ctc": lambda m, r: functional.ctc_loss(
+        m(r(IMAGE.repeat(1, 2, 1))).log_softmax(-1).transpose(0, 1), r(1 + IDS[:, :2] % 4), r(LENGTHS * 3), r(LENGTHS)
+    ),
+}
+"""Ways to call torch's losses; with rows that count differently on each place where they can."""

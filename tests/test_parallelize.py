@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
-from fourfold.parallelize import whole_tensors
+from fourfold.parallelize import Contract, Expand, Head, Norm, Whole, whole_tensors
 from harness import grid_of
 from parity import LocalAdamW
-from strange import STRANGE, Strange
+from strange import (
+    LOSSES,
+    STRANGE,
+    Answers,
+    Calls,
+    Changes,
+    Checkpointed,
+    Llamalike,
+    Mixed,
+    NanoGPT,
+    OnlyBuffer,
+    Pairs,
+    Raw,
+    Remembers,
+    Scored,
+    SharedOtherwise,
+    Siblings,
+    Strange,
+    WithReset,
+    encoder,
+    tokens,
+)
 
 TOLERANCE = 1e-9
 
@@ -85,19 +113,375 @@ def differences(one: dict[str, Tensor], two: dict[str, Tensor], grid: Grid) -> l
     return wrong
 
 
-def check_strange(names: list[str], shape: Shape, mode: str, **options: Any) -> dict[str, list[str]]:
-    grid = grid_of(shape)
-    found = {}
-    for name in names:
-        strange, rows = STRANGE[name], 2 * shape.data * shape.z
-        one = train(strange, strange.build(), None, rows)
-        try:
-            model = ff.parallelize(strange.build(), grid, policy=Policy(activations=mode, **options))  # type: ignore[arg-type]
-            wrong = differences(one, train(strange, model, grid, rows), grid)
-        except Exception as error:
-            import traceback
+def check_strange(name: str, shape: Shape, mode: str) -> list[str]:
+    grid, strange, rows = grid_of(shape), STRANGE[name], 2 * shape.data * shape.z
+    one = train(strange, strange.build(), None, rows)
+    model = ff.parallelize(strange.build(), grid, policy=Policy(activations=mode))  # type: ignore[arg-type]
+    return differences(one, train(strange, model, grid, rows), grid)
 
-            wrong = [traceback.format_exc()]
-        if wrong:
-            found[name] = wrong
+
+PAIRS = [
+    ((Shape(x=2, y=2), "sharded"), (Shape(z=2, data=2), "replicated")),
+    ((Shape(x=2, z=2), "replicated"), (Shape(y=2, data=2), "sharded")),
+    ((Shape(y=2, z=2), "sharded"), (Shape(x=2, data=2), "replicated")),
+]
+"""Each module meets all four axes and both modes."""
+CASES = [(name, *case) for number, name in enumerate(STRANGE) for case in PAIRS[number % len(PAIRS)]]
+ALSO = [("odd mlp", Shape(x=3)), ("odd tokens", Shape(x=3)), ("nano gpt", Shape(y=3)), ("llama-like", Shape(z=3))]
+CASES += [(name, shape, "sharded") for name, shape in ALSO]
+CASES += [(name, Shape(), "sharded") for name in ("multihead", "normed", "lstm")]
+
+
+@pytest.mark.parametrize(("name", "shape", "mode"), CASES, ids=str)
+def test_module_without_known_structure_trains_as_on_one_process(ranks, name: str, shape: Shape, mode: str) -> None:
+    for wrong in ranks(shape.world).run(check_strange, name, shape, mode):
+        assert not wrong, f"{name} on {shape}, {mode}: {wrong}"
+
+
+def compare_losses(shape: Shape) -> list[str]:
+    """torch's loss functions inside a model, beside the same on the whole batch."""
+    grid, wrong = grid_of(shape), []
+    for name, loss in LOSSES.items():
+        torch.manual_seed(0)
+        one = Scored(loss).double()
+        torch.manual_seed(0)
+        model = ff.parallelize(Scored(loss).double(), grid)
+        expected, found = one(lambda rows: rows), model(partial(ff.local_rows, grid=grid))
+        expected.backward()
+        found.backward()
+        gradients = whole_tensors(model, "gradient")
+        errors = [(expected - found).abs().item()]
+        errors += [(gradients[own] - p.grad).abs().max().item() for own, p in one.named_parameters()]
+        if not max(errors) < 1e-12:
+            wrong.append(f"{name}: {max(errors):.1e}")
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [Shape(z=2), Shape(x=2, data=2)], ids=str)
+def test_losses_inside_a_model_are_those_of_the_whole_batch(ranks, shape: Shape) -> None:
+    assert ranks(shape.world).run(compare_losses, shape) == [[]] * shape.world
+
+
+def rows_of(grid: Grid, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return ff.local_rows(whole_rows(*shape).to(dtype), grid).clone()
+
+
+def whole_rows(*shape: int) -> Tensor:
+    return torch.randn(4, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def gradients_with(model: nn.Module, grid: Grid, inputs: Tensor) -> tuple[float, dict[str, Tensor]]:
+    loss = ff.global_mean(model(inputs).float().square().mean(), len(inputs), grid)
+    loss.backward()
+    return loss.item(), whole_tensors(model, "gradient")
+
+
+def try_policies(shape: Shape) -> dict[str, float]:
+    """The largest difference that an option makes, of those that must make none; and that narrow dtypes make."""
+    grid = grid_of(shape)
+    found: dict[str, float] = {}
+    ids, targets = (ff.local_rows(part, grid) for part in tokens(4, torch.Generator().manual_seed(0)))
+
+    def gpt(dropout: float, **options: Any) -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = ff.parallelize(NanoGPT(dropout=dropout).double(), grid, policy=Policy(**options))
+        torch.manual_seed(grid.rank)  # loops may do that
+        loss = model(ids, targets)[1]
+        loss.backward()
+        return loss.item(), whole_tensors(model, "gradient")
+
+    for dropout in (0.0, 0.3):
+        plain = gpt(dropout)
+        for options in (dict(recompute="block"), dict(keep_gathered=True, keep_weights=True)):
+            loss, gradients = gpt(dropout, **options)
+            worst = max((gradients[name] - value).abs().max().item() for name, value in plain[1].items())
+            found[f"{options} with dropout {dropout}"] = max(abs(loss - plain[0]), worst)
+    for kind, size in ((Raw, 7), (Llamalike, 24)):
+        torch.manual_seed(0)
+        wide = ff.parallelize(kind(), grid)
+        torch.manual_seed(0)
+        narrow = ff.parallelize(kind(), grid, policy=Policy(compute=torch.bfloat16))
+        inputs = rows_of(grid, 5, size, dtype=torch.float32)
+        expected = gradients_with(wide, grid, inputs)
+        with torch.autocast(grid.device.type, torch.bfloat16):
+            under = gradients_with(ff.parallelize(build(kind).float(), grid), grid, inputs)
+        for label, (loss, gradients) in (("bf16", gradients_with(narrow, grid, inputs)), ("autocast", under)):
+            worst = max(
+                ((gradients[name] - value).abs().max() / value.abs().max()).item()
+                for name, value in expected[1].items()
+            )
+            found[f"{label} {kind.__name__}"] = max(abs(loss - expected[0]) / expected[0], worst)
     return found
+
+
+def build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bf16
+@pytest.mark.parametrize("shape", [Shape(x=2), Shape(z=2)], ids=str)
+def test_policies_and_precisions(ranks, shape: Shape) -> None:
+    """Of the policy only the dtypes change a result, and these by their rounding: 8 bits, a few operations deep."""
+    for found in ranks(2).run(try_policies, shape):
+        for name, error in found.items():
+            assert error <= (0.1 if name.startswith(("bf16", "autocast")) else TOLERANCE), f"{name}: {error}"
+
+
+def try_uses(shape: Shape) -> dict[str, Any]:
+    """Ways to use a model that are not a plain training step."""
+    grid, found = grid_of(shape), {}
+    inputs = rows_of(grid, 5, 7)
+    model = ff.parallelize(build(Raw), grid)
+    with torch.inference_mode():
+        found["inference"] = model.eval()(inputs).clone()
+    with torch.no_grad():
+        found["no_grad"] = model(inputs)
+    found["train"] = model.train()(inputs).detach()
+    halves = inputs.chunk(2)
+    with ff.accumulate(model):
+        ff.global_mean(model(halves[0]).square().mean(), 1, grid).div(2).backward()
+    ff.global_mean(model(halves[1]).square().mean(), 1, grid).div(2).backward()
+    accumulated = whole_tensors(model, "gradient")
+    model.zero_grad()
+    _, at_once = gradients_in_full(model, grid, inputs)
+    found["accumulated"] = max((accumulated[name] - value).abs().max().item() for name, value in at_once.items())
+
+    ff.parallelize(model, grid)  # a second time: nothing is new
+    found["twice"] = model(inputs).detach()
+
+    drops = ff.parallelize(nn.Sequential(nn.Linear(7, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double(), grid).eval()
+    drops[1].train()
+    torch.manual_seed(grid.rank)
+    found["drawn in evaluation"] = [drops(inputs).detach().sum().item() for _ in range(2)]
+
+    answers = ff.parallelize(build(Answers), grid)(rows_of(grid, 5, 6))
+    found["plain answers"] = type(answers["out"].hidden) is type(answers["out"].rest[2][1]["again"]) is Tensor
+    whole = ff.parallelize(nn.Sequential(OrderedDict(inside=Calls())).double(), grid, plan={"inside": Whole()})
+    whole(rows_of(grid, 5, 6)).sum().backward()
+    found["a function on whole tensors"] = all(p.grad is not None for p in whole.parameters())
+    mixed = ff.parallelize(Mixed(), grid)
+    out = mixed(inputs[..., :4])
+    out.sum().backward()
+    found["dtypes"] = [out.dtype, mixed.a.grad.dtype, mixed.b.grad.dtype, mixed.n.dtype]
+    return {name: value.numpy().copy() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def gradients_in_full(model: nn.Module, grid: Grid, inputs: Tensor) -> tuple[float, dict[str, Tensor]]:
+    loss = ff.global_mean(model(inputs).square().mean(), len(inputs), grid)
+    loss.backward()
+    return loss.item(), whole_tensors(model, "gradient")
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2), Shape(z=2)], ids=str)
+def test_other_uses_of_a_model(ranks, shape: Shape) -> None:
+    first, second = ranks(2).run(try_uses, shape)
+    for found in (first, second):
+        for name in ("inference", "no_grad", "twice"):
+            assert (found[name] == found["train"]).all(), name
+        assert found["accumulated"] <= 1e-14
+        assert found["plain answers"] and found["a function on whole tensors"]
+        assert found["dtypes"] == [torch.float64, torch.bfloat16, torch.float64, torch.int64]
+        one, two = found["drawn in evaluation"]
+        assert one != two, "each evaluation draws anew"
+    assert (first["drawn in evaluation"] == second["drawn in evaluation"]) == (shape.x == 2), "alike on a place alone"
+
+
+def drawn_on(shape: Shape) -> dict[str, Any]:
+    """Initial values of models that were built on the meta device."""
+    found: dict[str, Any] = {}
+    for name, make in dict(gpt=NanoGPT, encoder=encoder, pieces=WithReset).items():
+        with torch.device("meta"):
+            model = make()
+        model = ff.parallelize(model, grid_of(shape), seed=3)
+        found |= {f"{name} {own}": value.numpy().copy() for own, value in whole_tensors(model).items()}
+        for own, buffer in model.named_buffers():
+            whole = buffer.full_tensor() if isinstance(buffer, DTensor) else buffer
+            found[f"{name} {own}"] = whole.numpy().copy()
+    return found
+
+
+def test_values_of_a_model_on_the_meta_device_depend_on_the_seed_alone(ranks) -> None:
+    one = ranks(4).run(drawn_on, Shape(x=2, y=2))
+    for found in (*one[1:], *ranks(4).run(drawn_on, Shape(z=2, data=2)), *ranks(1).run(drawn_on, Shape())):
+        assert found.keys() == one[0].keys()
+        assert all((found[name] == value).all() for name, value in one[0].items())
+
+
+def overrides(shape: Shape) -> dict[str, float]:
+    """The largest difference of a gradient from the plain model's, with words for some modules."""
+    grid = grid_of(shape)
+    inputs = rows_of(grid, 5, 6)
+    one = build(Pairs)
+    one(
+        torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ).square().mean().backward()
+    found = {}
+    for name, plan in PLANS.items():
+        model = ff.parallelize(build(Pairs), grid, plan=plan)
+        _, gradients = gradients_in_full(model, grid, inputs)
+        found[name] = max((gradients[own] - p.grad).abs().max().item() for own, p in one.named_parameters())
+    return found
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "the other way round": {"layers.*.up": Contract(), "layers.*.down": Expand()},
+    "heads": {"up": Head(), "layers.1.down": Head()},
+    "a block whole": {"layers.0": Whole(), "layers.1.up": Whole()},
+    "all whole": {"": Whole()},
+    "every step": {"layers.*.*": Whole()},
+    "Hugging Face's words": {
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "layers.*.norm": "sequence_parallel",
+    },
+    "parts": {"layers.*.up": Expand(parts=2)},
+}
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2), Shape(y=2)], ids=str)
+def test_a_plan_changes_no_result(ranks, shape: Shape) -> None:
+    for found in ranks(2).run(overrides, shape):
+        assert max(found.values()) < 1e-12, found
+
+
+def llama_with_its_plan() -> list[float]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=24, intermediate_size=48, num_hidden_layers=1, vocab_size=53)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    grid, ids = grid_of(Shape(x=2)), torch.arange(28).view(4, 7)
+    losses = []
+    for plan in (None, config.base_model_tp_plan, LlamaForCausalLM(config).tp_plan):
+        torch.manual_seed(0)
+        model = ff.parallelize(LlamaForCausalLM(config).double(), grid, plan=plan)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses += [
+            loss.item(),
+            *(gradient.square().sum().item() for gradient in whole_tensors(model, "gradient").values()),
+        ]
+    return losses
+
+
+def test_plans_that_hugging_face_models_bring_along(ranks) -> None:
+    for losses in ranks(2).run(llama_with_its_plan):
+        none, base, own = torch.tensor(losses).chunk(3)
+        torch.testing.assert_close(base, none)
+        torch.testing.assert_close(own, none)
+
+
+Z2 = SimpleNamespace(shape=Shape(z=2), rank=0)
+"""As much of a grid as the cutting of rows needs."""
+
+
+def on(grid: Grid, kind: Callable[[], nn.Module], **options: Any) -> nn.Module:
+    return ff.parallelize(build(kind), grid, policy=Policy(**options))
+
+
+def on_meta(grid: Grid, kind: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        model = kind()
+    return ff.parallelize(model, grid)
+
+
+def planned(plan: Any, **options: Any) -> Callable[[Grid], nn.Module]:
+    return lambda grid: ff.parallelize(build(Pairs), grid, plan=plan, policy=Policy(**options))
+
+
+def replaced_weight(grid: Grid) -> None:
+    model = on(grid, Siblings)
+    model.a.weight = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))
+    model(rows_of(grid, 5, 6))
+
+
+def hooked(grid: Grid) -> None:
+    model = on(grid, Siblings)
+    model.a.register_full_backward_hook(lambda *_: None)
+    model(rows_of(grid, 5, 6))
+
+
+def changing(how: str, grid: Grid) -> None:
+    on(grid, partial(Changes, how))(rows_of(grid, 5, 6))
+
+
+REFUSED: dict[str, tuple[str, Callable[[Grid], Any]]] = {
+    # what is asked for
+    "misspelt": (
+        "'layers.*.upp' matches no module.*nearest name is 'layers.*.up'",
+        planned({"layers.*.upp": Expand()}),
+    ),
+    "a word that does not fit": (
+        r"layers.0.norm \(LayerNorm\): Expand\(\) is for linear",
+        planned({"layers.*.norm": Expand()}),
+    ),
+    "no norm": (r"layers.0.up \(Linear\): it computes neither.*Whole\(\)", planned({"layers.*.up": Norm()})),
+    "no word": (r"'layers.*.up' has 'colwize'; words are Expand\(\)", planned({"layers.*.up": "colwize"})),
+    "parts that do not divide": (
+        r"layers.0.up \(Linear\): .*parts=3.*8 outputs",
+        planned({"layers.*.up": Expand(parts=3)}),
+    ),
+    "no plan": ("plan='auto': a plan is a dict", planned("auto")),
+    "attention again": ("recompute='attention'.*use 'block'", planned(None, recompute="attention")),
+    "halves": ("halves=2.*use halves=None or 1", planned(None, overlap=ff.Overlap(halves=2))),
+    "chunks": ("loss_chunk=5.*use loss_chunk=0", planned(None, loss_chunk=5)),
+    "state of a number": ("shard_optimizer=True.*scale has no dims", lambda g: on(g, Raw, shard_optimizer=True)),
+    "another policy": (
+        "on the grid x=2 already",
+        lambda g: ff.parallelize(on(g, Raw), g, policy=Policy(keep_weights=True)),
+    ),
+    # what is given
+    "shared": (r"layers.0.down.weight and layers.0.up.weight share.*Whole\(\)", lambda g: on(g, SharedOtherwise)),
+    "meta": ("w is on the meta device and nothing draws.*reset_parameters", lambda g: on_meta(g, Raw)),
+    "meta buffer": ("angles is on the meta device", lambda g: on_meta(g, OnlyBuffer)),
+    "rows": ("one .data, z. place were given different rows", lambda g: on(g, Pairs)(rows_of(g, 5, 6) + g.rank)),
+    "batch": ("a batch of 3 rows cannot be cut over data\\*z", lambda _: ff.local_rows(torch.zeros(3), Z2)),
+    "copy": ("cannot be copied; copy the plain module", lambda g: copy.deepcopy(on(g, Raw))),
+    # what runs
+    "replaced": ("a.weight was replaced after", replaced_weight),
+    "function": ("autograd function .*Twice.* after a .*Whole", lambda g: on(g, Calls)(rows_of(g, 5, 6))),
+    "reentrant": (
+        "CheckpointFunction.*use_reentrant=False",
+        lambda g: on(g, partial(Checkpointed, reentrant=True))(rows_of(g, 5, 12).requires_grad_()),
+    ),
+    "backward hook": ("BackwardHookFunction.*on the whole model", hooked),
+    **{
+        f"in place: {how}": (f"{said}.*forward.*outside of forward", partial(changing, how))
+        for how, said in dict(own="the model", data="model|w ", assign="w ", child="a.weight", attribute="w ").items()
+    },
+    "item": ("__setitem__ changes a tensor made after a in place", partial(changing, "item")),
+}
+
+
+def refusals() -> dict[str, str]:
+    grid, found = grid_of(Shape(x=2)), {}
+    for name, (_, act) in REFUSED.items():
+        try:
+            act(grid)
+            found[name] = "nothing was said"
+        except Exception as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_cannot_work_is_refused_with_a_way_out(ranks) -> None:
+    for found in ranks(2).run(refusals):
+        for name, said in found.items():
+            assert re.search(REFUSED[name][0], said, re.DOTALL), f"{name}: {said}"
+
+
+def buffers_from_rows(how: str) -> str:
+    grid = grid_of(Shape(z=2))
+    model = ff.parallelize(Remembers(how).double(), grid)
+    try:
+        model(rows_of(grid, 5, 6))
+    except RuntimeError as error:
+        return str(error)
+    return f"counted {model.count.item():.0f}"
+
+
+def test_buffers_may_count_but_not_depend_on_rows(ranks) -> None:
+    assert ranks(2).run(buffers_from_rows, "count") == ["counted 1"] * 2
+    for how in ("in place", "assign", "keep"):
+        for said in ranks(2).run(buffers_from_rows, how):
+            assert "the model (Remembers) writes its buffer 'mean'" in said and "or keep the buffer out" in said

@@ -8,6 +8,7 @@ share either way. Logits that are cut over the vocabulary are never gathered for
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -115,7 +116,17 @@ def _bound(func: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
     old = named.pop("size_average", None), named.pop("reduce", None)
     if old != (None, None):
         named["reduction"] = _reduction.legacy_get_string(*old)
+    if func is functional.l1_loss and named["weight"] is None:
+        named["weight"] = _lost_weight()
     return named
+
+
+def _lost_weight() -> Tensor | None:
+    """What l1_loss was called with and does not pass on (torch 2.13)."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not functional.l1_loss.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["weight"]
 
 
 def _is_cut(named: dict[str, Any]) -> bool:

@@ -333,7 +333,12 @@ def on_wholes(func: Callable, args: tuple, kwargs: dict) -> Any:
     wholes = {id(placed): placed.whole() for placed in found}
     versions = {key: version_of(whole) for key, whole in wholes.items()}
     args, kwargs = tree_map_only(Placed, lambda placed: wholes[id(placed)], (args, kwargs))
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if Conjugate.__name__ in str(error):  # torch refuses to change what such a function gave
+            found[0].placement.refuse_changes(name)
+        raise
     for placed in found:
         if version_of(wholes[id(placed)]) != versions[id(placed)]:
             placed.placement.refuse_changes(name)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold.nn.initial import key_of
 from fourfold.nn.moment import drawing
-from fourfold.parallelize.layouts import Shared
+from fourfold.parallelize.layouts import Fused, Shared, fused
 from fourfold.parallelize.placed import RULES, Placed, changes_in_place, placed_in
 
 
@@ -79,6 +79,8 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Every element by itself, operands broadcast."""
     leader = max(placed_in((args, kwargs)), key=lambda placed: placed.shape.numel())
     layout, name = leader.placement, getattr(func, "__name__", "").removeprefix("special_")
+    if isinstance(layout, Fused):
+        return _by_pieces(func, args, kwargs, layout)
     if not layout.elementwise or "out" in kwargs or not _fills(leader, args, kwargs):
         return NotImplemented
     by = operand(args, kwargs, 1, "other")
@@ -105,6 +107,25 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     return leader if in_place else leader.like(local)
 
 
+def _by_pieces(func: Callable, args: tuple, kwargs: dict, layout: Fused) -> Any:
+    """What lies side by side, each by itself: with single numbers, or with what lies side by side in the same way."""
+    shapes = [piece.shape for piece in layout.pieces]
+
+    def alike(tensor: Tensor) -> bool:
+        if isinstance(tensor, Placed) and isinstance(tensor.placement, Fused):
+            return [piece.shape for piece in tensor.placement.pieces] == shapes
+        return tensor.dim() == 0 and not isinstance(tensor, Placed)
+
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if changes_in_place(getattr(func, "__name__", "")) or "out" in kwargs or not all(map(alike, tensors)):
+        return NotImplemented
+    outs = []
+    for index in range(len(shapes)):
+        pieces = tree_map_only(Placed, lambda a, at=index: a.placement.pieces[at], (args, kwargs))  # type: ignore[union-attr]
+        outs.append(func(*pieces[0], **pieces[1]))
+    return fused(outs) if all(isinstance(out, Placed) for out in outs) else NotImplemented
+
+
 def _fills(leader: Placed, args: tuple, kwargs: dict) -> bool:
     """Whether all operands broadcast to its shape."""
     try:
@@ -126,6 +147,8 @@ CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "clone"
 def cast(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A tensor by itself; another one says no more than dtype and device."""
     a = operand(args, kwargs, 0, "input", "self")
+    if isinstance(a, Placed) and isinstance(a.placement, Fused):
+        return _by_pieces(func, args, kwargs, a.placement)
     if isinstance(a, Placed) and not a.placement.elementwise:
         return NotImplemented
     args = tuple(value for value in args if not isinstance(value, torch.memory_format))

@@ -192,12 +192,13 @@ def _find_blocks(found: Found, modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) == 0:
             continue
-        if len({type(block) for block in module}) > 1 or is_linear(module[0]):
+        blocks = dict(module.named_children())
+        if len({type(block) for block in blocks.values()}) > 1 or is_linear(next(iter(blocks.values()))):
             continue
-        for index, block in enumerate(module):
+        for own, block in blocks.items():
             linear = [child for child in block.modules() if is_linear(child)]
             if len(linear) > 1:
-                found.blocks[f"{name}.{index}".lstrip(".")] = features_of(linear[0])[0]
+                found.blocks[f"{name}.{own}".lstrip(".")] = features_of(linear[0])[0]
 
 
 def _token_tables(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
