@@ -133,8 +133,9 @@ def with_cut(func: Callable, m: Operands) -> Any:
 
 def binary_in_place(func: Callable, m: Operands) -> Any:
     found = []
-    divides = "div" in func.__name__  # by a tensor, it is refused where there is padding
-    for other in (3.0, m.plain()) if divides else (*others(m), m.a(), m.a(kind="rest"), 3.0):
+    # division by a tensor is refused where there is padding, other layouts where layers lie side by side
+    few = "div" in func.__name__ or m.kind == "fused"
+    for other in (3.0, m.plain()) if few else (*others(m), m.a(), m.a(kind="rest"), 3.0):
         b = m.a() * 1
         found += [func(b, other), b]
     return found

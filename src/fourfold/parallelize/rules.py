@@ -80,7 +80,7 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     leader = max(placed_in((args, kwargs)), key=lambda placed: placed.shape.numel())
     layout, name = leader.placement, getattr(func, "__name__", "").removeprefix("special_")
     if isinstance(layout, Fused):
-        return _by_pieces(func, args, kwargs, layout)
+        return _by_pieces(func, args, kwargs, leader)
     if not layout.elementwise or "out" in kwargs or not _fills(leader, args, kwargs):
         return NotImplemented
     by = operand(args, kwargs, 1, "other")
@@ -107,9 +107,9 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     return leader if in_place else leader.like(local)
 
 
-def _by_pieces(func: Callable, args: tuple, kwargs: dict, layout: Fused) -> Any:
+def _by_pieces(func: Callable, args: tuple, kwargs: dict, leader: Placed) -> Any:
     """What lies side by side, each by itself: with single numbers, or with what lies side by side in the same way."""
-    shapes = [piece.shape for piece in layout.pieces]
+    shapes = [piece.shape for piece in leader.placement.pieces]  # type: ignore[attr-defined]
 
     def alike(tensor: Tensor) -> bool:
         if isinstance(tensor, Placed) and isinstance(tensor.placement, Fused):
@@ -117,12 +117,15 @@ def _by_pieces(func: Callable, args: tuple, kwargs: dict, layout: Fused) -> Any:
         return tensor.dim() == 0 and not isinstance(tensor, Placed)
 
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    if changes_in_place(getattr(func, "__name__", "")) or "out" in kwargs or not all(map(alike, tensors)):
+    in_place = changes_in_place(getattr(func, "__name__", ""))
+    if (in_place and args[0] is not leader) or "out" in kwargs or not all(map(alike, tensors)):
         return NotImplemented
     outs = []
     for index in range(len(shapes)):
         pieces = tree_map_only(Placed, lambda a, at=index: a.placement.pieces[at], (args, kwargs))  # type: ignore[union-attr]
         outs.append(func(*pieces[0], **pieces[1]))
+    if in_place:
+        return leader
     return fused(outs) if all(isinstance(out, Placed) for out in outs) else NotImplemented
 
 
@@ -148,7 +151,7 @@ def cast(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A tensor by itself; another one says no more than dtype and device."""
     a = operand(args, kwargs, 0, "input", "self")
     if isinstance(a, Placed) and isinstance(a.placement, Fused):
-        return _by_pieces(func, args, kwargs, a.placement)
+        return _by_pieces(func, args, kwargs, a)
     if isinstance(a, Placed) and not a.placement.elementwise:
         return NotImplemented
     args = tuple(value for value in args if not isinstance(value, torch.memory_format))
