@@ -157,9 +157,8 @@ def compare_losses(shape: Shape) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("shape", [Shape(z=2), Shape(x=2, data=2)], ids=str)
-def test_losses_inside_a_model_are_those_of_the_whole_batch(ranks, shape: Shape) -> None:
-    assert ranks(shape.world).run(compare_losses, shape) == [[]] * shape.world
+def test_losses_inside_a_model_are_those_of_the_whole_batch(ranks) -> None:
+    assert ranks(2).run(compare_losses, Shape(z=2)) == [[]] * 2
 
 
 def rows_of(grid: Grid, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -302,8 +301,8 @@ def drawn_on(shape: Shape) -> dict[str, Any]:
 
 
 def test_values_of_a_model_on_the_meta_device_depend_on_the_seed_alone(ranks) -> None:
-    one = ranks(4).run(drawn_on, Shape(x=2, y=2))
-    for found in (*one[1:], *ranks(4).run(drawn_on, Shape(z=2, data=2)), *ranks(1).run(drawn_on, Shape())):
+    one = ranks(2).run(drawn_on, Shape(x=2))
+    for found in (*one[1:], *ranks(2).run(drawn_on, Shape(y=2)), *ranks(2).run(drawn_on, Shape(z=2))):
         assert found.keys() == one[0].keys()
         assert all((found[name] == value).all() for name, value in one[0].items())
 

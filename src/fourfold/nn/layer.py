@@ -164,6 +164,4 @@ def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
         grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
     trained = local.is_floating_point() or local.is_complex()  # torch has no gradients of whole numbers
-    parameter = DTensor(own_storage(local), lies, requires_grad=trained)
-    parameter._is_param = True  # what nn.Parameter does, but for a detach, of which torch would derive the layout anew
-    return parameter  # type: ignore[return-value]
+    return nn.Parameter(DTensor(own_storage(local), lies, requires_grad=False), requires_grad=trained)
