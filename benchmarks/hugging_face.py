@@ -54,7 +54,7 @@ SIZES = {
     "cpu": Size(
         "cpu",
         ff.models.config(
-            "llama-tiny", hidden=512, layers=4, heads=8, kv_heads=8, head_dim=64, mlp_hidden=1408, vocab=8192, seq=256
+            "llama-tiny", hidden=256, layers=2, heads=8, kv_heads=8, head_dim=32, mlp_hidden=704, vocab=4096, seq=256
         ),
         rows=8,
         dtype=torch.float32,
