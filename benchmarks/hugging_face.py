@@ -177,10 +177,18 @@ class Torchs(Side):
         elif self.cuts:
             tensor_parallel(self.module, mesh["tp"], sequence=line.sequence)
         if line.z > 1:
-            shard_fully(self.module.model if plain else self.module, mesh["dp"], size.dtype, plain=plain)
+            self.shard_fully(mesh["dp"], size.dtype, plain=plain)
         rows, place = size.rows // line.z, mesh["dp"].get_local_rank()
         self.tokens, self.targets = (part[place * rows :][:rows] for part in size.batch(device))
         self.positions = torch.arange(size.config.seq, device=device)[None]
+
+    def shard_fully(self, mesh: DeviceMesh, dtype: torch.dtype, *, plain: bool) -> None:
+        model: Any = self.module
+        if plain:
+            peers.shard_fully(model.model, mesh, dtype, explicit=False)
+        else:
+            inside = model.model
+            peers.shard_parts(model, inside.embed_tokens, inside.layers, [inside.norm, model.lm_head], mesh, dtype)
 
     def forward_backward(self) -> Tensor:
         with loss_parallel() if self.cuts else nullcontext():
@@ -223,21 +231,6 @@ def tensor_parallel(model: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
         }
     for block in model.model.layers:
         parallelize_module(block, mesh, inside)
-
-
-def shard_fully(model: Any, mesh: DeviceMesh, dtype: torch.dtype, *, plain: bool) -> None:
-    if plain:
-        peers.shard_fully(model, mesh, dtype, explicit=False)
-        return
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
-    parts = [fully_shard(part, **options) for part in (model.model.embed_tokens, *model.model.layers)]
-    parts.append(fully_shard([model.model.norm, model.lm_head], **options, reshard_after_forward=False))
-    parts.append(fully_shard(model, **options))
-    if mesh.device_type == "cpu":
-        for part in (*parts[:-2], model.lm_head, model):
-            part.set_force_sum_reduction_for_comms(True)  # gloo does not average
 
 
 def build(held: stage.Stage, line: Line, size: Size, model: str, warmup: int) -> list[float]:

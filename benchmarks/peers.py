@@ -11,12 +11,13 @@ The loss is taken in fp32 as torchtitan does. Attributes have the names of Fourf
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -143,15 +144,28 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, inside)
 
 
-def shard_fully(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, *, explicit: bool) -> None:
+def shard_parts(
+    model: nn.Module,
+    embedding: nn.Module,
+    layers: Iterable[nn.Module],
+    ending: list[nn.Module],
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+) -> list[FSDPModule]:
+    """FSDP2 on the parts of a transformer, the last of which are together; returns the blocks."""
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
-    fully_shard(model.embedding, **options)
-    blocks = [fully_shard(block, **options) for block in model.layers]
-    fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
+    fully_shard(embedding, **options)
+    blocks = [fully_shard(block, **options) for block in layers]
+    fully_shard(ending, **options, reshard_after_forward=False)
     root = fully_shard(model, **options)
     if mesh.device_type == "cpu":
-        for module in (root, model.embedding, model.head, *blocks):
+        for module in (root, embedding, ending[-1], *blocks):
             module.set_force_sum_reduction_for_comms(True)  # gloo does not average
+    return blocks
+
+
+def shard_fully(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, *, explicit: bool) -> None:
+    blocks = shard_parts(model, model.embedding, model.layers, [model.norm, model.head], mesh, dtype)
     if explicit:
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + PREFETCHED_BLOCKS])

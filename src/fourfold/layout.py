@@ -9,8 +9,9 @@ What a gradient still owes follows from the two (`Spec.owes`) and from nothing e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, get_args
 
 import torch
@@ -80,6 +81,10 @@ class Cut:
     def axes(self) -> tuple[str, ...]:
         return (*self.tokens, *self.features)
 
+    def feature_parts(self, sizes: Mapping[str, int]) -> int:
+        """Into how many parts the features are cut."""
+        return prod(sizes[axis] for axis in self.features)
+
 
 def rest(mode: Activations) -> Cut:
     """The residual stream between sublayers."""
@@ -103,6 +108,11 @@ def chunk(length: int, parts: int, index: int) -> range:
     """The `index`-th part of `range(length)` as torch.chunk cuts it: equal, the last ones short or empty."""
     size = -(-length // parts)
     return range(min(index * size, length), min((index + 1) * size, length))
+
+
+def boxed(whole: Tensor, box: Sequence[range]) -> Tensor:
+    """A view of the part with these index ranges."""
+    return whole[tuple(slice(part.start, part.stop) for part in box)]
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -136,6 +146,12 @@ class Storage:
         """The same for a DTensor on a grid's mesh."""
         dims = dict(self.cuts)
         return [Shard(dims[axis]) if axis in dims else Replicate() for axis in AXES]
+
+    @classmethod
+    def of(cls, placements: Sequence[Placement]) -> Storage:
+        """That of a DTensor on a grid's mesh."""
+        places = zip(AXES, placements, strict=True)
+        return cls(tuple((axis, place.dim) for axis, place in places if isinstance(place, Shard)))
 
     def box(self, shape: tuple[int, ...], sizes: Mapping[str, int], coords: Mapping[str, int]) -> tuple[range, ...]:
         """The index range of each dim that the rank at `coords` holds."""

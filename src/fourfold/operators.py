@@ -215,6 +215,19 @@ def whole_over_x(a: Tensor, site: Site, widths: Sequence[int]) -> Flight | Lande
     return site.fly(a, "x", gather, partial(site.scatter_features, widths=whole, axis="x"))
 
 
+def pad_blocks(a: Tensor, count: int, dim: int) -> Tensor:
+    """Zeros at the end of `dim`, where uneven blocks leave a rank with fewer entries than the message has."""
+    missing = count - a.shape[dim]
+    return functional.pad(a, [0, 0] * (a.dim() - 1 - dim) + [0, missing]) if missing else a
+
+
+def gather_blocks(block: Tensor, grid: Grid, axis: str, *, count: int, dim: int, label: str) -> Pending[Tensor]:
+    """All `count` entries of `dim`, from blocks as torch.chunk cuts them over the axis: the last ones may be short."""
+    padded = pad_blocks(block, -(-count // grid.size(axis)), dim)
+    joined = comm.all_gather(padded, grid, axis, dim=dim, label=label)
+    return joined.then(lambda whole: whole if whole.shape[dim] == count else whole.narrow(dim, 0, count))
+
+
 class Conjugate(torch.autograd.Function):
     """An operator that is over where it begins: forward `there`, backward `back`."""
 

@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fourfold.arriving import local_of
 from fourfold.checkpoint.read import read_tensors
 from fourfold.checkpoint.record import Record, require_same_names
 from fourfold.checkpoint.write import Held, Tensors, Writing
 from fourfold.gradients import gradients_of
-from fourfold.grid import AXES
 from fourfold.layout import Storage
 from fourfold.nn.layer import specs_of
 
@@ -73,9 +72,7 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Held]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name in module._non_persistent_buffers_set:
                 continue
-            cuts = ()
-            if isinstance(buffer, DTensor):
-                places = zip(AXES, buffer.placements, strict=True)
-                cuts = tuple((axis, place.dim) for axis, place in places if isinstance(place, Shard))
-            local = local_of(buffer) if isinstance(buffer, DTensor) else buffer
-            yield f"{prefix}.{name}".lstrip("."), Held(local, tuple(buffer.shape), Storage(cuts))
+            cut = isinstance(buffer, DTensor)
+            storage = Storage.of(buffer.placements) if cut else Storage(())
+            held = Held(local_of(buffer) if cut else buffer, tuple(buffer.shape), storage)
+            yield f"{prefix}.{name}".lstrip("."), held

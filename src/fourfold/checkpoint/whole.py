@@ -14,7 +14,7 @@ from fourfold.checkpoint.folder import Place
 from fourfold.checkpoint.read import opened, verify_share
 from fourfold.checkpoint.record import Entry, Record, file_of, read_record, write_record
 from fourfold.grid import Shape
-from fourfold.layout import Storage
+from fourfold.layout import Storage, boxed
 
 
 def read_whole(folder: Path, record: Record, name: str) -> Tensor:
@@ -28,7 +28,7 @@ def read_whole(folder: Path, record: Record, name: str) -> Tensor:
     for rank, box in parts:
         with opened(folder, record, file_of(rank)) as file:
             file.verify(name)
-            whole[tuple(slice(part.start, part.stop) for part in box)].copy_(file.read(name))
+            boxed(whole, box).copy_(file.read(name))
     return whole
 
 

@@ -17,12 +17,11 @@ from functools import partial
 from itertools import product
 
 from torch import Tensor
-from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import AXES, Grid
 from fourfold.layout import GATHERED, Cut, Storage, chunk
-from fourfold.operators import Conjugate, Flight, Landed, Site, identity
+from fourfold.operators import Conjugate, Flight, Landed, Site, gather_blocks, identity, pad_blocks
 from fourfold.pending import Pending
 
 BATCH = ("data", "z")
@@ -111,16 +110,13 @@ def embed(part: Tensor, held: range, rows: int) -> Tensor:
 
 def gather(part: Tensor, site: Site, axis: str, count: int) -> Pending[Tensor]:
     """[r, count/axis, ...] -> [r, count, ...]"""
-    ranks = site.grid.size(axis)
-    padded = _pad(part, -(-count // ranks))
-    joined = comm.all_gather(padded.contiguous(), site.grid, axis, dim=1, label=site.label)
-    return joined.then(lambda whole: take(whole, range(count)))
+    return gather_blocks(part, site.grid, axis, count=count, dim=1, label=site.label)
 
 
 def scatter(whole: Tensor, site: Site, axis: str) -> Pending[Tensor]:
     """[r, count, ...] {sum axis} -> [r, count/axis, ...]"""
     ranks, count = site.grid.size(axis), whole.shape[1]
-    padded = _pad(whole, -(-count // ranks) * ranks)
+    padded = pad_blocks(whole, -(-count // ranks) * ranks, 1)
     own = len(chunk(count, ranks, site.grid.coords[axis]))
     summed = comm.reduce_scatter(padded, site.grid, axis, dim=1, label=site.label)
     return summed.then(lambda part: take(part, range(own)))
@@ -190,9 +186,3 @@ def require_block(a: Tensor, channels: Channels, grid: Grid, label: str) -> None
             f"{label}: {channels.count} channels cut over {over} are {held} on this rank of the grid {grid}, but the "
             f"input is {tuple(a.shape)}; give [rows, {held}, *space], as fourfold.nn.channels.convert cuts it"
         )
-
-
-def _pad(a: Tensor, count: int) -> Tensor:
-    """Zeros behind the channels, where uneven blocks leave a rank with fewer than the message has."""
-    missing = count - a.shape[1]
-    return functional.pad(a, [0, 0] * (a.dim() - 2) + [0, missing]) if missing else a

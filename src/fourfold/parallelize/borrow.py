@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Size, Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
-from fourfold import comm
 from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
 from fourfold.grid import Grid
-from fourfold.layout import Spec, Storage
+from fourfold.layout import Spec, Storage, boxed
 from fourfold.nn.layer import SPECS
 from fourfold.nn.norm import add_gradients
+from fourfold.operators import gather_blocks
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layers import Stored
 from fourfold.parallelize.placed import Layout, Placed, version_of
@@ -38,8 +37,6 @@ class Borrowed(Layout):
     name: str
     parts: tuple[tuple[nn.Parameter, Spec], ...]
     stored: Stored
-
-    elementwise: ClassVar[bool] = False
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -58,15 +55,6 @@ class Borrowed(Layout):
     def _gathered(self) -> Tensor:
         wholes = [ReadWhole.apply(self.run, self.name, spec, parameter) for parameter, spec in self.parts]
         return joined(wholes, self.stored)
-
-    def join(self, local: Tensor, shape: Size) -> Tensor:
-        raise NotImplementedError
-
-    def take(self, whole: Tensor, shape: Size) -> Tensor:
-        raise NotImplementedError
-
-    def part(self, plain: Tensor, shape: Size) -> Tensor:
-        raise NotImplementedError
 
     def refuse_changes(self, operation: str) -> NoReturn:  # noqa: ARG002
         raise RuntimeError(changes(self.name))
@@ -114,7 +102,7 @@ class ReadWhole(torch.autograd.Function):
             run.gradients.deposit(parameter, gradient.to(parameter.dtype).clone())
             return None, None, None, None
         box = spec.storage.compute.box(spec.shape, grid.shape.sizes, grid.coords)
-        own = gradient[tuple(slice(held.start, held.stop) for held in box)].contiguous()
+        own = boxed(gradient, box).contiguous()
         unit = Unit(grid, run.policy, run.gradients, ctx.name, (Member.of(parameter, spec, grid),))
         add_gradients(unit, [own], 1)
         return None, None, None, None
@@ -125,9 +113,7 @@ def gathered(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
     for cut in reversed(range(len(spec.storage.cuts))):
         axis, dim = spec.storage.cuts[cut]
         outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
-        missing = -(-len(outer[dim]) // grid.size(axis)) - shard.shape[dim]
-        padded = functional.pad(shard, [0, 0] * (shard.dim() - 1 - dim) + [0, missing]).contiguous()
-        shard = comm.all_gather(padded, grid, axis, dim=dim, label=label).wait().narrow(dim, 0, len(outer[dim]))
+        shard = gather_blocks(shard, grid, axis, count=len(outer[dim]), dim=dim, label=label).wait()
     return shard
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
 
 from torch import nn
 
@@ -181,7 +180,7 @@ def _linear(name: str, module: nn.Module, choice: Choice, found: Found, run: Run
     layers = [on_grid.Expand(*place, inputs, size, bias=bias) for size in sizes]
     if len(layers) == 1:
         return Reader(name, run, choice.why, layers[0], transposed=transposed)
-    parts = prod(run.grid.size(axis) for axis in inner(run.policy.activations).features)
+    parts = inner(run.policy.activations).feature_parts(run.grid.shape.sizes)
     if word.parts != "qkv" or counts is None or not counts.lie_so(sizes, parts):  # type: ignore[attr-defined]
         counts = None
     return FusedReader(name, run, choice.why, layers, transposed=transposed, counts=counts)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from torch import nn
 
+from fourfold.parallelize.plan import pattern_of
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.swap import adapters_of
 
@@ -20,7 +19,7 @@ def explain(model: nn.Module) -> str:
     for name, module in model.named_modules():
         for adapter in adapters_of(module):
             run = adapter.run
-            pattern = re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}").lstrip(".") or "(the model)"
+            pattern = pattern_of(name) or "(the model)"
             layout, travels = adapter.describe()
             rows.setdefault((pattern, type(module).__name__, layout, travels, adapter.why), []).append(name)
     if run is None:

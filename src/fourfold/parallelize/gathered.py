@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from fourfold.arriving import local_of
-from fourfold.layout import WHOLE, Spec, Storage, inner
+from fourfold.layout import WHOLE, Spec, Storage
 from fourfold.nn.layer import Layer
 from fourfold.nn.norm import add_gradients
 from fourfold.parallelize.layers import REPEATED, Adapter, Stored
@@ -146,7 +146,7 @@ class Spreader(Gathered):
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = super().__call__(module, forward, *args, **kwargs)
-        return laid(out, Blocks(self.run, out.dim() - 1, inner(self.run.policy.activations).features))
+        return laid(out, Blocks(self.run, out.dim() - 1, self.run.over))
 
     def describe(self) -> tuple[str, str]:
         return "cut over z: its own code, then by heads", "parameters over z"

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fourfold.layout import Cut, Spec, inner
+from fourfold.layout import Cut, Spec
 from fourfold.nn.embedding import Embedding
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand
@@ -159,7 +159,7 @@ class Closer(Single[Contract]):
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Placed:  # noqa: ARG002
         self.run.where = self.name
-        layout = Blocks(self.run, input.dim() - 1, inner(self.run.policy.activations).features)
+        layout = Blocks(self.run, input.dim() - 1, self.run.over)
         a = input.laid(layout) if isinstance(input, Placed) else laid(input, layout)
         leading = a.shape[:-1]
         out = self.layer(a.local.reshape(prod(leading), a.local.shape[-1]), prod(leading))
@@ -194,7 +194,7 @@ class HeadNormer(Single[HeadNorm]):
         (input,) = (*args, *kwargs.values())
         by_head = isinstance(input, Placed) and isinstance(input.placement, Blocks)
         if not by_head or input.placement.dim == input.dim() - 1:  # type: ignore[union-attr]
-            layout = Blocks(self.run, input.dim() - 2, inner(self.run.policy.activations).features)
+            layout = Blocks(self.run, input.dim() - 2, self.run.over)
             input = laid(whole(input), layout)
         return input.like(self.layer(input.local))  # type: ignore[attr-defined]
 

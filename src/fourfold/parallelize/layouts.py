@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Size, Tensor
@@ -131,8 +131,6 @@ class Fused(Layout):
 
     pieces: tuple[Placed, ...]
 
-    elementwise: ClassVar[bool] = False
-
     @property
     def axes(self) -> tuple[str, ...]:
         return self.pieces[0].placement.axes
@@ -143,15 +141,6 @@ class Fused(Layout):
 
     def whole(self, local: Tensor, shape: Size) -> Tensor:  # noqa: ARG002
         return torch.cat([piece.whole() for piece in self.pieces], dim=-1)
-
-    def join(self, local: Tensor, shape: Size) -> Tensor:
-        raise NotImplementedError
-
-    def take(self, whole: Tensor, shape: Size) -> Tensor:
-        raise NotImplementedError
-
-    def part(self, plain: Tensor, shape: Size) -> Tensor:
-        raise NotImplementedError
 
     def between(self, start: int, stop: int) -> Any:
         """The parts from one feature to another, if layers begin and end there."""

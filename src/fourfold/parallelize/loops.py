@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.parallelize.layouts import Shared
-from fourfold.parallelize.placed import Placed, laid
+from fourfold.parallelize.placed import Parted, Placed, laid
 from fourfold.parallelize.rules import rule
+from fourfold.parallelize.state import joined_shards
 
 SAVES = "save_pretrained"
 
@@ -42,7 +43,7 @@ def _save_pretrained(module: nn.Module, save: Callable[..., Any], grid: Grid, di
         return
     whole: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
-        tensor = value.full_tensor() if isinstance(value, DTensor) else value
+        tensor = joined_shards(value, grid) if isinstance(value, DTensor) else value
         if grid.rank == 0:
             whole[name] = tensor.cpu()
     whole_options = options | dict(state_dict=whole, is_main_process=True)
@@ -55,7 +56,8 @@ def register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
     and may give another for, is cut as the tensor is."""
     tensor, hook = (*args, *kwargs.values())
     layout = tensor.placement
-    if not layout.elementwise or isinstance(layout, Shared):  # there a rank's share of a gradient is not a part of it
+    # of what is shared a rank's share of a gradient is not a part of it
+    if not isinstance(layout, Parted) or isinstance(layout, Shared):
         raise RuntimeError(
             f"register_hook on a tensor made {layout.run.label} whose gradient is not whole on any rank; "
             "use it on the model's result or its parameters"

@@ -28,7 +28,7 @@ from fourfold.operators import Conjugate
 from fourfold.parallelize.gathered import GatherParameters
 from fourfold.parallelize.layers import Adapter, Closer, Reader, Stored
 from fourfold.parallelize.layouts import Columns, fused
-from fourfold.parallelize.placed import Blocks, Layout, Placed, Rest, conjugate, laid, whole
+from fourfold.parallelize.placed import Blocks, Parted, Placed, Rest, conjugate, laid, whole
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
 
@@ -133,7 +133,7 @@ class Widener(Thin):
             outs.append(Placed(self._product(u, weight, bias), layout, (*leading, size)))
         return outs[0] if len(outs) == 1 else fused(outs)
 
-    def _layout(self, dim: int) -> Layout:
+    def _layout(self, dim: int) -> Parted:
         head = self.base.layers[0]
         if isinstance(head, Head):
             return Columns(self.run, dim, self.cut.features, head)

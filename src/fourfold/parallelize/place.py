@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Grid
-from fourfold.layout import Spec
+from fourfold.layout import Spec, boxed
 from fourfold.nn.layer import SPECS, Layer, box_of, reserve, shard_parameter
 from fourfold.parallelize.gathered import Gathered
 from fourfold.parallelize.layers import Adapter, Reader
@@ -109,7 +109,7 @@ class Placing:
 
 def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: Memory | None) -> nn.Parameter:
     """This rank's shard."""
-    part = whole[tuple(slice(held.start, held.stop) for held in box_of(spec, grid))]
+    part = boxed(whole, box_of(spec, grid))
     own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory
     parameter = shard_parameter(own.copy_(part), spec, grid)
     if joint is not None:

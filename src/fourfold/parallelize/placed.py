@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Size, Tensor
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold import comm
 from fourfold.layout import chunk, rest
-from fourfold.operators import Conjugate
+from fourfold.operators import Conjugate, gather_blocks
 from fourfold.parallelize.run import Run
 
 
@@ -37,13 +37,30 @@ class Layout(ABC):
 
     run: Run
 
-    elementwise: ClassVar[bool] = True
-    """An operation on every element by itself can run on the local tensors."""
-
     @property
     @abstractmethod
     def axes(self) -> tuple[str, ...]:
         """The axes among x and y that cut it."""
+
+    @abstractmethod
+    def whole(self, local: Tensor, shape: Size) -> Tensor:
+        """The whole tensor, whose gradient goes back to the parts."""
+
+    def padded(self, shape: Size) -> bool:  # noqa: ARG002
+        """Whether some rank's local tensor has entries that stand for nothing. Their gradient is 0."""
+        return False
+
+    def refuse_changes(self, operation: str) -> NoReturn:
+        # no TypeError, which a + b would take for an operand that it does not know
+        raise RuntimeError(
+            f"{operation} changes a tensor made {self.run.label} in place that is cut over the grid; write it without "
+            "changing in place, or give the module a plan of Whole(), which hands it whole tensors"
+        )
+
+
+@dataclass(frozen=True)
+class Parted(Layout):
+    """Every rank holds a part of the tensor: an operation on every element by itself can run on the local tensors."""
 
     @abstractmethod
     def join(self, local: Tensor, shape: Size) -> Tensor:
@@ -70,17 +87,6 @@ class Layout(ABC):
             gradient = comm.all_reduce(gradient, self.run.grid, axis, label=self.run.label).wait()
         return gradient
 
-    def padded(self, shape: Size) -> bool:  # noqa: ARG002
-        """Whether some rank's local tensor has entries that stand for nothing. Their gradient is 0."""
-        return False
-
-    def refuse_changes(self, operation: str) -> NoReturn:
-        # no TypeError, which a + b would take for an operand that it does not know
-        raise RuntimeError(
-            f"{operation} changes a tensor made {self.run.label} in place that is cut over the grid; write it without "
-            "changing in place, or give the module a plan of Whole(), which hands it whole tensors"
-        )
-
 
 def conjugate(plain: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """`there`, with `back` for the gradient if there will be one."""
@@ -90,7 +96,7 @@ def conjugate(plain: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[
 
 
 @dataclass(frozen=True)
-class Rest(Layout):
+class Rest(Parted):
     """The residual stream [..., k]: its tokens, flattened, cut over x (where activations are sharded) with padding at
     the end, its features over y. The local tensor is [ceil(m/x), k/y]."""
 
@@ -154,7 +160,7 @@ class Rest(Layout):
 
 
 @dataclass(frozen=True)
-class Blocks(Layout):
+class Blocks(Parted):
     """One dim is cut in contiguous blocks over some axes, outermost first, as torch.chunk cuts: heads, hidden units,
     channels. The local tensor has the dims of the whole."""
 
@@ -218,16 +224,8 @@ class Blocks(Layout):
         return whole.narrow(dim, first, length).contiguous()
 
     def _join(self, local: Tensor, dim: int, length: int) -> Tensor:
-        grid = self.run.grid
-        before = self._lengths(length)
-        for axis, outer in reversed(list(zip(self.over, before, strict=False))):
-            if grid.size(axis) == 1:
-                continue
-            missing = -(-outer // grid.size(axis)) - local.shape[dim]
-            if missing:
-                local = functional.pad(local, [0, 0] * (local.dim() - 1 - dim) + [0, missing])
-            local = comm.all_gather(local.contiguous(), grid, axis, dim=dim, label=self.run.label).wait()
-            local = local.narrow(dim, 0, outer)
+        for axis, outer in reversed(list(zip(self.over, self._lengths(length), strict=False))):
+            local = gather_blocks(local, self.run.grid, axis, count=outer, dim=dim, label=self.run.label).wait()
         return local
 
 
@@ -277,7 +275,7 @@ class Placed(Tensor):
     def whole(self) -> Tensor:
         return self.placement.whole(self.local, self._shape)
 
-    def laid(self, layout: Layout) -> Placed:
+    def laid(self, layout: Parted) -> Placed:
         """The same in another layout."""
         return self if self.placement == layout else laid(self.whole(), layout)
 
@@ -310,7 +308,7 @@ class Placed(Tensor):
         )
 
 
-def laid(plain: Tensor, layout: Layout) -> Placed:
+def laid(plain: Tensor, layout: Parted) -> Placed:
     """A plain tensor in that layout."""
     return Placed(layout.part(plain, plain.shape), layout, plain.shape)
 

@@ -113,7 +113,7 @@ def resolve(plan: Mapping[str, Word | str], names: Iterable[str], why: str) -> d
     for key, word in plan.items():
         matching = matches(key, names)
         if not matching:
-            near = get_close_matches(key, [re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names], n=1, cutoff=0)
+            near = get_close_matches(key, [pattern_of(name) for name in names], n=1, cutoff=0)
             raise ValueError(
                 f"plan: {key!r} matches no module of the model; the nearest name is {near[0]!r}"
                 if near
@@ -132,6 +132,11 @@ def whole_below(chosen: Mapping[str, Choice], names: Iterable[str]) -> dict[str,
                 below: choice for below in names if below.startswith(f"{name}." if name else "") and below not in chosen
             }
     return spread
+
+
+def pattern_of(name: str) -> str:
+    """The same for all of several equal blocks: their numbers are `*`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}").lstrip(".")
 
 
 def matches(key: str, names: Iterable[str]) -> list[str]:

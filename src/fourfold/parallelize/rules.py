@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fourfold.nn.initial import key_of
 from fourfold.nn.moment import drawing
 from fourfold.parallelize.layouts import Fused, Shared, fused
-from fourfold.parallelize.placed import RULES, Placed, changes_in_place, placed_in
+from fourfold.parallelize.placed import RULES, Parted, Placed, changes_in_place, placed_in
 
 
 def rule(*functions: Callable | None) -> Callable[[Callable], Callable]:
@@ -81,7 +81,7 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     layout, name = leader.placement, getattr(func, "__name__", "").removeprefix("special_")
     if isinstance(layout, Fused):
         return _by_pieces(func, args, kwargs, leader)
-    if not layout.elementwise or "out" in kwargs or not _fills(leader, args, kwargs):
+    if not isinstance(layout, Parted) or "out" in kwargs or not _fills(leader, args, kwargs):
         return NotImplemented
     by = operand(args, kwargs, 1, "other")
     divides = name in DIVIDES and isinstance(by, Tensor) and by.numel() > 1
@@ -152,7 +152,7 @@ def cast(func: Callable, args: tuple, kwargs: dict) -> Any:
     a = operand(args, kwargs, 0, "input", "self")
     if isinstance(a, Placed) and isinstance(a.placement, Fused):
         return _by_pieces(func, args, kwargs, a)
-    if isinstance(a, Placed) and not a.placement.elementwise:
+    if isinstance(a, Placed) and not isinstance(a.placement, Parted):
         return NotImplemented
     args = tuple(value for value in args if not isinstance(value, torch.memory_format))
     local = on_parts(func, args, _without_memory_format(kwargs))
@@ -167,7 +167,7 @@ def dropout(func: Callable, args: tuple, kwargs: dict) -> Any:
         return a
     if probability == 0:
         return a
-    if not a.placement.elementwise or isinstance(a.placement, Shared):
+    if not isinstance(a.placement, Parted) or isinstance(a.placement, Shared):
         return NotImplemented
     with drawing(key_of_parts(a), a.device):
         return a.like(on_parts(func, args, kwargs))
@@ -179,7 +179,7 @@ def drawn(func: Callable, args: tuple, kwargs: dict) -> Any:
     a = args[0]
     if not isinstance(a, Placed) or placed_in((args[1:], kwargs)):
         return NotImplemented
-    if not a.placement.elementwise or isinstance(a.placement, Shared):
+    if not isinstance(a.placement, Parted) or isinstance(a.placement, Shared):
         return NotImplemented
     with drawing(key_of_parts(a), a.device):
         func(a.local, *args[1:], **kwargs)

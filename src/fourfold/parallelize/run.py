@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
-from fourfold.layout import Policy
+from fourfold.layout import Policy, inner
 from fourfold.nn.moment import Clock
 from fourfold.overlap import Engine
 
@@ -65,6 +65,11 @@ class Run:
                     f"{name} was replaced after the model was parallelised; change parameters in place (copy_ on their "
                     "shards, load_state_dict without assign=True), or replace them before"
                 )
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes that cut features inside a sublayer."""
+        return inner(self.policy.activations).features
 
     @property
     def engine(self) -> Engine:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fourfold import comm
 from fourfold.arriving import local_of
-from fourfold.grid import AXES, Grid
-from fourfold.layout import Spec, Storage
+from fourfold.grid import Grid
+from fourfold.layout import Spec, Storage, boxed
 from fourfold.nn.layer import SPECS, box_of, shard_parameter
 from fourfold.parallelize.layers import REPEATED, Stored
 
@@ -86,7 +86,7 @@ def _take_plain(
         if names == [original] and not stored[original].transposed and _lies_as(given, specs[original], grid):
             state[prefix + original] = Landing(local_of(given), specs[original])
             continue
-        whole = _joined_shards(given, grid) if isinstance(given, DTensor) else given
+        whole = joined_shards(given, grid) if isinstance(given, DTensor) else given
         for own in names:
             part, spec = stored[own].of(whole), specs[own]
             if tuple(part.shape) != spec.shape:
@@ -111,7 +111,7 @@ def _take_buffers(
         if _lies_as(given, spec, grid):
             state[prefix + own] = Landing(local_of(given), spec)
         else:
-            whole = _joined_shards(given, grid) if isinstance(given, DTensor) else given
+            whole = joined_shards(given, grid) if isinstance(given, DTensor) else given
             state[prefix + own] = Landing(_boxed(whole, spec, grid), spec)
 
 
@@ -163,18 +163,16 @@ def _lies_as(given: Tensor, spec: Spec, grid: Grid) -> bool:
     return list(given.placements) == spec.storage.placements()
 
 
-def _joined_shards(given: DTensor, grid: Grid) -> Tensor:
+def joined_shards(given: DTensor, grid: Grid) -> Tensor:
     """The whole of what `state_dict` gave, or of shards on another mesh."""
     if given.device_mesh != grid.mesh:
         return given.full_tensor()
-    places = zip(AXES, given.placements, strict=True)
-    cuts = tuple((axis, place.dim) for axis, place in places if isinstance(place, Shard))
-    spec = Spec(tuple(given.shape), Storage(cuts), REPEATED)
+    spec = Spec(tuple(given.shape), Storage.of(given.placements), REPEATED)
     return comm.join_shards(local_of(given.detach()), spec, grid)
 
 
 def _boxed(whole: Tensor, spec: Spec, grid: Grid) -> Tensor:
-    return whole[tuple(slice(part.start, part.stop) for part in box_of(spec, grid))].clone()
+    return boxed(whole, box_of(spec, grid)).clone()
 
 
 def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor]:

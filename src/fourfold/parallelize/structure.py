@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 from torch import nn
 
@@ -102,7 +101,7 @@ def find(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, Choic
     modules = {name: model.get_submodule(layer) for name, layer in layers.items()}
     choices = find_images(model, given) | find_pairs(model) | dict(given)
     found = Found({plain[name]: choice for name, choice in choices.items()}, plain=plain)
-    parts = prod(grid.size(axis) for axis in inner(policy.activations).features)
+    parts = inner(policy.activations).feature_parts(grid.shape.sizes)
     for name, module in modules.items():
         # a module that stands in two places is found in the first
         own = {child: kind for child, kind in children_of(module).items() if f"{name}.{child}".lstrip(".") in modules}
@@ -115,7 +114,7 @@ def find(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, Choic
         if name in found.choices or not has_own(module) or adapters_of(module):
             continue
         found.choices[name] = _choose(name, module, modules, found, tokens)
-    _mend(found, modules, grid, policy)
+    _mend(found, modules, grid.size("y"), parts)
     found.choices = {layers[name]: choice for name, choice in found.choices.items()}
     found.groups = {tuple(layers[name] for name in group): counts for group, counts in found.groups.items()}
     return found
@@ -273,9 +272,8 @@ def _closes_attention(parent: str, own: str, modules: Mapping[str, nn.Module]) -
     return any(_named(children_of(child), QUERY) for child in children_of(above).values())
 
 
-def _mend(found: Found, modules: Mapping[str, nn.Module], grid: Grid, policy: Policy) -> None:
+def _mend(found: Found, modules: Mapping[str, nn.Module], y: int, parts: int) -> None:
     """Words that a layer's sizes do not allow give way to one that they do, unless they were asked for."""
-    y, parts = grid.size("y"), prod(grid.size(axis) for axis in inner(policy.activations).features)
     for name, choice in found.choices.items():
         module = modules.get(name)
         if module is not None and is_linear(module) and not choice.why.startswith("plan"):

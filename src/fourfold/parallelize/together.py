@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Size, Tensor
 
-from fourfold.layout import inner
 from fourfold.nn.attention import Heads, read_heads
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import Expand, expand_in_turns
@@ -102,19 +101,18 @@ def read_all(run: Run, layers: Sequence[Expand], a: Tensor, counts: HeadCounts |
     """What the layers make of a tensor [..., k]: each [..., n_i], features cut over x and y."""
     resting = at_rest(a, run)
     leading, tokens = resting.shape[:-1], prod(resting.shape[:-1])
-    over = inner(run.policy.activations).features
     if counts is not None:
         held = Heads.of(counts.heads, counts.kv_heads, run.grid, run.policy)
         outs = list(run.engine.alone(read_heads(layers, resting.local, tokens, held)))
         if held.shared:
-            layout = _shared(run, counts, held, len(leading), over)
+            layout = _shared(run, counts, held, len(leading))
             outs[1:] = [_held_heads(out, held.keys, layout, counts.head_dim) for out in outs[1:]]
-            layouts: list[Layout] = [Blocks(run, len(leading), over), layout, layout]
+            layouts: list[Layout] = [Blocks(run, len(leading), run.over), layout, layout]
             return [_placed(*each, leading) for each in zip(outs, layouts, layers, strict=True)]
     else:
         outs = run.engine.alone(expand_in_turns(layers, resting.local, tokens))
     layouts = [
-        Columns(run, len(leading), over, layer) if isinstance(layer, Head) else Blocks(run, len(leading), over)
+        Columns(run, len(leading), run.over, layer) if isinstance(layer, Head) else Blocks(run, len(leading), run.over)
         for layer in layers
     ]
     return [_placed(*each, leading) for each in zip(outs, layouts, layers, strict=True)]
@@ -125,10 +123,10 @@ def _placed(out: Tensor, layout: Layout, layer: Expand, leading: Size) -> Placed
     return Placed(out.view(*leading, out.shape[-1]), layout, (*leading, width))
 
 
-def _shared(run: Run, counts: HeadCounts, held: Heads, dim: int, over: tuple[str, ...]) -> Shared:
+def _shared(run: Run, counts: HeadCounts, held: Heads, dim: int) -> Shared:
     group = counts.heads // counts.kv_heads
     read = range(held.queries.start // group, (held.queries.stop - 1) // group + 1)
-    return Shared(run, dim, over, counts.kv_heads, counts.head_dim, read, held.queries, group)
+    return Shared(run, dim, run.over, counts.kv_heads, counts.head_dim, read, held.queries, group)
 
 
 def _held_heads(out: Tensor, keys: range, layout: Shared, head_dim: int) -> Tensor:
