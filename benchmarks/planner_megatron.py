@@ -14,6 +14,7 @@ from typing import get_args
 
 import torch
 
+from fourfold.cost.flops import flops_per_token
 from fourfold.cost.machine import load_machine
 from fourfold.cost.memory import kept_for_backward
 from fourfold.cost.price import Choice, Task, memory_of, price
@@ -88,27 +89,72 @@ def planned(name: str, space: Space) -> Side:
 # --- a pipeline of stages
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Tensor-parallel stages, and what a step takes."""
+
+    choice: Choice
+    """Of one stage."""
+    stages: int
+    seconds: float
+    compute: float
+    """Seconds of computation of a device, the mean over stages."""
+
+    @property
+    def how(self) -> str:
+        choice = self.choice
+        return (
+            f"{choice.shape}, {self.stages} stages, recompute {choice.policy.recompute}, {choice.micro_steps} "
+            f"micro-steps of {choice.rows} rows"
+        )
+
+
 def pipeline(name: str, recompute: Sequence[Recompute]) -> Side:
     """The best of all pipelines of tensor-parallel stages that fit."""
-    return min((Side(name, *found) for found in _pipelines(task(), recompute)), key=lambda side: side.seconds)
+    best = fastest_pipeline(task(), DEVICES, recompute)
+    if best is None:
+        raise ValueError(f"{name}: no pipeline of {MODEL} fits on {DEVICES} devices of {MACHINE}")
+    return Side(name, best.how, best.seconds)
 
 
-def _pipelines(whole: Task, recompute: Sequence[Recompute]) -> Iterator[tuple[str, float]]:
-    """How, and the seconds of a step."""
+def fastest_pipeline(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Staged | None:
+    """Of two stages or more, with tensor parallelism inside a node; None: nothing fits. Those are simulated that could
+    be faster than the fastest yet if all their FLOPs ran at the best rate."""
+    tried = [(_least_seconds(whole, devices, *one), *one) for one in _pipelines(whole, devices, recompute)]
+    best: Staged | None = None
+    for least, choice, stages in sorted(tried, key=lambda one: one[0]):
+        if best is not None and least >= best.seconds:
+            break
+        if _fits(whole, choice, stages):
+            found = _staged(whole, choice, stages)
+            best = found if best is None or found.seconds < best.seconds else best
+    return best
+
+
+def _pipelines(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Iterator[tuple[Choice, int]]:
+    """All that cut devices and batch evenly, whether they fit or not: a stage, and how many."""
     per_node = whole.machine.devices_per_node
     for x, stages in product(range(1, per_node + 1), range(2, whole.config.layers + 1)):
-        if DEVICES % (x * stages) or whole.config.heads % x:
+        if devices % (x * stages) or whole.config.heads % x:
             continue
-        shape = Shape(x=x, data=DEVICES // (x * stages))
-        for rows, policy in product(ROWS_OF_MICRO_STEPS, map(_policy, recompute)):
+        shape = Shape(x=x, data=devices // (x * stages))
+        for rows, policy in product(ROWS_OF_MICRO_STEPS, map(megatron_policy, recompute)):
             micro_steps, rest = divmod(whole.rows, shape.data * rows)
             if rest == 0 and micro_steps:
-                choice = Choice(shape, policy, rows, micro_steps)
-                if _fits(whole, choice, stages):
-                    yield _staged(whole, choice, stages)
+                yield Choice(shape, policy, rows, micro_steps), stages
 
 
-def _policy(recompute: Recompute) -> Policy:
+def _least_seconds(whole: Task, devices: int, choice: Choice, stages: int) -> float:
+    flops = flops_per_token(whole.config, whole.seq, choice.policy.recompute).hardware * whole.tokens
+    return flops / (devices * whole.machine.gemm[whole.dtype]) * _with_bubble(choice, stages)
+
+
+def _with_bubble(choice: Choice, stages: int) -> float:
+    return (choice.micro_steps + stages - 1) / choice.micro_steps
+
+
+def megatron_policy(recompute: Recompute) -> Policy:
+    """Sequence parallelism, a sharded optimizer, no halves."""
     overlap = Overlap(halves=1, data=True)
     return Policy(recompute=recompute, compute=torch.bfloat16, shard_optimizer=True, overlap=overlap)
 
@@ -119,16 +165,19 @@ def _fits(whole: Task, choice: Choice, stages: int) -> bool:
     return memory_of(stage, choice).total + waiting <= whole.machine.memory - whole.machine.reserve
 
 
-def _staged(whole: Task, choice: Choice, stages: int) -> tuple[str, float]:
+def _staged(whole: Task, choice: Choice, stages: int) -> Staged:
     few, more = (
-        price(replace(whole, config=replace(whole.config, layers=layers)), choice).seconds for layers in (FEW, MORE)
+        price(replace(whole, config=replace(whole.config, layers=layers)), choice).totals for layers in (FEW, MORE)
     )
-    layer, layers = (more - few) / (MORE - FEW), whole.config.layers
-    ends = few - FEW * layer
-    slowest = max(ceil(layers / stages) * layer, (layers * layer + ends) / stages)
-    seconds = slowest * (choice.micro_steps + stages - 1) / choice.micro_steps
-    how = (
-        f"{choice.shape}, {stages} stages, recompute {choice.policy.recompute}, {choice.micro_steps} micro-steps of "
-        f"{choice.rows} rows"
-    )
-    return how, seconds
+    layers = whole.config.layers
+    layer, all_layers = _layer_and_all(few.seconds, more.seconds, layers)
+    slowest = max(ceil(layers / stages) * layer, all_layers / stages)
+    seconds = slowest * _with_bubble(choice, stages)
+    _, compute = _layer_and_all(few.compute, more.compute, layers)
+    return Staged(choice, stages, seconds, compute / stages)
+
+
+def _layer_and_all(few: float, more: float, layers: int) -> tuple[float, float]:
+    """Seconds of a layer, and of all layers with the ends of the model."""
+    layer = (more - few) / (MORE - FEW)
+    return layer, few + (layers - FEW) * layer
