@@ -42,7 +42,7 @@ STRONG = {
     ("frontier", "gpt-320b"): (64, 128, *MANY),
     ("perlmutter", "gpt-80b"): (32, 64, *MANY[:-2]),
 }
-"""The first number is meant to be one on which nothing fits."""
+"""From numbers of devices on which the model barely fits, or does not."""
 UNFITTED = [("frontier", "gpt-320b", 32768), ("perlmutter", "gpt-40b", 4096)]
 QUICK = [
     Case("weak", "perlmutter", "gpt-5b", 512),

@@ -221,7 +221,7 @@ def _ideal(axes: Any, line: Line) -> None:
         last = line[-1][0]
         axes.plot([first, last], [value, value * last / first], color="#999999", linewidth=1, linestyle="--", zorder=1)
         axes.annotate(
-            "as many times the devices", (last, value * last / first), (-6, 0), textcoords="offset points",
+            "ideal", (last, value * last / first), (-14, 0), textcoords="offset points",
             ha="right", va="center", fontsize=9, color="#666666",
         )  # fmt: skip
 
@@ -264,8 +264,9 @@ def _name_lines(axes: Any) -> None:
             )  # fmt: skip
 
 
-def spread(heights: Sequence[float], apart: float) -> list[float]:
-    """The same heights in the same order, at least so far apart, each moved as little as its neighbours let it."""
+def spread(heights: Sequence[float], apart: float, highest: float = 1.0) -> list[float]:
+    """The same heights in the same order, at least so far apart, each moved as little as its neighbours and the highest
+    that may be let it."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     groups: list[list[int]] = []
 
@@ -283,4 +284,7 @@ def spread(heights: Sequence[float], apart: float) -> list[float]:
     for group in groups:
         for place, index in enumerate(group):
             moved[index] = middle(group) + apart * (place - (len(group) - 1) / 2)
+    for index in reversed(order):
+        moved[index] = min(moved[index], highest)
+        highest = moved[index] - apart
     return moved

@@ -14,8 +14,12 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+import planner_megatron
 import scaling
 import scaling_sides
+from fourfold.cost.machine import load_machine
+from fourfold.cost.price import Task
+from fourfold.models.config import config
 from planner_points import POINTS
 from scaling_measured import best_of_each, newest_measured, read_measured
 from scaling_plot import efficiency_of, line_of, plot_all, series_of, spread
@@ -121,6 +125,21 @@ def test_no_case_twice_and_weak_scaling_holds_every_published_run() -> None:
     assert {(point.machine, point.devices, point.model) for point in POINTS} <= weak
 
 
+def test_pipelines_that_are_not_simulated_are_slower() -> None:
+    task = Task(config("gpt-125m", layers=4), load_machine("perlmutter"), 64, 1024)
+    every = [
+        planner_megatron._staged(task, choice, stages)
+        for choice, stages in planner_megatron._pipelines(task, 8, ("none",))
+        if planner_megatron._fits(task, choice, stages)
+    ]
+    assert len({staged.stages for staged in every}) > 1
+    fastest = min(every, key=lambda staged: staged.seconds)
+    assert planner_megatron.fastest_pipeline(task, 8, ("none",)) == fastest
+    assert fastest.compute < fastest.seconds
+    none = replace(task, machine=replace(task.machine, memory=10**8, reserve=0))
+    assert planner_megatron.fastest_pipeline(none, 8, ("none",)) is None
+
+
 # --- measured runs
 
 
@@ -172,6 +191,7 @@ def test_names_are_moved_apart_and_keep_their_order() -> None:
     rising = sorted(moved)
     assert all(after - before >= 0.05 - 1e-12 for before, after in pairwise(rising))
     assert sum(moved) == pytest.approx(sum(heights))
+    assert spread([0.99, 0.5, 1.0], 0.1) == pytest.approx([0.9, 0.5, 1.0])
 
 
 def test_plots_are_the_same_bytes_and_show_every_side(tmp_path: Path) -> None:
