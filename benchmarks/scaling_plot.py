@@ -49,6 +49,8 @@ ROOM = 3.2
 """Octaves at the right that are left to the names of lines."""
 APART = 0.055
 """The least distance of names, of the height of a plot."""
+WIDTH = 0.15
+"""Names of lines that end nearer to each other than this part of a plot's width could touch."""
 
 Line = list[tuple[int, float]]
 
@@ -215,14 +217,14 @@ def _measured_runs(axes: Any, runs: Mapping[tuple[str, str], Sequence[Measured]]
 
 
 def _ideal(axes: Any, line: Line) -> None:
-    """As many times the tokens as devices, from our first point on."""
+    """As many times the tokens as devices, at the best rate of a device that we reach."""
     if line:
-        first, value = line[0]
-        last = line[-1][0]
-        axes.plot([first, last], [value, value * last / first], color="#999999", linewidth=1, linestyle="--", zorder=1)
+        first, last = line[0][0], line[-1][0]
+        rate = max(value / devices for devices, value in line)
+        axes.plot([first, last], [rate * first, rate * last], color="#999999", linewidth=1, linestyle="--", zorder=1)
         axes.annotate(
-            "ideal", (last, value * last / first), (-14, 0), textcoords="offset points",
-            ha="right", va="center", fontsize=9, color="#666666",
+            "ideal", (last, rate * last), (-14, 0), textcoords="offset points", ha="right", va="center",
+            fontsize=9, color="#666666",
         )  # fmt: skip
 
 
@@ -249,13 +251,15 @@ def _ticks_of_seconds(axes: Any) -> None:
 def _name_lines(axes: Any) -> None:
     """Each line's name at its end, in its colour; names that would touch are moved apart."""
     to_axes = axes.transData + axes.transAxes.inverted()
-    ends: dict[float, list[tuple[float, Any]]] = {}
+    ends = []
     for line in axes.lines:
         if line.get_gid():
-            at, height = to_axes.transform((line.get_xdata()[-1], line.get_ydata()[-1]))
-            ends.setdefault(at, []).append((height, line))
-    for at, lines in ends.items():
-        for height, (_, line) in zip(spread([height for height, _ in lines], APART), lines, strict=True):
+            ends.append((*to_axes.transform((line.get_xdata()[-1], line.get_ydata()[-1])), line))
+    ends.sort(key=lambda end: end[0])
+    while ends:
+        near = [end for end in ends if end[0] < ends[0][0] + WIDTH]
+        ends = ends[len(near) :]
+        for height, (at, _, line) in zip(spread([end[1] for end in near], APART), near, strict=True):
             name = line.get_gid()
             axes.annotate(
                 name, (at, height), (8, 0), xycoords="axes fraction", textcoords="offset points", va="center",
