@@ -1,7 +1,7 @@
 """Weak and strong scaling by simulation, Fourfold beside its peers, to 131,072 devices.
 
     python benchmarks/scaling.py             # CPU only, one core, 6 minutes; needs matplotlib for the plots
-    python benchmarks/scaling.py --quick     # three small cases, seconds; into runs/scaling
+    python benchmarks/scaling.py --quick     # three small cases, half a minute; into runs/scaling
 
 Every case is stored as soon as it is found, and a case that the file has is not searched again: an interrupted study
 goes on, and a rerun draws the plots anew. Delete the file after a change of the simulator. Sides: scaling_sides.py;
