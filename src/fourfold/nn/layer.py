@@ -164,4 +164,8 @@ def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
         grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
     trained = local.is_floating_point() or local.is_complex()  # torch has no gradients of whole numbers
-    return nn.Parameter(DTensor(own_storage(local), lies, requires_grad=False), requires_grad=trained)
+    # `.data` counts its own changes: views of one memory count together, and what is gathered ahead would be gathered
+    # again when a neighbour changes
+    parameter = DTensor(own_storage(local).data, lies, requires_grad=trained)
+    parameter._is_param = True  # what nn.Parameter does, but for a detach, of which torch would derive the layout anew
+    return parameter  # type: ignore[return-value]
