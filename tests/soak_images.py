@@ -1,4 +1,5 @@
-"""Every network of images over many grids of 1 to 8 ranks, in both modes: all laws of test_images.py at length.
+"""Every network of images over many grids of 1 to 8 ranks, in both modes: all laws of test_images.py at length. Before
+them the stacks of test_conv.py on every grid of 2 to 4 ranks, in both modes.
 
     python tests/soak_images.py
     python tests/soak_images.py --start 40        # go on where a run ended
@@ -15,6 +16,8 @@ import time
 
 from fourfold.grid import Shape, shapes_of
 from harness import close_pools, pool
+from test_conv import all_errors, cases_of
+from test_conv import check as check_stacks
 from test_images import NETWORKS, Case, check
 
 GRIDS = [
@@ -36,12 +39,25 @@ def all_cases() -> list[Case]:
     return cases
 
 
+def stacks() -> int:
+    """How many ran; raises where one is off."""
+    done = 0
+    for world in (2, 3, 4):
+        cases = cases_of(list(shapes_of(world)), every=True)
+        for found in pool(world).run(all_errors, cases, timeout=600):
+            check_stacks(found)
+        done += len(cases)
+    return done
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     start = parser.parse_args().start
     cases = all_cases()
     began, failed, worst = time.monotonic(), [], 0.0
+    if start == 0:
+        print(f"{stacks()} stacks of convolutions, {time.monotonic() - began:.1f} s", flush=True)
     for number, case in enumerate(cases[start:], start):
         since = time.monotonic()
         try:
