@@ -129,8 +129,8 @@ GRIDS = [
     (Shape(x=3), "sharded"),
 ]
 """In the order of their ranks, which stay up."""
-SHARE = 30
-"""Each grid tries another one in so many of the calls and layouts; SHARE = 1 is all of them, for minutes."""
+SHARE = 45
+"""Each grid tries another one in so many of the calls and layouts; soak_operations.py tries all of them."""
 
 
 @pytest.mark.parametrize(("shape", "mode"), GRIDS, ids=lambda value: str(value))
