@@ -8,9 +8,10 @@ from torch import Tensor
 
 import fourfold as ff
 import plain
+from fourfold.arriving import local_of
 from fourfold.comm import join_shards
 from fourfold.gradients import grad_norm
-from fourfold.grid import Shape
+from fourfold.grid import Grid, Shape
 from fourfold.layout import Init, Policy, inner, rest
 from fourfold.nn.layer import specs_of
 from harness import grid_of
@@ -188,3 +189,14 @@ def test_initial_weights_do_not_depend_on_defaults() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(first.embedding.weight._local_tensor, second.embedding.weight._local_tensor)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_in_one_memory_count_their_changes_apart(device: str) -> None:
+    """What is gathered ahead is gathered again when its weight has changed, and not when a neighbour has."""
+    grid = Grid.alone("cpu")
+    model = ff.models.build("llama-tiny", grid, device=torch.device(device))
+    gate, up = (local_of(getattr(model.layers[0].mlp, name).weight) for name in ("gate", "up"))
+    before = gate._version, up._version
+    gate.add_(1)
+    assert (gate._version, up._version) == (before[0] + 1, before[1])
