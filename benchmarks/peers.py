@@ -5,6 +5,7 @@
   blocks, is a peer of its own.
 - **TP**: the plan of torch's tutorial and of torchtitan: with sequence parallelism and `loss_parallel`.
 - **FSDP2 x TP**: both on a mesh of two dims, TP on the inner one.
+- **HSDP**: FSDP2 on a mesh of replicas of shards.
 
 The loss is taken in fp32 as torchtitan does. Attributes have the names of Fourfold's models.
 """
@@ -29,9 +30,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from fourfold.layout import Init
+from fourfold.layout import Init, chunk
 from fourfold.models import Config
-from fourfold.nn.initial import key_of
+from fourfold.nn.initial import fill_, key_of
 from sides import Draw, Side, Size, local
 
 Rope = tuple[Tensor, Tensor]
@@ -173,7 +174,8 @@ def shard_fully(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, *, explicit:
 
 
 class Peer(Side):
-    """A Llama on a mesh of (dp, tp) ranks; a dim of size 1 means without that kind of parallelism."""
+    """A Llama on a mesh of (dp, tp) ranks, or (replicate, dp, tp); a dim of size 1 means without that kind of
+    parallelism. Replicas hold the same shards."""
 
     module: Llama
 
@@ -181,11 +183,9 @@ class Peer(Side):
         device = (
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
-        data_parallel, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
-        rows = size.rows // data_parallel
-        if size.rows % data_parallel:
-            raise ValueError(f"{size.rows} rows cannot be cut over {data_parallel} data-parallel ranks")
-        self.tokens, self.targets = (part[place * rows :][:rows] for part in size.batch(device))
+        replicated = "replicate" in (mesh.mesh_dim_names or ()) and mesh["replicate"].size() > 1
+        shards = mesh["replicate", "dp"] if replicated else mesh["dp"]
+        self.tokens, self.targets = rows_of(size, shards, device)
         self.cuts_vocabulary = mesh["tp"].size() > 1
         with torch.device("meta"):
             self.module = Llama(size.config).to(size.dtype)
@@ -194,8 +194,8 @@ class Peer(Side):
         if compiled:
             for block in self.module.layers:
                 block.compile()
-        if data_parallel > 1:
-            shard_fully(self.module, mesh["dp"], size.dtype, explicit=explicit)
+        if shards.size() > 1:
+            shard_fully(self.module, shards, size.dtype, explicit=explicit)
         self.module.to_empty(device=device)
         self.place = tuple(mesh.get_coordinate() or ())
 
@@ -203,7 +203,7 @@ class Peer(Side):
     def draws(self) -> list[Draw]:  # type: ignore[override]
         """Asked for anew: FSDP2 may move its shards in the first step."""
         return [
-            Draw(local(parameter.detach()), _initial(self.module.config, name), key_of(name, self.place))
+            Draw(local(parameter.detach()), initial_of(self.module.config, name), key_of(name, self.place))
             for name, parameter in self.module.named_parameters()
         ]
 
@@ -216,9 +216,43 @@ class Peer(Side):
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
-def _initial(config: Config, name: str) -> Init:
+def rows_of(size: Size, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of this rank, where each rank of the mesh has rows of its own."""
+    ranks, place = mesh.size(), 0
+    for dim in range(mesh.ndim):
+        place = place * mesh.size(dim) + mesh.get_local_rank(dim)
+    if size.rows % ranks:
+        raise ValueError(f"{size.rows} rows cannot be cut over {ranks} data-parallel ranks")
+    rows = size.rows // ranks
+    tokens, targets = (part[place * rows :][:rows] for part in size.batch(device))
+    return tokens, targets
+
+
+def initial_of(config: Config, name: str) -> Init:
     """As Fourfold's models start."""
     if name.endswith("norm.weight"):
         return Init(mean=1.0)
     deep = name.endswith(("attention.out.weight", "mlp.down.weight"))
     return Init(std=0.02 / (2 * config.layers) ** 0.5 if deep else 0.02)
+
+
+def start(model: nn.Module, config: Config, seed: int = 0) -> None:
+    """Fourfold's first weights of that seed, of which each rank draws its shards alone."""
+    for name, parameter in model.named_parameters():
+        shard = local(parameter.detach())
+        fill_(shard, _box(parameter), parameter.shape, initial_of(config, name), seed, name)
+
+
+def _box(parameter: Tensor) -> list[range]:
+    """The index range of each dim that this rank holds. Where two mesh dims cut the same tensor dim, FSDP2 cuts what
+    TP has cut: the inner mesh dim comes first."""
+    box = [range(length) for length in parameter.shape]
+    if not isinstance(parameter, DTensor):
+        return box
+    for dim in reversed(range(parameter.device_mesh.ndim)):
+        placement = parameter.placements[dim]
+        if not placement.is_replicate():
+            held = box[placement.dim]  # type: ignore[attr-defined]
+            part = chunk(len(held), parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim))
+            box[placement.dim] = held[part.start : part.stop]  # type: ignore[attr-defined]
+    return box
