@@ -36,7 +36,9 @@ def minimal_reduce_scatter() -> Iterator[None]:
     library = torch.library.Library("c10d", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning only once for all operators,  other operators may also be overridden")
+            warnings.filterwarnings(
+                "ignore", "Warning only once for all operators,  other operators may also be overridden"
+            )
             library.impl("_reduce_scatter_base_", kernels.of_one, "CPU")
             library.impl("reduce_scatter_tensor_coalesced_", kernels.of_several, "CPU")
             library.impl("reduce_scatter_", kernels.of_lists, "CPU")
@@ -68,7 +70,9 @@ class _Kernels:
     ) -> tuple[Sequence[Tensor], Boxed]:
         if any(part.shape != output.shape for output, own in zip(outputs, parts, strict=True) for part in own):
             raise NotImplementedError("dist.reduce_scatter of parts that differ in shape; leave minimal_reduce_scatter")
-        return outputs, self.of_several(outputs, [torch.stack(list(own)) for own in parts], group, op, async_op, timeout)
+        return outputs, self.of_several(
+            outputs, [torch.stack(list(own)) for own in parts], group, op, async_op, timeout
+        )
 
     def of_several(
         self,

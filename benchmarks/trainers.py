@@ -60,12 +60,15 @@ class Groups:
         """Dims replicate, dp and tp are the axes data, z and x."""
         if shape not in self._meshes:
             grid = self.grid(shape)
-            self._meshes[shape] = DeviceMesh.from_group(
+            mesh = DeviceMesh.from_group(
                 [grid.mesh.get_group(axis) for axis in ("data", "z", "x")],
                 "cpu",
                 mesh=shape.mesh_ranks()[:, 0].permute(2, 1, 0).contiguous(),
                 mesh_dim_names=("replicate", "dp", "tp"),
             )
+            if shape.z > 1 and shape.x > 1:
+                mesh["dp", "tp"]._flatten()  # the norm of gradients in one message, as torch advises
+            self._meshes[shape] = mesh
         return self._meshes[shape]
 
 

@@ -64,6 +64,8 @@ class Column(ColumnParallelLinear):
 
     def forward(self, a: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         joined, _ = super().forward(a)
+        if len(self.outputs) == 1:
+            return (joined,)  # no view of it: the loss writes into logits
         return joined.split([rows // self.tp_group.size() for rows in self.outputs.values()], dim=-1)
 
 
@@ -121,9 +123,7 @@ class MegatronLlama(Llama):
             gradient_accumulation_fusion=False,
         )
         options = {"config": parallel, "init_method": nn.init.zeros_, "tp_group": group}
-        self.embedding = VocabParallelEmbedding(
-            config.vocab, config.hidden, reduce_scatter_embeddings=group.size() > 1, **options
-        )
+        self.embedding = VocabParallelEmbedding(config.vocab, config.hidden, reduce_scatter_embeddings=True, **options)
         for block in self.layers:
             block.attention, block.mlp = Attention(config, options), MLP(config, options)
         self.head = Column(config.hidden, {"head": config.vocab}, options)

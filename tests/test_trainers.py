@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
+from fourfold import comm
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))  # behind the tests, which have a `plain` too
 
@@ -53,6 +57,8 @@ def losses_of(lines: list[Any]) -> list[list[float]]:
             with minimal_reduce_scatter() if step % 2 else nullcontext():
                 found[-1].append(trainer.step().item())
         trainer.close()
+    left = [found for found in gc.get_objects() if issubclass(type(found), (Llama, ff.models.Transformer))]
+    assert not left, "what is closed lives on"
     return found
 
 
@@ -95,3 +101,60 @@ def test_so_do_those_that_need_more_packages(ranks: Any, alone: list[float], pac
     if not find_spec(package.split(".")[0]):
         pytest.skip(f"{package} is not installed")
     assert_trains_as_one_process(lines, ranks(4).run(losses_of, lines), alone)
+
+
+def reduce_scatters() -> list[tuple[Tensor, int]]:
+    """What each way to ask for one gives inside, less what is due; and how many went through Fourfold's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    launched: list[Tensor] = []
+    whole = torch.arange(world * 3, dtype=torch.float32).reshape(world, 3) * (rank + 1)
+    due = torch.arange(rank * 3, rank * 3 + 3) * float(world * (world + 1) // 2)
+
+    def launch(parts: Tensor, link: comm.Link) -> Any:
+        launched.append(parts)
+        return real(parts, link)
+
+    def single(*, later: bool) -> Tensor:
+        mine = torch.empty(3)
+        work = dist.reduce_scatter_single(mine, whole.flatten(), async_op=later)
+        if work is not None:
+            work.wait()
+        return mine
+
+    def lists() -> Tensor:
+        mine = torch.empty(3)
+        dist.reduce_scatter(mine, list(whole))
+        return mine
+
+    ways = [
+        lambda: single(later=False),
+        lambda: single(later=True),
+        lists,
+        lambda: functional_collectives.reduce_scatter_single(whole, "sum", 0, dist.group.WORLD).flatten() + 0,
+    ]
+    real, found = comm._launch_reduce_scatter, []
+    comm._launch_reduce_scatter = launch
+    try:
+        for way in ways:
+            for inside in (True, False):
+                launched.clear()
+                with minimal_reduce_scatter() if inside else nullcontext():
+                    found.append((way() - due, len(launched)))
+    finally:
+        comm._launch_reduce_scatter = real
+    return found
+
+
+def test_every_reduce_scatter_is_the_minimal_one_inside_and_torchs_outside(ranks: Any) -> None:
+    for of_rank in ranks(4).run(reduce_scatters):
+        assert [launched for _, launched in of_rank] == [1, 0] * 4
+        assert all(not difference.any() for difference, _ in of_rank)
+
+
+def test_a_layout_that_a_side_cannot_use_is_refused() -> None:
+    with pytest.raises(ValueError, match="FSDP2 cannot use axis x of x=2 z=2; it uses z"):
+        make("FSDP2", TINY, {"x": 2, "z": 2}, groups=Groups())
+    with pytest.raises(ValueError, match="there is no side 'ZeRO'"):
+        make("ZeRO", TINY, {"z": 2}, groups=Groups())
+    with pytest.raises(ValueError, match="DDP has no policy"):
+        make("DDP", TINY, {"data": 2}, ff.Policy(), groups=Groups())
