@@ -7,6 +7,7 @@ starts, are left out: they would pass by the network that is measured.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 
@@ -22,8 +23,13 @@ from trainers import MAX_NORM, Trainer, adamw
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 try:
     import deepspeed
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 except ImportError as error:
     raise ImportError(f"DeepSpeed ZeRO-3 needs deepspeed ({error}); pip install 'fourfold[peers]'") from error
+
+CACHED = "_PartitionedParameterCoordinator__params_to_release"
+"""A private method, which is a decorator around the function with the cache."""
 
 
 class DeepSpeed(Trainer):
@@ -53,5 +59,8 @@ class DeepSpeed(Trainer):
         return loss.detach()
 
     def close(self) -> None:
-        self.engine.destroy()  # hooks that the module's parameters hold
+        self.engine.destroy()
+        # what destroy leaves would hold the model for ever: a global list, and a cache of a method by its arguments
+        FWD_MODULE_STACK.clear()
+        inspect.getclosurevars(getattr(PartitionedParameterCoordinator, CACHED)).nonlocals["func"].cache_clear()
         super().close()
