@@ -24,7 +24,6 @@ from fourfold.models import Config
 from fourfold.nn import layer
 from fourfold.nn.initial import key_of
 
-Kind = Literal["fourfold", "FSDP2", "FSDP2 explicit prefetch", "TP", "FSDP2 x TP"]
 Measure = Literal["step", "compute", "communication"]
 
 RATE = 0.1
@@ -57,7 +56,8 @@ class Size:
 class Line:
     """One line of the table: which side, on which grid, how."""
 
-    kind: Kind
+    kind: str
+    """`fourfold`, or the name of a peer."""
     shape: ff.Shape
     variant: str = ""
     policy: ff.Policy = ff.Policy()

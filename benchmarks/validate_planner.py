@@ -3,6 +3,7 @@
     python benchmarks/validate_planner.py            # CPU only; a minute; exits 1 when it fails
     python benchmarks/validate_planner.py --fit      # find the fitted constants again, and print them
     python benchmarks/validate_planner.py --record   # take today's errors as those that must not grow
+    python benchmarks/validate_planner.py --measured # against steps on an emulated cluster: planner_measured.py
 
 It fails when an error has grown by more than half a percentage point over the recorded one, when a target is missed
 without a suspected cause, or when the search is too slow. Points, split, constants and assumptions: planner_points.py.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 
+import planner_measured
 import planner_megatron as megatron
 from fourfold.cost.machine import load_machine
 from fourfold.cost.price import Task
@@ -239,6 +242,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="find the fitted constants again, and print them")
     parser.add_argument("--record", action="store_true", help="take today's errors as those that must not grow")
+    parser.add_argument(
+        "--measured",
+        action="store_true",
+        help="against steps on an emulated cluster; --measured --help for its options",
+    )
+    if "--measured" in sys.argv[1:]:
+        return planner_measured.main([given for given in sys.argv[1:] if given != "--measured"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.fit:

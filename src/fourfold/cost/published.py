@@ -25,7 +25,7 @@ from fourfold.layout import Policy
 from fourfold.models.config import Config
 
 MESSAGE_ITEMSIZE = 2
-"""Weights and activations travel in bf16 ..."""
+"""Weights and activations travel in bf16, unless told otherwise ..."""
 GRADIENT_ITEMSIZE = 4
 """... and gradients over data in fp32."""
 
@@ -88,13 +88,15 @@ def layer_elements(layer: Layer, shape: Shape, m: float) -> dict[str, float]:
     }
 
 
-def published_seconds(config: Config, shape: Shape, rows: int, seq: int, machine: Machine) -> dict[str, float]:
+def published_seconds(
+    config: Config, shape: Shape, rows: int, seq: int, machine: Machine, message_itemsize: int = MESSAGE_ITEMSIZE
+) -> dict[str, float]:
     """Seconds of a step's communication by axis, for a batch of `rows` sequences over all ranks."""
     elements = dict.fromkeys(AXES, 0.0)
     for layer in layers_of(config):
         for axis, number in layer_elements(layer, shape, rows * seq / shape.data).items():
             elements[axis] += config.layers * number
-    itemsize = {axis: GRADIENT_ITEMSIZE if axis == "data" else MESSAGE_ITEMSIZE for axis in AXES}
+    itemsize = {axis: GRADIENT_ITEMSIZE if axis == "data" else message_itemsize for axis in AXES}
     return {
         axis: number * itemsize[axis] / published_bandwidth(machine, shape, axis) for axis, number in elements.items()
     }
