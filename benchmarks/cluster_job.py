@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import trainers
-from minimal import minimal_reduce_scatter
 
 import fourfold as ff
+import trainers
 from cluster import traffic
 from fourfold import comm
 from fourfold.ledger import Collective
 from fourfold.train.launch import share_cores
+from minimal import minimal_reduce_scatter
 from settings import MINIMAL, OURS, Job
 from sides import Line
 

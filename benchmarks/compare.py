@@ -25,7 +25,7 @@ from fourfold.cost.search import Space, search
 from settings import FOURFOLD, PLANNED, Setting, grids_of, peers_of, published_of
 from sides import Line
 
-SETTINGS = ("4x2-100-few", "4x2-100-many", "4x2-400-few", "4x2-400-many")
+SETTINGS = ("4x2-200-few", "4x2-200-many", "4x2-800-few", "4x2-800-many")
 
 
 def planned_line(setting: Setting, machine: Machine) -> Line:
@@ -41,7 +41,7 @@ def run(setting: Setting, options: argparse.Namespace) -> emulated.Run:
         print(f"{setting}: calibrating", flush=True)
         machine = emulated.calibrate(cluster, options.calibrate)
         planned = planned_line(setting, machine)
-        lines = [planned, *grids_of(setting), *published_of(setting), *peers_of(setting)]
+        lines = [planned, *grids_of(setting), *published_of(setting, machine), *peers_of(setting)]
         print(f"{setting}: {len(lines)} lines; the planner chose {planned.shape}", flush=True)
         results = emulated.measure(
             cluster, setting, lines, rounds=options.rounds, seconds=options.seconds, memory=options.memory

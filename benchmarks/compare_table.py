@@ -139,7 +139,7 @@ def page(runs: Sequence[Run], picture: str) -> str:
     commands = dict.fromkeys(run.made["command"] for run in runs)
     parts = [
         f"# Fourfold and its peers on an emulated cluster, {', '.join(sorted({run.made['date'] for run in runs}))}",
-        "One Llama (4 layers, hidden 512, 15 M parameters, fp32); a step is forward, backward, clipping and AdamW. "
+        "One Llama (4 layers, hidden 384, 7.9 M parameters, fp32); a step is forward, backward, clipping and AdamW. "
         "Nodes are network namespaces whose links carry what the setting says each way (`benchmarks/cluster.py`). All "
         "lines of a setting take turns in one job; medians over rounds of the slowest rank, spread = min .. max. MB "
         "are what a rank sends in a step on average, by the counters of the nodes' interfaces, inside its node and to "
