@@ -34,10 +34,28 @@ DEADLINE = timedelta(seconds=180)
 """For a collective: then the job ends, and the driver goes on without the line."""
 
 
+class OnOneDevice(dist.ProcessGroupGloo):
+    """A process group on the one gloo device of this process.
+
+    By itself each group has a device, whose thread wakes up a hundred times a second: with the groups of all lines that
+    would be what the cores do.
+    """
+
+    device = None
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        if OnOneDevice.device is None:
+            OnOneDevice.device = dist.ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
+        options._devices, options._timeout = [OnOneDevice.device], timeout
+        super().__init__(store, rank, size, options)
+
+
 class Rank:
     """This rank, and the lines that it holds."""
 
     def __init__(self, job: Job) -> None:
+        dist.distributed_c10d.ProcessGroupGloo = OnOneDevice
         dist.init_process_group("gloo", timeout=DEADLINE)
         self.job = job
         self.everyone = ff.Grid(data=dist.get_world_size())
@@ -49,7 +67,7 @@ class Rank:
     def write(self, event: str, **what: Any) -> None:
         if self.rank == 0:
             with Path(self.job.out).open("a") as file:
-                file.write(json.dumps({"event": event, **what}) + "\n")
+                file.write(json.dumps({"event": event, "at": round(time.time(), 2), **what}) + "\n")
 
     def gather(self, number: float) -> list[float]:
         """Of all ranks; they have all come here when it returns."""
@@ -90,11 +108,11 @@ class Rank:
     def warm(self, line: Line) -> None:
         """The first steps; the last of Fourfold's is watched for what it sends."""
         losses = [self.loss(self.step(line)) for _ in range(self.job.warmup)]
-        sent = {}
-        if line.kind in OURS:
-            grid = self.groups.grid(line.shape)
-            with grid.ledger.watch() as records:
-                losses.append(self.loss(self.step(line)))
+        ours, sent = line.kind in OURS, {}
+        grid = self.groups.grid(line.shape) if ours else self.everyone
+        with grid.ledger.watch() as records:
+            losses.append(self.loss(self.step(line)))
+        if ours:
             sent = self.sent(records, grid)
         share_cores()  # the threads of its process groups are there now
         self.write("warm", line=line.name, losses=losses, ledger=sent)
@@ -151,11 +169,24 @@ class Rank:
         for number in range(self.job.rounds):
             if max(self.gather(time.monotonic() - began)) > self.job.seconds:
                 self.write("stopped", rounds=number)
-                return
+                break
             first = number * len(lines) // self.job.rounds
             for line in (*lines[first:], *lines[:first]):
                 self.turn(line, number)
             self.write("round", round=number)
+        for line in lines:
+            if line.kind in OURS:
+                self.compute(line)
+
+    def compute(self, line: Line) -> None:
+        """A step in which nothing travels; what it computes means nothing, so it is the last of its line."""
+        grid = self.groups.grid(line.shape)
+        self.gather(0.0)
+        with comm.muted(grid):
+            began = time.perf_counter()
+            self.step(line)
+            seconds = time.perf_counter() - began
+        self.write("compute", line=line.name, seconds=max(self.gather(seconds)))
 
     def weigh(self) -> None:
         """Peak memory. Memory must go back to the system when tensors end: MALLOC_MMAP_THRESHOLD_ of the job."""

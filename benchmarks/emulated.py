@@ -33,6 +33,8 @@ AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Memory goes back to the system as soon as a tensor ends, so that what is resident is what is used."""
 MOST_FAILURES = 8
 JOB_SECONDS = 3600.0
+WARMUP = 1
+"""Steps before the one whose collectives are watched: the engine finds its order in the first."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Result:
     """Of the first steps."""
     ledger: dict[str, float] = field(default_factory=dict)
     """The same bytes by Fourfold's own ledger."""
+    compute: float | None = None
+    """Seconds of a step of Fourfold's in which nothing travels."""
     peak: float | None = None
     """Bytes of the rank that needs the most."""
     error: str | None = None
@@ -87,6 +91,8 @@ class Result:
                 self.error = event["error"]
             case "warm":
                 self.losses, self.ledger = event["losses"], event["ledger"]
+            case "compute":
+                self.compute = event["seconds"]
             case "memory":
                 self.peak = event["peak"]
             case "turn":
@@ -150,7 +156,7 @@ def measure(
     for wants_memory in (False, True) if memory else (False,):
         for _ in range(MOST_FAILURES):
             left = [line for line in lines if results[line.name].error is None]
-            job = Job(setting.size, tuple(left), rounds, 2, seconds, wants_memory, "")
+            job = Job(setting.size, tuple(left), rounds, WARMUP, seconds, wants_memory, "")
             down = _run(cluster, job, results, report)
             if down is None:
                 break

@@ -1,7 +1,7 @@
 """The planner against steps that are measured on the emulated cluster: how well it ranks and how far it is off.
 
     python benchmarks/validate_planner.py --measured                          # what is not measured yet; needs root
-    python benchmarks/validate_planner.py --measured --settings 4x2-200-few
+    python benchmarks/validate_planner.py --measured --settings 4x2-400-few
 
 Each grid of a setting is priced on the machine that `fourfold calibrate` saw there, before and apart from its
 measurement; the published model ranks the same grids by the same links. A setting that --out has a run of is not
@@ -28,12 +28,7 @@ SPEARMAN, WITHIN_FIRST, REGRET, ERROR = 0.95, 3, 0.05, 0.15
 """Bars: rank correlation at least, place of the measured best in the planned list, and regret and error under."""
 HALF_BUSY, MANY_RANKS = 0.5, 16
 """So many ranks count only while less than this of the cores works: else the machine is measured, not its links."""
-SETTINGS = ("4x2-200-few", "4x2-200-many", "4x2-800-few", "4x2-800-many", "4x4-100-few")
-
-
-def task_of(run: Run) -> Task:
-    size = Setting.parse(run.setting).size
-    return Task(size.config, run.cluster_machine, size.rows, size.config.seq, size.dtype, size.dtype)
+SETTINGS = ("4x2-400-few", "4x2-400-many", "4x2-1000-few", "4x2-1000-many", "4x4-100-few")
 
 
 def predicted_seconds(task: Task, shape: Shape) -> float:
@@ -96,7 +91,7 @@ def judge(run: Run) -> tuple[Judged, Judged]:
     results = [one for one in run.of(FOURFOLD) if one.variant != PLANNED]
     if len(results) < 2:
         raise ValueError(f"{run.setting} has {len(results)} measured grids of Fourfold; ranking takes at least two")
-    task = task_of(run)
+    task = Setting.parse(run.setting).task(run.cluster_machine)
     ours = [predicted_seconds(task, one.shape) for one in results]
     return Judged(results, ours), Judged(results, [published_total(task, one.shape) for one in results])
 

@@ -16,6 +16,7 @@ import torch
 import cluster
 import fourfold as ff
 from fourfold.cost.machine import Machine
+from fourfold.cost.price import Task
 from fourfold.cost.published import published_ranking
 from fourfold.cost.seconds import spread_of
 from fourfold.grid import AXES, shapes_of
@@ -77,6 +78,11 @@ class Setting:
                 f"{text!r} is no setting ({error}); one is NODESxRANKS-MBIT-SIZE with a size of {', '.join(SIZES)}, "
                 "such as 4x2-400-few"
             ) from error
+
+    def task(self, machine: Machine) -> Task:
+        """For the planner."""
+        size = self.size
+        return Task(size.config, machine, size.rows, size.config.seq, size.dtype, size.dtype)
 
     def __str__(self) -> str:
         return f"{self.cluster}, {self.size.tokens} tokens"

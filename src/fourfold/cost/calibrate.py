@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
+from statistics import median
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -53,6 +54,10 @@ ON_CPU = (
 """Products [m, k] x [k, n] as layers have them, whole and cut: square, and skinny in each dim. The first ones are
 always measured, the others while there is time."""
 ALWAYS = 3
+BATCH_SECONDS = 2e-3
+"""Of acts on a GPU that are timed together."""
+WINDOWS, LEAST_WINDOW = 3, 60e-3
+"""On the CPU, and the seconds of each at the least."""
 
 
 def groups_of(ranks: int) -> list[Group]:
@@ -184,7 +189,7 @@ class Calibration:
             _, launch = collective("all_gather", "data", nbytes, self.line, self.dtype)
             act = product((256, 256, 256) if not self.on_gpu else (2048, 2048, 2048), self.dtype, self.line.device)
             flight = min(self._agreed_time(launch, 1) for _ in range(3))
-            alone = self.best_seconds(act, self._left(self.until) / self.steps)
+            alone = self.average_seconds(act, self._left(self.until) / self.steps)
             runs = max(1, int(flight / alone / 2))
             tries = sorted(self._beside(launch, act, runs) for _ in range(5))
             slow = max(1.0, self._agree(tries[2] / alone))
@@ -226,30 +231,44 @@ class Calibration:
         return Computation(tuple(timed), rate, moved, overhead)
 
     def _slowest(self, act: Callable[[], object], seconds: float) -> float:
-        found = self._agree(self.best_seconds(act, seconds))
+        found = self._agree(self.average_seconds(act, seconds))
         self._advance()
         return found
 
-    def best_seconds(self, act: Callable[[], object], seconds: float) -> float:
-        """The best average of batches, within about these seconds.
+    def average_seconds(self, act: Callable[[], object], seconds: float) -> float:
+        """Of one act while all ranks act, within about these seconds: the best average of batches on a GPU.
 
-        On the CPU a batch is so long that ranks that share a core have taken turns in it.
+        On the CPU ranks may share cores and take turns. The best would be that of a rank that had a core to itself for
+        a moment, so it is the median of windows that all ranks begin together, each long enough for many turns.
         """
-        batch_seconds = 2e-3 if self.on_gpu else 20e-3
         act()
         self._finish()
+        if not self.on_gpu:
+            window = max(seconds / WINDOWS, LEAST_WINDOW)
+            return median(self._window(act, window) for _ in range(WINDOWS))
         until, best, runs = time.perf_counter() + seconds, math.inf, 1
         while True:
-            began = time.perf_counter()
-            for _ in range(runs):
-                act()
-            self._finish()
-            took = time.perf_counter() - began
+            took = self._batch(act, runs)
             best = min(best, took / runs)
-            if took < batch_seconds:
-                runs = max(runs + 1, min(8 * runs, int(1.2 * batch_seconds / best)))
+            if took < BATCH_SECONDS:
+                runs = max(runs + 1, min(8 * runs, int(1.2 * BATCH_SECONDS / best)))
             elif time.perf_counter() + took > until:
                 return best
+
+    def _batch(self, act: Callable[[], object], runs: int) -> float:
+        began = time.perf_counter()
+        for _ in range(runs):
+            act()
+        self._finish()
+        return time.perf_counter() - began
+
+    def _window(self, act: Callable[[], object], seconds: float) -> float:
+        self._agree(0.0)
+        began, runs = time.perf_counter(), 0
+        while (took := time.perf_counter() - began) < seconds or not runs:
+            act()
+            runs += 1
+        return took / runs
 
     def _finish(self) -> None:
         if self.on_gpu:
