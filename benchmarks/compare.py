@@ -1,7 +1,7 @@
 """Fourfold and its peers on an emulated cluster: the same model, batch and dtype, side by side in one job.
 
     python benchmarks/compare.py                                     # every setting; about an hour, needs root
-    python benchmarks/compare.py --settings 4x2-400-few --rounds 3
+    python benchmarks/compare.py --settings 4x2-200-few --rounds 3
     python benchmarks/compare.py --table                             # table and plot again from what was measured
 
 A setting is NODESxRANKS-MBIT-SIZE (`settings.py`). For each, the cluster is made (`cluster.py`) and calibrated, the
@@ -24,7 +24,7 @@ from fourfold.cost.search import Space, search
 from settings import FOURFOLD, PLANNED, Setting, grids_of, peers_of, published_of
 from sides import Line
 
-SETTINGS = ("4x2-400-few", "4x2-400-many", "4x2-1000-few", "4x2-1000-many")
+SETTINGS = ("4x2-200-few", "4x2-200-many", "4x2-600-few", "4x2-600-many")
 
 
 def planned_line(setting: Setting, machine: Machine) -> Line:

@@ -17,7 +17,7 @@ DOMINATES = 0.5
 AGREE = 0.03
 """By how much the interfaces' counters may differ from the ledger, headers included ..."""
 LARGE = 64e6
-"""... in steps in which a rank sends at least so many bytes."""
+"""... in steps in which a node sends at least so many bytes."""
 LOSSES = 1e-3
 """By how much the losses of any two sides may differ after the first steps, relative: sums in another order in fp32."""
 COLUMNS = (
@@ -73,18 +73,19 @@ def _against_best(ours: Result, theirs: Result) -> str:
 
 
 def _counters(run: Run) -> Iterator[str]:
+    ranks = Setting.parse(run.setting).cluster.ranks
     apart = {
         one.name: sent(one) / sum(one.ledger.values()) - 1
         for one in run.results
-        if one.measured and sum(one.ledger.values()) >= LARGE
+        if one.measured and ranks * sum(one.ledger.values()) >= LARGE
     }
     if not apart:
-        yield f"counters against ledger: no step sends {LARGE / 1e6:.0f} MB a rank here"
+        yield f"counters against ledger: in no step a node sends {LARGE / 1e6:.0f} MB here"
         return
     worst = max(apart, key=lambda name: abs(apart[name]))
     yield (
-        f"interface counters agree with the ledger within {AGREE:.0%} in {len(apart)} lines that send at least "
-        f"{LARGE / 1e6:.0f} MB a rank: {_verdict(abs(apart[worst]) <= AGREE)}, at the worst "
+        f"interface counters agree with the ledger within {AGREE:.0%} in {len(apart)} lines in which a node sends at "
+        f"least {LARGE / 1e6:.0f} MB: {_verdict(abs(apart[worst]) <= AGREE)}, at the worst "
         f"{apart[worst]:+.2%} ({worst})"
     )
 
@@ -139,7 +140,7 @@ def page(runs: Sequence[Run], picture: str) -> str:
     commands = dict.fromkeys(run.made["command"] for run in runs)
     parts = [
         f"# Fourfold and its peers on an emulated cluster, {', '.join(sorted({run.made['date'] for run in runs}))}",
-        "One Llama (4 layers, hidden 384, 7.9 M parameters, fp32); a step is forward, backward, clipping and AdamW. "
+        "One Llama (2 layers, hidden 384, 4.3 M parameters, fp32); a step is forward, backward, clipping and AdamW. "
         "Nodes are network namespaces whose links carry what the setting says each way (`benchmarks/cluster.py`). All "
         "lines of a setting take turns in one job; medians over rounds of the slowest rank, spread = min .. max. MB "
         "are what a rank sends in a step on average, by the counters of the nodes' interfaces, inside its node and to "

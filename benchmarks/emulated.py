@@ -31,6 +31,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Memory goes back to the system as soon as a tensor ends, so that what is resident is what is used."""
+FRUGAL = {"MALLOC_ARENA_MAX": "2"}
+"""Not an arena for each of hundreds of threads."""
 MOST_FAILURES = 8
 JOB_SECONDS = 3600.0
 WARMUP = 1
@@ -175,7 +177,7 @@ def _run(cluster: Cluster, job: Job, results: dict[str, Result], report: Callabl
         out, path = Path(folder) / "events.jsonl", Path(folder) / "job"
         path.write_bytes(pickle.dumps(replace(job, out=str(out))))
         path_of = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        env = {"PYTHONPATH": path_of, **(AT_ONCE if job.memory else {})}
+        env = {"PYTHONPATH": path_of, **FRUGAL, **(AT_ONCE if job.memory else {})}
         code = cluster.run([str(HERE / "cluster_job.py"), str(path)], env=env, timeout=JOB_SECONDS)
         events = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     last = None

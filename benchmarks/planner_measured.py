@@ -1,7 +1,7 @@
 """The planner against steps that are measured on the emulated cluster: how well it ranks and how far it is off.
 
     python benchmarks/validate_planner.py --measured                          # what is not measured yet; needs root
-    python benchmarks/validate_planner.py --measured --settings 4x2-400-few
+    python benchmarks/validate_planner.py --measured --settings 4x2-200-few
 
 Each grid of a setting is priced on the machine that `fourfold calibrate` saw there, before and apart from its
 measurement; the published model ranks the same grids by the same links. A setting that --out has a run of is not
@@ -28,7 +28,7 @@ SPEARMAN, WITHIN_FIRST, REGRET, ERROR = 0.95, 3, 0.05, 0.15
 """Bars: rank correlation at least, place of the measured best in the planned list, and regret and error under."""
 HALF_BUSY, MANY_RANKS = 0.5, 16
 """So many ranks count only while less than this of the cores works: else the machine is measured, not its links."""
-SETTINGS = ("4x2-400-few", "4x2-400-many", "4x2-1000-few", "4x2-1000-many", "4x4-100-few")
+SETTINGS = ("4x2-200-few", "4x2-200-many", "4x2-600-few", "4x2-600-many", "4x4-100-few")
 
 
 def predicted_seconds(task: Task, shape: Shape) -> float:

@@ -73,7 +73,7 @@ def measure(kind: str, setting: Setting, options: argparse.Namespace) -> list[Me
 
 def _measured(one: Result, kind: str, setting: Setting, predicted: float | None, compute: float) -> Measured:
     side = {"published": "replicated"}.get(one.kind, one.kind)
-    model = f"7.9M, {setting.cluster.mbit:g} Mbit/s"
+    model = f"4.3M, {setting.cluster.mbit:g} Mbit/s"
     return Measured(side, setting.cluster.world, str(one.shape), model, one.step, predicted, kind, compute)
 
 

@@ -189,10 +189,10 @@ class Calibration:
             _, launch = collective("all_gather", "data", nbytes, self.line, self.dtype)
             act = product((256, 256, 256) if not self.on_gpu else (2048, 2048, 2048), self.dtype, self.line.device)
             flight = min(self._agreed_time(launch, 1) for _ in range(3))
-            alone = self.average_seconds(act, self._left(self.until) / self.steps)
+            alone = self._agree(self.average_seconds(act, self._left(self.until) / self.steps))
             runs = max(1, int(flight / alone / 2))
-            tries = sorted(self._beside(launch, act, runs) for _ in range(5))
-            slow = max(1.0, self._agree(tries[2] / alone))
+            beside = median(self._agree(self._beside(launch, act, runs)) for _ in range(5))
+            slow = max(1.0, beside / alone)
         self._advance()
         return slow
 
