@@ -34,10 +34,11 @@ LINK, LOOPBACK = "eth0", "lo"
 """What a node's link is called inside it, and the way between its ranks."""
 PORT = 29500
 """Of the rendezvous, on the first node; every cluster has its own network, so it is always free."""
-BURST_SECONDS = 2e-3
-"""What a link may send at once after a pause, as seconds at its rate ..."""
-LEAST_BURST = 128 << 10
-"""... but no less than two of the largest packets that a socket hands over, or the rate is never reached."""
+PACKET = 16 << 10
+"""What a socket hands over at once at the most; by itself it is 64 KiB."""
+BURST_SECONDS, LEAST_BURST = 1e-3, 3 * PACKET
+"""What a link may send at once after a pause, as seconds at its rate, but no less than a few packets. A real link has
+no such gift, and with much of it short messages would pass at no cost."""
 QUEUE = 64 << 20
 """Bytes that may wait in front of a link: more than all sockets together hold, so that nothing is ever dropped, as on
 the fabrics of real clusters."""
@@ -147,8 +148,8 @@ class Cluster:
             _ip("-n", name, "link", "set", LOOPBACK, "up")
             _ip("-n", name, "link", "add", LINK, "type", "veth", "peer", "name", port, "netns", self._switch)
             _ip("-n", name, "address", "add", f"{address(node)}/24", "dev", LINK)
-            _ip("-n", name, "link", "set", LINK, "up")
-            _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", name, "link", "set", LINK, "gso_max_size", str(PACKET), "up")
+            _ip("-n", self._switch, "link", "set", port, "gso_max_size", str(PACKET), "master", "bridge", "up")
             for setting, value in SETTINGS.items():
                 _run("ip", "netns", "exec", name, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}")
             self._limit(name, LINK)

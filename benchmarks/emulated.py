@@ -29,10 +29,14 @@ from sides import Line
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+AT_ONCE = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MIMALLOC_PURGE_DELAY": "0",  # where torch is built with mimalloc
+}
 """Memory goes back to the system as soon as a tensor ends, so that what is resident is what is used."""
-FRUGAL = {"MALLOC_ARENA_MAX": "2"}
-"""Not an arena for each of hundreds of threads."""
+FRUGAL = {"MALLOC_ARENA_MAX": "2", "MIMALLOC_PURGE_DELAY": "-1"}
+"""Not an arena for each of hundreds of threads; memory that was used stays, as fresh pages take long."""
 MOST_FAILURES = 8
 JOB_SECONDS = 3600.0
 WARMUP = 1
@@ -138,7 +142,7 @@ def calibrate(cluster: Cluster, seconds: float, output: int | None = None) -> Ma
     with tempfile.TemporaryDirectory(prefix="fourfold-calibrate-") as folder:
         path = Path(folder) / "emulated.toml"
         arguments = ("-m", "fourfold.cli", "calibrate", "--device", "cpu", "--seconds", f"{seconds:g}", "--out")
-        if code := cluster.run([*arguments, str(path)], timeout=60 + 4 * seconds, output=output):
+        if code := cluster.run([*arguments, str(path)], env=FRUGAL, timeout=60 + 4 * seconds, output=output):
             raise RuntimeError(f"fourfold calibrate ended with {code} on {cluster.shape}")
         return replace(load_machine(str(path)), about=f"emulated cluster: {cluster.shape}")
 
@@ -177,7 +181,7 @@ def _run(cluster: Cluster, job: Job, results: dict[str, Result], report: Callabl
         out, path = Path(folder) / "events.jsonl", Path(folder) / "job"
         path.write_bytes(pickle.dumps(replace(job, out=str(out))))
         path_of = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        env = {"PYTHONPATH": path_of, **FRUGAL, **(AT_ONCE if job.memory else {})}
+        env = {"PYTHONPATH": path_of, **(AT_ONCE if job.memory else FRUGAL)}
         code = cluster.run([str(HERE / "cluster_job.py"), str(path)], env=env, timeout=JOB_SECONDS)
         events = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     last = None

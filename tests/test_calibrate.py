@@ -13,9 +13,24 @@ import torch.distributed as dist
 
 from fourfold.cli import parser
 from fourfold.cost.calibrate import Calibration, groups_of
-from fourfold.cost.fit import Computation, Measured, Message, fit_links, fit_products, machine_of, not_negative
+from fourfold.cost.fit import (
+    SMALL,
+    SMALL_ROWS,
+    Computation,
+    Measured,
+    Message,
+    fit_links,
+    fit_products,
+    machine_of,
+    not_negative,
+)
 from fourfold.cost.machine import Link, Timed, load_machine, parse_machine, to_toml
+from fourfold.cost.program import step_program
+from fourfold.cost.seconds import Seconds
+from fourfold.cost.simulate import simulate
+from fourfold.cost.volume import Volume
 from fourfold.grid import Shape
+from fourfold.layout import Policy
 from fourfold.ledger import Collective
 from fourfold.train.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.train.launch import share_cores
@@ -92,7 +107,7 @@ def found(**changes: object) -> Measured:
         held=100,
         advertised={"bf16": 9e14},
         messages=messages(20e-6, LINKS),
-        computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6),
+        computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6, 2e-3),
         contention=1.5,
     )
     return Measured(**{**values, **changes})  # type: ignore[arg-type]
@@ -109,6 +124,15 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
     assert machine.reserve == 130
     assert machine.sources["gemm.bf16"] == "today"
     assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
+def test_the_small_step_takes_what_it_took(device: str) -> None:
+    """The host's part of each piece of work is such that the program of that step takes its seconds again."""
+    machine = machine_of("here", "two nodes", found(device=device, contention=1.0), "today")
+    volume = Volume(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, torch.bfloat16)
+    program = step_program(volume, optimizer=False)
+    assert simulate(program.work, Seconds(machine, Shape()), "bf16").seconds == pytest.approx(2e-3, rel=1e-6)
 
 
 def test_one_rank_is_a_machine_too() -> None:

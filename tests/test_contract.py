@@ -65,8 +65,8 @@ INSIDE = {
         "names", "exchange", "dcp_metadata", "dcp",
     ],
     "cost": [
-        "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds", "fit",
-        "calibrate", "work", "rehearse", "program", "simulate", "caught", "dry", "price", "estimate", "search",
+        "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds",
+        "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate", "search",
         "modules", "explain", "published",
     ],
     "report": [

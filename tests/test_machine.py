@@ -276,10 +276,10 @@ def test_transfers_across_nodes_share_the_card() -> None:
 
 
 def test_products_and_kernels_take_what_bounds_them() -> None:
-    seconds = Seconds(small(), Shape())
+    seconds = Seconds(small(device="gpu"), Shape())
     assert seconds.product(1000, 1000, 1000, "fp32") == pytest.approx(2e9 / (2e12 * 1000 / 1100))
     assert seconds.product(100, 4000, 4000, "fp32") == pytest.approx(2 * 100 * 16e6 / 1e12)  # half of the rate
-    skinny = small(gemm_half=0.0)
+    skinny = small(device="gpu", gemm_half=0.0)
     assert Seconds(skinny, Shape()).product(1, 4000, 4000, "fp32") == pytest.approx(4 * (16e6 + 8e3) / 1e11)
     assert seconds.product(1, 1, 1, "fp32") == seconds.kernel(1) == seconds.attention(1, 1, "fp32") == 1e-6
     assert seconds.product(0, 64, 64, "fp32") == 1e-6
@@ -288,10 +288,17 @@ def test_products_and_kernels_take_what_bounds_them() -> None:
     assert seconds.attention(1, 1e9, "fp32") == 1e-2
 
 
+def test_on_the_cpu_the_host_comes_on_top() -> None:
+    gpu, cpu = (Seconds(small(device=device), Shape()) for device in ("gpu", "cpu"))
+    assert cpu.kernel(1e9) == pytest.approx(gpu.kernel(1e9) + 1e-6, rel=1e-12)
+    assert cpu.attention(1e12, 1, "fp32") == pytest.approx(gpu.attention(1e12, 1, "fp32") + 1e-6, rel=1e-12)
+    assert cpu.product(999, 999, 999, "fp32") == pytest.approx(gpu.product(999, 999, 999, "fp32") + 1e-6, rel=1e-12)
+
+
 def test_measured_products_win_near_them_and_nowhere_else() -> None:
-    plain = Seconds(small(), Shape())
+    plain = Seconds(small(device="gpu"), Shape())
     twice = Timed(512, 512, 512, "fp32", 2 * plain.product(512, 512, 512, "fp32"))
-    known = Seconds(small(measured=(twice,)), Shape())
+    known = Seconds(small(device="gpu", measured=(twice,)), Shape())
     assert known.product(512, 512, 512, "fp32") == pytest.approx(twice.seconds, rel=1e-12)
     ratios = [
         known.product(512, 512, 512 << far, "fp32") / plain.product(512, 512, 512 << far, "fp32") for far in range(9)

@@ -22,11 +22,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.cost.fit import Computation, Group, Measured, Message, machine_of
+from fourfold.cost.fit import SMALL, SMALL_ROWS, Computation, Group, Measured, Message, machine_of
 from fourfold.cost.flops import PEAK_FLOPS
 from fourfold.cost.machine import DTYPES, Machine, Timed
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Op
+from fourfold.models import build
 from fourfold.pending import Pending
 
 Launch = Callable[[], Pending[Tensor]]
@@ -92,7 +93,7 @@ class Calibration:
         self.links_until = began + (LINKS_SHARE * seconds if self.groups else 0.0)
         self.runs_left = len(self.groups) * len(OPS)
         self.held = self.held_bytes()
-        self.steps, self.done = len(self.groups) * len(OPS) + len(self.shapes) + 4, 0
+        self.steps, self.done = len(self.groups) * len(OPS) + len(self.shapes) + 5, 0
 
     @property
     def few(self) -> Sequence[tuple[int, int, int]]:
@@ -227,8 +228,9 @@ class Calibration:
         b, out = a.clone(), a.clone()
         moved = 3 * a.nbytes / self._slowest(lambda: torch.add(a, b, out=out), slot)
         few = torch.ones(16, device=self.line.device)
-        overhead = self._slowest(lambda: few.add_(1), slot)
-        return Computation(tuple(timed), rate, moved, overhead)
+        kernel = self._slowest(lambda: few.add_(1), slot)
+        step = self._slowest(small_step(self.line.device, self.dtype), slot)
+        return Computation(tuple(timed), rate, moved, kernel, step)
 
     def _slowest(self, act: Callable[[], object], seconds: float) -> float:
         found = self._agree(self.average_seconds(act, seconds))
@@ -307,6 +309,19 @@ def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
         torch.randn(n, k, dtype=dtype, device=device),
     )  # ones are faster
     return lambda: F.linear(a, w)
+
+
+def small_step(device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """Forward and backward of the model whose step is the host's work."""
+    model = build(SMALL, Grid.alone(device), dtype=dtype)
+    tokens = torch.zeros(SMALL_ROWS, SMALL.seq, dtype=torch.long, device=device)
+
+    def run() -> None:
+        model(tokens, tokens).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return run
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> tuple[float, Callable[[], None]]:

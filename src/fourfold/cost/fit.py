@@ -2,6 +2,7 @@
 
     collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
     products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
+    the host      seconds of a step so small that little else is left, over the pieces of work that a program has of it
 
 Least squares of relative errors, so that a message of 64 KiB weighs as much as one of 64 MiB; no constant is negative.
 """
@@ -13,8 +14,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fourfold.cost.machine import CONSTANTS, LINK, Link, Machine, Timed
+from fourfold.cost.machine import CONSTANTS, DTYPES, LINK, Link, Machine, Timed
+from fourfold.cost.program import step_program
+from fourfold.cost.seconds import Seconds
+from fourfold.cost.simulate import simulate
+from fourfold.cost.volume import Volume
+from fourfold.cost.work import Compute
+from fourfold.grid import Shape
+from fourfold.layout import Policy
 from fourfold.ledger import Collective
+from fourfold.models.config import config
 
 Group = tuple[int, int]
 """Stride and size."""
@@ -42,7 +51,14 @@ class Computation:
     attention: float
     """FLOP/s, without the scores that backward computes again."""
     memory_bandwidth: float
-    overhead: float
+    kernel: float
+    """Seconds of the smallest kernel."""
+    step: float
+    """Seconds of a forward and backward pass of the model `SMALL`."""
+
+
+SMALL, SMALL_ROWS = replace(config("llama-tiny"), seq=16), 2
+"""A model whose step is the host's work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +108,25 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         gemm_half=half,
         attention=min(1.0, work.attention / rate),
         memory_bandwidth=work.memory_bandwidth,
-        overhead=work.overhead,
+        overhead=work.kernel,
         launch=launch,
         contention=found.contention,
         inside={group: link for group, link in links.items() if group not in across},
         between=between,
         measured=work.products,
     )
+    machine = replace(machine, overhead=max(work.kernel, host_seconds(machine, main, work.step)))
     return replace(machine, sources=_sources(machine, found, source))
+
+
+def host_seconds(machine: Machine, dtype: str, step: float) -> float:
+    """Of the host for a piece of work: what the small step takes beyond its work on the CPU, all of it on a GPU."""
+    alone = replace(machine, overhead=0.0, name=f"{machine.name} without its host")
+    parameters = next(found for found, name in DTYPES.items() if name == dtype)
+    volume = Volume(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, parameters)
+    work = [item for item in step_program(volume, optimizer=False).work if isinstance(item, Compute)]
+    busy = simulate(work, Seconds(alone, Shape()), dtype).compute_seconds if machine.device == "cpu" else 0.0
+    return max(0.0, step - busy) / len(work)
 
 
 def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:

@@ -77,7 +77,8 @@ class Machine:
     memory_bandwidth: float
     """Bytes a second, read and written, that elementwise kernels reach."""
     overhead: float
-    """Seconds that a kernel takes at least."""
+    """Seconds of the host for a piece of work: on a GPU, where it works ahead, a kernel takes at least that long; on
+    the CPU they come on top."""
     launch: float
     """Seconds that a collective takes before the first byte moves."""
     contention: float

@@ -109,11 +109,16 @@ class Seconds:
 
     def attention(self, flops: float, nbytes: float, dtype: str) -> float:
         rate = _gemm(self.machine, dtype) * self.machine.attention
-        return max(flops / rate, self.kernel(nbytes))
+        return with_host(self.machine, max(flops / rate, nbytes / self.machine.memory_bandwidth))
 
     def kernel(self, nbytes: float) -> float:
         """Of work that memory bounds, by the bytes that it reads and writes."""
-        return max(nbytes / self.machine.memory_bandwidth, self.machine.overhead)
+        return with_host(self.machine, nbytes / self.machine.memory_bandwidth)
+
+
+def with_host(machine: Machine, seconds: float) -> float:
+    """Work of so many seconds, and what the host does for it."""
+    return seconds + machine.overhead if machine.device == "cpu" else max(seconds, machine.overhead)
 
 
 @lru_cache(maxsize=4096)
@@ -190,15 +195,15 @@ def _product(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
     seconds = formula_seconds(machine, m, k, n, dtype)
     if min(m, k, n) > 0 and machine.measured:
         seconds *= math.exp(_correction(machine, m, k, n, dtype))
-    return max(seconds, machine.overhead)
+    return with_host(machine, seconds)
 
 
 def formula_seconds(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
-    """By the smallest dim and by the bytes."""
+    """By the smallest dim and by the bytes, without the host."""
     least = min(m, k, n)
     rate = _gemm(machine, dtype) * least / (least + machine.gemm_half) if least else math.inf
     nbytes = ITEMSIZE[dtype] * (m * k + k * n + m * n)
-    return max(2 * m * k * n / rate, nbytes / machine.memory_bandwidth, machine.overhead)
+    return max(2 * m * k * n / rate, nbytes / machine.memory_bandwidth)
 
 
 def _correction(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
