@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from emulated import Result, Run
 from plots import drawing, save
@@ -179,17 +180,15 @@ def _side(result: Result) -> str:
 
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Bars of seconds, a panel for each setting; whiskers from the fastest to the slowest round."""
-    with drawing() as pyplot:
+    with drawing() as new_figure:
         tall = max(len(shown(run)) for run in runs)
-        figure, panels = pyplot.subplots(
-            len(runs), 1, figsize=(8, len(runs) * (0.8 + 0.24 * tall)), squeeze=False, layout="constrained"
-        )
-        for run, axes in zip(runs, panels[:, 0], strict=True):
+        figure = new_figure(figsize=(8, len(runs) * (0.8 + 0.24 * tall)), layout="constrained")
+        for run, axes in zip(runs, figure.subplots(len(runs), 1, squeeze=False)[:, 0], strict=True):
             _panel(run, axes)
         save(figure, path)
 
 
-def _panel(run: Run, axes: object) -> None:
+def _panel(run: Run, axes: Any) -> None:
     sides = shown(run)[::-1]
     times = [one.step for _, one in sides]
     whiskers = [

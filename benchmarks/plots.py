@@ -29,26 +29,21 @@ SETTINGS = {
 
 @contextmanager
 def drawing() -> Iterator[Any]:
-    """matplotlib's pyplot, in our style and without a screen."""
+    """matplotlib's Figure, in our style; it needs no screen and keeps nothing."""
     try:
         import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ModuleNotFoundError(
             "plots need matplotlib, which is not installed: pip install -e '.[dev]', or matplotlib alone; what was "
-            "measured is stored already, the same command draws it"
+            "found is stored already, the same command draws it"
         ) from error
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     with matplotlib.rc_context(SETTINGS):
-        yield pyplot
+        yield Figure
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Without the date of drawing, on white: it is read on light and on dark pages."""
-    from matplotlib import pyplot
-
+    """Without date and version, so that the same numbers give the same file; on white, for light and dark pages."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
-    pyplot.close(figure)
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white")
     return path

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planner_points import ABLATED, ABLATION, POINTS
+from plots import INK, drawing, save
 from scaling_measured import KINDS, Measured, best_of_each
 from scaling_sides import SIDES, Case, mfu_of
 
@@ -27,24 +28,6 @@ MEASURED_AS = {
     "replicated": "published 4D",
 }  # fmt: skip
 """The side of the simulation whose colour a measured one has; others are dark."""
-INK = "#222222"
-SETTINGS = {
-    "svg.hashsalt": "fourfold",
-    "svg.fonttype": "none",
-    "font.family": ["DejaVu Sans"],
-    "font.size": 10,
-    "axes.edgecolor": "#888888",
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-}
 ROOM = 3.2
 """Octaves at the right that are left to the names of lines."""
 APART = 0.055
@@ -57,22 +40,14 @@ Line = list[tuple[int, float]]
 
 def plot_all(found: Sequence[Mapping[str, Any]], measured: Sequence[Measured], folder: Path) -> list[Path]:
     """Draw every series of the results, and both efficiencies."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "the plots need matplotlib, which is not installed: pip install -e '.[dev]', or matplotlib alone; the "
-            "results are stored already, the same command draws them"
-        ) from error
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
-    with matplotlib.rc_context(SETTINGS):
+    with drawing():
         for name, cases in series_of(found).items():
-            written.append(_save(_two_panels(cases), folder / f"scaling-{name}.svg"))
+            written.append(save(_two_panels(cases), folder / f"scaling-{name}.svg"))
         for kind in KINDS:
             cases = next((cases for cases in series_of(found).values() if cases[0]["kind"] == kind), [])
             runs = best_of_each(list(measured), kind)
-            written.append(_save(_efficiency(kind, cases, runs), folder / f"scaling-efficiency-{kind}.svg"))
+            written.append(save(_efficiency(kind, cases, runs), folder / f"scaling-efficiency-{kind}.svg"))
     return written
 
 
@@ -100,15 +75,10 @@ def efficiency_of(side: Mapping[str, Any]) -> float:
 
 
 def _figure(panels: int) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # `drawing` has told whoever lacks it
 
-    figure = Figure(figsize=(5.6 * panels if panels > 1 else 8.4, 4.4), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(5.6 * panels if panels > 1 else 8.4, 4.4), layout="constrained")
     return figure, [figure.add_subplot(1, panels, 1 + panel) for panel in range(panels)]
-
-
-def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-    return path
 
 
 def _two_panels(cases: Sequence[Mapping[str, Any]]) -> Any:

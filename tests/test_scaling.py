@@ -224,7 +224,7 @@ def test_plots_are_the_same_bytes_and_show_every_side(tmp_path: Path) -> None:
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install .*matplotlib alone; the results are stored"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .*matplotlib alone; what was found is stored"):
         plot_all([], [], tmp_path)
 
 
