@@ -177,16 +177,15 @@ class Cluster:
         *,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
-        output: int | None = None,
     ) -> int:
         """What torchrun would be given, on every rank; the first exit code that is not 0, else 0."""
-        job = [self._start(node, command, env or {}, output) for node in range(self.shape.nodes)]
+        job = [self._start(node, command, env or {}) for node in range(self.shape.nodes)]
         try:
             return _wait(job, timeout)
         finally:
             stop(job)
 
-    def _start(self, node: int, command: Sequence[str], env: Mapping[str, str], output: int | None) -> Process:
+    def _start(self, node: int, command: Sequence[str], env: Mapping[str, str]) -> Process:
         torchrun = (
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(self.shape.nodes), "--node-rank", str(node)),
@@ -203,8 +202,6 @@ class Cluster:
                 **env,
             },
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
             start_new_session=True,  # Ctrl-C comes to us, and we stop them in order
             preexec_fn=_die_with_parent,
         )

@@ -15,10 +15,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import compare_table
 import emulated
-from cluster import Cluster, NotHereError, ending_in_order
+from cluster import NotHereError, ending_in_order
 from fourfold.cost.machine import Machine
 from fourfold.cost.search import Space, search
 from settings import FOURFOLD, PLANNED, Setting, grids_of, peers_of, published_of
@@ -33,17 +34,10 @@ def planned_line(setting: Setting, machine: Machine) -> Line:
     return Line(FOURFOLD, choice.shape, PLANNED, choice.policy)
 
 
-def run(setting: Setting, options: argparse.Namespace) -> emulated.Run:
-    with Cluster(setting.cluster) as cluster:
-        print(f"{setting}: calibrating", flush=True)
-        machine = emulated.calibrate(cluster, options.calibrate)
-        planned = planned_line(setting, machine)
-        lines = [planned, *grids_of(setting), *published_of(setting, machine), *peers_of(setting)]
-        print(f"{setting}: {len(lines)} lines; the planner chose {planned.shape}", flush=True)
-        results = emulated.measure(
-            cluster, setting, lines, rounds=options.rounds, seconds=options.seconds, memory=options.memory
-        )
-    return emulated.run_of(setting, results, machine, options.command)
+def lines_of(setting: Setting, machine: Machine) -> list[Line]:
+    planned = planned_line(setting, machine)
+    print(f"{setting}: the planner chose {planned.shape}", flush=True)
+    return [planned, *grids_of(setting), *published_of(setting, machine), *peers_of(setting)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with ending_in_order():
             for setting in () if options.table else options.settings:
-                run(setting, options).write(options.out)
+                found = emulated.run(setting, partial(lines_of, setting), options, memory=options.memory)
+                found.write(options.out)
     except NotHereError as error:
         print(f"compare: error: {error}", file=sys.stderr)
         return 2

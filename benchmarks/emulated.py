@@ -137,12 +137,12 @@ class Run:
         return cls(**{**found, "results": [Result(**one) for one in found["results"]]})
 
 
-def calibrate(cluster: Cluster, seconds: float, output: int | None = None) -> Machine:
+def calibrate(cluster: Cluster, seconds: float) -> Machine:
     """What `fourfold calibrate` says of it."""
     with tempfile.TemporaryDirectory(prefix="fourfold-calibrate-") as folder:
         path = Path(folder) / "emulated.toml"
         arguments = ("-m", "fourfold.cli", "calibrate", "--device", "cpu", "--seconds", f"{seconds:g}", "--out")
-        if code := cluster.run([*arguments, str(path)], env=FRUGAL, timeout=60 + 4 * seconds, output=output):
+        if code := cluster.run([*arguments, str(path)], env=FRUGAL, timeout=60 + 4 * seconds):
             raise RuntimeError(f"fourfold calibrate ended with {code} on {cluster.shape}")
         return replace(load_machine(str(path)), about=f"emulated cluster: {cluster.shape}")
 
@@ -168,8 +168,8 @@ def measure(
                 break
             results[down].error = "brought the job down"
             report(f"  {down} brought the job down; once more without it")
-            for result in results.values():
-                result.seconds.clear()
+            if not wants_memory:  # lines are compared within one job
+                results |= {line.name: Result.of(line) for line in left if line.name != down}
         else:
             raise RuntimeError(f"{MOST_FAILURES} lines brought the job down on {setting}: that is not theirs")
     return list(results.values())
@@ -232,5 +232,18 @@ def described(command: str) -> dict[str, Any]:
     }
 
 
-def run_of(setting: Setting, results: list[Result], machine: Machine, command: str) -> Run:
-    return Run(setting.name, results, to_toml(machine), described(command))
+def run(
+    setting: Setting,
+    lines_of: Callable[[Machine], Sequence[Line]],
+    options: argparse.Namespace,
+    *,
+    memory: bool = False,
+) -> Run:
+    """Make the cluster, calibrate it, and measure the lines for what was seen."""
+    with Cluster(setting.cluster) as cluster:
+        print(f"{setting}: calibrating", flush=True)
+        machine = calibrate(cluster, options.calibrate)
+        lines = lines_of(machine)
+        print(f"{setting}: {len(lines)} lines", flush=True)
+        results = measure(cluster, setting, lines, rounds=options.rounds, seconds=options.seconds, memory=memory)
+    return Run(setting.name, results, to_toml(machine), described(options.command))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import emulated
-from cluster import Cluster, NotHereError, ending_in_order
+from cluster import NotHereError, ending_in_order
 from emulated import Result, Run
 from fourfold.cost.price import Choice, Task, price
 from fourfold.cost.published import published_seconds
@@ -171,16 +171,6 @@ def page(runs: Sequence[Run]) -> str:
 # --- the command
 
 
-def measure(setting: Setting, options: argparse.Namespace) -> None:
-    with Cluster(setting.cluster) as cluster:
-        print(f"{setting}: calibrating", flush=True)
-        machine = emulated.calibrate(cluster, options.calibrate)
-        lines = grids_of(setting)
-        print(f"{setting}: {len(lines)} grids", flush=True)
-        results = emulated.measure(cluster, setting, lines, rounds=options.rounds, seconds=options.seconds)
-    emulated.run_of(setting, results, machine, options.command).write(options.out)
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "validate_planner.py --measured", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -192,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
         with ending_in_order():
             for setting, path in zip(options.settings, paths, strict=True):
                 if not path.exists():
-                    measure(setting, options)
+                    emulated.run(setting, lambda _, setting=setting: grids_of(setting), options).write(options.out)
     except NotHereError as error:
         print(f"validate_planner: error: {error}", file=sys.stderr)
         return 2
