@@ -16,6 +16,7 @@ from fourfold.cost.calibrate import Calibration, groups_of
 from fourfold.cost.fit import (
     SMALL,
     SMALL_ROWS,
+    Beside,
     Computation,
     Measured,
     Message,
@@ -99,6 +100,10 @@ def test_rates_of_products_are_found_again_and_stay_below_the_peak() -> None:
     assert 0 <= half < 200
 
 
+BESIDE = Beside(Message((1, 4), Collective("all_gather", "data", 1 << 20, 4), 0.3), 0.6, 0.1, 0.12)
+"""Three hops that take twice as long beside products, which take a fifth longer."""
+
+
 def found(**changes: object) -> Measured:
     values = dict(
         device="NVIDIA H200",
@@ -108,7 +113,7 @@ def found(**changes: object) -> Measured:
         advertised={"bf16": 9e14},
         messages=messages(20e-6, LINKS),
         computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6, 2e-3),
-        contention=1.5,
+        beside=[BESIDE],
     )
     return Measured(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -121,6 +126,8 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
     assert machine.between.bandwidth == pytest.approx(2 * 5e8)  # two rings of a node shared its cards
     assert (machine.peak["bf16"], machine.peak["fp32"]) == (9e14, pytest.approx(1.024e9))
     assert machine.attention == pytest.approx(0.6)
+    assert machine.contention == pytest.approx(1.2)
+    assert machine.turn == pytest.approx(0.1)
     assert machine.reserve == 130
     assert machine.sources["gemm.bf16"] == "today"
     assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
@@ -129,18 +136,19 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
 def test_the_small_step_takes_what_it_took(device: str) -> None:
     """The host's part of each piece of work is such that the program of that step takes its seconds again."""
-    machine = machine_of("here", "two nodes", found(device=device, contention=1.0), "today")
+    machine = machine_of("here", "two nodes", found(device=device, beside=[]), "today")
     volume = Volume(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, torch.bfloat16)
     program = step_program(volume, optimizer=False)
     assert simulate(program.work, Seconds(machine, Shape()), "bf16").seconds == pytest.approx(2e-3, rel=1e-6)
 
 
 def test_one_rank_is_a_machine_too() -> None:
-    machine = machine_of("one", "one rank", found(devices_per_node=1, messages=[], contention=1.0), "today")
+    machine = machine_of("one", "one rank", found(devices_per_node=1, messages=[], beside=[]), "today")
     assert parse_machine(to_toml(machine), "one.toml") == machine
     assert not machine.inside
     assert machine.between is None
     assert machine.sources["launch"].startswith("estimate: one rank")
+    assert (machine.contention, machine.turn) == (1.0, 0.0)
 
 
 def test_every_group_that_tiles_the_ranks_is_measured() -> None:

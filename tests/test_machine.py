@@ -35,6 +35,7 @@ def small(**changes: object) -> Machine:
         overhead=1e-6,
         launch=5e-6,
         contention=1.25,
+        turn=1e-4,
         inside={(1, 2): Link(64e9, 1e-6)},
         between=Link(16e9, 8e-6),
     )
@@ -97,7 +98,7 @@ def refusal(text: str) -> str:
 def test_every_constant_is_needed_possible_and_has_a_source() -> None:
     text = to_toml(load_machine("perlmutter"))
     found = list(constants(text))
-    assert len(found) == 9 + 2 * 2 + 2 + 2 * 3
+    assert len(found) == 10 + 2 * 2 + 2 + 2 * 3
     for index, path in found:
         key = re.split(r"\.", path)[-1]
         for value in ("-1", "nan", "inf", '"many"', "true"):
@@ -118,7 +119,7 @@ def section_of(path: str) -> str:
     return path.split(".")[0] if "." in path else ""
 
 
-ZERO = ("reserve", "gemm_half", "overhead", "launch", "latency")
+ZERO = ("reserve", "gemm_half", "overhead", "launch", "turn", "latency")
 
 
 def test_zero_is_refused_where_it_is_impossible() -> None:
@@ -269,10 +270,11 @@ def test_transfers_across_nodes_share_the_card() -> None:
     seconds = Seconds(small(), Shape(x=2, z=2, data=2))
     for axis, resource in (("x", "x"), ("z", CARD), ("data", CARD)):
         record = Collective("all_gather", axis, 1 << 20, 2)
-        fixed, moving, shared = seconds.transfer(record)
-        assert shared == resource
-        assert fixed + moving == seconds.collective(record)
-        assert moving == record.wire_bytes / seconds.link(axis).bandwidth
+        transfer = seconds.transfer(record)
+        assert transfer.link == resource
+        assert transfer.seconds == seconds.collective(record)
+        assert transfer.moving == record.wire_bytes / seconds.link(axis).bandwidth
+        assert transfer.beside * transfer.seconds == pytest.approx(transfer.seconds + 1e-4)  # one hop
 
 
 def test_products_and_kernels_take_what_bounds_them() -> None:

@@ -31,6 +31,7 @@ MACHINE = Machine(
     overhead=0.0,
     launch=1e-3,
     contention=1.0,
+    turn=0.0,
     inside={(1, 2): Link(1e9, 2e-3), (1, 4): Link(1e9, 2e-3), (2, 2): Link(1e9, 2e-3)},
     between=Link(1e8, 5e-3),
 )
@@ -81,13 +82,12 @@ def test_a_lane_takes_one_after_another_and_lanes_run_beside_each_other() -> Non
 
 def test_transfers_that_cross_nodes_share_the_card() -> None:
     over_z, over_data = collective("all_gather", "z", 10_000_000), collective("all_gather", "data", 10_000_000)
-    fixed_z, moving_z, _ = Seconds(MACHINE, SHAPE).transfer(over_z)
-    fixed_data, moving_data, _ = Seconds(MACHINE, SHAPE).transfer(over_data)
+    z, data = (Seconds(MACHINE, SHAPE).transfer(record) for record in (over_z, over_data))
     line = run(Launch(0, over_z, "z"), Launch(1, over_data, "data"), Wait(0), Wait(1))
     # data's latency is over first; its transfer is alone until z's begins, then each has half of the card
-    assert fixed_data < fixed_z
-    alone = fixed_z - fixed_data
-    expected = fixed_z + 2 * min(moving_z, moving_data - alone) + abs(moving_z - (moving_data - alone))
+    assert data.fixed < z.fixed
+    left = data.moving - (z.fixed - data.fixed)
+    expected = z.fixed + 2 * min(z.moving, left) + abs(z.moving - left)
     assert line.seconds == pytest.approx(expected, rel=1e-12)
 
 
@@ -105,6 +105,24 @@ def test_computation_is_slower_while_something_is_in_flight() -> None:
     line = run(Launch(0, record, "x"), product_of(1.0), Wait(0), machine=replace(MACHINE, contention=1.25))
     assert line.seconds == pytest.approx(busy + (1.0 - busy / 1.25), rel=1e-12)
     assert line.compute_seconds == pytest.approx(line.seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("contention", [1.0, 1.25])
+@pytest.mark.parametrize("axis", ["x", "z"])
+@pytest.mark.parametrize("compute", [0.04, 4.0])
+def test_a_collective_is_slower_while_the_device_computes(contention: float, axis: str, compute: float) -> None:
+    """Each of its hops waits for its turn; what is left of it when computation ends takes what it takes alone."""
+    record, machine = collective("all_gather", axis, 40_000_000), replace(MACHINE, contention=contention, turn=0.05)
+    alone = Seconds(machine, SHAPE).collective(record)
+    slow = 1 + 3 * 0.05 / alone
+    line = run(Launch(0, record, axis), product_of(compute), Wait(0), machine=machine)
+    if contention * compute < slow * alone:
+        left = alone - contention * compute / slow
+        assert line.exposed_seconds[axis] == pytest.approx(left, rel=1e-9)
+        assert line.seconds == pytest.approx(contention * compute + left, rel=1e-9)
+    else:
+        assert line.link_seconds[axis] == pytest.approx(alone + 3 * 0.05, rel=1e-9)
+        assert not line.exposed_seconds
 
 
 def test_trace_has_a_thread_for_each_track() -> None:

@@ -7,6 +7,7 @@ ranks have agreed on, or they would wait for each other for ever.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import platform
@@ -16,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from statistics import median
+from threading import Thread
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.cost.fit import SMALL, SMALL_ROWS, Computation, Group, Measured, Message, machine_of
+from fourfold.cost.fit import SMALL, SMALL_ROWS, Beside, Computation, Group, Measured, Message, machine_of
 from fourfold.cost.flops import PEAK_FLOPS
 from fourfold.cost.machine import DTYPES, Machine, Timed
 from fourfold.grid import Grid, Shape
@@ -35,6 +37,8 @@ Launch = Callable[[], Pending[Tensor]]
 OPS: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 MESSAGES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26))
 """Bytes: 4 KiB to 64 MiB."""
+BESIDE = (1 << 20, 1 << 22)
+"""Bytes of the messages that products run beside on the CPU, where it is hops that wait; on a GPU it is the largest."""
 LINKS_SHARE = 0.6
 """Of the time; the rest is computation's."""
 ON_GPU = (
@@ -102,7 +106,7 @@ class Calibration:
 
     def measure(self, name: str) -> Machine:
         messages = [message for shape, axes in self._grids() for message in self._messages(shape, axes)]
-        contention = self._contention(messages)
+        beside = self._beside(messages)
         computation = self._computation()
         device, memory = self._device()
         ranks = f"{self.world} rank{'s' if self.world > 1 else ''}"
@@ -114,7 +118,7 @@ class Calibration:
             advertised={"bf16": PEAK_FLOPS[device]} if device in PEAK_FLOPS else {},
             messages=messages,
             computation=computation,
-            contention=contention,
+            beside=beside,
         )
         where = device if self.on_gpu else f"{os.cpu_count()} cores ({platform.machine()})"
         source = f"measured by fourfold calibrate, {date.today()}, {ranks}, torch {torch.__version__}, {where}"
@@ -182,33 +186,49 @@ class Calibration:
         """Seconds, agreed on; never below 0."""
         return max(0.0, -self._agree(time.perf_counter() - until))
 
-    def _contention(self, messages: Sequence[Message]) -> float:
-        """How much longer products take while a message is on its way."""
-        slow = 1.0
+    def _beside(self, messages: Sequence[Message]) -> list[Beside]:
+        """Products from the launch of a message until it lands, on all ranks: messages of all, and those of a node."""
+        found = []
         if messages:
-            nbytes = max(message.record.nbytes for message in messages)
-            _, launch = collective("all_gather", "data", nbytes, self.line, self.dtype)
-            act = product((256, 256, 256) if not self.on_gpu else (2048, 2048, 2048), self.dtype, self.line.device)
-            flight = min(self._agreed_time(launch, 1) for _ in range(3))
+            act = product((128, 128, 128) if not self.on_gpu else (4096, 4096, 4096), self.dtype, self.line.device)
             alone = self._agree(self.average_seconds(act, self._left(self.until) / self.steps))
-            runs = max(1, int(flight / alone / 2))
-            beside = median(self._agree(self._beside(launch, act, runs)) for _ in range(5))
-            slow = max(1.0, beside / alone)
+            largest = max(message.record.nbytes for message in messages)
+            sizes = {largest} if self.on_gpu else {min(largest, nbytes) for nbytes in BESIDE}
+            node = Grid(x=self.devices, data=self.world // self.devices, device=self.line.device)
+            self.settle()
+            kinds = [(self.line, "data")] + [(node, "x")] * (1 < self.devices < self.world)
+            for (grid, axis), nbytes, op in itertools.product(kinds, sorted(sizes), ("all_gather", "reduce_scatter")):
+                record, launch = collective(op, axis, nbytes, grid, self.dtype)
+                launch().wait()
+                flight = median(self._agreed_time(launch, 1) for _ in range(5))
+                both = [self._agreed_both(launch, act) for _ in range(5)]
+                landed, slowed = (median(seconds) for seconds in zip(*both, strict=True))
+                found.append(Beside(Message((1, record.ranks), record, flight), landed, alone, slowed))
+            node.close()
         self._advance()
-        return slow
+        return found
 
-    def _beside(self, launch: Launch, act: Callable[[], object], runs: int) -> float:
+    def _agreed_both(self, launch: Launch, act: Callable[[], object]) -> tuple[float, float]:
+        """Seconds until a collective has landed with computation beside it, and of each act meanwhile."""
         self._agree(0.0)
+        began, runs = time.perf_counter(), 0
         pending = launch()
-        began = time.perf_counter()
-        for _ in range(runs):
+
+        def land() -> None:
+            pending.wait()
+            if self.on_gpu:
+                torch.cuda.current_stream(self.line.device).synchronize()
+
+        waiting = Thread(target=land)
+        waiting.start()
+        while waiting.is_alive() or not runs:
             act()
-        if self.on_gpu:
-            torch.cuda.current_stream().synchronize()
-        seconds = (time.perf_counter() - began) / runs
-        pending.wait()
-        self._finish()
-        return seconds
+            runs += 1
+            if self.on_gpu:
+                torch.cuda.current_stream(self.line.device).synchronize()
+        seconds = time.perf_counter() - began
+        waiting.join()
+        return self._agree(seconds), self._agree(seconds / runs)
 
     # computation: every rank by itself, all at the same time
 

@@ -2,15 +2,19 @@
 
     collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
     products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
+    both at once  products take `contention` times as long, messages `turn` longer for each hop
     the host      seconds of a step so small that little else is left, over the pieces of work that a program has of it
 
-Least squares of relative errors, so that a message of 64 KiB weighs as much as one of 64 MiB; no constant is negative.
+Of relative errors, so that a message of 64 KiB weighs as much as one of 64 MiB; no constant is negative. Products by
+least squares; collectives by least absolute errors, since single sizes fall out of the rule (buffers with room, fresh
+memory) and shall not bend it for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
@@ -40,6 +44,29 @@ class Message:
     @property
     def hops(self) -> int:
         return (2 if self.record.op == "all_reduce" else 1) * (self.record.ranks - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A message with products beside it from its launch until it landed."""
+
+    message: Message
+    """Alone."""
+    landed: float
+    """Seconds of it beside products."""
+    alone: float
+    """Seconds of a product alone ..."""
+    slowed: float
+    """... and beside the message."""
+
+    @property
+    def contention(self) -> float:
+        return self.slowed / self.alone
+
+    @property
+    def turn(self) -> float:
+        """Seconds by which each hop is later."""
+        return (self.landed - self.message.seconds) / self.message.hops
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +101,8 @@ class Measured:
     """FLOP/s by dtype, where the vendor's are known."""
     messages: Sequence[Message]
     computation: Computation
-    contention: float
+    beside: Sequence[Beside]
+    """Products and messages at once; nothing where one rank is alone."""
 
 
 FRAGMENTS = 0.03
@@ -110,7 +138,8 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         memory_bandwidth=work.memory_bandwidth,
         overhead=work.kernel,
         launch=launch,
-        contention=found.contention,
+        contention=max(1.0, _mean(one.contention for one in found.beside)),
+        turn=max(0.0, _mean(one.turn for one in found.beside)),
         inside={group: link for group, link in links.items() if group not in across},
         between=between,
         measured=work.products,
@@ -130,18 +159,23 @@ def host_seconds(machine: Machine, dtype: str, step: float) -> float:
 
 
 def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
-    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention")]
+    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention", "turn")]
     sources = dict.fromkeys([*constants, "measured"], source)
     held = f"{source}: what the process holds beside tensors"
     sources["reserve"] = held if found.device == "cpu" else f"{held}, and {FRAGMENTS:.0%} for fragmentation (estimate)"
     alone = source if found.messages else "estimate: one rank communicates with nobody"
-    sources |= {"launch": alone, "contention": alone}
+    sources |= {"launch": alone, "contention": alone, "turn": alone}
     for dtype, rate in machine.peak.items():
         sources[f"gemm.{dtype}"] = source
         sheet = found.advertised.get(dtype) == rate
         sources[f"peak.{dtype}"] = f"data sheet of {found.device}" if sheet else f"{source}: the fastest product"
     paths = [f"inside[{stride},{size}]" for stride, size in machine.inside] + ["between"] * bool(machine.between)
     return sources | {f"{path}.{name}": source for path in paths for name in LINK}
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    found = list(numbers)
+    return fmean(found) if found else 0.0
 
 
 def fit_links(messages: Sequence[Message]) -> tuple[float, dict[Group, Link]]:
@@ -154,7 +188,7 @@ def fit_links(messages: Sequence[Message]) -> tuple[float, dict[Group, Link]]:
         column = 1 + 2 * groups.index(message.group)
         row[0], row[column], row[column + 1] = 1.0, message.hops, message.record.wire_bytes
     seconds = torch.tensor([message.seconds for message in messages], dtype=torch.float64)
-    launch, *found = not_negative(rows / seconds[:, None], torch.ones_like(seconds))
+    launch, *found = least_absolute(rows / seconds[:, None], torch.ones_like(seconds))
     links = {}
     for index, group in enumerate(groups):
         latency, per_byte = found[2 * index : 2 * index + 2]
@@ -175,6 +209,21 @@ def fit_products(timed: Sequence[Timed], peak: float) -> tuple[float, float]:
         return 1 / per_flop, per_cut / per_flop
     left = 1 - rows[:, 0] / peak
     return peak, max(0.0, float(rows[:, 1] @ left / (rows[:, 1] @ rows[:, 1]))) * peak
+
+
+def least_absolute(rows: torch.Tensor, right: torch.Tensor) -> list[float]:
+    """The solution with the least sum of absolute errors, none of it negative: least squares, weighted again and again
+    by what they leave."""
+    weights = torch.ones_like(right)
+    for _ in range(ROUNDS):
+        solution = not_negative(rows * weights[:, None], right * weights)
+        errors = (rows @ torch.tensor(solution, dtype=rows.dtype) - right).abs()
+        weights = errors.clamp(min=NO_ERROR).rsqrt()
+    return solution
+
+
+ROUNDS, NO_ERROR = 50, 1e-4
+"""Of weighting, and the relative error below which a message is met."""
 
 
 def not_negative(rows: torch.Tensor, right: torch.Tensor) -> list[float]:

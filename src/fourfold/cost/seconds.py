@@ -38,6 +38,25 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective on its way, alone."""
+
+    fixed: float
+    """Seconds that it takes whatever the link does."""
+    moving: float
+    """Seconds that it has the link for."""
+    link: str
+    """What it moves on: those on `CARD` share it, those on an axis share that axis. Different axes inside a node share
+    nothing beyond what their bandwidths were measured with."""
+    beside: float
+    """By which factor it is slower while the device computes: each of its hops waits for its turn."""
+
+    @property
+    def seconds(self) -> float:
+        return self.fixed + self.moving
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """The way around an axis."""
 
@@ -65,7 +84,7 @@ class Seconds:
             )
         self.machine, self.shape = machine, shape
         self._routes: dict[str, Route] = {}
-        self._transfers: dict[tuple[str, str, int], tuple[float, float, str]] = {}
+        self._transfers: dict[tuple[str, str, int], Transfer] = {}
 
     def link(self, axis: str) -> Route:
         if axis not in self._routes:
@@ -77,15 +96,9 @@ class Seconds:
 
     def collective(self, record: Collective) -> float:
         """From launch to arrival, with nothing else on the way."""
-        fixed, moving, _ = self.transfer(record)
-        return fixed + moving
+        return self.transfer(record).seconds
 
-    def transfer(self, record: Collective) -> tuple[float, float, str]:
-        """Seconds that it takes whatever the link does, seconds that it has the link for when alone, and which link.
-
-        Transfers on `CARD` share it, those on an axis share that axis; different axes inside a node share nothing
-        beyond what their bandwidths were measured with.
-        """
+    def transfer(self, record: Collective) -> Transfer:
         key = (record.op, record.axis, record.nbytes)
         if key not in self._transfers:
             if record.ranks != self.shape.sizes[record.axis]:
@@ -93,15 +106,17 @@ class Seconds:
             self._transfers[key] = self._transfer(record)
         return self._transfers[key]
 
-    def _transfer(self, record: Collective) -> tuple[float, float, str]:
+    def _transfer(self, record: Collective) -> Transfer:
         if record.ranks == 1:
-            return 0.0, 0.0, record.axis
+            return Transfer(0.0, 0.0, record.axis, 1.0)
         route, launch = self.link(record.axis), self.machine.launch
         passes = 2 if record.op == "all_reduce" else 1
         ring = (launch + passes * route.latency, record.wire_bytes / route.bandwidth)
         tree = (launch + route.tree_latency, 2 * record.nbytes / route.bandwidth)
         fixed, moving = min(ring, tree, key=sum) if record.op == "all_reduce" else ring
-        return fixed, moving, CARD if route.crosses else record.axis
+        waits = passes * route.hops * self.machine.turn
+        beside = 1 + waits / (fixed + moving) if waits else 1.0
+        return Transfer(fixed, moving, CARD if route.crosses else record.axis, beside)
 
     def product(self, m: int, k: int, n: int, dtype: str) -> float:
         """Of [m, k] x [k, n]."""

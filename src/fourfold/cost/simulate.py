@@ -3,7 +3,8 @@
 The device has one stream for computation and one for each lane of communication (an axis, or its gathers and its
 reductions apart). A collective begins when the computation launched before it is done and its lane is free; it first
 takes its latency, then the link, which transfers that cross nodes share. A wait holds computation until the flight has
-landed: that is its exposed time. Computation is slower by the machine's `contention` while anything is in flight.
+landed: that is its exposed time. Computation is slower by the machine's `contention` while anything is in flight, and
+what is in flight is slower while the device computes where each hop waits for its `turn`.
 
 What is played in the program's order is exact: whatever is on a link at some moment was launched before it.
 """
@@ -85,7 +86,9 @@ class _Transfer:
     fixed: float
     moving: float
     """Seconds of the link that are left, alone."""
-    resource: str
+    link: str
+    beside: float
+    """By which factor it is slower while the device computes."""
     start: float = 0.0
 
 
@@ -122,42 +125,40 @@ class Links:
             self.step()
         return self.landed[flight]
 
-    def advance(self, until: float) -> None:
+    def advance(self, until: float, *, computing: bool = False) -> None:
         while self.now < until and self._under_way:
-            self.step(until)
+            self.step(until, computing=computing)
         self.now = max(self.now, until)
 
-    def next_change(self) -> float:
+    def next_change(self, *, computing: bool) -> float:
         """When the next transfer ends, if no other begins before."""
-        sharing = self._sharing()
-        return self.now + min(self._left(transfer, sharing) for transfer in self._under_way.values())
+        slow = self._slow(computing)
+        return self.now + min(slow[lane] * _left(transfer) for lane, transfer in self._under_way.items())
 
-    def _sharing(self) -> int:
-        """Transfers that move on the card now."""
-        return sum(1 for transfer in self._under_way.values() if transfer.resource == CARD and transfer.fixed <= 0.0)
+    def _slow(self, computing: bool) -> dict[str, float]:
+        """By which factor the transfer of each lane is slower than alone."""
+        on_card = sum(1 for one in self._under_way.values() if one.link == CARD and one.fixed <= 0.0)
+        return {
+            lane: (one.beside if computing else 1.0) * (on_card if one.link == CARD and one.fixed <= 0.0 else 1)
+            for lane, one in self._under_way.items()
+        }
 
-    @staticmethod
-    def _left(transfer: _Transfer, sharing: int) -> float:
-        """Until its latency is over, or it has landed."""
-        if transfer.fixed > 0.0:
-            return transfer.fixed
-        return transfer.moving * (sharing if transfer.resource == CARD else 1)
-
-    def step(self, until: float = inf) -> None:
+    def step(self, until: float = inf, *, computing: bool = False) -> None:
         """To the next change, or until then."""
-        sharing = self._sharing()
-        left = {lane: self._left(transfer, sharing) for lane, transfer in self._under_way.items()}
+        slow = self._slow(computing)
+        left = {lane: slow[lane] * _left(transfer) for lane, transfer in self._under_way.items()}
         step = min(min(left.values()), until - self.now)
         self.now += step
         for lane, transfer in list(self._under_way.items()):
+            done = step / slow[lane]
             if transfer.fixed > 0.0:
-                transfer.fixed = 0.0 if step >= left[lane] else transfer.fixed - step
+                transfer.fixed = 0.0 if step >= left[lane] else transfer.fixed - done
                 if transfer.fixed == 0.0 and transfer.moving <= 0.0:
                     self._end(lane, transfer)
             elif step >= left[lane]:
                 self._end(lane, transfer)
             else:
-                transfer.moving -= step / (sharing if transfer.resource == CARD else 1)
+                transfer.moving -= done
 
     def _end(self, lane: str, transfer: _Transfer) -> None:
         self.landed[transfer.flight] = self.now
@@ -169,6 +170,11 @@ class Links:
             self._begin(lane, queue.popleft(), self.now)
         else:
             del self._under_way[lane]
+
+
+def _left(transfer: _Transfer) -> float:
+    """Until its latency is over, or it has landed, alone."""
+    return transfer.fixed if transfer.fixed > 0.0 else transfer.moving
 
 
 class Player:
@@ -185,9 +191,11 @@ class Player:
 
     def play(self, item: Work, phase: str) -> None:
         if isinstance(item, Launch):
-            fixed, moving, resource = self.seconds.transfer(item.record)
-            self._axes[item.flight] = item.record.axis
-            transfer = _Transfer(item.flight, item.record.label, item.record.axis, self.now, fixed, moving, resource)
+            record, way = item.record, self.seconds.transfer(item.record)
+            self._axes[item.flight] = record.axis
+            transfer = _Transfer(
+                item.flight, record.label, record.axis, self.now, way.fixed, way.moving, way.link, way.beside
+            )
             self.links.launch(item.lane, transfer)
         elif isinstance(item, Wait):
             landed = self.links.land(item.flight)
@@ -213,16 +221,16 @@ class Player:
         contention = self.seconds.machine.contention
         self.links.advance(self.now)
         while contention > 1.0 and not self.links.idle:
-            change = self.links.next_change()
+            change = self.links.next_change(computing=True)
             done = (change - self.now) / contention
             if done >= left:
-                self.now += left * contention
-                self.links.advance(self.now)
-                return
+                left *= contention
+                break
             left -= done
-            self.links.step()
+            self.links.step(computing=True)
             self.now = self.links.now
         self.now += left
+        self.links.advance(self.now, computing=True)
 
     def mark(self, phase: str) -> None:
         self.links.advance(self.now)
