@@ -157,22 +157,26 @@ def measure(
     memory: bool = False,
     report: Callable[[str], None] = print,
 ) -> list[Result]:
-    """Every line on that cluster; `seconds` is for the rounds of one job."""
+    """Every line on that cluster; `seconds` is for the rounds of one job. With `memory` it is their peaks alone."""
     results = {line.name: Result.of(line) for line in lines}
-    for wants_memory in (False, True) if memory else (False,):
-        for _ in range(MOST_FAILURES):
-            left = [line for line in lines if results[line.name].error is None]
-            job = Job(setting.size, tuple(left), rounds, WARMUP, seconds, wants_memory, "")
-            down = _run(cluster, job, results, report)
-            if down is None:
-                break
-            results[down].error = "brought the job down"
-            report(f"  {down} brought the job down; once more without it")
-            if not wants_memory:  # lines are compared within one job
-                results |= {line.name: Result.of(line) for line in left if line.name != down}
-        else:
-            raise RuntimeError(f"{MOST_FAILURES} lines brought the job down on {setting}: that is not theirs")
-    return list(results.values())
+    for _ in range(MOST_FAILURES):
+        left = [line for line in lines if results[line.name].error is None]
+        down = _run(cluster, Job(setting.size, tuple(left), rounds, WARMUP, seconds, memory, ""), results, report)
+        if down is None:
+            return list(results.values())
+        results[down].error = "brought the job down"
+        report(f"  {down} brought the job down; once more without it")
+        results |= {line.name: Result.of(line) for line in left if line.name != down}  # compared within one job
+    raise RuntimeError(f"{MOST_FAILURES} lines brought the job down on {setting}: that is not theirs")
+
+
+def weigh(setting: Setting, lines: Sequence[Line], results: Sequence[Result]) -> None:
+    """Peak memory of all that was measured. It does not ask how fast links are, so here they are not held back."""
+    standing = {one.name: one for one in results if one.measured}
+    with Cluster(replace(setting.cluster, mbit=None)) as cluster:
+        left = [line for line in lines if line.name in standing]
+        for one in measure(cluster, setting, left, rounds=1, seconds=0.0, memory=True):
+            standing[one.name].peak = one.peak
 
 
 def _run(cluster: Cluster, job: Job, results: dict[str, Result], report: Callable[[str], None]) -> str | None:
@@ -245,5 +249,7 @@ def run(
         machine = calibrate(cluster, options.calibrate)
         lines = lines_of(machine)
         print(f"{setting}: {len(lines)} lines", flush=True)
-        results = measure(cluster, setting, lines, rounds=options.rounds, seconds=options.seconds, memory=memory)
+        results = measure(cluster, setting, lines, rounds=options.rounds, seconds=options.seconds)
+    if memory:
+        weigh(setting, lines, results)
     return Run(setting.name, results, to_toml(machine), described(options.command))

@@ -46,10 +46,10 @@ def _llama(seq: int) -> ff.models.Config:
 
 SIZES = {
     "few": Size("few", _llama(32), 16, torch.float32),
-    "many": Size("many", _llama(128), 16, torch.float32),
+    "many": Size("many", _llama(64), 16, torch.float32),
     "tiny": Size("tiny", ff.models.config("llama-tiny", kv_heads=24, vocab=256, seq=16), 8, torch.float32),
 }
-"""The same model on a batch of 512 tokens and on one of 2048: weights travel, or activations do; a smoke test."""
+"""The same model on a batch of 512 tokens and on one of 1024: weights travel, or activations do; a smoke test."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _where(shape: ff.Shape, per_node: int) -> tuple[object, ...]:
 
 
 def grids_of(setting: Setting) -> list[Line]:
-    """Fourfold on every grid that cuts this model and batch."""
+    """Fourfold on every grid that cuts this model and batch, placed in every way."""
     size = setting.size
     return [
         Line(FOURFOLD, shape, policy=POLICY)
