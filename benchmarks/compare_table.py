@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from emulated import Result, Run
+from markdown_table import table
 from plots import drawing, save
 from settings import FOURFOLD, MINIMAL, OURS, PLANNED, PUBLISHED_KIND, Setting
 
@@ -105,12 +106,9 @@ def _losses(run: Run) -> str:
 # --- the table
 
 
-def table(run: Run) -> Iterator[str]:
+def lines(run: Run) -> Iterator[str]:
     rival = best_peer(run)
-    yield "| " + " | ".join(COLUMNS) + " |"
-    yield "|" + "---|" * len(COLUMNS)
-    for one in sorted(run.results, key=_place):
-        yield "| " + " | ".join(_cells(one, rival)) + " |"
+    return table(COLUMNS, [_cells(one, rival) for one in sorted(run.results, key=_place)])
 
 
 def _place(result: Result) -> tuple[int, float]:
@@ -156,7 +154,7 @@ def page(runs: Sequence[Run], picture: str) -> str:
         parts += [
             f"## {Setting.parse(run.setting)}",
             "\n".join(f"- {bar}" for bar in bars(run)),
-            "\n".join(table(run)),
+            "\n".join(lines(run)),
         ]
     return "\n\n".join(parts) + "\n"
 

@@ -24,6 +24,7 @@ from fourfold.cost.machine import Machine
 from fourfold.cost.price import Choice, Task, price
 from fourfold.cost.published import published_seconds
 from fourfold.grid import Shape
+from markdown_table import table
 from settings import FOURFOLD, PLANNED, POLICY, Setting, grids_of
 from sides import Line
 
@@ -129,23 +130,24 @@ def correlation(one: Sequence[float], other: Sequence[float]) -> float:
 def summary(runs: Sequence[Run]) -> Iterator[str]:
     """One line a setting, both models."""
     heads = "setting", "grids", "model", "Spearman", "place of the best", "regret", "mean error", "cores busy"
-    yield "| " + " | ".join(heads) + " |"
-    yield "|" + "---|" * len(heads)
+    rows = []
     for run in runs:
         for name, found in zip(("Fourfold", "published"), judge(run), strict=True):
-            busy = fmean(fmean(one.busy) for one in found.results)
-            cells = (
-                *(run.setting, str(len(found.results)), name, f"{found.spearman:.3f}", str(found.place_of_best)),
-                *(f"{found.regret:.1%}", f"{found.error:.1%}", f"{busy:.0%}"),
-            )
-            yield "| " + " | ".join(cells) + " |"
+            row = [run.setting, str(len(found.results)), name, f"{found.spearman:.3f}", str(found.place_of_best)]
+            rows.append([*row, f"{found.regret:.1%}", f"{found.error:.1%}", f"{busy_cores(found.results):.0%}"])
+    return table(heads, rows)
+
+
+def busy_cores(results: Sequence[Result]) -> float:
+    """Their share over all steps."""
+    return fmean(fmean(one.busy) for one in results)
 
 
 def verdicts(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         ours, _ = judge(run)
         missed = list(ours.misses())
-        busy = fmean(fmean(one.busy) for one in ours.results)
+        busy = busy_cores(ours.results)
         if Setting.parse(run.setting).cluster.world >= MANY_RANKS and busy >= HALF_BUSY:
             missed.append(f"cores are {busy:.0%} busy, under half is wanted with so many ranks")
         yield f"- {run.setting}: " + ("every bar reached" if not missed else "**MISSED**: " + "; ".join(missed))
@@ -154,13 +156,18 @@ def verdicts(runs: Sequence[Run]) -> Iterator[str]:
 def grids_table(run: Run) -> Iterator[str]:
     """Every grid, the fastest first, with what both models said."""
     ours, published = judge(run)
-    yield "| grid | measured s | spread | predicted s | error | published model s |"
-    yield "|" + "---|" * 6
-    for one, predicted, theirs in zip(ours.results, ours.predicted, published.predicted, strict=True):
-        yield (
-            f"| {one.shape} | {one.step:.2f} | {min(one.seconds):.2f} .. {max(one.seconds):.2f} | {predicted:.2f} | "
-            f"{predicted / one.step - 1:+.0%} | {theirs:.2f} |"
-        )
+    rows = [
+        [
+            str(one.shape),
+            f"{one.step:.2f}",
+            f"{min(one.seconds):.2f} .. {max(one.seconds):.2f}",
+            f"{predicted:.2f}",
+            f"{predicted / one.step - 1:+.0%}",
+            f"{theirs:.2f}",
+        ]
+        for one, predicted, theirs in zip(ours.results, ours.predicted, published.predicted, strict=True)
+    ]
+    return table(["grid", "measured s", "spread", "predicted s", "error", "published model s"], rows)
 
 
 def page(runs: Sequence[Run]) -> str:

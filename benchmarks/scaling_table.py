@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from markdown_table import table
 from planner_points import POINTS
 from scaling_measured import Measured
-from validate_planner import table
 
 HEADS = ["model", "devices", "side", "seconds", "tokens/s", "MFU", "exposed", "grid", "how"]
 TITLES = {

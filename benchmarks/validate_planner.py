@@ -30,6 +30,7 @@ from fourfold.cost.machine import load_machine
 from fourfold.cost.price import Task
 from fourfold.cost.search import search
 from fourfold.models.config import config
+from markdown_table import table
 from planner_points import (
     ABLATED,
     ABLATION,
@@ -104,13 +105,6 @@ class Judge:
             self.misses.append(f"{name}: {what}. Suspected: {CAUSES[name]}")
         else:
             self.failures.append(f"{name}: {what}, and no cause is given in planner_points.py")
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Markdown that is aligned in a terminal too."""
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    for row in (heads, ["-" * width for width in widths], *rows):
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
 
 
 def describe(found: Replay) -> str:
