@@ -208,7 +208,7 @@ def add_options(parser: argparse.ArgumentParser, settings: Sequence[str]) -> Non
     parser.add_argument("--settings", default=",".join(settings), help="NODESxRANKS-MBIT-SIZE,...; default %(default)s")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=900.0, help="after which a setting begins no further round")
-    parser.add_argument("--calibrate", type=float, default=60.0, help="seconds for calibrating each cluster")
+    parser.add_argument("--calibrate", type=float, default=90.0, help="seconds for calibrating each cluster")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-cluster", help="a folder of runs")
 
 

@@ -66,8 +66,8 @@ INSIDE = {
     ],
     "cost": [
         "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds",
-        "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate", "search",
-        "modules", "explain", "published",
+        "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate",
+        "candidates", "search", "modules", "explain", "published",
     ],
     "report": [
         "units", "html", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text",

@@ -125,6 +125,15 @@ def test_a_collective_is_slower_while_the_device_computes(contention: float, axi
         assert not line.exposed_seconds
 
 
+def test_the_launch_of_a_collective_is_computation_on_the_cpu() -> None:
+    """Alone it takes the same; beside computation a GPU hides it, and a CPU does not."""
+    record, machine = collective("all_gather", "x", 400_000_000), replace(MACHINE, device="cpu")
+    assert run(Launch(0, record, "x"), Wait(0), machine=machine).seconds == Seconds(MACHINE, SHAPE).collective(record)
+    for on, seconds in ((MACHINE, 1.0), (machine, 1.0 + MACHINE.launch)):
+        hidden = run(Launch(0, record, "x"), product_of(1.0), Wait(0), machine=on)
+        assert hidden.seconds == hidden.compute_seconds == pytest.approx(seconds, rel=1e-12)
+
+
 def test_trace_has_a_thread_for_each_track() -> None:
     record = collective("all_gather", "x", 4_000_000)
     events = chrome_trace(run(Launch(0, record, "x"), Kernel("norm", 10**15), Wait(0)).spans)["traceEvents"]

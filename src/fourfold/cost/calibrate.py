@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from statistics import median
-from threading import Thread
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -39,6 +38,8 @@ MESSAGES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26))
 """Bytes: 4 KiB to 64 MiB."""
 BESIDE = (1 << 20, 1 << 22)
 """Bytes of the messages that products run beside on the CPU, where it is hops that wait; on a GPU it is the largest."""
+PART = 0.7
+"""Of a message's time that these products take, so that it lands after them and what they cost it can be told."""
 LINKS_SHARE = 0.6
 """Of the time; the rest is computation's."""
 ON_GPU = (
@@ -61,7 +62,7 @@ always measured, the others while there is time."""
 ALWAYS = 3
 BATCH_SECONDS = 2e-3
 """Of acts on a GPU that are timed together."""
-WINDOWS, LEAST_WINDOW = 3, 60e-3
+WINDOWS, LEAST_WINDOW = 3, 0.15
 """On the CPU, and the seconds of each at the least."""
 
 
@@ -187,10 +188,10 @@ class Calibration:
         return max(0.0, -self._agree(time.perf_counter() - until))
 
     def _beside(self, messages: Sequence[Message]) -> list[Beside]:
-        """Products from the launch of a message until it lands, on all ranks: messages of all, and those of a node."""
+        """Products that run for a part of a message's time, on all ranks: messages of all, and those of a node."""
         found = []
         if messages:
-            act = product((128, 128, 128) if not self.on_gpu else (4096, 4096, 4096), self.dtype, self.line.device)
+            act = product((128, 128, 128) if not self.on_gpu else (2048, 2048, 2048), self.dtype, self.line.device)
             alone = self._agree(self.average_seconds(act, self._left(self.until) / self.steps))
             largest = max(message.record.nbytes for message in messages)
             sizes = {largest} if self.on_gpu else {min(largest, nbytes) for nbytes in BESIDE}
@@ -201,34 +202,28 @@ class Calibration:
                 record, launch = collective(op, axis, nbytes, grid, self.dtype)
                 launch().wait()
                 flight = median(self._agreed_time(launch, 1) for _ in range(5))
-                both = [self._agreed_both(launch, act) for _ in range(5)]
-                landed, slowed = (median(seconds) for seconds in zip(*both, strict=True))
-                found.append(Beside(Message((1, record.ranks), record, flight), landed, alone, slowed))
+                runs = max(1, int(PART * flight / alone))
+                both = [self._agreed_both(launch, act, runs) for _ in range(5)]
+                computed, landed = (median(seconds) for seconds in zip(*both, strict=True))
+                found.append(Beside(Message((1, record.ranks), record, flight), runs * alone, computed, landed))
             node.close()
         self._advance()
         return found
 
-    def _agreed_both(self, launch: Launch, act: Callable[[], object]) -> tuple[float, float]:
-        """Seconds until a collective has landed with computation beside it, and of each act meanwhile."""
+    def _agreed_both(self, launch: Launch, act: Callable[[], object], runs: int) -> tuple[float, float]:
+        """Seconds of so many acts beside a collective, and until it has landed too."""
         self._agree(0.0)
-        began, runs = time.perf_counter(), 0
+        began = time.perf_counter()
         pending = launch()
-
-        def land() -> None:
-            pending.wait()
-            if self.on_gpu:
-                torch.cuda.current_stream(self.line.device).synchronize()
-
-        waiting = Thread(target=land)
-        waiting.start()
-        while waiting.is_alive() or not runs:
+        for _ in range(runs):
             act()
-            runs += 1
-            if self.on_gpu:
-                torch.cuda.current_stream(self.line.device).synchronize()
-        seconds = time.perf_counter() - began
-        waiting.join()
-        return self._agree(seconds), self._agree(seconds / runs)
+        if self.on_gpu:
+            torch.cuda.current_stream(self.line.device).synchronize()
+        computed = time.perf_counter() - began
+        pending.wait()
+        self._finish()
+        landed = time.perf_counter() - began
+        return self._agree(computed), self._agree(landed)
 
     # computation: every rank by itself, all at the same time
 

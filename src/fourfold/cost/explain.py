@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fourfold.cost.candidates import Estimated
 from fourfold.cost.price import Priced, Task, memory_of
-from fourfold.cost.search import Estimated, Plan
+from fourfold.cost.search import Plan
 from fourfold.cost.seconds import Seconds
 from fourfold.grid import AXES
 from fourfold.models.config import Config

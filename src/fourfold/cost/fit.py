@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import median
 
 import torch
 
@@ -48,25 +48,33 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A message with products beside it from its launch until it landed."""
+    """Products that were launched with a message and ended before it."""
 
     message: Message
     """Alone."""
-    landed: float
-    """Seconds of it beside products."""
     alone: float
-    """Seconds of a product alone ..."""
-    slowed: float
-    """... and beside the message."""
+    """Seconds of the products alone ..."""
+    computed: float
+    """... and beside it."""
+    landed: float
+    """Seconds until the message was there."""
 
     @property
     def contention(self) -> float:
-        return self.slowed / self.alone
+        return self.computed / self.alone
 
     @property
     def turn(self) -> float:
-        """Seconds by which each hop is later."""
-        return (self.landed - self.message.seconds) / self.message.hops
+        """Seconds by which each hop is later while products run.
+
+        It landed later than alone by what it lost beside them; at that pace all of its hops would take so much longer.
+        """
+        pace = max(1.0 - (self.landed - self.message.seconds) / self.computed, SLOWEST)
+        return self.message.seconds * (1 / pace - 1) / self.message.hops
+
+
+SLOWEST = 0.1
+"""Of its pace alone, that a message keeps beside products: what is slower cannot be told from standing still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +146,8 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         memory_bandwidth=work.memory_bandwidth,
         overhead=work.kernel,
         launch=launch,
-        contention=max(1.0, _mean(one.contention for one in found.beside)),
-        turn=max(0.0, _mean(one.turn for one in found.beside)),
+        contention=max(1.0, _median(one.contention for one in found.beside)),
+        turn=max(0.0, _median(one.turn for one in found.beside)),
         inside={group: link for group, link in links.items() if group not in across},
         between=between,
         measured=work.products,
@@ -173,9 +181,9 @@ def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
     return sources | {f"{path}.{name}": source for path in paths for name in LINK}
 
 
-def _mean(numbers: Iterable[float]) -> float:
+def _median(numbers: Iterable[float]) -> float:
     found = list(numbers)
-    return fmean(found) if found else 0.0
+    return median(found) if found else 0.0
 
 
 def fit_links(messages: Sequence[Message]) -> tuple[float, dict[Group, Link]]:

@@ -2,37 +2,37 @@
 
 Every factorisation is considered, powers of two or not; what does not fit the model, the batch or the memory is refused
 with the reason. All candidates are estimated (estimate.py); of each grid the first few that fit into memory are
-simulated (price.py), grid by grid in order of their estimates. The seconds of a grid that was not simulated are its
-estimate, and say so.
+simulated (price.py), grid by grid in order of their estimates; where there are few candidates in all, those in other
+modes and places too. The seconds of a grid that was not simulated are its estimate, and say so.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import permutations
 from math import ceil, inf
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
+from fourfold.cost.candidates import Candidates, Estimated
 from fourfold.cost.estimate import LEVERS, Cell, Estimates, Lever
 from fourfold.cost.memory import Memory, kept_for_backward
 from fourfold.cost.price import Choice, Price, Priced, Task, memory_of, price
 from fourfold.cost.seconds import Seconds
 from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.layout import Activations, Policy, Recompute
+from fourfold.layout import Activations, Policy
 
 GIB = 2**30
-RECOMPUTE = get_args(Recompute)
-"""The more of it the less memory."""
-SIMULATED_GRIDS = 10
-"""How many grids are simulated, or as many as are to be shown."""
+SIMULATED_GRIDS, ONE_IN = 10, 32
+"""How many grids are simulated at the least, and of how many one; or as many as are to be shown."""
+SIMULATIONS, THOUSAND = 120, 1000
+"""Where there is little to estimate there is time to simulate: so many candidates, and one fewer for each thousand."""
 SHOWN = 8
 """Of these are priced closely, or as many as are to be shown."""
 CLOSER_LOOK = 3
@@ -55,14 +55,6 @@ class Space:
     orders: tuple[tuple[str, ...], ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Estimated:
-    """A grid that was not simulated."""
-
-    choice: Choice
-    seconds: float
-
-
 class Refused(NamedTuple):
     """A grid that cannot be, and why; the bytes that it lacks where that is memory."""
 
@@ -79,7 +71,7 @@ class Plan:
     devices: int
     ranked: Sequence[Priced] = field(default_factory=list)
     """The best simulated choice of each grid."""
-    waiting: list[_Grid] = field(default_factory=list)
+    waiting: list[Candidates] = field(default_factory=list)
     """Grids of which the first candidates were not simulated closely, as others seemed faster."""
     refused: list[Refused] = field(default_factory=list)
     candidates: int = 0
@@ -143,13 +135,15 @@ class _Search:
         for index, cell in enumerate(cells):
             by_grid.setdefault(tuple(cell.choice.shape.sizes.values()), []).append(index)
         grids = [
-            _Grid([cells[index].choice for index in indices], seconds[indices], orders, self._fit)
+            Candidates([cells[index].choice for index in indices], seconds[indices], orders, self._fit)
             for indices in by_grid.values()
         ]
-        self._rank(self._fitting(grids))
+        effort = SIMULATIONS - self.plan.candidates // THOUSAND
+        found = self._fitting(grids, max(self.top, SIMULATED_GRIDS, len(grids) // ONE_IN, effort // OF_EACH))
+        self._rank(found, effort - len(found))
         return self.plan
 
-    def _fitting(self, grids: list[_Grid]) -> list[_Grid]:
+    def _fitting(self, grids: list[Candidates], many: int) -> list[Candidates]:
         """So many grids with something that fits, in order of its estimate. Refuses those where nothing does."""
         waiting = [
             (grid.estimate, place)
@@ -157,8 +151,8 @@ class _Search:
             if not self._refused(grid) and grid.estimate < inf
         ]
         heapify(waiting)
-        found: list[_Grid] = []
-        while waiting and len(found) < max(self.top, SIMULATED_GRIDS):
+        found: list[Candidates] = []
+        while waiting and len(found) < many:
             _, place = heappop(waiting)
             if grids[place].try_next():
                 found.append(grids[place])
@@ -167,7 +161,7 @@ class _Search:
         self.plan.waiting = [grids[place] for _, place in sorted(waiting)]
         return found
 
-    def _refused(self, grid: _Grid) -> bool:
+    def _refused(self, grid: Candidates) -> bool:
         """By how much the smallest candidate of a grid exceeds the memory, if it does."""
         fewest = min(choice.rows for choice in grid.choices)
         frugal = []
@@ -181,17 +175,25 @@ class _Search:
         self.plan.refused.append(Refused(grid.shape, reason, least.total - self.limit))
         return True
 
-    def _rank(self, grids: Sequence[_Grid]) -> None:
-        """Simulate the first candidate of each, further ones of the best; then the first grids more closely."""
+    def _rank(self, grids: Sequence[Candidates], others: int) -> None:
+        """Simulate the first candidate of each, further ones of the best, and so many in other modes and places; then
+        the first grids more closely."""
         first = [(self._price(grid.found[0]), grid) for grid in grids]
         first.sort(key=lambda found: found[0].seconds)
-        ranked = []
-        for place, (best, grid) in enumerate(first):
-            while place < CLOSER_LOOK and len(grid.found) < OF_EACH and grid.estimate < inf:
+        prices = {id(grid): [best] for best, grid in first}
+        for _, grid in first[:CLOSER_LOOK]:
+            while len(grid.found) < OF_EACH and grid.estimate < inf:
                 grid.try_next()
-            others = [self._price(candidate) for candidate in grid.found[1:]]
-            ranked.append(min([best, *others], key=lambda found: found.seconds))
-        ranked.sort(key=lambda found: found.seconds)
+            prices[id(grid)] += [self._price(candidate) for candidate in grid.found[1:]]
+        if others > 0:
+            further = [(one, grid) for grid in grids for one in grid.elsewhere(self.task.machine)]
+            further.sort(key=lambda found: found[0].seconds)
+            for one, grid in further[:others]:
+                prices[id(grid)].append(self._price(one))
+        ranked = sorted(
+            (min(of_grid, key=lambda found: found.seconds) for of_grid in prices.values()),
+            key=lambda found: found.seconds,
+        )
         shown = max(self.top, SHOWN)
         self.plan.ranked = sorted(
             (price(self.task, found.choice) for found in ranked[:shown]), key=lambda found: found.seconds
@@ -277,87 +279,6 @@ class _Search:
     def _least(self, choice: Choice) -> Memory:
         least = Lever("block", keep_gathered=False, keep_weights=False)
         return self._frugal(choice if self.space.policies else replace(choice, policy=least.on(choice.policy)))[1]
-
-
-class _Grid:
-    """The candidates of one grid, in order of their estimates, and those found to fit."""
-
-    def __init__(
-        self,
-        choices: Sequence[Choice],
-        seconds: torch.Tensor,
-        orders: Sequence[tuple[str, ...]],
-        fit: Callable[[Choice, Lever], Choice | None],
-    ) -> None:
-        """`seconds` [choice, lever, order]; `fit` gives the choice with the lever if it fits into memory."""
-        self.choices, self.fit, self.orders = choices, fit, orders
-        self.shape = choices[0].shape
-        self.found: list[Estimated] = []
-        self._too_large: list[tuple[Choice, Lever]] = []
-        self._bounded: set[tuple[str, str]] = set()
-        best, order = (part.flatten() for part in seconds.min(dim=2))  # the order costs no memory
-        self._seconds, self._order = best.tolist(), order.tolist()
-        self._left = best.argsort(descending=True).tolist()
-        self._skip()
-
-    @property
-    def estimate(self) -> float:
-        """Of the next candidate; inf: there is none."""
-        return self._seconds[self._left[-1]] if self._left else inf
-
-    def try_next(self) -> bool:
-        """Whether the next candidate fits."""
-        flat = self._left.pop()
-        choice, lever = self._candidate(flat)
-        fitted = self.fit(choice, lever)
-        if fitted is None:
-            self._rule_out(choice, lever)
-        else:
-            shape = replace(self.shape, order=self.orders[self._order[flat]])
-            self.found.append(Estimated(replace(fitted, shape=shape), self._seconds[flat]))
-        self._skip()
-        return fitted is not None
-
-    def _candidate(self, flat: int) -> tuple[Choice, Lever]:
-        return self.choices[flat // len(LEVERS)], LEVERS[flat % len(LEVERS)]
-
-    def _rule_out(self, choice: Choice, lever: Lever) -> None:
-        """It does not fit: find the fewest rows with which the same recompute does not even when it keeps nothing."""
-        self._too_large.append((choice, lever))
-        kind = choice.policy.activations, lever.recompute
-        if kind in self._bounded:
-            return
-        self._bounded.add(kind)
-        least = Lever(lever.recompute, keep_gathered=False, keep_weights=False)
-        rows = sorted(
-            (other for other in self.choices if other.policy.activations == choice.policy.activations),
-            key=lambda other: other.rows,
-        )
-        # often not even the fewest rows fit
-        fits = self.fit(rows[0], least) is not None
-        first = bisect_left(rows, True, lo=1, key=lambda other: self.fit(other, least) is None) if fits else 0
-        if first < len(rows):
-            self._too_large.append((rows[first], least))
-
-    def _skip(self) -> None:
-        """Past what cannot fit."""
-        while self._left:
-            candidate = self._candidate(self._left[-1])
-            possible = self._seconds[self._left[-1]] < inf
-            if possible and not any(_needs_no_less(*candidate, *other) for other in self._too_large):
-                return
-            self._left.pop()
-
-
-def _needs_no_less(choice: Choice, lever: Lever, other: Choice, others: Lever) -> bool:
-    """Whether it takes at least the memory of the other, on the same grid."""
-    return (
-        choice.policy.activations == other.policy.activations
-        and choice.rows >= other.rows
-        and RECOMPUTE.index(lever.recompute) <= RECOMPUTE.index(others.recompute)
-        and lever.keep_gathered >= others.keep_gathered
-        and lever.keep_weights >= others.keep_weights
-    )
 
 
 def describe_memory(memory: Memory) -> str:

@@ -41,6 +41,8 @@ class Spread:
 class Transfer:
     """A collective on its way, alone."""
 
+    host: float
+    """Seconds of its launch, where the host is what computes too; on a GPU they are part of what is fixed."""
     fixed: float
     """Seconds that it takes whatever the link does."""
     moving: float
@@ -53,7 +55,7 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        return self.fixed + self.moving
+        return self.host + self.fixed + self.moving
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +110,16 @@ class Seconds:
 
     def _transfer(self, record: Collective) -> Transfer:
         if record.ranks == 1:
-            return Transfer(0.0, 0.0, record.axis, 1.0)
+            return Transfer(0.0, 0.0, 0.0, record.axis, 1.0)
         route, launch = self.link(record.axis), self.machine.launch
+        host = launch if self.machine.device == "cpu" else 0.0
         passes = 2 if record.op == "all_reduce" else 1
-        ring = (launch + passes * route.latency, record.wire_bytes / route.bandwidth)
-        tree = (launch + route.tree_latency, 2 * record.nbytes / route.bandwidth)
+        ring = (launch - host + passes * route.latency, record.wire_bytes / route.bandwidth)
+        tree = (launch - host + route.tree_latency, 2 * record.nbytes / route.bandwidth)
         fixed, moving = min(ring, tree, key=sum) if record.op == "all_reduce" else ring
         waits = passes * route.hops * self.machine.turn
         beside = 1 + waits / (fixed + moving) if waits else 1.0
-        return Transfer(fixed, moving, CARD if route.crosses else record.axis, beside)
+        return Transfer(host, fixed, moving, CARD if route.crosses else record.axis, beside)
 
     def product(self, m: int, k: int, n: int, dtype: str) -> float:
         """Of [m, k] x [k, n]."""

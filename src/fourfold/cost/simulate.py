@@ -3,8 +3,10 @@
 The device has one stream for computation and one for each lane of communication (an axis, or its gathers and its
 reductions apart). A collective begins when the computation launched before it is done and its lane is free; it first
 takes its latency, then the link, which transfers that cross nodes share. A wait holds computation until the flight has
-landed: that is its exposed time. Computation is slower by the machine's `contention` while anything is in flight, and
-what is in flight is slower while the device computes where each hop waits for its `turn`.
+landed: that is its exposed time. On the CPU the launch of a collective is computation.
+
+Computation is slower by the machine's `contention` while anything is in flight, and what is in flight is slower while
+the device computes where each hop waits for its `turn`.
 
 What is played in the program's order is exact: whatever is on a link at some moment was launched before it.
 """
@@ -192,6 +194,7 @@ class Player:
     def play(self, item: Work, phase: str) -> None:
         if isinstance(item, Launch):
             record, way = item.record, self.seconds.transfer(item.record)
+            self._take(way.host)
             self._axes[item.flight] = record.axis
             transfer = _Transfer(
                 item.flight, record.label, record.axis, self.now, way.fixed, way.moving, way.link, way.beside
@@ -204,10 +207,14 @@ class Player:
                 self.now = landed
         else:
             begin = self.now
-            self._compute(self._seconds(item))
-            self.timeline.compute_seconds += self.now - begin
+            self._take(self._seconds(item))
             if self.trace:
                 self.timeline.spans.append(Span(COMPUTE, item.label, begin, self.now, phase))
+
+    def _take(self, seconds: float) -> None:
+        begin = self.now
+        self._compute(seconds)
+        self.timeline.compute_seconds += self.now - begin
 
     def _seconds(self, item: Product | Attention | Kernel) -> float:
         if isinstance(item, Product):

@@ -184,9 +184,9 @@ def cores() -> int:
 def share_cores() -> None:
     """Let ranks on the CPU of one machine share its cores well, once their process groups are there.
 
-    Wake-ups across cores cost most of a message: with as many ranks as cores or more, each rank stays on one of them.
-    gloo's socket threads spin for milliseconds after each message. With more ranks than cores they take the time that
-    the ranks need, so they yield.
+    gloo's socket threads spin for milliseconds after each message. With more ranks than cores they take the time
+    that the ranks need, and wake-ups across cores cost most of a message: each rank stays on a core of its own, and
+    the threads of gloo yield.
     """
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
@@ -197,8 +197,6 @@ def share_cores() -> None:
     torch.set_num_threads(max(1, len(mine) // local_ranks))
     if 1 < len(mine) <= local_ranks:
         os.sched_setaffinity(0, {mine[local_rank * len(mine) // local_ranks]})
-    if local_ranks <= len(mine):
-        return
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
             if (task / "comm").read_text().strip() == "gloo_tcp_loop":
