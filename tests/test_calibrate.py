@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,11 @@ def test_the_small_step_takes_what_it_took(device: str) -> None:
     volume = Volume(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, torch.bfloat16)
     program = step_program(volume, optimizer=False)
     assert simulate(program.work, Seconds(machine, Shape()), "bf16").seconds == pytest.approx(2e-3, rel=1e-6)
+
+
+def test_a_message_that_landed_beside_slow_products_has_not_waited() -> None:
+    assert replace(BESIDE, computed=0.4, landed=0.4).turn == 0.0
+    assert replace(BESIDE, landed=0.29).turn == 0.0  # noise
 
 
 def test_one_rank_is_a_machine_too() -> None:

@@ -58,8 +58,8 @@ class Case:
 def cases() -> list[Case]:
     """Each network on grids that together cut all axes, in both modes."""
     grids = {
-        "resnet": (Shape(x=2, y=2), Shape(z=2, data=2), Shape(y=2), Shape(x=3)),
-        "unet": (Shape(y=2, data=2), Shape(x=2, z=2), Shape(x=2, y=2), Shape(x=2)),
+        "resnet": (Shape(x=2, y=2), Shape(z=2, data=2), Shape(x=3)),
+        "unet": (Shape(y=2, data=2), Shape(x=2, z=2), Shape(x=2, y=2)),
         "mobilenet": (Shape(x=2, z=2), Shape(y=2, data=2)),
     }
     modes = ("sharded", "replicated")

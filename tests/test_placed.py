@@ -129,7 +129,7 @@ GRIDS = [
     (Shape(x=3), "sharded"),
 ]
 """In the order of their ranks, which stay up."""
-SHARE = 45
+SHARE = 120
 """Each grid tries another one in so many of the calls and layouts; soak_operations.py tries all of them."""
 
 

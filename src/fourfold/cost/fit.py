@@ -48,7 +48,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Products that were launched with a message and ended before it."""
+    """Products that were launched with a message, for a part of its time."""
 
     message: Message
     """Alone."""
@@ -65,11 +65,12 @@ class Beside:
 
     @property
     def turn(self) -> float:
-        """Seconds by which each hop is later while products run.
+        """Seconds by which each hop is later while products run; 0 where it had landed when they ended.
 
         It landed later than alone by what it lost beside them; at that pace all of its hops would take so much longer.
         """
-        pace = max(1.0 - (self.landed - self.message.seconds) / self.computed, SLOWEST)
+        lost = self.landed - max(self.message.seconds, self.computed)
+        pace = max(1.0 - max(0.0, lost) / self.computed, SLOWEST)
         return self.message.seconds * (1 / pace - 1) / self.message.hops
 
 
@@ -147,7 +148,7 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         overhead=work.kernel,
         launch=launch,
         contention=max(1.0, _median(one.contention for one in found.beside)),
-        turn=max(0.0, _median(one.turn for one in found.beside)),
+        turn=_median(one.turn for one in found.beside),
         inside={group: link for group, link in links.items() if group not in across},
         between=between,
         measured=work.products,
