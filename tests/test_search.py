@@ -57,8 +57,7 @@ def brute_force(task: Task, devices: int) -> float:
 def test_search_finds_what_brute_force_finds(devices: int, rows: int, machine: str, memory: float) -> None:
     on = replace(load_machine(machine), memory=int(memory), devices_per_node=2)
     task = Task(SMALL, on, rows, 2048)
-    found = search(task, devices, top=20)
-    assert found.best.seconds == pytest.approx(brute_force(task, devices), rel=1e-9)
+    assert search(task, devices).best.seconds == pytest.approx(brute_force(task, devices), rel=1e-9)
 
 
 def test_memory_rules_out_what_does_not_fit() -> None:
