@@ -198,7 +198,7 @@ class Calibration:
             node = Grid(x=self.devices, data=self.world // self.devices, device=self.line.device)
             self.settle()
             kinds = [(self.line, "data")] + [(node, "x")] * (1 < self.devices < self.world)
-            for (grid, axis), nbytes, op in itertools.product(kinds, sorted(sizes), ("all_gather", "reduce_scatter")):
+            for (grid, axis), nbytes, op in itertools.product(kinds, sorted(sizes), OPS[:2]):
                 record, launch = collective(op, axis, nbytes, grid, self.dtype)
                 launch().wait()
                 flight = median(self._agreed_time(launch, 1) for _ in range(5))

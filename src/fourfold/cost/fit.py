@@ -223,11 +223,11 @@ def fit_products(timed: Sequence[Timed], peak: float) -> tuple[float, float]:
 def least_absolute(rows: torch.Tensor, right: torch.Tensor) -> list[float]:
     """The solution with the least sum of absolute errors, none of it negative: least squares, weighted again and again
     by what they leave."""
-    weights = torch.ones_like(right)
+    solution = not_negative(rows, right)
     for _ in range(ROUNDS):
-        solution = not_negative(rows * weights[:, None], right * weights)
         errors = (rows @ torch.tensor(solution, dtype=rows.dtype) - right).abs()
         weights = errors.clamp(min=NO_ERROR).rsqrt()
+        solution = not_negative(rows * weights[:, None], right * weights)
     return solution
 
 
