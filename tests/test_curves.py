@@ -10,7 +10,7 @@ import pytest
 from curves import CASES, PACKED, Case, alone, bound, check, config_of, deviation, train, write_texts
 from fourfold.grid import Shape
 
-STEPS = 8
+STEPS = 12
 ONE_LAYER = {"model.layers": 1}
 PAIRS = [case for case in CASES if case.shape.world == 2]
 
