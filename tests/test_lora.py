@@ -54,6 +54,8 @@ CASES = [
     adapted("llama", Shape(x=2, y=2), "sharded"),
     adapted("llama", Shape(z=2, data=2), "replicated", after=True),
     adapted("qwen2", Shape(y=2, z=2), "sharded", after=True),
+    adapted("qwen2", Shape(x=2, y=2), "replicated"),
+    adapted("gpt2", Shape(x=2, z=2), "sharded", after=True),
     adapted("gpt2", Shape(y=2, data=2), "replicated"),
     adapted("phi3", Shape(x=2, data=2), "sharded", after=True),
 ]

@@ -195,9 +195,10 @@ class Calibration:
             alone = self._agree(self.average_seconds(act, self._left(self.until) / self.steps))
             largest = max(message.record.nbytes for message in messages)
             sizes = {largest} if self.on_gpu else {min(largest, nbytes) for nbytes in BESIDE}
-            node = Grid(x=self.devices, data=self.world // self.devices, device=self.line.device)
-            self.settle()
-            kinds = [(self.line, "data")] + [(node, "x")] * (1 < self.devices < self.world)
+            kinds = [(self.line, "data")]
+            if 1 < self.devices < self.world:
+                kinds.append((Grid(x=self.devices, data=self.world // self.devices, device=self.line.device), "x"))
+                self.settle()
             for (grid, axis), nbytes, op in itertools.product(kinds, sorted(sizes), OPS[:2]):
                 record, launch = collective(op, axis, nbytes, grid, self.dtype)
                 launch().wait()
@@ -206,7 +207,8 @@ class Calibration:
                 both = [self._agreed_both(launch, act, runs) for _ in range(5)]
                 computed, landed = (median(seconds) for seconds in zip(*both, strict=True))
                 found.append(Beside(Message((1, record.ranks), record, flight), runs * alone, computed, landed))
-            node.close()
+            for grid, _ in kinds[1:]:
+                grid.close()
         self._advance()
         return found
 
