@@ -15,16 +15,19 @@ import torch.distributed as dist
 from fourfold.cli import parser
 from fourfold.cost.calibrate import Calibration, groups_of
 from fourfold.cost.fit import (
+    SLOWEST,
     SMALL,
     SMALL_ROWS,
     Beside,
     Computation,
     Measured,
     Message,
+    contention_of,
     fit_links,
     fit_products,
     machine_of,
     not_negative,
+    pace_of,
 )
 from fourfold.cost.machine import Link, Timed, load_machine, parse_machine, to_toml
 from fourfold.cost.program import step_program
@@ -101,8 +104,8 @@ def test_rates_of_products_are_found_again_and_stay_below_the_peak() -> None:
     assert 0 <= half < 200
 
 
-BESIDE = Beside(Message((1, 4), Collective("all_gather", "data", 1 << 20, 4), 0.3), 0.1, 0.12, 0.36)
-"""Products of 0.1 s in 0.12 s, in which half as much of the message was done as alone: of three hops and 0.3 s."""
+BESIDE = Beside(message=0.3, landed=0.36, products=0.1, computed=0.12)
+"""Products of 0.1 s in 0.12 s, in which half as much of the message was done as alone."""
 
 
 def found(**changes: object) -> Measured:
@@ -128,7 +131,7 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
     assert (machine.peak["bf16"], machine.peak["fp32"]) == (9e14, pytest.approx(1.024e9))
     assert machine.attention == pytest.approx(0.6)
     assert machine.contention == pytest.approx(1.2)
-    assert machine.turn == pytest.approx(0.1)
+    assert machine.pace == pytest.approx(0.5)
     assert machine.reserve == 130
     assert machine.sources["gemm.bf16"] == "today"
     assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
@@ -144,8 +147,18 @@ def test_the_small_step_takes_what_it_took(device: str) -> None:
 
 
 def test_a_message_that_landed_beside_slow_products_has_not_waited() -> None:
-    assert replace(BESIDE, computed=0.4, landed=0.4).turn == 0.0
-    assert replace(BESIDE, landed=0.29).turn == 0.0  # noise
+    assert replace(BESIDE, computed=0.4, landed=0.4).lost == 0.0
+    assert replace(BESIDE, landed=0.29).lost == 0.0  # noise
+
+
+def test_a_message_that_stood_still_keeps_a_pace_above_0() -> None:
+    assert pace_of([replace(BESIDE, landed=0.5)]) == SLOWEST
+
+
+def test_long_messages_weigh_more_than_short_ones() -> None:
+    short, long = Beside(3e-3, 3e-3, 1e-3, 5e-3), Beside(0.3, 0.36, 0.1, 0.1)
+    assert pace_of([short, long]) == pytest.approx(1 - 0.06 / 0.105)
+    assert contention_of([short, long]) == pytest.approx(0.105 / 0.101)
 
 
 def test_one_rank_is_a_machine_too() -> None:
@@ -154,7 +167,7 @@ def test_one_rank_is_a_machine_too() -> None:
     assert not machine.inside
     assert machine.between is None
     assert machine.sources["launch"].startswith("estimate: one rank")
-    assert (machine.contention, machine.turn) == (1.0, 0.0)
+    assert (machine.contention, machine.pace) == (1.0, 1.0)
 
 
 def test_every_group_that_tiles_the_ranks_is_measured() -> None:

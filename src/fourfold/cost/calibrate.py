@@ -37,9 +37,11 @@ OPS: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 MESSAGES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26))
 """Bytes: 4 KiB to 64 MiB."""
 BESIDE = (1 << 20, 1 << 22)
-"""Bytes of the messages that products run beside on the CPU, where it is hops that wait; on a GPU it is the largest."""
-PART = 0.7
-"""Of a message's time that these products take, so that it lands after them and what they cost it can be told."""
+"""Bytes of the messages that products run beside on the CPU, as weights and activations have them; on a GPU it is the
+largest."""
+PART, ROUNDS = 0.7, 5
+"""Of a message's time that these products take, so that it lands after them and what they cost it can be told; and how
+often, one after the other without a meeting, since ranks of a step drift apart too."""
 LINKS_SHARE = 0.6
 """Of the time; the rest is computation's."""
 ON_GPU = (
@@ -188,44 +190,49 @@ class Calibration:
         return max(0.0, -self._agree(time.perf_counter() - until))
 
     def _beside(self, messages: Sequence[Message]) -> list[Beside]:
-        """Products that run for a part of a message's time, on all ranks: messages of all, and those of a node."""
+        """Products that run for a part of a message's time, on all ranks.
+
+        Messages go around all ranks and, where cores move them, also inside nodes and from node to node.
+        """
         found = []
         if messages:
             act = product((128, 128, 128) if not self.on_gpu else (2048, 2048, 2048), self.dtype, self.line.device)
             alone = self._agree(self.average_seconds(act, self._left(self.until) / self.steps))
             largest = max(message.record.nbytes for message in messages)
             sizes = {largest} if self.on_gpu else {min(largest, nbytes) for nbytes in BESIDE}
-            kinds = [(self.line, "data")]
-            if 1 < self.devices < self.world:
-                kinds.append((Grid(x=self.devices, data=self.world // self.devices, device=self.line.device), "x"))
+            rings = [(self.line, "data")]
+            if not self.on_gpu and 1 < self.devices < self.world:
+                nodes = Grid(x=self.devices, data=self.world // self.devices, device=self.line.device)
+                rings += [(nodes, "x"), (nodes, "data")]
                 self.settle()
-            for (grid, axis), nbytes, op in itertools.product(kinds, sorted(sizes), OPS[:2]):
-                record, launch = collective(op, axis, nbytes, grid, self.dtype)
+            for (grid, axis), nbytes, op in itertools.product(rings, sorted(sizes), OPS[:2]):
+                _, launch = collective(op, axis, nbytes, grid, self.dtype)
                 launch().wait()
-                flight = median(self._agreed_time(launch, 1) for _ in range(5))
+                flight = self._agreed_time(launch, ROUNDS)
                 runs = max(1, int(PART * flight / alone))
-                both = [self._agreed_both(launch, act, runs) for _ in range(5)]
-                computed, landed = (median(seconds) for seconds in zip(*both, strict=True))
-                found.append(Beside(Message((1, record.ranks), record, flight), runs * alone, computed, landed))
-            for grid, _ in kinds[1:]:
+                computed, landed = self._agreed_both(launch, act, runs)
+                found.append(Beside(flight, landed, runs * alone, computed))
+            for grid in {grid for grid, _ in rings[1:]}:
                 grid.close()
         self._advance()
         return found
 
     def _agreed_both(self, launch: Launch, act: Callable[[], object], runs: int) -> tuple[float, float]:
-        """Seconds of so many acts beside a collective, and until it has landed too."""
+        """Seconds of so many acts beside a collective, and until it has landed too, on average of the rounds."""
         self._agree(0.0)
-        began = time.perf_counter()
-        pending = launch()
-        for _ in range(runs):
-            act()
-        if self.on_gpu:
-            torch.cuda.current_stream(self.line.device).synchronize()
-        computed = time.perf_counter() - began
-        pending.wait()
-        self._finish()
+        began, computing = time.perf_counter(), 0.0
+        for _ in range(ROUNDS):
+            round_began = time.perf_counter()
+            pending = launch()
+            for _ in range(runs):
+                act()
+            if self.on_gpu:
+                torch.cuda.current_stream(self.line.device).synchronize()
+            computing += time.perf_counter() - round_began
+            pending.wait()
+            self._finish()
         landed = time.perf_counter() - began
-        return self._agree(computed), self._agree(landed)
+        return self._agree(computing / ROUNDS), self._agree(landed / ROUNDS)
 
     # computation: every rank by itself, all at the same time
 

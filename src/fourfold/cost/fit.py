@@ -2,7 +2,7 @@
 
     collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
     products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
-    both at once  products take `contention` times as long, messages `turn` longer for each hop
+    both at once  products take `contention` times as long, messages keep `pace` of their speed
     the host      seconds of a step so small that little else is left, over the pieces of work that a program has of it
 
 Of relative errors, so that a message of 64 KiB weighs as much as one of 64 MiB; no constant is negative. Products by
@@ -12,9 +12,8 @@ memory) and shall not bend it for the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
@@ -48,34 +47,25 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Products that were launched with a message, for a part of its time."""
+    """A message and products that began with it: seconds of each alone, and of both at once."""
 
-    message: Message
-    """Alone."""
-    alone: float
-    """Seconds of the products alone ..."""
-    computed: float
-    """... and beside it."""
+    message: float
+    """Alone ..."""
     landed: float
-    """Seconds until the message was there."""
+    """... and until it was there beside products."""
+    products: float
+    """Alone ..."""
+    computed: float
+    """... and beside the message."""
 
     @property
-    def contention(self) -> float:
-        return self.computed / self.alone
-
-    @property
-    def turn(self) -> float:
-        """Seconds by which each hop is later while products run; 0 where it had landed when they ended.
-
-        It landed later than alone by what it lost beside them; at that pace all of its hops would take so much longer.
-        """
-        lost = self.landed - max(self.message.seconds, self.computed)
-        pace = max(1.0 - max(0.0, lost) / self.computed, SLOWEST)
-        return self.message.seconds * (1 / pace - 1) / self.message.hops
+    def lost(self) -> float:
+        """Seconds that the message lost while products ran; 0 where it had landed when they ended."""
+        return max(0.0, self.landed - max(self.message, self.computed))
 
 
 SLOWEST = 0.1
-"""Of its pace alone, that a message keeps beside products: what is slower cannot be told from standing still."""
+"""The pace below which it cannot be told from standing still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +137,8 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         memory_bandwidth=work.memory_bandwidth,
         overhead=work.kernel,
         launch=launch,
-        contention=max(1.0, _median(one.contention for one in found.beside)),
-        turn=_median(one.turn for one in found.beside),
+        contention=contention_of(found.beside),
+        pace=pace_of(found.beside),
         inside={group: link for group, link in links.items() if group not in across},
         between=between,
         measured=work.products,
@@ -168,12 +158,12 @@ def host_seconds(machine: Machine, dtype: str, step: float) -> float:
 
 
 def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
-    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention", "turn")]
+    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention", "pace")]
     sources = dict.fromkeys([*constants, "measured"], source)
     held = f"{source}: what the process holds beside tensors"
     sources["reserve"] = held if found.device == "cpu" else f"{held}, and {FRAGMENTS:.0%} for fragmentation (estimate)"
     alone = source if found.messages else "estimate: one rank communicates with nobody"
-    sources |= {"launch": alone, "contention": alone, "turn": alone}
+    sources |= {"launch": alone, "contention": alone, "pace": alone}
     for dtype, rate in machine.peak.items():
         sources[f"gemm.{dtype}"] = source
         sheet = found.advertised.get(dtype) == rate
@@ -182,9 +172,16 @@ def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
     return sources | {f"{path}.{name}": source for path in paths for name in LINK}
 
 
-def _median(numbers: Iterable[float]) -> float:
-    found = list(numbers)
-    return median(found) if found else 0.0
+def contention_of(beside: Sequence[Beside]) -> float:
+    """By which factor products are slower beside messages, over all of them together: short ones are noise."""
+    alone = sum(one.products for one in beside)
+    return max(1.0, sum(one.computed for one in beside) / alone) if alone else 1.0
+
+
+def pace_of(beside: Sequence[Beside]) -> float:
+    """What messages keep of their speed beside products, over all of them together."""
+    computed = sum(one.computed for one in beside)
+    return max(1 - sum(one.lost for one in beside) / computed, SLOWEST) if computed else 1.0
 
 
 def fit_links(messages: Sequence[Message]) -> tuple[float, dict[Group, Link]]:

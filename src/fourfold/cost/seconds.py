@@ -50,8 +50,6 @@ class Transfer:
     link: str
     """What it moves on: those on `CARD` share it, those on an axis share that axis. Different axes inside a node share
     nothing beyond what their bandwidths were measured with."""
-    beside: float
-    """By which factor it is slower while the device computes: each of its hops waits for its turn."""
 
     @property
     def seconds(self) -> float:
@@ -62,10 +60,8 @@ class Transfer:
 class Route:
     """The way around an axis."""
 
-    hops: int
-    """Of one pass: one fewer than ranks."""
     latency: float
-    """Seconds of these hops, those between nodes with their own."""
+    """Seconds of the hops of one pass, those between nodes with their own."""
     tree_latency: float
     """Seconds of the hops of an all-reduce up and down a tree."""
     bandwidth: float
@@ -110,16 +106,14 @@ class Seconds:
 
     def _transfer(self, record: Collective) -> Transfer:
         if record.ranks == 1:
-            return Transfer(0.0, 0.0, 0.0, record.axis, 1.0)
+            return Transfer(0.0, 0.0, 0.0, record.axis)
         route, launch = self.link(record.axis), self.machine.launch
         host = launch if self.machine.device == "cpu" else 0.0
         passes = 2 if record.op == "all_reduce" else 1
         ring = (launch - host + passes * route.latency, record.wire_bytes / route.bandwidth)
         tree = (launch - host + route.tree_latency, 2 * record.nbytes / route.bandwidth)
         fixed, moving = min(ring, tree, key=sum) if record.op == "all_reduce" else ring
-        waits = passes * route.hops * self.machine.turn
-        beside = 1 + waits / (fixed + moving) if waits else 1.0
-        return Transfer(host, fixed, moving, CARD if route.crosses else record.axis, beside)
+        return Transfer(host, fixed, moving, CARD if route.crosses else record.axis)
 
     def product(self, m: int, k: int, n: int, dtype: str) -> float:
         """Of [m, k] x [k, n]."""
@@ -142,12 +136,12 @@ def with_host(machine: Machine, seconds: float) -> float:
 @lru_cache(maxsize=4096)
 def route_of(machine: Machine, stride: int, size: int, world: int) -> Route:
     if size == 1:
-        return Route(0, 0.0, 0.0, math.inf, False, 0)
+        return Route(0.0, 0.0, math.inf, False, 0)
     spread = spread_of(stride, size, world, machine.devices_per_node)
     if not spread.rings or machine.between is None:
         link = inside_link(machine, stride, size)
         deep = math.ceil(math.log2(size))
-        return Route(size - 1, (size - 1) * link.latency, 2 * deep * link.latency, link.bandwidth, False, 0)
+        return Route((size - 1) * link.latency, 2 * deep * link.latency, link.bandwidth, False, 0)
     between, near = machine.between, size - spread.nodes  # hops inside nodes, in the whole round
     bandwidth, hop = between.bandwidth / spread.rings, 0.0
     if near:
@@ -156,9 +150,7 @@ def route_of(machine: Machine, stride: int, size: int, world: int) -> Route:
     # a pass leaves one hop of the round out; the slowest part waits for all but the cheapest
     latency = spread.nodes * between.latency + near * hop - (min(hop, between.latency) if near else between.latency)
     deep, wide = math.ceil(math.log2(spread.members)), math.ceil(math.log2(spread.nodes))
-    return Route(
-        size - 1, latency, 2 * (deep * hop + wide * between.latency), bandwidth, crosses=True, rings=spread.rings
-    )
+    return Route(latency, 2 * (deep * hop + wide * between.latency), bandwidth, crosses=True, rings=spread.rings)
 
 
 def inside_link(machine: Machine, stride: int, size: int) -> Link:
