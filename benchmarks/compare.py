@@ -25,7 +25,7 @@ from fourfold.cost.search import Space, search
 from settings import FOURFOLD, PLANNED, Setting, grids_of, peers_of, published_of
 from sides import Line
 
-SETTINGS = ("4x2-200-few", "4x2-100-few", "4x2-200-many", "4x2-100-many")
+SETTINGS = ("4x2-200-few", "4x2-100-few", "4x2-200-many", "4x2-50-few")
 
 
 def planned_line(setting: Setting, machine: Machine) -> Line:

@@ -32,7 +32,7 @@ SPEARMAN, WITHIN_FIRST, REGRET, ERROR = 0.95, 3, 0.05, 0.15
 """Bars: rank correlation at least, place of the measured best in the planned list, and regret and error under."""
 HALF_BUSY, MANY_RANKS = 0.5, 16
 """So many ranks count only while less than this of the cores works: else the machine is measured, not its links."""
-SETTINGS = ("4x2-200-few", "4x2-100-few", "4x2-200-many", "4x2-100-many", "4x4-50-few")
+SETTINGS = ("4x2-200-few", "4x2-100-few", "4x2-200-many", "4x2-50-few", "4x4-50-few")
 
 
 def lines_of(setting: Setting, machine: Machine) -> list[Line]:

@@ -36,6 +36,8 @@ Launch = Callable[[], Pending[Tensor]]
 OPS: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 MESSAGES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26))
 """Bytes: 4 KiB to 64 MiB."""
+LEAST_LARGEST = 1 << 20
+"""Is measured however long it takes: of smaller ones the launch takes the most, and noise would pass for bandwidth."""
 BESIDE = (1 << 20, 1 << 22)
 """Bytes of the messages that products run beside on the CPU, as weights and activations have them; on a GPU it is the
 largest."""
@@ -153,13 +155,13 @@ class Calibration:
         for axis, group in axes.items():
             for op in OPS:
                 slot = self._left(self.links_until) / self.runs_left / len(MESSAGES)
-                for index, nbytes in enumerate(MESSAGES):
+                for nbytes in MESSAGES:
                     record, launch = collective(op, axis, nbytes, grid, self.dtype)
                     launch().wait()  # the first also makes the connections
                     seconds = self._repeat(launch, slot)
                     yield Message(group, record, seconds)
-                    if index >= 2 and 4 * 4 * seconds > 3 * slot:
-                        break  # the next is four times as long, and runs four times; three sizes suffice for a fit
+                    if nbytes >= LEAST_LARGEST and 4 * 4 * seconds > 3 * slot:
+                        break  # the next is four times as long, and runs four times
                 self.runs_left -= 1
                 self._advance()
         if self.on_gpu:
