@@ -15,19 +15,18 @@ import torch.distributed as dist
 from fourfold.cli import parser
 from fourfold.cost.calibrate import Calibration, groups_of
 from fourfold.cost.fit import (
-    SLOWEST,
+    HIDDEN,
+    HIDDEN_ROWS,
+    MOST_TURN,
     SMALL,
     SMALL_ROWS,
-    Beside,
     Computation,
     Measured,
     Message,
-    contention_of,
     fit_links,
     fit_products,
     machine_of,
     not_negative,
-    pace_of,
 )
 from fourfold.cost.machine import Link, Timed, load_machine, parse_machine, to_toml
 from fourfold.cost.program import step_program
@@ -104,10 +103,6 @@ def test_rates_of_products_are_found_again_and_stay_below_the_peak() -> None:
     assert 0 <= half < 200
 
 
-BESIDE = Beside(message=0.3, landed=0.36, products=0.1, computed=0.12)
-"""Products of 0.1 s in 0.12 s, in which half as much of the message was done as alone."""
-
-
 def found(**changes: object) -> Measured:
     values = dict(
         device="NVIDIA H200",
@@ -117,7 +112,7 @@ def found(**changes: object) -> Measured:
         advertised={"bf16": 9e14},
         messages=messages(20e-6, LINKS),
         computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6, 2e-3),
-        beside=[BESIDE],
+        contention=1.2,
     )
     return Measured(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -131,7 +126,8 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
     assert (machine.peak["bf16"], machine.peak["fp32"]) == (9e14, pytest.approx(1.024e9))
     assert machine.attention == pytest.approx(0.6)
     assert machine.contention == pytest.approx(1.2)
-    assert machine.pace == pytest.approx(0.5)
+    assert machine.turn == 0.0
+    assert machine.sources["turn"].startswith("estimate: network cards")
     assert machine.reserve == 130
     assert machine.sources["gemm.bf16"] == "today"
     assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
@@ -140,34 +136,37 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
 def test_the_small_step_takes_what_it_took(device: str) -> None:
     """The host's part of each piece of work is such that the program of that step takes its seconds again."""
-    machine = machine_of("here", "two nodes", found(device=device, beside=[]), "today")
+    machine = machine_of("here", "two nodes", found(device=device), "today")
     volume = Volume(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, torch.bfloat16)
     program = step_program(volume, optimizer=False)
     assert simulate(program.work, Seconds(machine, Shape()), "bf16").seconds == pytest.approx(2e-3, rel=1e-6)
 
 
-def test_a_message_that_landed_beside_slow_products_has_not_waited() -> None:
-    assert replace(BESIDE, computed=0.4, landed=0.4).lost == 0.0
-    assert replace(BESIDE, landed=0.29).lost == 0.0  # noise
+@pytest.mark.parametrize("turn", [0.0, 3e-3, 20e-3])
+def test_the_step_on_z_takes_what_it_took(turn: float) -> None:
+    """What messages wait is such that the program of that step takes its seconds again."""
+    machine = machine_of("here", "two nodes", found(device="cpu"), "today")
+    volume = Volume(HIDDEN, Shape(z=4), Policy(), HIDDEN_ROWS, HIDDEN.seq, torch.bfloat16)
+    program = step_program(volume, optimizer=False)
+    seconds = Seconds(replace(machine, turn=turn, name="waiting"), Shape(z=4))
+    step = simulate(program.work, seconds, "bf16").seconds
+    again = machine_of("here", "two nodes", found(device="cpu", hidden=step, ranks=4), "today")
+    assert again.turn == pytest.approx(turn, abs=1e-4)
+    assert again.sources["turn"] == "today"
 
 
-def test_a_message_that_stood_still_keeps_a_pace_above_0() -> None:
-    assert pace_of([replace(BESIDE, landed=0.5)]) == SLOWEST
-
-
-def test_long_messages_weigh_more_than_short_ones() -> None:
-    short, long = Beside(3e-3, 3e-3, 1e-3, 5e-3), Beside(0.3, 0.36, 0.1, 0.1)
-    assert pace_of([short, long]) == pytest.approx(1 - 0.06 / 0.105)
-    assert contention_of([short, long]) == pytest.approx(0.105 / 0.101)
+def test_a_step_slower_than_any_wait_explains_has_the_longest() -> None:
+    machine = machine_of("here", "two nodes", found(device="cpu", hidden=1e3, ranks=4), "today")
+    assert machine.turn == pytest.approx(MOST_TURN, rel=1e-3)
 
 
 def test_one_rank_is_a_machine_too() -> None:
-    machine = machine_of("one", "one rank", found(devices_per_node=1, messages=[], beside=[]), "today")
+    machine = machine_of("one", "one rank", found(devices_per_node=1, messages=[], contention=1.0), "today")
     assert parse_machine(to_toml(machine), "one.toml") == machine
     assert not machine.inside
     assert machine.between is None
     assert machine.sources["launch"].startswith("estimate: one rank")
-    assert (machine.contention, machine.pace) == (1.0, 1.0)
+    assert (machine.contention, machine.turn) == (1.0, 0.0)
 
 
 def test_every_group_that_tiles_the_ranks_is_measured() -> None:

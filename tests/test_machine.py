@@ -35,7 +35,7 @@ def small(**changes: object) -> Machine:
         overhead=1e-6,
         launch=5e-6,
         contention=1.25,
-        pace=0.5,
+        turn=1e-4,
         inside={(1, 2): Link(64e9, 1e-6)},
         between=Link(16e9, 8e-6),
     )
@@ -119,7 +119,7 @@ def section_of(path: str) -> str:
     return path.split(".")[0] if "." in path else ""
 
 
-ZERO = ("reserve", "gemm_half", "overhead", "launch", "latency")
+ZERO = ("reserve", "gemm_half", "overhead", "launch", "turn", "latency")
 
 
 def test_zero_is_refused_where_it_is_impossible() -> None:
@@ -274,6 +274,8 @@ def test_transfers_across_nodes_share_the_card() -> None:
         assert transfer.link == resource
         assert transfer.seconds == seconds.collective(record)
         assert transfer.moving == record.wire_bytes / seconds.link(axis).bandwidth
+        on_its_way = transfer.fixed + transfer.moving
+        assert transfer.beside * on_its_way == pytest.approx(on_its_way + 1e-4)
 
 
 def test_products_and_kernels_take_what_bounds_them() -> None:

@@ -31,7 +31,7 @@ MACHINE = Machine(
     overhead=0.0,
     launch=1e-3,
     contention=1.0,
-    pace=1.0,
+    turn=0.0,
     inside={(1, 2): Link(1e9, 2e-3), (1, 4): Link(1e9, 2e-3), (2, 2): Link(1e9, 2e-3)},
     between=Link(1e8, 5e-3),
 )
@@ -111,16 +111,17 @@ def test_computation_is_slower_while_something_is_in_flight() -> None:
 @pytest.mark.parametrize("axis", ["x", "z"])
 @pytest.mark.parametrize("compute", [0.04, 4.0])
 def test_a_collective_is_slower_while_the_device_computes(contention: float, axis: str, compute: float) -> None:
-    """It keeps its pace; what is left of it when computation ends takes what it takes alone."""
-    record, machine = collective("all_gather", axis, 40_000_000), replace(MACHINE, contention=contention, pace=0.4)
+    """It waits for its turn; what is left of it when computation ends takes what it takes alone."""
+    record, machine = collective("all_gather", axis, 40_000_000), replace(MACHINE, contention=contention, turn=0.05)
     alone = Seconds(machine, SHAPE).collective(record)
+    slow = 1 + 0.05 / alone
     line = run(Launch(0, record, axis), product_of(compute), Wait(0), machine=machine)
-    if 0.4 * contention * compute < alone:
-        left = alone - 0.4 * contention * compute
+    if contention * compute < slow * alone:
+        left = alone - contention * compute / slow
         assert line.exposed_seconds[axis] == pytest.approx(left, rel=1e-9)
         assert line.seconds == pytest.approx(contention * compute + left, rel=1e-9)
     else:
-        assert line.link_seconds[axis] == pytest.approx(alone / 0.4, rel=1e-9)
+        assert line.link_seconds[axis] == pytest.approx(alone + 0.05, rel=1e-9)
         assert not line.exposed_seconds
 
 

@@ -23,12 +23,22 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.cost.fit import SMALL, SMALL_ROWS, Beside, Computation, Group, Measured, Message, machine_of
+from fourfold.cost.fit import (
+    HIDDEN,
+    HIDDEN_ROWS,
+    SMALL,
+    SMALL_ROWS,
+    Computation,
+    Group,
+    Measured,
+    Message,
+    machine_of,
+)
 from fourfold.cost.flops import PEAK_FLOPS
 from fourfold.cost.machine import DTYPES, Machine, Timed
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Op
-from fourfold.models import build
+from fourfold.models import Config, build
 from fourfold.pending import Pending
 
 Launch = Callable[[], Pending[Tensor]]
@@ -42,8 +52,9 @@ BESIDE = (1 << 20, 1 << 22)
 """Bytes of the messages that products run beside on the CPU, as weights and activations have them; on a GPU it is the
 largest."""
 PART, ROUNDS = 0.7, 5
-"""Of a message's time that these products take, so that it lands after them and what they cost it can be told; and how
-often, one after the other without a meeting, since ranks of a step drift apart too."""
+"""Of a message's time that these products take, so that it is in flight all the while; and how often."""
+HIDDEN_STEPS = 3
+"""Timed after two others: the first records in which order weights are gathered ahead."""
 LINKS_SHARE = 0.6
 """Of the time; the rest is computation's."""
 ON_GPU = (
@@ -102,7 +113,12 @@ class Calibration:
         self.links_until = began + (LINKS_SHARE * seconds if self.groups else 0.0)
         self.runs_left = len(self.groups) * len(OPS)
         self.held = self.held_bytes()
-        self.steps, self.done = len(self.groups) * len(OPS) + len(self.shapes) + 5, 0
+        self.steps, self.done = len(self.groups) * len(OPS) + len(self.shapes) + 5 + self.hides, 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether messages wait for what computes."""
+        return bool(self.groups) and not self.on_gpu
 
     @property
     def few(self) -> Sequence[tuple[int, int, int]]:
@@ -111,8 +127,9 @@ class Calibration:
 
     def measure(self, name: str) -> Machine:
         messages = [message for shape, axes in self._grids() for message in self._messages(shape, axes)]
-        beside = self._beside(messages)
+        contention = self._contention(messages)
         computation = self._computation()
+        hidden = self._hidden() if self.hides else None
         device, memory = self._device()
         ranks = f"{self.world} rank{'s' if self.world > 1 else ''}"
         found = Measured(
@@ -123,7 +140,9 @@ class Calibration:
             advertised={"bf16": PEAK_FLOPS[device]} if device in PEAK_FLOPS else {},
             messages=messages,
             computation=computation,
-            beside=beside,
+            contention=contention,
+            hidden=hidden,
+            ranks=self.world,
         )
         where = device if self.on_gpu else f"{os.cpu_count()} cores ({platform.machine()})"
         source = f"measured by fourfold calibrate, {date.today()}, {ranks}, torch {torch.__version__}, {where}"
@@ -191,50 +210,56 @@ class Calibration:
         """Seconds, agreed on; never below 0."""
         return max(0.0, -self._agree(time.perf_counter() - until))
 
-    def _beside(self, messages: Sequence[Message]) -> list[Beside]:
-        """Products that run for a part of a message's time, on all ranks.
-
-        Messages go around all ranks and, where cores move them, also inside nodes and from node to node.
-        """
-        found = []
+    def _contention(self, messages: Sequence[Message]) -> float:
+        """Seconds of products that run on all ranks beside messages around all of them, over those alone."""
+        products = computed = 0.0
         if messages:
             act = product((128, 128, 128) if not self.on_gpu else (2048, 2048, 2048), self.dtype, self.line.device)
             alone = self._agree(self.average_seconds(act, self._left(self.until) / self.steps))
             largest = max(message.record.nbytes for message in messages)
             sizes = {largest} if self.on_gpu else {min(largest, nbytes) for nbytes in BESIDE}
-            rings = [(self.line, "data")]
-            if not self.on_gpu and 1 < self.devices < self.world:
-                nodes = Grid(x=self.devices, data=self.world // self.devices, device=self.line.device)
-                rings += [(nodes, "x"), (nodes, "data")]
-                self.settle()
-            for (grid, axis), nbytes, op in itertools.product(rings, sorted(sizes), OPS[:2]):
-                _, launch = collective(op, axis, nbytes, grid, self.dtype)
+            for nbytes, op in itertools.product(sorted(sizes), OPS[:2]):
+                _, launch = collective(op, "data", nbytes, self.line, self.dtype)
                 launch().wait()
-                flight = self._agreed_time(launch, ROUNDS)
-                runs = max(1, int(PART * flight / alone))
-                computed, landed = self._agreed_both(launch, act, runs)
-                found.append(Beside(flight, landed, runs * alone, computed))
-            for grid in {grid for grid, _ in rings[1:]}:
-                grid.close()
+                runs = max(1, int(PART * self._agreed_time(launch, ROUNDS) / alone))
+                products += runs * alone
+                computed += self._agreed_beside(launch, act, runs)
         self._advance()
-        return found
+        return computed / products if products else 1.0
 
-    def _agreed_both(self, launch: Launch, act: Callable[[], object], runs: int) -> tuple[float, float]:
-        """Seconds of so many acts beside a collective, and until it has landed too, on average of the rounds."""
+    def _agreed_beside(self, launch: Launch, act: Callable[[], object], runs: int) -> float:
+        """Seconds of so many acts beside a collective, on average of the rounds."""
         self._agree(0.0)
-        began, computing = time.perf_counter(), 0.0
+        computing = 0.0
         for _ in range(ROUNDS):
-            round_began = time.perf_counter()
+            began = time.perf_counter()
             pending = launch()
             for _ in range(runs):
                 act()
             if self.on_gpu:
                 torch.cuda.current_stream(self.line.device).synchronize()
-            computing += time.perf_counter() - round_began
+            computing += time.perf_counter() - began
             pending.wait()
             self._finish()
-        landed = time.perf_counter() - began
-        return self._agree(computing / ROUNDS), self._agree(landed / ROUNDS)
+        return self._agree(computing / ROUNDS)
+
+    def _hidden(self) -> float:
+        """Of a step on z = all ranks, the slowest rank's, the median of some."""
+        grid = Grid(z=self.world, device=self.line.device)
+        run = step_of(HIDDEN, HIDDEN_ROWS, grid, self.dtype)
+        self.settle()
+        for _ in range(2):
+            run()
+        seconds = [self._agreed_run(run) for _ in range(HIDDEN_STEPS)]
+        grid.close()
+        self._advance()
+        return median(seconds)
+
+    def _agreed_run(self, run: Callable[[], object]) -> float:
+        self._agree(0.0)
+        began = time.perf_counter()
+        run()
+        return self._agree(time.perf_counter() - began)
 
     # computation: every rank by itself, all at the same time
 
@@ -255,7 +280,7 @@ class Calibration:
         moved = 3 * a.nbytes / self._slowest(lambda: torch.add(a, b, out=out), slot)
         few = torch.ones(16, device=self.line.device)
         kernel = self._slowest(lambda: few.add_(1), slot)
-        step = self._slowest(small_step(self.line.device, self.dtype), slot)
+        step = self._slowest(step_of(SMALL, SMALL_ROWS, Grid.alone(self.line.device), self.dtype), slot)
         return Computation(tuple(timed), rate, moved, kernel, step)
 
     def _slowest(self, act: Callable[[], object], seconds: float) -> float:
@@ -337,10 +362,10 @@ def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     return lambda: F.linear(a, w)
 
 
-def small_step(device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """Forward and backward of the model whose step is the host's work."""
-    model = build(SMALL, Grid.alone(device), dtype=dtype)
-    tokens = torch.zeros(SMALL_ROWS, SMALL.seq, dtype=torch.long, device=device)
+def step_of(config: Config, rows: int, grid: Grid, dtype: torch.dtype) -> Callable[[], None]:
+    """Forward and backward of a model on so many rows a rank."""
+    model = build(config, grid, dtype=dtype)
+    tokens = torch.zeros(rows, config.seq, dtype=torch.long, device=grid.device)
 
     def run() -> None:
         model(tokens, tokens).backward()

@@ -2,8 +2,11 @@
 
     collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
     products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
-    both at once  products take `contention` times as long, messages keep `pace` of their speed
+    both at once  products take `contention` times as long; a message `turn` longer, if they run all the time
     the host      seconds of a step so small that little else is left, over the pieces of work that a program has of it
+
+`turn` is what makes the program of a step on z, whose messages are to be hidden, take the seconds that it took.
+Products beside a single message do not tell: there all ranks compute at once, while ranks of a step drift apart.
 
 Of relative errors, so that a message of 64 KiB weighs as much as one of 64 MiB; no constant is negative. Products by
 least squares; collectives by least absolute errors, since single sizes fall out of the rule (buffers with room, fresh
@@ -46,29 +49,6 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """A message and products that began with it: seconds of each alone, and of both at once."""
-
-    message: float
-    """Alone ..."""
-    landed: float
-    """... and until it was there beside products."""
-    products: float
-    """Alone ..."""
-    computed: float
-    """... and beside the message."""
-
-    @property
-    def lost(self) -> float:
-        """Seconds that the message lost while products ran; 0 where it had landed when they ended."""
-        return max(0.0, self.landed - max(self.message, self.computed))
-
-
-SLOWEST = 0.1
-"""The pace below which it cannot be told from standing still."""
-
-
-@dataclass(frozen=True, slots=True)
 class Computation:
     """What the slowest device does."""
 
@@ -85,6 +65,11 @@ class Computation:
 
 SMALL, SMALL_ROWS = replace(config("llama-tiny"), seq=16), 2
 """A model whose step is the host's work."""
+HIDDEN_SIZES = dict(layers=2, hidden=256, heads=8, kv_heads=8, head_dim=32, mlp_hidden=704, vocab=512, seq=32)
+HIDDEN, HIDDEN_ROWS = replace(config("llama-tiny"), **HIDDEN_SIZES), 2
+"""A model whose weights are gathered while it computes, and the rows of a rank."""
+MOST_TURN = 0.2
+"""Seconds: a message that waits longer cannot be told from one that stands still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +85,14 @@ class Measured:
     """FLOP/s by dtype, where the vendor's are known."""
     messages: Sequence[Message]
     computation: Computation
-    beside: Sequence[Beside]
-    """Products and messages at once; nothing where one rank is alone."""
+    contention: float
+    """Seconds of products beside messages over those alone; 1 where one rank is alone."""
+    hidden: float | None = None
+    """Seconds of a forward and backward pass of the model `HIDDEN` on z = all ranks, where cores move the bytes."""
+    ranks: int = 1
 
 
+CARDS = "estimate: network cards and copy engines move the bytes"
 FRAGMENTS = 0.03
 """Of a GPU's memory, that the allocator cannot give away."""
 
@@ -137,13 +126,15 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         memory_bandwidth=work.memory_bandwidth,
         overhead=work.kernel,
         launch=launch,
-        contention=contention_of(found.beside),
-        pace=pace_of(found.beside),
+        contention=max(1.0, found.contention),
+        turn=0.0,
         inside={group: link for group, link in links.items() if group not in across},
         between=between,
         measured=work.products,
     )
     machine = replace(machine, overhead=max(work.kernel, host_seconds(machine, main, work.step)))
+    if found.hidden is not None:
+        machine = replace(machine, turn=turn_seconds(machine, main, found.ranks, found.hidden))
     return replace(machine, sources=_sources(machine, found, source))
 
 
@@ -157,31 +148,40 @@ def host_seconds(machine: Machine, dtype: str, step: float) -> float:
     return max(0.0, step - busy) / len(work)
 
 
+def turn_seconds(machine: Machine, dtype: str, ranks: int, step: float) -> float:
+    """Of a message that waits while ranks compute: such that the step on z takes what it took."""
+    parameters = next(found for found, name in DTYPES.items() if name == dtype)
+    shape = Shape(z=ranks)
+    volume = Volume(HIDDEN, shape, Policy(), HIDDEN_ROWS, HIDDEN.seq, parameters)
+    work = step_program(volume, optimizer=False).work
+
+    def predicted(turn: float) -> float:
+        waiting = replace(machine, turn=turn, name=f"{machine.name} with {turn}")
+        return simulate(work, Seconds(waiting, shape), dtype).seconds
+
+    low, high = 0.0, MOST_TURN
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted(middle) < step else (low, middle)
+    return low
+
+
+HALVINGS = 12
+
+
 def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
-    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention", "pace")]
+    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention", "turn")]
     sources = dict.fromkeys([*constants, "measured"], source)
     held = f"{source}: what the process holds beside tensors"
     sources["reserve"] = held if found.device == "cpu" else f"{held}, and {FRAGMENTS:.0%} for fragmentation (estimate)"
     alone = source if found.messages else "estimate: one rank communicates with nobody"
-    sources |= {"launch": alone, "contention": alone, "pace": alone}
+    sources |= {"launch": alone, "contention": alone, "turn": alone if found.device == "cpu" else CARDS}
     for dtype, rate in machine.peak.items():
         sources[f"gemm.{dtype}"] = source
         sheet = found.advertised.get(dtype) == rate
         sources[f"peak.{dtype}"] = f"data sheet of {found.device}" if sheet else f"{source}: the fastest product"
     paths = [f"inside[{stride},{size}]" for stride, size in machine.inside] + ["between"] * bool(machine.between)
     return sources | {f"{path}.{name}": source for path in paths for name in LINK}
-
-
-def contention_of(beside: Sequence[Beside]) -> float:
-    """By which factor products are slower beside messages, over all of them together: short ones are noise."""
-    alone = sum(one.products for one in beside)
-    return max(1.0, sum(one.computed for one in beside) / alone) if alone else 1.0
-
-
-def pace_of(beside: Sequence[Beside]) -> float:
-    """What messages keep of their speed beside products, over all of them together."""
-    computed = sum(one.computed for one in beside)
-    return max(1 - sum(one.lost for one in beside) / computed, SLOWEST) if computed else 1.0
 
 
 def fit_links(messages: Sequence[Message]) -> tuple[float, dict[Group, Link]]:

@@ -83,9 +83,9 @@ class Machine:
     """Seconds that a collective takes before the first byte moves."""
     contention: float
     """By which factor products slow down while a collective is in flight; 1: not at all."""
-    pace: float
-    """Part of its speed alone that a collective keeps while the device computes; 1 where nothing that moves bytes
-    needs what computes, as network cards do not."""
+    turn: float
+    """Seconds that a collective waits for its turn if the device computes all the time; 0 where nothing that moves
+    bytes needs what computes, as network cards do not."""
     inside: Mapping[tuple[int, int], Link]
     """Inside a node by (stride, size) of the group: ranks base, base + stride, ..."""
     between: Link | None
@@ -169,7 +169,7 @@ CONSTANTS = {
     "overhead": _Rule("seconds that a kernel takes at least", 0, True),
     "launch": _Rule("seconds before a collective moves its first byte", 0, True),
     "contention": _Rule("the factor by which products slow down beside a collective", 1, True),
-    "pace": _Rule("the part of its speed that a collective keeps while the device computes", high=1),
+    "turn": _Rule("seconds that a collective waits while the device computes", 0, True),
 }
 FLOPS = _Rule("FLOP/s")
 LINK = {"bandwidth": _Rule("bytes a second of a ring"), "latency": _Rule("seconds a hop", 0, True)}

@@ -50,6 +50,8 @@ class Transfer:
     link: str
     """What it moves on: those on `CARD` share it, those on an axis share that axis. Different axes inside a node share
     nothing beyond what their bandwidths were measured with."""
+    beside: float
+    """By which factor it is slower while the device computes all the time: it waits for its turn."""
 
     @property
     def seconds(self) -> float:
@@ -106,14 +108,16 @@ class Seconds:
 
     def _transfer(self, record: Collective) -> Transfer:
         if record.ranks == 1:
-            return Transfer(0.0, 0.0, 0.0, record.axis)
+            return Transfer(0.0, 0.0, 0.0, record.axis, 1.0)
         route, launch = self.link(record.axis), self.machine.launch
         host = launch if self.machine.device == "cpu" else 0.0
         passes = 2 if record.op == "all_reduce" else 1
         ring = (launch - host + passes * route.latency, record.wire_bytes / route.bandwidth)
         tree = (launch - host + route.tree_latency, 2 * record.nbytes / route.bandwidth)
         fixed, moving = min(ring, tree, key=sum) if record.op == "all_reduce" else ring
-        return Transfer(host, fixed, moving, CARD if route.crosses else record.axis)
+        turn = self.machine.turn
+        beside = 1 + turn / (fixed + moving) if turn else 1.0
+        return Transfer(host, fixed, moving, CARD if route.crosses else record.axis, beside)
 
     def product(self, m: int, k: int, n: int, dtype: str) -> float:
         """Of [m, k] x [k, n]."""

@@ -5,8 +5,8 @@ reductions apart). A collective begins when the computation launched before it i
 takes its latency, then the link, which transfers that cross nodes share. A wait holds computation until the flight has
 landed: that is its exposed time. On the CPU the launch of a collective is computation.
 
-Computation is slower by the machine's `contention` while anything is in flight, and what is in flight keeps `pace` of
-its speed while the device computes.
+Computation is slower by the machine's `contention` while anything is in flight, and what is in flight is slower while
+the device computes, where it has to wait for its `turn`.
 
 What is played in the program's order is exact: whatever is on a link at some moment was launched before it.
 """
@@ -89,14 +89,15 @@ class _Transfer:
     moving: float
     """Seconds of the link that are left, alone."""
     link: str
+    beside: float
+    """By which factor it is slower while the device computes."""
     start: float = 0.0
 
 
 class Links:
-    """All lanes: what queues on each, and the transfers under way, which keep `pace` while the device computes."""
+    """All lanes: what queues on each, and the transfers under way."""
 
-    def __init__(self, pace: float, spans: list[Span] | None) -> None:
-        self.pace = pace
+    def __init__(self, spans: list[Span] | None) -> None:
         self.now = 0.0
         self.landed: dict[int, float] = {}
         self.busy: defaultdict[str, float] = defaultdict(float)
@@ -139,9 +140,8 @@ class Links:
     def _slow(self, computing: bool) -> dict[str, float]:
         """By which factor the transfer of each lane is slower than alone."""
         on_card = sum(1 for one in self._under_way.values() if one.link == CARD and one.fixed <= 0.0)
-        alone = 1 / self.pace if computing else 1.0
         return {
-            lane: alone * on_card if one.link == CARD and one.fixed <= 0.0 else alone
+            lane: (one.beside if computing else 1.0) * (on_card if one.link == CARD and one.fixed <= 0.0 else 1)
             for lane, one in self._under_way.items()
         }
 
@@ -185,7 +185,7 @@ class Player:
     def __init__(self, seconds: Seconds, dtype: str, *, trace: bool) -> None:
         self.seconds, self.dtype = seconds, dtype
         self.timeline = Timeline()
-        self.links = Links(seconds.machine.pace, self.timeline.spans if trace else None)
+        self.links = Links(self.timeline.spans if trace else None)
         self.trace = trace
         self.now = 0.0
         self._axes: dict[int, str] = {}
@@ -196,7 +196,9 @@ class Player:
             record, way = item.record, self.seconds.transfer(item.record)
             self._take(way.host)
             self._axes[item.flight] = record.axis
-            transfer = _Transfer(item.flight, record.label, record.axis, self.now, way.fixed, way.moving, way.link)
+            transfer = _Transfer(
+                item.flight, record.label, record.axis, self.now, way.fixed, way.moving, way.link, way.beside
+            )
             self.links.launch(item.lane, transfer)
         elif isinstance(item, Wait):
             landed = self.links.land(item.flight)

@@ -124,8 +124,8 @@ def summary(machine: Machine, path: Path) -> Iterator[str]:
     yield f"  memory {machine.memory / 1e9:.1f} GB, {machine.memory_bandwidth / 1e9:.1f} GB/s"
     yield f"  at least {machine.overhead * 1e6:.1f} us a kernel, {machine.launch * 1e6:.1f} us a collective"
     yield (
-        f"  products beside a collective take {machine.contention:.2f} times as long, and it keeps {machine.pace:.0%} "
-        "of its speed"
+        f"  products beside a collective take {machine.contention:.2f} times as long, and it waits "
+        f"{machine.turn * 1e3:.1f} ms for its turn"
     )
     named = [(f"ranks {stride} apart, {size} together", link) for (stride, size), link in machine.inside.items()]
     if machine.between is not None:
