@@ -9,15 +9,21 @@ its ledger beside the prediction. Start an MPS daemon first where ranks are to r
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
+import alarmed
 import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from harness import DEVICE, Ranks, grid_of
+from fourfold.watch.tape import DIAGNOSIS
+from harness import DEVICE, RankFailed, Ranks, grid_of
 from parity import errors, on_one_process, on_ranks, predicted, rotating_cases
 
 
@@ -69,6 +75,22 @@ def refuse_bad_ids() -> str:
     return "no error"
 
 
+def alarms(pool: Ranks) -> Iterator[bool]:
+    """Whether hosts that wait for their devices name the rank that is stopped, or late."""
+    for fault in ("stop", "delay"):
+        for _ in range(2):  # where a process was killed, the service that shares the GPU refuses the next ones once
+            with suppress(RankFailed):
+                pool.run(alarmed.ready, timeout=120)
+                break
+        with tempfile.TemporaryDirectory() as folder:
+            with suppress(RankFailed):
+                pool.run(alarmed.program, folder, fault, 1, timeout=60)
+            told = Path(folder, DIAGNOSIS)
+            text = told.read_text() if told.exists() else "no diagnosis"
+            print(f"a rank that does not come ({fault}): {text.splitlines()[0]}", flush=True)
+            yield text.startswith("step 3: ") and "rank 1 never arrived" in text.splitlines()[0]
+
+
 def main() -> int:
     if DEVICE != "cuda" or not torch.cuda.is_available():
         print("set FOURFOLD_TEST_DEVICE=cuda on a machine with a GPU")
@@ -99,6 +121,7 @@ def main() -> int:
             failed += sum(not difference < 1e-10 for difference in differences)
             refusals = pool.run(refuse_bad_ids)
             failed += sum("vocab=257" not in text and "another (data, z) place" not in text for text in refusals)
+            failed += sum(not found for found in alarms(pool))
         pool.close()
     print(
         f"{len(cases)} cases over NCCL on {torch.cuda.get_device_name()}, torch {torch.__version__}: "

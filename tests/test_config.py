@@ -89,6 +89,8 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "log.peak_flops": (1e15, "1e15", NUMBER),
     "plan.machine": ("perlmutter", 4, TEXT),
     "plan.compare": (False, "no", FLAG),
+    "watch.deadline": (60.0, "soon", NUMBER),
+    "watch.replicas_every": (10, 1.5, WHOLE),
 }
 """A value that is right, one of the wrong type or spelling, and what the error must offer."""
 
@@ -337,7 +339,19 @@ def test_grids_of_the_command_line() -> None:
 def test_help_names_every_option_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     top = parser()
     (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    names = ["train", "plan", "calibrate", "checkpoint", "import", "export", "sample", "report", "data"]
+    names = [
+        "train",
+        "plan",
+        "calibrate",
+        "checkpoint",
+        "import",
+        "export",
+        "doctor",
+        "launch",
+        "sample",
+        "report",
+        "data",
+    ]
     assert list(commands.choices) == names
     for name in sorted({*names} - {"checkpoint", "data"}):  # these have commands of their own
         with pytest.raises(SystemExit) as left:

@@ -16,9 +16,10 @@ from fourfold.cost.machine import load_machine, to_toml
 from fourfold.grid import Shape
 from fourfold.report import write_report
 from fourfold.report.run import read_run
+from fourfold.train.begin import begin
 from fourfold.train.config import Config
 from fourfold.train.job import MEASURED, Job, locate
-from fourfold.train.loop import Run, begin
+from fourfold.train.loop import Run
 from fourfold.train.predicted import COMPARED, WHOLE_PROCESS, Comparison, predict
 from fourfold.train.progress import compared, predicted
 from fourfold.train.record import Lines, scalars

@@ -14,8 +14,9 @@ from curves import Curves, config_of, write_texts
 from fourfold.cli import main, steps
 from fourfold.grid import AXES, Shape
 from fourfold.report import write_report
+from fourfold.train.begin import begin
 from fourfold.train.config import Config
-from fourfold.train.loop import NotFiniteError, Run, begin
+from fourfold.train.loop import NotFiniteError, Run
 from fourfold.train.profile import covered, export, link_seconds, summarize
 from harness import grid_of
 

@@ -36,8 +36,9 @@ from fourfold.grid import Shape
 from fourfold.report.run import read_run
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping
+from fourfold.train.begin import begin
 from fourfold.train.config import Config, read_config
-from fourfold.train.loop import Run, begin
+from fourfold.train.loop import Run
 from fourfold.train.record import Lines, Owned, rewind
 from fourfold.train.resume import Start, find_start, left_behind, look, restarted
 from fourfold.train.sections import DataSection

@@ -279,7 +279,8 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
     assert found.keys() == {
-        "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "saved", "resumed", "end"
+        "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "saved", "resumed",
+        "stragglers", "end",
     }  # fmt: skip
     config = parse(Config, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")

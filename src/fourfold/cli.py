@@ -1,4 +1,4 @@
-"""The command `fourfold`: train | plan | calibrate | checkpoint | import | export | sample | report | data prepare.
+"""The command `fourfold` and its subcommands; `fourfold --help` lists them.
 
 Every error that a user can cause is one line that names the cause; anything else is a bug and shows its traceback.
 """
@@ -17,7 +17,9 @@ from typing import Any
 from fourfold import __version__
 from fourfold.grid import FailedElsewhereError
 from fourfold.train.checkpoint import add_checkpoint
+from fourfold.train.doctor import add_doctor
 from fourfold.train.exchange import add_exchange
+from fourfold.train.places import add_launch
 
 USER_ERRORS = (ValueError, OSError, ImportError, FailedElsewhereError)
 
@@ -29,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from fourfold.train.launch import INTERRUPTED, LOST_PEER, inside_a_job, report_failure
     from fourfold.train.loop import NotFiniteError
+    from fourfold.watch.replicas import ReplicasDifferError
 
     try:
         return options.run(options, arguments)
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _leave(INTERRUPTED, at_once=inside_a_job())
     except BrokenPipeError:
         return _leave(1, at_once=inside_a_job())  # whoever read our output is gone
-    except (*USER_ERRORS, NotFiniteError) as error:
+    except (*USER_ERRORS, NotFiniteError, ReplicasDifferError) as error:
         report_failure(str(error), users=True)
         return _leave(1, at_once=inside_a_job())
     except torch.OutOfMemoryError as error:
@@ -218,6 +221,8 @@ def parser() -> argparse.ArgumentParser:
     add_calibrate(commands, shape)
     add_checkpoint(commands, shape)
     add_exchange(commands, shape)
+    add_doctor(commands, shape)
+    add_launch(commands, shape)
 
     two = commands.add_parser("sample", help="text from a trained model", description=SAMPLE, formatter_class=shape)
     two.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -48,6 +48,14 @@ class Event(NamedTuple):
     what: Collective | str
 
 
+class Listener(Protocol):
+    """Hears of every collective when it is launched, when it is waited for and when that is over."""
+
+    def launched(self, record: Collective) -> None: ...
+    def waits(self, record: Collective) -> None: ...
+    def landed(self) -> None: ...
+
+
 class Ledger:
     """Counts of all collectives since the start, and the records of those that somebody watched."""
 
@@ -55,6 +63,7 @@ class Ledger:
         self.calls: Counter[str] = Counter()
         self.wire_bytes: Counter[str] = Counter()
         """What this rank has sent over each axis."""
+        self.listener: Listener | None = None
         self._watchers: list[list[Collective]] = []
         self._events: list[Event] | None = None
         self._links: list[tuple[str, float]] | None = None
@@ -64,6 +73,8 @@ class Ledger:
     def append(self, record: Collective) -> None:
         self.calls[record.axis] += 1
         self.wire_bytes[record.axis] += record.wire_bytes
+        if self.listener is not None:
+            self.listener.launched(record)
         for records in self._watchers:
             records.append(record)
         if self._events is not None:
@@ -74,6 +85,8 @@ class Ledger:
         """Around a wait. The host's wait is timed on the CPU; on a GPU the stream's, once `time_stalls` was called."""
         if self._events is not None:
             self._events.append(Event("wait", record))
+        if self.listener is not None:
+            self.listener.waits(record)
         if not on_gpu:
             began = time.perf_counter()
             yield
@@ -86,6 +99,8 @@ class Ledger:
             yield
             end.record()
             self._stalls.append((record.axis, begin, end))
+        if self.listener is not None:
+            self.listener.landed()
 
     @contextmanager
     def multiplying(self, label: str) -> Iterator[None]:

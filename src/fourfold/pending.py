@@ -11,6 +11,8 @@ import torch
 from fourfold.grid import Grid
 from fourfold.ledger import Collective, span
 
+FAILED = "collective failed"
+"""How the errors of collectives begin."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -49,4 +51,4 @@ def named(record: Collective, doing: str = "") -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise  # keeps its type: callers may free memory and try again
     except RuntimeError as error:
-        raise RuntimeError(f"collective failed: {record}: {error}") from error
+        raise RuntimeError(f"{FAILED}: {record}: {error}") from error

@@ -19,10 +19,12 @@ from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
 from fourfold.grid import Grid, Shape
 from fourfold.models.transformer import build
+from fourfold.train.begin import begin
 from fourfold.train.config import Config, resolve
+from fourfold.train.doctor import disagreement
 from fourfold.train.job import memory_bytes
 from fourfold.train.launch import TERMINATED, inside_a_job, launch, listen_to_signals, share_cores
-from fourfold.train.loop import Run, begin, open_sources
+from fourfold.train.loop import Run
 from fourfold.train.options import (
     check_options,
     check_profile,
@@ -56,6 +58,7 @@ from fourfold.train.resume import (
     restarted,
 )
 from fourfold.train.schema import to_table
+from fourfold.train.sources import open_sources
 
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -96,6 +99,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         restarts=restarts,
         goes_on=lambda: goes_on(Path(out)),
         left=lambda: left_behind(Path(out)),
+        known=lambda since: disagreement(Path(out), since),
     )
 
 
@@ -224,6 +228,7 @@ def write_result(path: str | None, run: Run, kept: Sequence[Kept]) -> None:
         "skipped": by_kind["skipped"],
         "saved": by_kind["saved"],
         "resumed": by_kind["resumed"],
+        "stragglers": by_kind["straggler"],
         "end": by_kind["end"][-1] if by_kind["end"] else None,
     }
     text = json.dumps(strict(result), indent=1)

@@ -32,6 +32,7 @@ from fourfold.train.sections import (
     PlanSection,
     PolicySection,
     TrainSection,
+    WatchSection,
 )
 
 BYTES = "bytes"
@@ -51,6 +52,7 @@ class Config:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
     plan: PlanSection = field(default_factory=PlanSection)
+    watch: WatchSection = field(default_factory=WatchSection)
 
     @property
     def schedule(self) -> Schedule:

@@ -59,18 +59,20 @@ def launch(
     restarts: int = 0,
     goes_on: Callable[[], str] = lambda: "from its start",
     left: Callable[[], str] = lambda: READABLE,
+    known: Callable[[float], str] = lambda _: "",
 ) -> int:
     """Run `fourfold` with these arguments on that many local ranks; returns the exit code.
 
     When a rank dies, all are started again, up to `restarts` times in a row without progress. `goes_on` says in
-    words where they will go on, and so tells progress too; `left` what SIGTERM has left of them.
+    words where they will go on, and so tells progress too; `left` what SIGTERM has left of them; `known` why they
+    may have failed, by what they have left behind since that time.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what the agent has to say is said below
     try:
-        return _launch(ranks, arguments, errors, restarts, goes_on, left)
+        return _launch(ranks, arguments, errors, restarts, goes_on, left, known)
     except (KeyboardInterrupt, SignalException) as caught:
         if getattr(caught, "sigval", None) == signal.SIGTERM:
             return _terminated(errors, left)
@@ -88,10 +90,12 @@ def _launch(
     restarts: int,
     goes_on: Callable[[], str],
     left: Callable[[], str],
+    known: Callable[[float], str],
 ) -> int:
     tries, reached, times = restarts, goes_on(), 0
     while True:
         os.environ |= {STARTED_BY_US: "1", RESTARTED: str(times)}
+        began = time.time()
         try:
             elastic_launch(_config(ranks, f"fourfold-{times}"), sys.executable)("-u", "-c", RANK, *arguments)
             return 0
@@ -101,11 +105,14 @@ def _launch(
             rank, failure = first_cause(failed.failures)
             before, reached = reached, goes_on()
             tries = tries if reached == before else restarts
+            cause = explain(rank, failure)
+            if not is_diagnosis(failure) and (more := known(began)):
+                cause = f"{cause}\n{more}"
             if tries == 0 or not may_pass(failure):
-                print(f"fourfold: error: {explain(rank, failure)}", file=errors)
+                print(f"fourfold: error: {cause}", file=errors)
                 return failure.exitcode if failure.exitcode > 0 else 1
             tries, times = tries - 1, times + 1
-            cause = explain(rank, failure).splitlines()[-1]
+            cause = cause.splitlines()[0 if is_diagnosis(failure) else -1]
             print(f"fourfold: {cause}; the run goes on {reached} (start {times + 1})", file=errors, flush=True)
 
 
@@ -130,12 +137,13 @@ def may_pass(failure: ProcessFailure) -> bool:
 
 
 def first_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Of several failed ranks the one that failed by itself: died, or raised something else than a lost peer."""
+    """Of several failed ranks one that says what all have found out, else the one that failed by itself: died, or
+    raised something else than a lost peer."""
 
     def rank_of_cause(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
         lost = any(words in failure.message for words in LOST_PEER)
-        return (0 if failure.exitcode < 0 else 2 if lost else 1), failure.timestamp
+        return (0 if is_diagnosis(failure) else 1 if failure.exitcode < 0 else 3 if lost else 2), failure.timestamp
 
     return min(failures.items(), key=rank_of_cause)
 
@@ -146,6 +154,8 @@ def explain(rank: int, failure: ProcessFailure) -> str:
         return f"rank {rank} (process {failure.pid}) was killed by {name}; the other ranks were stopped"
     if failure.exitcode == INTERRUPTED:  # that rank alone: where the launcher is interrupted it says so itself
         return f"rank {rank} (process {failure.pid}) was interrupted by a signal; the other ranks were stopped"
+    if is_diagnosis(failure):
+        return failure.message
     lines = failure.message.strip().splitlines() or [f"rank {rank} failed with exit code {failure.exitcode}"]
     return lines[0] if len(lines) == 1 else f"rank {rank}: {failure.message.strip()}"
 
@@ -155,10 +165,30 @@ def report_failure(message: str, *, users: bool) -> None:
 
     `users`: it is the user's to mend, and would fail again.
     """
+    if not _write_failure(message, users=users):
+        _print_failure(message)
+
+
+def report_diagnosis(text: str, *, whole: bool) -> None:
+    """Tell whoever started this rank what all ranks have found out; on stderr its first line, or the whole of it."""
+    if not _write_failure(text, users=False, diagnosis=True):
+        _print_failure(text if whole else text.partition("\n")[0])
+
+
+def is_diagnosis(failure: ProcessFailure) -> bool:
+    return isinstance(failure.error_file_data, dict) and bool(failure.error_file_data.get("diagnosis"))
+
+
+def _write_failure(message: str, **what: bool) -> bool:
+    """Whether our launcher will read it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if STARTED_BY_US in os.environ and path:
-        Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), "users": users}))
-        return
+    if STARTED_BY_US not in os.environ or not path:
+        return False
+    Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), **what}))
+    return True
+
+
+def _print_failure(message: str) -> None:
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
     print(f"fourfold: error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,25 +24,28 @@ import fourfold
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader
-from fourfold.data.opening import open_source
 from fourfold.data.samples import unigram_entropy
-from fourfold.data.source import Source
-from fourfold.data.tokenizer import load_tokenizer
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
+from fourfold.pending import FAILED
 from fourfold.train.config import Config
+from fourfold.train.guard import Unguarded
+from fourfold.train.launch import LOST_PEER
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.predicted import Comparison, foresee
 from fourfold.train.profile import Profile
-from fourfold.train.record import Event, Owned, Sink, read_facts, rewind, strict, write_json, write_text
-from fourfold.train.resume import Start, earlier, remove_newer, take_up
+from fourfold.train.record import Event, Owned, Sink, strict, write_json
+from fourfold.train.resume import Start, take_up
 from fourfold.train.saving import INTERRUPTED, Saving
 from fourfold.train.sections import DTYPES
+from fourfold.train.sources import open_sources
 from fourfold.train.stop import Stop
+from fourfold.watch.replicas import check_replicas
+from fourfold.watch.tape import DEVICE
 
 STOPPED = "stopped by SIGTERM"
 """Why such a run ended."""
@@ -117,6 +120,8 @@ class Run:
         self._comparison: Comparison | None = None
         self.saving: Saving | None = None
         """From `begin` on, where the config asks for checkpoints."""
+        self.guard = Unguarded()
+        """Watches over the ranks from `begin` on."""
         self.owned: Owned | None = None
         """The run's folder, on rank 0 from `begin` on."""
         self.stop = Stop(grid)
@@ -197,10 +202,16 @@ class Run:
                 last = step == self.config.train.steps
                 if self.evaluation is not None and (last or step % self.config.train.evaluate_every == 0):
                     self._drain()
+                    self.guard.doing("evaluating")
                     with self.profile.aside("evaluation"):
                         self._record({"event": "evaluation", "step": step, **self.evaluate()})
                     self.meter.begin()
+                self._check_replicas(step)
+                self.guard.doing("asking the others whether to stop", waits=True)
                 self.stopped = not last and self.stop.after(step)
+                self.guard.doing("between steps")
+                if self.stop.met_after == step:
+                    self._record_stragglers(step)
                 self._save(step, last=last or self.stopped)  # what is recorded of the step comes before
                 if self.stopped:
                     reason = STOPPED
@@ -213,6 +224,8 @@ class Run:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            if str(error).startswith(FAILED) and not any(words in reason for words in LOST_PEER):
+                self.guard.failed(str(error))
             raise
         finally:
             self._end(reason)
@@ -234,8 +247,10 @@ class Run:
     def _launch(self, step: int) -> None:
         model, optimizer = self.model, self.optimizer
         model.clock.begin_step(step)
+        self.guard.begin_step(step)
         rate = self.schedule.apply(optimizer, step)
         batches = self.loader.next()
+        self.guard.doing("computing")
         count = None
         if len(batches) > 1:
             count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
@@ -259,8 +274,11 @@ class Run:
 
     def _settle(self, done: Launched) -> None:
         """Read what a step gave and record it."""
+        self.guard.doing(DEVICE, waits=self.meter.on_gpu)
         loss, norm = done.loss.item(), done.clipped.norm.item()  # waits for the step
+        self.guard.doing("recording the step")
         reading = done.reading()
+        self.guard.took(reading.seconds, reading.exposed_seconds)
         self.profile.add(done.step, reading)
         skipped = not isfinite(norm)
         rate = self.config.batch.tokens / reading.seconds
@@ -311,11 +329,27 @@ class Run:
                 count += targets_here
         return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
 
+    def _check_replicas(self, step: int) -> None:
+        every = self.config.watch.replicas_every
+        if every and step % every == 0:
+            self._drain()
+            self.guard.doing("comparing replicas")
+            with self.profile.aside("replicas"):
+                check_replicas(self.model, self.grid)
+            self.meter.begin()
+
+    def _record_stragglers(self, step: int) -> None:
+        """Of the windows that all ranks have told of; on rank 0."""
+        for one in self.guard.tell():
+            facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
+            self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
+
     def _save(self, step: int, *, last: bool) -> None:
         """A checkpoint, where one is due after this step; the last one is waited for."""
         if self.saving is None or not (last or self.saving.due(step)):
             return
         self._drain()
+        self.guard.doing("saving a checkpoint")
         with self.profile.aside("saving"):
             self.saving.save(step, self.model, self.optimizer, self.loader, self._skipped, last=last)
         self._record_saved()
@@ -331,6 +365,7 @@ class Run:
             sink.write(event)
 
     def _end(self, reason: str) -> None:
+        self.guard.close()
         self.loader.close()
         self.profile.close()
         # a sink that fails now, such as a full disk, must not hide why the run ended
@@ -345,56 +380,5 @@ class Run:
             self._record({"event": "end", "step": self.step, "reason": reason})
 
 
-def open_sources(config: Config, grid: Grid, cache: Path) -> list[Source]:
-    """Open what the run trains on. Text is prepared once, by rank 0, while the others wait."""
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-
-    def opened() -> list[Source]:
-        return [
-            open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
-        ]
-
-    found = grid.together("opening the data", lambda: opened() if grid.rank == 0 else [])
-    return grid.together("opening the data", lambda: found or opened())
-
-
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
-
-
-def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = None) -> None:
-    """Rank 0 writes what the run is and opens what records it; what fails there fails on all ranks.
-
-    Where a run is taken up, what was recorded or saved after the step that it goes on from is taken back.
-    """
-    start = start or Start()
-
-    def write() -> None:
-        run.out.mkdir(parents=True, exist_ok=True)
-        run.owned = Owned(run.out)
-        remove_newer(start)
-        write_text(run.out / "config.toml", run.config.stored(run.out).toml())
-        if start.taken_up:
-            rewind(run.out / "metrics.jsonl", start.step)
-        run.describe(earlier(read_facts(run.out), start.step) if start.taken_up else [])
-        run.sinks = list(sinks())
-        if start.step:
-            where = {"grid": str(run.grid.shape), "checkpoint": str(start.checkpoint)}
-            run._record({"event": "resumed", "step": start.step, **where})
-
-    def find() -> None:
-        if run.config.checkpoint.save and not (run.out / "run.json").exists():
-            raise FileNotFoundError(
-                f"{run.out.absolute()}, which rank 0 has made, is not there on rank {run.grid.rank}; give --out on a "
-                "file system that all nodes share, or checkpoint.save=false"
-            )
-
-    try:
-        run.grid.first_alone("starting the run", write)
-        run.grid.together("finding the run's folder", find)
-        if run.config.checkpoint.save:
-            run.saving = Saving(run.config, run.grid, run.out)
-    except BaseException:
-        if run.owned is not None:
-            run.owned.release()
-        raise

@@ -113,6 +113,8 @@ def sentence(event: Event) -> str | None:
         return profiled(event)
     if event["event"] == "saved":
         return f"step {event['step']} saved; training waited {time_of(event['seconds'])}"
+    if event["event"] == "straggler":
+        return f"step {event['step']}: {event['said']}"
     if event["event"] == "resumed":
         return f"goes on after step {event['step']}, from {event['checkpoint']}"
     return compared(event) if event["event"] == "compared" else None

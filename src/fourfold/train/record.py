@@ -4,11 +4,12 @@
     run.json        what the run is: grid, model, device, versions; what was predicted, and how its steps compare;
                     of a resumed run also when and on which grids it ran before
     metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, a comparison, a profile, saved
-                    checkpoints, resumptions, the end; each step once, whatever happened between
+                    checkpoints, resumptions, stragglers, the end; each step once, whatever happened between
     tensorboard/    the same for TensorBoard, where it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
     .lock           held by the job that trains there
+    watch/          what each rank did last, on its tape; why the run stood still, where it did
     checkpoints/    complete states of training, by step, which any grid can go on from
 
 Rank 0 alone writes the records; every rank writes its own trace and its part of a checkpoint.
@@ -34,7 +35,7 @@ from fourfold.train.schema import to_table
 from fourfold.train.sections import LogSection
 
 Event = dict[str, Any]
-KINDS = ("step", "evaluation", "skipped", "compared", "profile", "saved", "resumed", "end")
+KINDS = ("step", "evaluation", "skipped", "compared", "profile", "saved", "resumed", "straggler", "end")
 """What events tell of."""
 
 

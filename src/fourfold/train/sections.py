@@ -265,6 +265,23 @@ class LogSection:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchSection:
+    """What is watched while ranks train."""
+
+    deadline: float = 300.0
+    """Seconds that a rank may wait for a collective; then all ranks stop and say who did not come. inf: for ever."""
+
+    replicas_every: int = 100
+    """Steps between two looks at whether replicas of the parameters are still equal, bit for bit; 0: never."""
+
+    def __post_init__(self) -> None:
+        if not self.deadline > 0:
+            raise ValueError(f"deadline={self.deadline} must be above 0; inf waits for ever")
+        if self.replicas_every < 0:
+            raise ValueError(f"replicas_every={self.replicas_every} must be at least 0")
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSection:
     """What the planner says of the run."""
 

@@ -50,6 +50,11 @@ class Stop:
     def asked(self) -> bool:
         return self._asked_at is not None
 
+    @property
+    def met_after(self) -> int | None:
+        """The step after which all ranks asked each other for the last time."""
+        return self._last[0] if self._last is not None else None
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the first SIGTERM asks to stop; a later one does what it did before."""

@@ -1,0 +1,120 @@
+"""What watching costs when nothing fails: steps with the guard and without, in one run, block by block in turns.
+
+    python benchmarks/watch_cost.py                        # 4 ranks on the CPU
+    python benchmarks/watch_cost.py --device cuda          # 4 NCCL ranks that share one GPU
+
+With the guard every collective goes to the tape, the clock and the ear run, what each step took is told through the
+store every few steps, and replicas are compared once a block, which is far more often than a run does it by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import fourfold as ff
+from bed import Bed, multi_process_service
+from fourfold.train.guard import Guard, Unguarded
+from fourfold.train.launch import share_cores
+from fourfold.train.meter import Meter
+from fourfold.watch.replicas import check_replicas
+
+BAR = 0.01
+"""Of a step, that watching may cost."""
+GRID = ff.Shape(x=2, data=2)
+WARMUP, STEPS, TOLD_EVERY = 2, 10, 5
+"""Steps before anything is timed, those of a block, and between two meetings."""
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": dict(layers=4, hidden=256, heads=8, kv_heads=8, head_dim=32, mlp_hidden=704, vocab=1024, seq=128),
+    "cuda": dict(layers=16, hidden=2048, heads=16, kv_heads=16, head_dim=128, mlp_hidden=5632, vocab=8192, seq=1024),
+}
+ROWS = 8
+
+
+class Side:
+    """A model in training on this rank."""
+
+    def __init__(self, _rank: int, _world: int, device: str) -> None:
+        self.grid = ff.Grid(GRID.x, GRID.y, GRID.z, GRID.data, device=device)
+        if device == "cpu":
+            share_cores()
+        policy = ff.Policy(compute=torch.bfloat16 if device == "cuda" else None, shard_optimizer=True)
+        self.model = ff.models.build(ff.models.config("llama-3-8b", **SIZES[device]), self.grid, policy=policy)
+        self.optimizer = ff.optim.AdamW(self.model, 1e-3)
+        torch.manual_seed(0)
+        batch = torch.randint(self.model.config.vocab, (ROWS, self.model.config.seq + 1))
+        parts = (batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+        self.tokens, self.targets = (ff.local_rows(part, self.grid).to(self.grid.device) for part in parts)
+        self.meter = Meter(self.grid)
+        self.done = 0
+        self.block(0, "", WARMUP)
+
+    def block(self, replicas: int, folder: str, steps: int) -> float:
+        """Seconds of a step on average; with the guard where there is a folder for it."""
+        guard = Guard(self.grid, Path(folder), 60.0) if folder else Unguarded()
+        self.meter.begin()
+        began = time.perf_counter()
+        for step in range(1, steps + 1):
+            self.done += 1
+            guard.begin_step(self.done)
+            self.step(guard)
+            if step % TOLD_EVERY == 0:
+                guard.tell()
+        for _ in range(replicas):
+            check_replicas(self.model, self.grid)
+        seconds = (time.perf_counter() - began) / steps
+        guard.close()
+        return seconds
+
+    def step(self, guard: Unguarded) -> None:
+        guard.doing("computing")
+        loss = self.model(self.tokens, self.targets)
+        loss.backward()
+        self.optimizer.clip_and_step(1.0)
+        self.optimizer.zero_grad()
+        reading = self.meter.end()
+        guard.doing("reading results", waits=True)
+        loss.item()
+        found = reading()
+        guard.took(found.seconds, found.exposed_seconds)
+
+
+def block(side: Side, replicas: int, folder: str) -> float:
+    return side.block(replicas, folder, STEPS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--blocks", type=int, default=12, help="of each kind")
+    options = parser.parse_args()
+    with multi_process_service(options.device), tempfile.TemporaryDirectory() as folder:
+        bed = Bed(GRID.world, options.device, Side)
+        try:
+            off, on = [], []
+            for number in range(options.blocks):
+                pair = [(off, 0, ""), (on, 1, folder)]
+                for kept, replicas, where in pair if number % 2 == 0 else reversed(pair):
+                    kept.append(max(bed.run(block, replicas, where)))
+        finally:
+            bed.close()
+    alone, watched = median(off), median(on)
+    ratios = sorted(one / other - 1 for one, other in zip(on, off, strict=True))
+    cost = median(ratios)
+    print(f"{GRID} on {options.device}, torch {torch.__version__}, {options.blocks} blocks of {STEPS} steps each")
+    print(f"without {alone * 1e3:.1f} ms a step, with {watched * 1e3:.1f} ms")
+    quarter = len(ratios) // 4
+    print(f"pairs of blocks: {cost:+.2%}, half of them from {ratios[quarter]:+.2%} to {ratios[-1 - quarter]:+.2%}")
+    print(f"watching costs under {BAR:.0%} of a step: {'reached' if cost < BAR else '**MISSED**'}")
+    return 0 if cost < BAR else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Why a run stands still, from what every rank has on its tape. Pure.
+
+Along an axis the ranks of a group launch the same collectives in the same order. So the n-th launch of one rank along x
+is a *meeting* with the n-th of the others, and where a run stands still one of these is true:
+
+    disagreement   two ranks of a group have launched different collectives as their n-th
+    absence        ranks wait at a meeting to which others have not come; who has not come and waits at no such meeting
+                   itself holds up all others
+    no transport   all have come to every meeting that somebody waits at, and the bytes do not arrive
+
+Ranks that wait for each other around a circle without a disagreement cannot be: of all meetings that are waited at, the
+one that comes first in the program has nobody to wait for but those who are late.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from fourfold.watch.tape import Entry, Reading
+
+MOST_RANKS = 12
+"""Named one by one in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A collective that somebody waits for."""
+
+    entry: Entry
+    came: tuple[int, ...]
+    """Ranks that have launched it ..."""
+    absent: tuple[int, ...]
+    """... and those that have not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Ranks of one group that launched different collectives where they were to meet."""
+
+    axis: str
+    number: int
+    launched: Mapping[int, Entry]
+    """By rank."""
+
+    @property
+    def sides(self) -> list[tuple[str, list[int]]]:
+        """What was launched and by whom, most ranks first."""
+        by_what: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, entry in self.launched.items():
+            by_what[f"{entry.record} of {entry.record.nbytes} bytes in step {entry.step}"].append(rank)
+        return sorted(by_what.items(), key=lambda side: (-len(side[1]), side[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found; `lines` says it."""
+
+    readings: Mapping[int, Reading]
+    stacks: Mapping[int, str]
+    """Where the ranks stood that answered."""
+    disagreement: Disagreement | None
+    meetings: tuple[Meeting, ...]
+    """That are waited at, each group's once: those with absent ranks first, in the order of the program."""
+    culprits: tuple[int, ...]
+    """Ranks that hold up all others."""
+
+    @property
+    def headline(self) -> str:
+        """The cause in one line."""
+        if self.disagreement is not None:
+            (one, by), (other, by_others), *_ = self.disagreement.sides
+            step = min(entry.step for entry in self.disagreement.launched.values())
+            return (
+                f"step {step}: ranks disagree on which collective comes next along {self.disagreement.axis}: "
+                f"{ranks_text(by)} launched {one}, {ranks_text(by_others)} {other}"
+            )
+        if not self.meetings and not self.culprits:
+            return "nobody waits for a collective"
+        if not self.meetings:
+            waiting = [reading for reading in self.readings.values() if reading.doing is not None and reading.waits]
+            what = next((f"step {one.doing.step}: {one.doing.what}" for one in waiting if one.doing), "waiting")
+            return f"{what}: {ranks_text(self.culprits)} never arrived"
+        meeting = self.meetings[0]
+        what = f"step {meeting.entry.step}: {meeting.entry.record}"
+        if self.culprits:
+            return f"{what}: {ranks_text(self.culprits)} never arrived"
+        hosts = " and ".join(sorted({self.readings[rank].who.host for rank in meeting.came}))
+        return (
+            f"{what}: all of {ranks_text(meeting.came)} arrived, but their bytes did not; look at the links of {hosts}"
+        )
+
+    def lines(self) -> Iterator[str]:
+        yield self.headline
+        for meeting in self.meetings:
+            absent = f"; {ranks_text(meeting.absent)} did not come" if meeting.absent else "; all have come"
+            yield f"  {_place(meeting.entry)}: {ranks_text(meeting.came)} came{absent}"
+        for rank in self.culprits:
+            yield f"  {self._last_of(rank)}"
+        silent = [rank for rank in sorted(self.readings) if rank not in self.stacks and rank not in self.culprits]
+        if self.stacks:
+            for rank in silent:
+                yield f"  {self._last_of(rank)}"
+        for stack, ranks in self._stacks():
+            yield f"  {ranks_text(ranks)} stood at"
+            yield from (f"    {line}" for line in stack.rstrip().splitlines())
+
+    def _last_of(self, rank: int) -> str:
+        """What is known of a rank by its tape."""
+        found = self.readings[rank]
+        answers = "" if rank in self.stacks or not self.stacks else " does not answer;"
+        last = f"last launched {_place(found.entries[-1])}" if found.entries else "launched nothing"
+        doing = f"; was {found.doing.what} (step {found.doing.step})" if found.doing is not None else ""
+        return f"rank {rank} ({found.who.host}, process {found.who.process}){answers} {last}{doing}"
+
+    def _stacks(self) -> Iterator[tuple[str, list[int]]]:
+        """Each place in the code, with the ranks that stood there; that of culprits first."""
+        by_stack: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, stack in sorted(self.stacks.items()):
+            by_stack[stack].append(rank)
+        yield from sorted(by_stack.items(), key=lambda item: not set(item[1]) & set(self.culprits))
+
+
+def diagnose(readings: Mapping[int, Reading], stacks: Mapping[int, str]) -> Diagnosis:
+    """From the tapes of all ranks and where those stood that answered."""
+    meetings = _meetings(readings)
+    held_up = {rank for meeting in meetings if meeting.absent for rank in meeting.came}
+    late = {rank for meeting in meetings for rank in meeting.absent}
+    if not meetings:  # they wait for each other's word in the store: whoever does not is who they wait for
+        late = {rank for rank, reading in readings.items() if not reading.waits}
+    return Diagnosis(readings, stacks, _disagreement(readings), tuple(meetings), tuple(sorted(late - held_up)))
+
+
+def groups(readings: Mapping[int, Reading], axis: str) -> Iterator[list[int]]:
+    """Ranks that meet along an axis, as far as there are tapes of them."""
+    seen: set[int] = set()
+    for rank, reading in sorted(readings.items()):
+        if rank not in seen:
+            group = [one for one in reading.who.shape.ranks_along(axis, rank) if one in readings]
+            seen.update(group)
+            yield group
+
+
+def _meetings(readings: Mapping[int, Reading]) -> list[Meeting]:
+    found: dict[tuple[str, int, int], Meeting] = {}
+    for rank, reading in sorted(readings.items()):
+        for entry in reading.waits_for:
+            axis = entry.record.axis
+            group = next(group for group in groups(readings, axis) if rank in group)
+            came = [one for one in group if readings[one].launched.get(axis, 0) >= entry.number]
+            absent = tuple(one for one in group if one not in came)
+            found.setdefault((axis, entry.number, group[0]), Meeting(entry, tuple(came), absent))
+    ahead = max(readings.values(), key=lambda reading: sum(reading.launched.values()), default=None)
+    order = {} if ahead is None else {_key(entry): place for place, entry in enumerate(ahead.entries)}
+    return sorted(found.values(), key=lambda one: (not one.absent, order.get(_key(one.entry), 0), one.entry.time))
+
+
+def _key(entry: Entry) -> tuple[str, int]:
+    return entry.record.axis, entry.number
+
+
+def _disagreement(readings: Mapping[int, Reading]) -> Disagreement | None:
+    """The first one."""
+    found = []
+    for axis in sorted({axis for reading in readings.values() for axis in reading.launched}):
+        for group in groups(readings, axis):
+            by_number: defaultdict[int, dict[int, Entry]] = defaultdict(dict)
+            for rank in group:
+                for entry in readings[rank].entries:
+                    if entry.record.axis == axis:
+                        by_number[entry.number][rank] = entry
+            differ = (number for number in sorted(by_number) if _differ(by_number[number].values()))
+            number = next(differ, None)
+            if number is not None:
+                found.append(Disagreement(axis, number, by_number[number]))
+    return min(found, key=lambda one: min(entry.time for entry in one.launched.values()), default=None)
+
+
+def _differ(entries: Iterable[Entry]) -> bool:
+    return len({(entry.record, entry.step) for entry in entries}) > 1
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 4`, `ranks 0, 1, ... (64 of them)`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named = ", ".join(str(rank) for rank in ranks[:MOST_RANKS])
+    return f"ranks {named}" + (f", ... ({len(ranks)} of them)" if len(ranks) > MOST_RANKS else "")
+
+
+def _place(entry: Entry) -> str:
+    when = datetime.fromtimestamp(entry.time).strftime("%H:%M:%S")
+    return f"{entry.record} of step {entry.step} at {when} (number {entry.number} along {entry.record.axis})"

@@ -1,0 +1,62 @@
+"""Whether replicas still are: ranks that differ along data alone hold the same parameters, bit for bit.
+
+Memory that flips a bit, or a kernel that is not deterministic, makes them differ, and nothing else would tell: each
+replica goes on with its own numbers. Each rank adds up the bits of what it holds, and the sums are compared: one number
+a rank travels. A single flipped bit changes a sum for certain, since it changes one of the added integers and no other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fourfold import comm
+from fourfold.arriving import local_of
+from fourfold.grid import Grid
+from fourfold.watch.diagnose import ranks_text
+
+REPLICA = "data"
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
+
+
+class ReplicasDifferError(RuntimeError):
+    """Parameters that must be equal are not; the message names the ranks."""
+
+
+def checksum(tensors: Iterable[Tensor]) -> Tensor:
+    """Of all bits, one int64 on the tensors' device; the host waits for nothing."""
+    sums = [found.detach().reshape(-1).view(INTEGERS[found.element_size()]).sum(dtype=torch.int64) for found in tensors]
+    odd = torch.arange(len(sums), device=sums[0].device) * 2 + 1  # equal changes of two parameters do not cancel
+    return (torch.stack(sums) * odd).sum()
+
+
+def unlike(sums: Sequence[int]) -> list[int]:
+    """Places whose number is not that of the majority; all of them where there is none."""
+    (most, times), *_ = Counter(sums).most_common()
+    if times == len(sums):
+        return []
+    return [place for place, number in enumerate(sums) if number != most or 2 * times <= len(sums)]
+
+
+def check_replicas(model: nn.Module, grid: Grid) -> None:
+    """Raise on all ranks where the parameters of some differ from those of their replicas."""
+    if grid.size(REPLICA) == 1:
+        return
+    mine = checksum(local_of(parameter) for parameter in model.parameters())
+    with grid.ledger.aside():  # belongs to no step
+        sums = comm.all_gather(mine.view(1), grid, REPLICA, label="checksums").wait().tolist()
+
+    def judge() -> None:
+        group = grid.shape.ranks_along(REPLICA, grid.rank)
+        if differ := [group[place] for place in unlike(sums)]:
+            others = f"the other replicas of {ranks_text(group)}" if len(differ) < len(group) else "each other"
+            raise ReplicasDifferError(
+                f"parameters of {ranks_text(differ)} differ from {others}, though they must be equal bit for bit: a "
+                "device or its memory is at fault; take it out, and go on from the last checkpoint"
+            )
+
+    grid.together("comparing replicas", judge)

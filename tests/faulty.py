@@ -1,0 +1,86 @@
+"""`fourfold` with a fault in one rank: python tests/faulty.py KIND RANK STEP train ...
+
+kill   the process ends at once            delay  it sleeps before its step
+stop   the process is stopped (SIGSTOP)    skip   it leaves out the first collective of the step
+raise  it raises an error                  shape  its batch has fewer tokens a row than that of the others
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fourfold import comm
+from fourfold.cli import main
+from fourfold.train import launch
+from fourfold.train.loop import Run
+
+FAULT = "FOURFOLD_TEST_FAULT"
+DELAY = 600.0
+
+
+def install() -> None:
+    """In a rank: what the environment asks for."""
+    kind, rank, step = os.environ[FAULT].split(",")
+    launch_step = Run._launch
+
+    def faulty(run: Run, now: int) -> None:
+        if run.grid.rank == int(rank) and now == int(step):
+            FAULTS[kind](run)
+        launch_step(run, now)
+
+    Run._launch = faulty  # type: ignore[method-assign]
+
+
+def kill(_: Run) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(_: Run) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def delay(_: Run) -> None:
+    time.sleep(DELAY)
+
+
+def fail(_: Run) -> None:
+    raise RuntimeError("this rank has had enough")
+
+
+def skip(_: Run) -> None:
+    opens = comm._open_together
+
+    def once(*call: Any, **named: Any) -> tuple[int, Any]:
+        _, _, grid, axis, _ = call
+        if grid.size(axis) == 1:
+            return opens(*call, **named)
+        comm._open_together = opens
+        return grid.size(axis), None
+
+    comm._open_together = once  # type: ignore[assignment]
+
+
+def shape(run: Run) -> None:
+    following = run.loader.next
+
+    def shorter() -> Any:
+        run.loader.next = following  # type: ignore[method-assign]
+        return [(tokens[:, 1:], targets[:, 1:], positions) for tokens, targets, positions in following()]
+
+    run.loader.next = shorter  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[Run], None]] = {
+    "kill": kill, "stop": stop, "delay": delay, "raise": fail, "skip": skip, "shape": shape,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ[FAULT] = ",".join(sys.argv[1:4])
+    launch.RANK = f"import faulty\nfaulty.install()\n{launch.RANK}"
+    sys.exit(main(sys.argv[4:]))

@@ -1,0 +1,70 @@
+"""Deadlines: ranks that wait too long end together, with a diagnosis that names who did not come.
+
+Here the ranks run a small program of collectives; `test_watch.py` has whole runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from alarmed import DEADLINE, program, ready
+from fourfold.watch.tape import DIAGNOSIS
+from harness import RankFailed
+
+
+@pytest.fixture
+def said(ranks, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """Last words by file, of a job with the fault in rank 1 that the test names.
+
+    A rank whose peer has ended may fail by that before it has spoken.
+    """
+    ranks(4).run(ready)
+    began = time.monotonic()
+    with pytest.raises(RankFailed):
+        ranks(4).run(program, str(tmp_path), request.param, 1, timeout=30)
+    assert time.monotonic() - began < DEADLINE + 15, "bounded"
+    yield {path.name: path.read_text() for path in tmp_path.glob("said-*")}
+
+
+@pytest.mark.parametrize("said", ["stop"], indirect=True)
+def test_a_stopped_rank_is_named_and_ended(said: dict[str, str], tmp_path: Path) -> None:
+    assert not any(name.startswith("said-1") for name in said), "the silent rank is killed"
+    assert sum("judge" in name for name in said) == 1
+    [text] = set(said.values())
+    assert text == (tmp_path / DIAGNOSIS).read_text().strip()
+    assert text.startswith("step 3: all_gather[z] weights: rank 1 never arrived (rank ")
+    assert f"waited for {DEADLINE:g} s)" in text
+    assert "rank 1 (" in text
+    assert "does not answer; last launched reduce_scatter[x] activations of step 2" in text
+    assert "was computing (step 3)" in text
+    assert "stood at" in text
+    assert "in collectives" in text
+
+
+@pytest.mark.parametrize("said", ["delay"], indirect=True)
+def test_a_delayed_rank_says_where_it_stands(said: dict[str, str]) -> None:
+    assert any(name.startswith("said-1") for name in said)
+    [text] = set(said.values())
+    assert text.startswith("step 3: all_gather[z] weights: rank 1 never arrived")
+    assert "does not answer" not in text
+    assert "rank 1 stood at" in text
+    assert "time.sleep(60)" in text
+
+
+@pytest.mark.parametrize("said", ["skip"], indirect=True)
+def test_a_rank_that_skips_a_collective_is_named(said: dict[str, str]) -> None:
+    """From then on it is one behind along z: the same collective of the next step stands where this one should."""
+    [text] = set(said.values())
+    assert text.startswith("step 3: ranks disagree on which collective comes next along z: ")
+    assert "rank 1 launched all_gather[z] weights of 32 bytes in step 4" in text
+    assert "rank 3 all_gather[z] weights of 32 bytes in step 3" in text
+
+
+def test_who_is_only_late_is_waited_for(ranks, tmp_path: Path) -> None:
+    ranks(4).run(program, str(tmp_path), "late", 1, timeout=30)
+    assert not list(tmp_path.glob("said-*"))
+    assert not (tmp_path / DIAGNOSIS).exists()

@@ -1,0 +1,203 @@
+"""What a rank leaves on its tape, and what is told from the tapes of all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fourfold.grid import Shape
+from fourfold.ledger import Collective, Ledger
+from fourfold.watch.diagnose import Diagnosis, diagnose, ranks_text
+from fourfold.watch.tape import DEVICE, ENTRIES, Reading, Tape, read, read_all, tape_path
+
+SHAPE = Shape(x=2, z=2)
+
+
+def gather(label: str = "weight", axis: str = "z", nbytes: int = 64) -> Collective:
+    return Collective("all_gather", axis, nbytes, 2, label)
+
+
+@pytest.fixture
+def tape(tmp_path: Path) -> Tape:
+    return Tape(tape_path(tmp_path, 1), 1, SHAPE)
+
+
+def test_what_was_launched_can_be_read(tape: Tape, tmp_path: Path) -> None:
+    tape.step = 7
+    tape.doing("computing")
+    records = [gather("one"), gather("two", "x"), gather("three", nbytes=1 << 40)]
+    for record in records:
+        tape.launched(record)
+    found = read(tape_path(tmp_path, 1))
+    assert [entry.record for entry in found.entries] == records
+    assert [entry.number for entry in found.entries] == [1, 1, 2]
+    assert {entry.step for entry in found.entries} == {7}
+    assert found.launched == {"z": 2, "x": 1}
+    assert (found.who.rank, found.who.shape, found.who.process) == (1, SHAPE, os.getpid())
+    assert found.doing is not None
+    assert (found.doing.what, found.doing.step) == ("computing", 7)
+    assert not found.waits
+
+
+def test_a_tape_keeps_the_last_launches(tape: Tape, tmp_path: Path) -> None:
+    for number in range(2 * ENTRIES + 5):
+        tape.launched(gather(f"number {number}"))
+    tape.launched(gather("rare", "data"))
+    found = read(tape_path(tmp_path, 1))
+    assert len(found.entries) == ENTRIES - 1
+    assert found.entries[-2].record.label == f"number {2 * ENTRIES + 4}"
+    assert all(after.number == before.number + 1 for before, after in pairwise(found.entries[:-1]))
+    assert found.launched == {"z": 2 * ENTRIES + 5, "data": 1}
+
+
+def test_the_ledger_tells_the_tape(tape: Tape, tmp_path: Path) -> None:
+    ledger, records = Ledger(), [gather("one"), gather("two")]
+    ledger.listener = tape
+    for record in records:
+        ledger.append(record)
+    with ledger.waiting(records[1], on_gpu=False):
+        [waits_for] = read(tape_path(tmp_path, 1)).waits_for
+        assert (waits_for.record, waits_for.number) == (records[1], 2)
+        assert tape.since is not None
+    assert not read(tape_path(tmp_path, 1)).waits
+    assert tape.since is None
+
+
+def test_what_a_failed_wait_was_for_stays_on_the_tape(tape: Tape, tmp_path: Path) -> None:
+    ledger, record = Ledger(), gather()
+    ledger.listener = tape
+    ledger.append(record)
+    with pytest.raises(RuntimeError), ledger.waiting(record, on_gpu=False):
+        raise RuntimeError("lost")
+    assert [entry.record for entry in read(tape_path(tmp_path, 1)).waits_for] == [record]
+
+
+def test_a_host_that_reads_its_device_waits_for_all_it_has_launched(tape: Tape, tmp_path: Path) -> None:
+    for record in (gather("one"), gather("two"), gather("three", "x")):
+        tape.launched(record)
+    tape.doing(DEVICE, waits=True)
+    assert [entry.record.label for entry in read(tape_path(tmp_path, 1)).waits_for] == ["two", "three"]
+
+
+def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "watch" / "rank-00000.tape"
+    path.parent.mkdir()
+    path.write_text("hello")
+    with pytest.raises(ValueError, match="is no tape of a rank: it must begin with 'fourfold tape 1'"):
+        read_all(tmp_path)
+
+
+# --- what the tapes of a job say
+
+
+def job(folder: Path, act: Callable[[int, Tape], None], shape: Shape = SHAPE) -> dict[int, Reading]:
+    """The tapes of ranks that did what `act` does."""
+    for rank in range(shape.world):
+        act(rank, Tape(tape_path(folder, rank), rank, shape))
+    return read_all(folder)
+
+
+def go(tape: Tape, records: Sequence[Collective], *, waits: bool) -> None:
+    """Launch these and wait for each, for ever for the last one if `waits`."""
+    for place, record in enumerate(records):
+        tape.launched(record)
+        tape.waits(record)
+        if not waits or place < len(records) - 1:
+            tape.landed()
+
+
+def said(found: Diagnosis) -> str:
+    return "\n".join(found.lines())
+
+
+PROGRAM = [gather("one", "x"), gather("two", "z"), gather("three", "x")]
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2, 3])
+def test_a_rank_that_never_arrived_is_named(tmp_path: Path, silent: int) -> None:
+    """It stops after the first collective. Along z its peer waits for it; the others wait for that one along x."""
+    [peer] = set(SHAPE.ranks_along("z", silent)) - {silent}
+    tapes = [Tape(tape_path(tmp_path, rank), rank, SHAPE) for rank in range(4)]
+    last = {silent: 0, peer: 1}
+    for place, record in enumerate(PROGRAM):
+        for rank, tape in enumerate(tapes):
+            tape.step = 3
+            if place <= last.get(rank, 2):
+                go(tape, [replace(record)], waits=rank != silent and place == last.get(rank, 2))
+    tapes[silent].doing("reading a batch")
+    stacks = {rank: f"line {rank != peer}\n" for rank in range(4) if rank != silent}
+    found = diagnose(read_all(tmp_path), stacks)
+    assert found.culprits == (silent,)
+    assert found.disagreement is None
+    text = said(found)
+    assert text.startswith(f"step 3: all_gather[z] two: rank {silent} never arrived")
+    assert f"process {os.getpid()}) does not answer; last launched all_gather[x] one of step 3" in text
+    assert "was reading a batch (step 3)" in text
+    assert f"rank {peer} stood at\n    line False" in text
+
+
+def test_ranks_that_launched_different_things_are_named(tmp_path: Path) -> None:
+    """Rank 2 leaves the first collective along x out."""
+    tapes = job(tmp_path, lambda rank, tape: go(tape, PROGRAM[1:] if rank == 2 else PROGRAM[:2], waits=True))
+    found = diagnose(tapes, {})
+    assert found.disagreement is not None
+    assert (found.disagreement.axis, found.disagreement.number) == ("x", 1)
+    assert "ranks disagree on which collective comes next along x" in found.headline
+    assert found.headline.endswith(
+        "rank 2 launched all_gather[x] three of 64 bytes in step 0, rank 3 all_gather[x] one of 64 bytes in step 0"
+    )
+
+
+def test_different_sizes_are_a_disagreement(tmp_path: Path) -> None:
+    def act(rank: int, tape: Tape) -> None:
+        go(tape, [replace(PROGRAM[0], nbytes=128 if rank == 5 else 64)], waits=True)
+
+    found = diagnose(job(tmp_path, act, Shape(x=8)), {})
+    assert found.headline.endswith(
+        "ranks 0, 1, 2, 3, 4, 6, 7 launched all_gather[x] one of 64 bytes in step 0, rank 5 all_gather[x] one of 128 "
+        "bytes in step 0"
+    )
+
+
+def test_where_all_have_come_it_is_the_link(tmp_path: Path) -> None:
+    found = diagnose(job(tmp_path, lambda _, tape: go(tape, PROGRAM[:2], waits=True)), {})
+    assert not found.culprits
+    assert "all of ranks 0, 2 arrived, but their bytes did not; look at the links of" in found.headline
+
+
+def test_ranks_that_wait_in_the_store_name_the_one_that_does_not(tmp_path: Path) -> None:
+    def act(rank: int, tape: Tape) -> None:
+        go(tape, PROGRAM, waits=False)
+        tape.doing("saving a checkpoint" if rank == 3 else "asking the others whether to stop", waits=rank != 3)
+
+    found = diagnose(job(tmp_path, act), {})
+    assert found.headline == "step 0: asking the others whether to stop: rank 3 never arrived"
+
+
+def test_devices_that_wait_for_each_other_are_told_apart_by_what_was_launched(tmp_path: Path) -> None:
+    def act(rank: int, tape: Tape) -> None:
+        go(tape, PROGRAM[: 2 if rank == 1 else 3], waits=False)
+        tape.doing(DEVICE, waits=rank != 1)
+
+    found = diagnose(job(tmp_path, act), {})
+    assert found.culprits == (1,)
+    assert found.headline == "step 0: all_gather[x] three: rank 1 never arrived"
+
+
+def test_a_run_that_goes_well_waits_for_nothing(tmp_path: Path) -> None:
+    def act(_: int, tape: Tape) -> None:
+        go(tape, PROGRAM, waits=False)
+        tape.doing("computing")
+
+    assert diagnose(job(tmp_path, act), {}).disagreement is None
+
+
+def test_many_ranks_are_counted() -> None:
+    assert ranks_text([4]) == "rank 4"
+    assert ranks_text(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
+    assert ranks_text(range(64)).endswith("10, 11, ... (64 of them)")
