@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -20,6 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 # what every rank would import by itself, for seconds
@@ -50,7 +54,7 @@ class Bed:
         self.world, self.device, self.make = world, device, make
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        self._folder = ""
+        self._store: dist.TCPStore | None = None
 
     @property
     def up(self) -> bool:
@@ -97,10 +101,13 @@ class Bed:
             return False, "RuntimeError: the process died", f"rank {rank} died"
 
     def _start(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="fourfold-bed-")
+        listens = socket.create_server(("127.0.0.1", 0))
+        port = listens.getsockname()[1]
+        more = {"wait_for_workers": False, "master_listen_fd": listens.detach()}
+        self._store = dist.TCPStore("127.0.0.1", port, self.world, is_master=True, **more)
         for rank in range(self.world):
             here, there = _context.Pipe()
-            args = (there, rank, self.world, self.device, os.path.join(self._folder, "store"), self.make)
+            args = (there, rank, self.world, self.device, port, self.make)
             process = _context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
@@ -115,14 +122,10 @@ class Bed:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._store = None
 
 
-def _serve(pipe: Connection, rank: int, world: int, device: str, store: str, make: Callable[..., Any]) -> None:
-    import torch
-    import torch.distributed as dist
-
+def _serve(pipe: Connection, rank: int, world: int, device: str, port: int, make: Callable[..., Any]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_HOSTID"], os.environ["NCCL_IB_DISABLE"] = f"rank-{rank}", "1"
     torch.set_num_threads(1)
@@ -132,7 +135,8 @@ def _serve(pipe: Connection, rank: int, world: int, device: str, store: str, mak
     else:
         os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(world)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    store = dist.TCPStore("127.0.0.1", port, world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     held = make(rank, world, device)
     while True:
         try:
