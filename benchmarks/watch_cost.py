@@ -122,9 +122,8 @@ def main() -> int:
     print(f"without {alone * 1e3:.1f} ms a step, with {watched * 1e3:.1f} ms")
     quarter = len(ratios) // 4
     print(f"replicas compared in {compared * 1e3:.1f} ms, every {EVERY} steps: {replicas:+.3%} of a step")
-    print(
-        f"pairs of blocks: {median(ratios):+.2%}, half of them from {ratios[quarter]:+.2%} to {ratios[-1 - quarter]:+.2%}"
-    )
+    spread = f"half of them from {ratios[quarter]:+.2%} to {ratios[-1 - quarter]:+.2%}"
+    print(f"pairs of blocks: {median(ratios):+.2%}, {spread}")
     print(f"watching costs under {BAR:.0%} of a step: {'reached' if cost < BAR else '**MISSED**'}")
     return 0 if cost < BAR else 1
 
