@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import planner_megatron
 import scaling
 import scaling_sides
+from fourfold.cost import search
 from fourfold.cost.machine import load_machine
 from fourfold.cost.price import Task
 from fourfold.models.config import config
@@ -34,7 +35,10 @@ RUN = dict(
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    return compare(FEW)
+    """Of fewer simulations than a study has."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(search, "SIMULATIONS", 20)
+        return compare(FEW)
 
 
 def made_up(kind: str, model: str, devices: int, machine: str = "perlmutter", **refused: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import fourfold as ff
 from fourfold.cli import main
+from fourfold.cost import search as search_file
 from fourfold.cost.estimate import LEVERS
 from fourfold.cost.machine import Machine, load_machine
 from fourfold.cost.modules import search_module
@@ -27,6 +29,15 @@ from fourfold.train.plan import rows_of
 
 SMALL = ff.models.config("llama-3-8b", layers=2)
 ORDERS = tuple(permutations(AXES))
+ALL_SIMULATIONS = search_file.SIMULATIONS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_simulations() -> Iterator[None]:
+    """What is tested here, but for the best choice itself, does not depend on how many candidates are simulated."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(search_file, "SIMULATIONS", 20)
+        yield
 
 
 def brute_force(task: Task, devices: int) -> float:
@@ -54,7 +65,10 @@ def brute_force(task: Task, devices: int) -> float:
     ("devices", "rows", "machine", "memory"),
     [(2, 4, "dgx-h100", 80e9), (4, 2, "perlmutter", 30e9)],
 )
-def test_search_finds_what_brute_force_finds(devices: int, rows: int, machine: str, memory: float) -> None:
+def test_search_finds_what_brute_force_finds(
+    devices: int, rows: int, machine: str, memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_file, "SIMULATIONS", ALL_SIMULATIONS)
     on = replace(load_machine(machine), memory=int(memory), devices_per_node=2)
     task = Task(SMALL, on, rows, 2048)
     assert search(task, devices).best.seconds == pytest.approx(brute_force(task, devices), rel=1e-9)
