@@ -175,24 +175,23 @@ def test_every_group_that_tiles_the_ranks_is_measured() -> None:
     assert groups_of(6) == [(1, 2), (1, 3), (1, 6), (2, 3), (3, 2)]
 
 
-BUFFER = 16 << 20
+BUFFER, TIMES = 16 << 20, 8
 
 
 def independent_bandwidth() -> float:
-    """Bytes a second that a rank sends in torch's own all-gather, the best of a few."""
+    """Bytes a second that a rank sends in torch's own all-gather, on average: a calibration averages too, and the best
+    of a few would be that of a moment in which nobody else wanted the cores."""
     shard = torch.zeros(BUFFER // 8)
     parts = [torch.empty_like(shard) for _ in range(2)]
-    best = float("inf")
-    for _ in range(6):
-        dist.barrier()
-        began = time.perf_counter()
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(TIMES):
         dist.all_gather(parts, shard)
-        best = min(best, time.perf_counter() - began)
-    return shard.nbytes / best
+    return TIMES * shard.nbytes / (time.perf_counter() - began)
 
 
-def calibrated(path: str) -> tuple[float, list[float], float]:
-    """Independent bandwidth around a calibration, its progress, and its seconds."""
+def calibrated(path: str) -> tuple[list[float], list[float], float]:
+    """Independent bandwidth before and after a calibration, its progress, and its seconds."""
     line = grid_of(Shape(data=2))
     fractions: list[float] = []
     before, began = independent_bandwidth(), time.perf_counter()
@@ -200,15 +199,15 @@ def calibrated(path: str) -> tuple[float, list[float], float]:
     took = time.perf_counter() - began
     if line.rank == 0:
         write(machine, Path(path))
-    return max(before, independent_bandwidth()), fractions, took
+    return [before, independent_bandwidth()], fractions, took
 
 
 def test_two_ranks_measure_what_an_independent_timing_does(ranks, tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
-    (bandwidth, fractions, took), _ = ranks(2).run(calibrated, str(path), timeout=120)
+    (bandwidths, fractions, took), _ = ranks(2).run(calibrated, str(path), timeout=120)
     machine = load_machine(str(path))
     assert (machine.device, machine.devices_per_node, list(machine.inside)) == ("cpu", 2, [(1, 2)])
-    assert 1 / 3 < machine.inside[1, 2].bandwidth / bandwidth < 3
+    assert min(bandwidths) / 3 < machine.inside[1, 2].bandwidth < 3 * max(bandwidths)
     assert machine.contention >= 1
     assert "2 ranks, torch" in machine.sources["gemm.fp32"]
     assert fractions == sorted(fractions)

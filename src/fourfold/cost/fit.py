@@ -65,9 +65,10 @@ class Computation:
 
 SMALL, SMALL_ROWS = replace(config("llama-tiny"), seq=16), 2
 """A model whose step is the host's work."""
-HIDDEN_SIZES = dict(layers=2, hidden=256, heads=8, kv_heads=8, head_dim=32, mlp_hidden=704, vocab=512, seq=32)
+HIDDEN_SIZES = dict(layers=2, hidden=384, heads=8, kv_heads=8, head_dim=48, mlp_hidden=1024, vocab=1024, seq=64)
 HIDDEN, HIDDEN_ROWS = replace(config("llama-tiny"), **HIDDEN_SIZES), 2
-"""A model whose weights are gathered while it computes, and the rows of a rank."""
+"""A model whose weights are gathered while it computes, and the rows of a rank. Of smaller messages all that could be
+hidden is lost with a short wait already, and a longer one cannot be told from it."""
 MOST_TURN = 0.2
 """Seconds: a message that waits longer cannot be told from one that stands still."""
 
