@@ -13,6 +13,7 @@ import pytest
 from curves import Curves, config_of, write_texts
 from fourfold.cli import main, steps
 from fourfold.grid import AXES, Shape
+from fourfold.ledger import Collective
 from fourfold.report import write_report
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
@@ -55,6 +56,9 @@ def test_steps_that_will_not_be_are_refused(
 # --- a run
 
 
+PROBE = Collective("all_gather", "z", 8, 2)
+
+
 def profiled(config: Config, folder: Path, wanted: range) -> dict[str, Any]:
     """A job: a run with a profile; what it launched in the profiled steps, where links were timed, and its events."""
     run = Run(config, grid_of(config.grid.shape), folder, profile=wanted)
@@ -66,14 +70,14 @@ def profiled(config: Config, folder: Path, wanted: range) -> dict[str, Any]:
     launch, evaluate = run._launch, run.evaluate
 
     def watched(step: int) -> None:
-        timed[f"step {step}"] = run.grid.ledger.begin_flight("z") is not None
+        timed[f"step {step}"] = run.grid.ledger.begin_flight(PROBE) is not None
         with run.grid.ledger.watch() as records:
             launch(step)
         if step in wanted:
             launched.extend(map(str, records))
 
     def evaluated() -> dict[str, Any]:
-        timed[f"evaluation after {run.step}"] = run.grid.ledger.begin_flight("z") is not None
+        timed[f"evaluation after {run.step}"] = run.grid.ledger.begin_flight(PROBE) is not None
         return evaluate()
 
     run._launch, run.evaluate = watched, evaluated  # type: ignore[method-assign]

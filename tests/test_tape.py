@@ -60,9 +60,12 @@ def test_the_ledger_tells_the_tape(tape: Tape, tmp_path: Path) -> None:
     ledger.listener = tape
     for record in records:
         ledger.append(record)
+        ledger.begin_flight(record)
+    ledger.append(gather("nothing travels"))
     with ledger.waiting(records[1], on_gpu=False):
         [waits_for] = read(tape_path(tmp_path, 1)).waits_for
         assert (waits_for.record, waits_for.number) == (records[1], 2)
+        assert [entry.record for entry in read(tape_path(tmp_path, 1)).entries] == records
         assert tape.since is not None
     assert not read(tape_path(tmp_path, 1)).waits
     assert tape.since is None
@@ -71,7 +74,7 @@ def test_the_ledger_tells_the_tape(tape: Tape, tmp_path: Path) -> None:
 def test_what_a_failed_wait_was_for_stays_on_the_tape(tape: Tape, tmp_path: Path) -> None:
     ledger, record = Ledger(), gather()
     ledger.listener = tape
-    ledger.append(record)
+    ledger.begin_flight(record)
     with pytest.raises(RuntimeError), ledger.waiting(record, on_gpu=False):
         raise RuntimeError("lost")
     assert [entry.record for entry in read(tape_path(tmp_path, 1)).waits_for] == [record]

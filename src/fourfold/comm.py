@@ -60,7 +60,7 @@ class Link:
     def of(cls, record: Collective, grid: Grid) -> Link:
         """Gathers and reductions have a communicator each along the axes of `Shape.two_lanes`."""
         lane = "gather" if record.op == "all_gather" else "reduce"
-        return cls(grid.group(record.axis, lane), grid.ledger.begin_flight(record.axis), next(grid.tags[record.axis]))
+        return cls(grid.group(record.axis, lane), grid.ledger.begin_flight(record), next(grid.tags[record.axis]))
 
     def watch(self, work: dist.Work | None) -> dist.Work | None:
         if self.arrived is not None and work is not None:

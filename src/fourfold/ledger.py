@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 class Listener(Protocol):
-    """Hears of every collective when it is launched, when it is waited for and when that is over."""
+    """Hears of every collective that travels when it is launched, when it is waited for and when that is over."""
 
     def launched(self, record: Collective) -> None: ...
     def waits(self, record: Collective) -> None: ...
@@ -73,8 +73,6 @@ class Ledger:
     def append(self, record: Collective) -> None:
         self.calls[record.axis] += 1
         self.wire_bytes[record.axis] += record.wire_bytes
-        if self.listener is not None:
-            self.listener.launched(record)
         for records in self._watchers:
             records.append(record)
         if self._events is not None:
@@ -140,12 +138,14 @@ class Ledger:
         """From now on measure on the CPU how long each collective takes from its launch until it has arrived."""
         self._links = []
 
-    def begin_flight(self, axis: str) -> Callable[[], None] | None:
-        """Called at a launch; what it returns is called on arrival, from whatever thread sees that."""
+    def begin_flight(self, record: Collective) -> Callable[[], None] | None:
+        """Called where something travels; what it returns is called on arrival, from whatever thread sees that."""
+        if self.listener is not None:
+            self.listener.launched(record)
         if self._links is None:
             return None
         began, links = time.perf_counter(), self._links
-        return lambda: links.append((axis, time.perf_counter() - began))
+        return lambda: links.append((record.axis, time.perf_counter() - began))
 
     def take_link_seconds(self) -> dict[str, float]:
         """Seconds that collectives were on the link by axis since `time_links`, which ends here."""

@@ -80,12 +80,15 @@ class Place:
 
     @classmethod
     def of(cls, config: Config, options: argparse.Namespace) -> Place:
+        for option in ("devices", "per_node", "tries", "cpus"):
+            if (number := getattr(options, option)) is not None and number < 1:
+                raise ValueError(f"--{option.replace('_', '-')} {number} must be at least 1")
+        if options.k8s and not Path(options.out).is_absolute():
+            raise ValueError(f"--out {options.out} must be a whole path, below which --claim is mounted")
         world = _world(config, options.devices)
         per_node = options.per_node or _per_node(config)
         if world % per_node and world > per_node:
             raise ValueError(f"{world} devices do not fill nodes of {per_node}; give a grid or --per-node that divides")
-        if options.tries < 1:
-            raise ValueError(f"--tries {options.tries} must be at least 1")
         for option, form in (("name", NAME), ("time", TIMES), ("partition", WORD), ("account", WORD)):
             _require(option, getattr(options, option), form)
         for option in ("image", "claim"):
