@@ -250,6 +250,8 @@ def run(
         lines = lines_of(machine)
         print(f"{setting}: {len(lines)} lines", flush=True)
         results = measure(cluster, setting, lines, rounds=options.rounds, seconds=options.seconds)
+    found = Run(setting.name, results, to_toml(machine), described(options.command))
     if memory:
+        found.write(options.out)  # stays, whatever becomes of the weighing
         weigh(setting, lines, results)
-    return Run(setting.name, results, to_toml(machine), described(options.command))
+    return found
