@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from statistics import median
+from typing import get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -43,7 +44,7 @@ from fourfold.pending import Pending
 
 Launch = Callable[[], Pending[Tensor]]
 
-OPS: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+OPS: tuple[Op, ...] = get_args(Op)
 MESSAGES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26))
 """Bytes: 4 KiB to 64 MiB."""
 LEAST_LARGEST = 1 << 20
@@ -189,15 +190,20 @@ class Calibration:
 
     def _repeat(self, launch: Launch, seconds: float) -> float:
         """The slowest rank's best average."""
-        best = self._agreed_time(launch, 1)
-        runs = max(1, min(50, int(seconds / 2 / best)))
-        return min(best, *(self._agreed_time(launch, runs) for _ in range(2)))
 
-    def _agreed_time(self, launch: Launch, runs: int) -> float:
+        def arrive() -> None:
+            launch().wait()
+
+        best = self._agreed_time(arrive, 1)
+        runs = max(1, min(50, int(seconds / 2 / best)))
+        return min(best, *(self._agreed_time(arrive, runs) for _ in range(2)))
+
+    def _agreed_time(self, act: Callable[[], object], runs: int) -> float:
+        """The slowest rank's average."""
         self._agree(0.0)  # begin together
         began = time.perf_counter()
         for _ in range(runs):
-            launch().wait()
+            act()
         self._finish()
         return self._agree((time.perf_counter() - began) / runs)
 
@@ -221,7 +227,8 @@ class Calibration:
             for nbytes, op in itertools.product(sorted(sizes), OPS[:2]):
                 _, launch = collective(op, "data", nbytes, self.line, self.dtype)
                 launch().wait()
-                runs = max(1, int(PART * self._agreed_time(launch, ROUNDS) / alone))
+                flight = self._agreed_time(lambda launch=launch: launch().wait(), ROUNDS)
+                runs = max(1, int(PART * flight / alone))
                 products += runs * alone
                 computed += self._agreed_beside(launch, act, runs)
         self._advance()
@@ -250,16 +257,10 @@ class Calibration:
         self.settle()
         for _ in range(2):
             run()
-        seconds = [self._agreed_run(run) for _ in range(HIDDEN_STEPS)]
+        seconds = [self._agreed_time(run, 1) for _ in range(HIDDEN_STEPS)]
         grid.close()
         self._advance()
         return median(seconds)
-
-    def _agreed_run(self, run: Callable[[], object]) -> float:
-        self._agree(0.0)
-        began = time.perf_counter()
-        run()
-        return self._agree(time.perf_counter() - began)
 
     # computation: every rank by itself, all at the same time
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fourfold import comm
 from fourfold.arriving import local_of
+from fourfold.gradients import REPLICA
 from fourfold.grid import Grid
 from fourfold.watch.diagnose import ranks_text
 
-REPLICA = "data"
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
 

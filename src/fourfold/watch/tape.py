@@ -23,9 +23,10 @@ import struct
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 from fourfold.grid import Shape
-from fourfold.ledger import Collective
+from fourfold.ledger import Collective, Op
 
 ENTRIES = 2048
 MAGIC = b"fourfold tape 1\n"
@@ -42,7 +43,7 @@ MOST_AXES = 16
 HEAD = 2048
 DEVICE = "reading results of its device"
 """What a host does that waits for all that it has launched."""
-OPS = ("all_gather", "reduce_scatter", "all_reduce")
+OPS: tuple[Op, ...] = get_args(Op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,14 @@ class Tape:
     def __init__(self, path: Path, rank: int, shape: Shape) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         who = Who(rank, shape.sizes, list(shape.order), socket.gethostname(), os.getpid(), time.time())
+        head = MAGIC + json.dumps(asdict(who)).encode().ljust(WHO)
         size = HEAD + ENTRIES * Entry.FORMAT.size
-        with path.open("wb+") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full later must not end this process
+        beside = path.with_suffix(".new")  # whoever finds a tape finds a whole one
+        with beside.open("wb+") as file:
+            file.write(head.ljust(size, b"\0"))  # all of it: a disk that is full later must not end this process
+            file.flush()
             self._map = mmap.mmap(file.fileno(), size)
-        self._map[: len(MAGIC)] = MAGIC
-        self._map[len(MAGIC) : COUNT_AT] = json.dumps(asdict(who)).encode().ljust(WHO)
+        beside.replace(path)
         self.step = 0
         self.since: float | None = None
         """When the wait began that this rank is in, by the monotonic clock."""
