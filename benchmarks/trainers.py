@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fourfold as ff
+from fourfold.arriving import local_of
 from fourfold.optim import AdamW
 from fourfold.train.launch import share_cores
 from sides import Size
@@ -86,7 +87,8 @@ class Trainer(ABC):
 
 
 class Fourfold(Trainer):
-    """As `fourfold train` takes its steps."""
+    """As `fourfold train` takes its steps, but that each ends with all it sent: in training the next forward pass hides
+    the parameters that a sharded optimizer gathers."""
 
     def __init__(self, size: Size, grid: ff.Grid, policy: ff.Policy) -> None:
         self.model = ff.models.build(size.config, grid, policy=policy, dtype=size.dtype)
@@ -99,6 +101,8 @@ class Fourfold(Trainer):
         loss.backward()
         self.optimizer.clip_and_step(MAX_NORM)
         self.optimizer.zero_grad()
+        for parameter in self.model.parameters():
+            local_of(parameter)  # waits
         return loss.detach()
 
 
