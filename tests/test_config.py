@@ -91,6 +91,10 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "plan.compare": (False, "no", FLAG),
     "watch.deadline": (60.0, "soon", NUMBER),
     "watch.replicas_every": (10, 1.5, WHOLE),
+    "watch.not_finite": ("roll_back", "rollback", '"skip", "roll_back", "stop"'),
+    "watch.spikes": ("skip", "skipp", '"tell", "skip", "roll_back", "stop"'),
+    "watch.spike_above": (4.0, "4", NUMBER),
+    "watch.grace": (60.0, "soon", NUMBER),
 }
 """A value that is right, one of the wrong type or spelling, and what the error must offer."""
 
@@ -214,6 +218,10 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("train.evaluate_every", -1, "evaluate_every=-1 must be at least 0"),
     ("train.max_skipped", 0, "max_skipped=0 must be at least 1"),
     ("train.steps", 0, "steps=0 must be at least 1"),
+    ("watch.deadline", 0.0, "deadline=0.0 must be above 0"),
+    ("watch.grace", -1.0, "grace=-1.0 must be above 0"),
+    ("watch.replicas_every", -1, "replicas_every=-1 must be at least 0"),
+    ("watch.spike_above", float("inf"), "spike_above=inf must be at least 0"),
 ]
 
 

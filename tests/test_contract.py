@@ -70,15 +70,15 @@ INSIDE = {
         "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate",
         "candidates", "search", "modules", "explain", "published",
     ],
-    "watch": ["__init__", "tape", "diagnose", "alarm", "straggle", "replicas"],
+    "watch": ["__init__", "tape", "diagnose", "alarm", "straggle", "replicas", "spikes"],
     "report": [
         "units", "html", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text",
         "plan_figures", "plan", "__init__",
     ],
     "train": [
         "__init__", "schema", "launch", "job", "sections", "config", "record", "meter", "predicted", "profile",
-        "progress", "stop", "sources", "guard", "resume", "saving", "loop", "begin", "doctor", "options", "command",
-        "sample", "calibrate", "plan", "checkpoint", "exchange", "places",
+        "progress", "numbers", "stop", "sources", "guard", "resume", "saving", "loop", "begin", "doctor", "options",
+        "command", "sample", "calibrate", "plan", "checkpoint", "exchange", "places",
     ],
 }  # fmt: skip
 

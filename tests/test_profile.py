@@ -17,7 +17,8 @@ from fourfold.ledger import Collective
 from fourfold.report import write_report
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
-from fourfold.train.loop import NotFiniteError, Run
+from fourfold.train.loop import Run
+from fourfold.train.numbers import BadNumbersError
 from fourfold.train.profile import covered, export, link_seconds, summarize
 from harness import grid_of
 
@@ -159,10 +160,10 @@ def halted(config: Config, folder: Path) -> str:
     run = Run(config, grid_of(config.grid.shape), folder, profile=range(1, 4))
 
     def fail(max_norm: float) -> Any:
-        raise NotFiniteError(f"{max_norm} is too much")
+        raise BadNumbersError(f"{max_norm} is too much")
 
     run.optimizer.clip_and_step = fail  # type: ignore[method-assign]
-    with pytest.raises(NotFiniteError):
+    with pytest.raises(BadNumbersError):
         run.train()
     return profiled(config, folder, range(2, 3))["events"][-1]["reason"]  # torch has one profiler at a time
 

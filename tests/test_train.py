@@ -42,7 +42,8 @@ from fourfold.grid import AXES, Shape
 from fourfold.overlap import Overlap
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, read_config
-from fourfold.train.loop import NotFiniteError, Run
+from fourfold.train.loop import Run
+from fourfold.train.numbers import BadNumbersError
 from fourfold.train.record import Lines, open_sinks
 from fourfold.train.schema import parse
 from harness import Ranks, _context, grid_of
@@ -404,11 +405,11 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
             tensor.view(-1)[3] = float("inf" if step % 2 else "nan")
         return tensor
 
-    def spoil_shards(max_norm: float) -> Any:
+    def spoil_shards(max_norm: float, **more: Any) -> Any:
         before.append(values())
         for name in (DOWN, UP) if config.grid.shape.data == 1 else ():
             spoil(len(before), local_of(run.model.gradients.parameters[name][0].grad))
-        return clip_and_step(max_norm)
+        return clip_and_step(max_norm, **more)
 
     if config.grid.shape.data > 1:
         run.model.layers[0].mlp.register_forward_hook(
@@ -418,7 +419,7 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     error = ""
     try:
         run.train()
-    except NotFiniteError as caught:
+    except BadNumbersError as caught:
         error = str(caught)
     before.append(values())
     changed = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(before)]
@@ -452,12 +453,12 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
     changes = {"model.layers": 1, "train.evaluate_every": 0, "train.max_skipped": 2}
     config = config_of("gpt-tiny", "fp64", 8, tmp_path, Shape(z=2), changes)
     for found in ranks(2).run(poisoned, config, tmp_path, [2, 4, 5]):  # one alone is not enough
-        assert "stopped at step 5" in found["error"]
-        assert f"first in {UP}" in found["error"]
+        assert "stopped after 2 bad steps in a row: the gradients of step 5 are not finite" in found["error"]
+        assert f"first that of {UP}" in found["error"]
         assert found["finite"]
         end = found["events"][-1]
         assert (end["event"], end["step"]) == ("end", 5)
-        assert end["reason"] == f"NotFiniteError: {found['error']}"
+        assert end["reason"] == f"BadNumbersError: {found['error']}"
         assert sum(event["event"] == "step" for event in found["events"]) == 5
 
 

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     from fourfold.train.launch import INTERRUPTED, LOST_PEER, inside_a_job, report_failure
-    from fourfold.train.loop import NotFiniteError
+    from fourfold.train.numbers import BadNumbersError
     from fourfold.watch.replicas import ReplicasDifferError
 
     try:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _leave(INTERRUPTED, at_once=inside_a_job())
     except BrokenPipeError:
         return _leave(1, at_once=inside_a_job())  # whoever read our output is gone
-    except (*USER_ERRORS, NotFiniteError, ReplicasDifferError) as error:
+    except (*USER_ERRORS, BadNumbersError, ReplicasDifferError) as error:
         report_failure(str(error), users=True)
         return _leave(1, at_once=inside_a_job())
     except torch.OutOfMemoryError as error:

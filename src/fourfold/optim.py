@@ -30,7 +30,7 @@ class Clipped:
     """What a step found of its gradients, on the device until somebody reads it."""
 
     norm: Tensor
-    """Of all gradients before clipping; not finite where the step was skipped."""
+    """Of all gradients before clipping; where it is not finite the step was skipped."""
     grid: Grid
     names: tuple[str, ...]
     shards: list[Tensor]
@@ -99,16 +99,17 @@ class AdamW(torch.optim.AdamW):
         return result
 
     @torch.no_grad()
-    def clip_and_step(self, max_norm: float = inf) -> Clipped:
+    def clip_and_step(self, max_norm: float = inf, *, unless: Tensor | None = None) -> Clipped:
         """A step with gradients scaled so that their norm is at most `max_norm`.
 
-        Where the norm is not finite the step is skipped: parameters and state stay as they are. The device
-        decides, the host reads nothing.
+        Where the norm is not finite, or `unless` is true, which must be the same on all ranks, the step is skipped:
+        parameters and state stay as they are. The device decides, the host reads nothing.
         """
         names = [name for name in self.parts if self.gradients.parameters[name][0].grad is not None]
         parameters = [self.gradients.parameters[name][0] for name in names]
         norm, shards = measure_norms(parameters)
-        self.found_inf = (~norm.isfinite()).float()
+        bad = ~norm.isfinite() if unless is None else ~norm.isfinite() | unless
+        self.found_inf = bad.float()
         if any(parameter.dtype == torch.float64 for parameter in parameters):
             scale_gradients(parameters, norm, max_norm)
         else:  # torch's kernel scales as it goes, in fp32

@@ -29,7 +29,8 @@ def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = N
         run.sinks = list(sinks())
         if start.step:
             where = {"grid": str(run.grid.shape), "checkpoint": str(start.checkpoint)}
-            run._record({"event": "resumed", "step": start.step, **where})
+            left_out = {} if start.passed_over is None else {"passed_over": str(start.passed_over)}
+            run._record({"event": "resumed", "step": start.step, **where, **left_out})
 
     def find() -> None:
         if run.config.checkpoint.save and not (run.out / "run.json").exists():

@@ -25,6 +25,7 @@ from fourfold.train.doctor import disagreement
 from fourfold.train.job import memory_bytes
 from fourfold.train.launch import TERMINATED, inside_a_job, launch, listen_to_signals, share_cores
 from fourfold.train.loop import Run
+from fourfold.train.numbers import RollBackError
 from fourfold.train.options import (
     check_options,
     check_profile,
@@ -56,6 +57,7 @@ from fourfold.train.resume import (
     look_at,
     require_found_again,
     restarted,
+    roll_back,
 )
 from fourfold.train.schema import to_table
 from fourfold.train.sources import open_sources
@@ -135,29 +137,43 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     if is_done(start, config, out, stream if grid.rank == 0 else None):
         close(grid)
         return 0
-    run = Run(config, grid, out, profile=left_of(options.profile, start.step, asked=not again))
-    run.take_up(start)
-    shown = progress(stream, config.train.steps, start.step)
-    if start.newer and grid.rank == 0:
-        gone = ", ".join(folder.name for folder in start.newer)
-        shown.say(f"goes back to step {start.step}: removes {gone} and what was recorded after that step")
     kept = [Kept()] if options.json is not None else []
-    taken_up = start.step if start.taken_up else None
-    begin(run, lambda: [*open_sinks(config.log, out, config, taken_up), shown, *kept], start)
-    if grid.rank == 0:
-        greet(run, shown, start)
-    try:
-        with run.stop.listening():
-            run.train()
-    except BaseException:
-        with suppress(OSError):  # must not hide what ended the run
-            write_result(options.json, run, kept)
-        raise
+    profile = left_of(options.profile, start.step, asked=not again)
+    while True:
+        run = prepare(Run(config, grid, out, profile=profile), start, stream, kept)
+        try:
+            with run.stop.listening():
+                run.train()
+            break
+        except RollBackError as error:
+            del run  # its memory is needed
+            start = roll_back(grid, out, config, error)
+            profile = left_of(profile, start.step, asked=False)
+            for one in kept:
+                one.rewind(start.step)
+        except BaseException:
+            with suppress(OSError):  # must not hide what ended the run
+                write_result(options.json, run, kept)
+            raise
     write_result(options.json, run, kept)
     if grid.rank == 0:
         farewell(run, stream)
     close(grid)
     return TERMINATED if run.stopped else 0
+
+
+def prepare(run: Run, start: Start, stream: IO[str], kept: Sequence[Kept]) -> Run:
+    """Let it go on from there, open what records it, and say what is about to run."""
+    run.take_up(start)
+    shown = progress(stream, run.config.train.steps, start.step)
+    if start.newer and run.grid.rank == 0:
+        gone = ", ".join(folder.name for folder in start.newer)
+        shown.say(f"goes back to step {start.step}: removes {gone} and what was recorded after that step")
+    taken_up = start.step if start.taken_up else None
+    begin(run, lambda: [*open_sinks(run.config.log, run.out, run.config, taken_up), shown, *kept], start)
+    if run.grid.rank == 0:
+        greet(run, shown, start)
+    return run
 
 
 def farewell(run: Run, stream: IO[str]) -> None:
@@ -226,6 +242,7 @@ def write_result(path: str | None, run: Run, kept: Sequence[Kept]) -> None:
         "steps": by_kind["step"],
         "evaluations": by_kind["evaluation"],
         "skipped": by_kind["skipped"],
+        "spikes": by_kind["spike"],
         "saved": by_kind["saved"],
         "resumed": by_kind["resumed"],
         "stragglers": by_kind["straggler"],

@@ -36,6 +36,7 @@ from fourfold.train.config import Config
 from fourfold.train.guard import Unguarded
 from fourfold.train.launch import LOST_PEER
 from fourfold.train.meter import Meter, Reading, peak_of
+from fourfold.train.numbers import Bad, Numbers
 from fourfold.train.predicted import Comparison, foresee
 from fourfold.train.profile import Profile
 from fourfold.train.record import Event, Owned, Sink, strict, write_json
@@ -51,10 +52,6 @@ STOPPED = "stopped by SIGTERM"
 """Why such a run ended."""
 
 
-class NotFiniteError(RuntimeError):
-    """Gradients stayed non-finite for too long."""
-
-
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A step under way on the device."""
@@ -62,6 +59,8 @@ class Launched:
     step: int
     rate: float
     loss: Tensor
+    limit: float
+    """Above which the loss is a spike."""
     clipped: Clipped
     reading: Callable[[], Reading]
 
@@ -128,8 +127,8 @@ class Run:
         self.stopped = False
         """Whether it was asked to stop before its last step, and did."""
         self.step = 0
+        self.numbers = Numbers(config.watch, config.train.max_skipped)
         self._under_way: deque[Launched] = deque()
-        self._skipped = 0
 
     @cached_property
     def kept_bytes(self) -> dict[str, int]:
@@ -171,7 +170,7 @@ class Run:
 
     def take_up(self, start: Start) -> None:
         """Go on from there; before the first step."""
-        self._skipped = take_up(start, self.model, self.optimizer, self.loader)
+        self.numbers.restore(take_up(start, self.model, self.optimizer, self.loader))
         self.step = start.step
 
     def describe(self, before: list[Event]) -> None:
@@ -260,9 +259,11 @@ class Run:
                 share = model(tokens, targets, positions=positions, count=count)
                 share.backward()
             loss += share.detach()
-        clipped = optimizer.clip_and_step(self.config.optimizer.clip)
+        limit, skip_above = self.numbers.limit, self.numbers.skip_above
+        jumps = loss > skip_above if isfinite(skip_above) else None
+        clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
         optimizer.zero_grad()
-        self._under_way.append(Launched(step, rate, loss, clipped, self.meter.end()))
+        self._under_way.append(Launched(step, rate, loss, limit, clipped, self.meter.end()))
 
     def _drain(self) -> None:
         self._settle_down_to(0)
@@ -280,7 +281,7 @@ class Run:
         reading = done.reading()
         self.guard.took(reading.seconds, reading.exposed_seconds)
         self.profile.add(done.step, reading)
-        skipped = not isfinite(norm)
+        bad = self.numbers.judge(done.step, loss, norm, done.limit)
         rate = self.config.batch.tokens / reading.seconds
         mfu, hfu = self.peak.utilization(self.flops, rate, self.grid.shape.world)
         self.step = done.step
@@ -297,24 +298,25 @@ class Run:
             "wire_bytes": reading.wire_bytes,
             "exposed_seconds": reading.exposed_seconds,
             "peak_memory_bytes": reading.peak_memory_bytes,
-            "skipped": skipped,
+            "skipped": bad is not None and bad.in_a_row > 0,
         }
         self._record(event)
         if self._comparison is not None:
             self._tell(self._comparison.add(event))
-        self._skipped = self._skipped + 1 if skipped else 0
-        if skipped:
-            self._report_skipped(done)
+        if bad is not None:
+            self._deal_with(bad, done.clipped)
 
-    def _report_skipped(self, done: Launched) -> None:
-        with self.grid.ledger.aside(), self.profile.aside("skipped"):  # what it asks belongs to no step
-            name = done.clipped.first_not_finite()
-        self._record({"event": "skipped", "step": done.step, "parameter": name, "in_a_row": self._skipped})
-        if self._skipped >= self.config.train.max_skipped:
-            raise NotFiniteError(
-                f"stopped at step {done.step}: gradients were not finite in {self._skipped} steps in a row, first in "
-                f"{name}; lower optimizer.rate, raise optimizer.warmup, or look at the data of these steps"
-            )
+    def _deal_with(self, bad: Bad, clipped: Clipped) -> None:
+        """Record a step whose numbers are bad, and do what the config says."""
+        name = None
+        if bad.spike:
+            facts = {"loss": bad.loss, "limit": bad.limit, "action": bad.action}
+            self._record({"event": "spike", "step": bad.step, **facts})
+        else:
+            with self.grid.ledger.aside(), self.profile.aside("skipped"):  # what it asks belongs to no step
+                name = clipped.first_not_finite()
+            self._record({"event": "skipped", "step": bad.step, "parameter": name, "in_a_row": bad.in_a_row})
+        self.numbers.act(bad, name, self.loader.state())
 
     @torch.no_grad()
     def evaluate(self) -> Event:
@@ -351,7 +353,7 @@ class Run:
         self._drain()
         self.guard.doing("saving a checkpoint")
         with self.profile.aside("saving"):
-            self.saving.save(step, self.model, self.optimizer, self.loader, self._skipped, last=last)
+            self.saving.save(step, self.model, self.optimizer, self.loader, self.numbers, last=last)
         self._record_saved()
         self.meter.begin()
 

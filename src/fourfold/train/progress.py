@@ -101,6 +101,15 @@ class Bar:
         self._progress.stop()
 
 
+ACTIONS = {
+    "tell": "",
+    "skip": "; the step changes nothing",
+    "roll_back": "; the run goes back to its newest checkpoint",
+    "stop": "; the run stops",
+}
+"""What becomes of a spike."""
+
+
 def sentence(event: Event) -> str | None:
     """An event that is no step, in words."""
     if event["event"] == "evaluation":
@@ -116,7 +125,11 @@ def sentence(event: Event) -> str | None:
     if event["event"] == "straggler":
         return f"step {event['step']}: {event['said']}"
     if event["event"] == "resumed":
-        return f"goes on after step {event['step']}, from {event['checkpoint']}"
+        left_out = f", {event['passed_over']}" if "passed_over" in event else ""
+        return f"goes on after step {event['step']}, from {event['checkpoint']}{left_out}"
+    if event["event"] == "spike":
+        limit = f"{event['limit']:.4g} was the most to expect"
+        return f"step {event['step']}: the loss jumps to {event['loss']:.4g}, {limit}{ACTIONS[event['action']]}"
     return compared(event) if event["event"] == "compared" else None
 
 

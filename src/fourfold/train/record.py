@@ -3,7 +3,7 @@
     config.toml     the resolved config; `fourfold train RUN/config.toml` runs it again
     run.json        what the run is: grid, model, device, versions; what was predicted, and how its steps compare;
                     of a resumed run also when and on which grids it ran before
-    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, a comparison, a profile, saved
+    metrics.jsonl   one JSON object a line: steps, evaluations, skipped steps, spikes, a comparison, a profile, saved
                     checkpoints, resumptions, stragglers, the end; each step once, whatever happened between
     tensorboard/    the same for TensorBoard, where it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
@@ -35,7 +35,7 @@ from fourfold.train.schema import to_table
 from fourfold.train.sections import LogSection
 
 Event = dict[str, Any]
-KINDS = ("step", "evaluation", "skipped", "compared", "profile", "saved", "resumed", "straggler", "end")
+KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "end")
 """What events tell of."""
 
 
@@ -126,6 +126,9 @@ class Kept:
 
     def write(self, event: Event) -> None:
         self.events.append(event)
+
+    def rewind(self, step: int) -> None:
+        self.events = [event for event in self.events if stays(event, step)]
 
     def close(self) -> None:
         """Nothing to close: it is read afterwards."""
@@ -224,13 +227,17 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
 
 
+def stays(event: Event, step: int) -> bool:
+    """Whether it is still true of a run that goes on after this step."""
+    return event["event"] != "end" and event["step"] <= step
+
+
 def rewind(metrics: Path, step: int) -> None:
     """Leave of the events those up to this step; the end, and a line that was cut off, go."""
 
     def kept(line: str) -> bool:
         try:
-            event = json.loads(line)
-            return event["event"] != "end" and event["step"] <= step
+            return stays(json.loads(line), step)
         except (KeyError, TypeError, ValueError):
             return False
 

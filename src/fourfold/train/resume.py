@@ -26,13 +26,35 @@ from fourfold.grid import FailedElsewhereError, Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import Config
 from fourfold.train.launch import READABLE, RESTARTED
-from fourfold.train.record import Event, finish, holds_run
+from fourfold.train.numbers import BadNumbersError, RollBackError
+from fourfold.train.record import Event, finish, holds_run, strict, write_json
 from fourfold.train.schema import to_table
 
 UNREADABLE = ("copy it again", "copy them again", "copy the folder again", "is missing", "cannot read")
 """How errors end or read that tell of a checkpoint's files, not of what is to go on with it."""
 FIXED = (("train", "seed"), ("batch", "rows"))
 """What a run cannot change on its way: the samples of a step are counted by them."""
+PASSED_OVER = "passed-over.json"
+MOST_ROLL_BACKS = 3
+"""To one checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """The data of steps after a checkpoint, which a run that was rolled back leaves out."""
+
+    after: int
+    """The checkpoint's step ..."""
+    until: int
+    """... and the last one whose data is left out."""
+    why: str
+    times: int
+    """How often the run was rolled back to that checkpoint."""
+    data: dict[str, Any]
+    """Where the loader goes on."""
+
+    def __str__(self) -> str:
+        return f"without the data of steps {self.after + 1} to {self.until}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,8 @@ class Start:
     """Checkpoints of later steps, which are removed when the run begins."""
     said: tuple[str, ...] = ()
     """What people should know of it, a line each."""
+    passed_over: PassedOver | None = None
+    """The data after that step which is not to be seen again."""
 
 
 def look(out: Path, config: Config, checkpoint: Path | None = None) -> Start:
@@ -72,7 +96,8 @@ def look(out: Path, config: Config, checkpoint: Path | None = None) -> Start:
     _require_step(step, record, checkpoint)
     _require_same(config, record.state, checkpoint)
     said = _changes(asdict(config.schedule), record.state.get("schedule"))
-    return Start(step, checkpoint, True, said=(f"the schedule is another one: {'; '.join(said)}",) if said else ())
+    said = [f"the schedule is another one: {'; '.join(said)}"] if said else []
+    return Start(step, checkpoint, True, said=tuple(said), passed_over=read_passed_over(out, step))
 
 
 def look_at(out: Path, config: Config, step: int | None) -> Start:
@@ -147,20 +172,47 @@ def find_start(grid: Grid, out: Path, config: Config, step: int | None = None) -
     return grid.together(f"looking at {out}", lambda: look(out, config, Path(found) if found else None))
 
 
-def take_up(start: Start, model: nn.Module, optimizer: AdamW, loader: Loader) -> int:
-    """Give all of them the state of the checkpoint; returns how many steps in a row were skipped before it."""
+def take_up(start: Start, model: nn.Module, optimizer: AdamW, loader: Loader) -> dict[str, Any]:
+    """Give all of them the state of the checkpoint; returns the rest of it."""
     if start.checkpoint is None:
-        return 0
+        return {}
     with _way_out(start.checkpoint):
         state = load_training(start.checkpoint, model, optimizer)
     if start.step == 0:
-        return 0
+        return {}
+    passed = start.passed_over
     try:
-        loader.restore(state.get("data", {}))
+        loader.restore(state.get("data", {}) if passed is None else passed.data)
     except ValueError as error:
-        raise ValueError(f"{start.checkpoint}: {error}") from error
-    skipped = state.get("skipped", 0)
-    return skipped if isinstance(skipped, int) else 0
+        raise ValueError(f"{start.checkpoint if passed is None else PASSED_OVER}: {error}") from error
+    return state
+
+
+def roll_back(grid: Grid, out: Path, config: Config, error: RollBackError) -> Start:
+    """Where a run goes on whose numbers went bad: after its newest checkpoint, with the data that comes next."""
+    start = find_start(grid, out, config)
+    if not start.step:
+        raise BadNumbersError(f"stopped: {error}; there is no checkpoint to roll back to, set checkpoint.every")
+    times = start.passed_over.times + 1 if start.passed_over is not None else 1
+    if times > MOST_ROLL_BACKS:
+        raise BadNumbersError(
+            f"stopped: {error}; the run was rolled back to step {start.step} {times - 1} times, and no data goes well"
+        )
+    passed = PassedOver(start.step, error.step, str(error), times, error.data)
+    grid.first_alone("noting which data is left out", lambda: write_json(out / PASSED_OVER, strict(asdict(passed))))
+    return replace(start, passed_over=passed)
+
+
+def read_passed_over(out: Path, step: int) -> PassedOver | None:
+    """What a run that goes on after this step leaves out; what was noted of another checkpoint does not count."""
+    path = out / PASSED_OVER
+    if not path.exists():
+        return None
+    try:
+        found = PassedOver(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove it to go on with all data") from error
+    return found if found.after == step else None
 
 
 def is_done(start: Start, config: Config, out: Path, stream: IO[str] | None) -> bool:

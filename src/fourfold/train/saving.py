@@ -16,6 +16,7 @@ from fourfold.grid import FailedElsewhereError, Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import Config
 from fourfold.train.launch import LOST_PEER
+from fourfold.train.numbers import Numbers
 from fourfold.train.record import Event, strict
 from fourfold.train.schema import to_table
 
@@ -49,12 +50,14 @@ class Saving:
     def due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
 
-    def save(self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, skipped: int, *, last: bool) -> None:
+    def save(
+        self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, numbers: Numbers, *, last: bool
+    ) -> None:
         """Save this step, the last one until it is complete."""
         state = {
             "config": strict(to_table(self.config)),
             "data": loader.state(),
-            "skipped": skipped,
+            **numbers.state(),
             "schedule": asdict(self.config.schedule),
         }
         began = time.perf_counter()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
@@ -221,7 +222,7 @@ class TrainSection:
     """Steps between evaluations on the held-out part, which also follows the last step; 0: never."""
     evaluate_batches: int = 8
     max_skipped: int = 5
-    """Steps in a row whose gradients are not finite, after which the run stops."""
+    """Skipped steps in a row (watch.not_finite, watch.spikes) after which the run stops."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluate_batches", 1), ("max_skipped", 1)):
@@ -274,9 +275,25 @@ class WatchSection:
     replicas_every: int = 100
     """Steps between two looks at whether replicas of the parameters are still equal, bit for bit; 0: never."""
 
+    not_finite: Literal["skip", "roll_back", "stop"] = "skip"
+    """What becomes of a step whose gradients are not finite: it changes nothing; the run goes on from its newest
+    checkpoint without the data since; the run ends. Of skipped steps train.max_skipped in a row end it too."""
+
+    spikes: Literal["tell", "skip", "roll_back", "stop"] = "tell"
+    """The same of a step whose loss jumps, or only tell."""
+
+    spike_above: float = 8.0
+    """A loss jumps where it is so many standard deviations above the median of the last 64; 0: never."""
+
+    grace: float = 600.0
+    """Seconds after SIGTERM in which the run has ended, with a last checkpoint if that takes no longer."""
+
     def __post_init__(self) -> None:
-        if not self.deadline > 0:
-            raise ValueError(f"deadline={self.deadline} must be above 0; inf waits for ever")
+        for name in ("deadline", "grace"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0; inf waits for ever")
+        if not 0 <= self.spike_above < inf:
+            raise ValueError(f"spike_above={self.spike_above} must be at least 0, which is never, and finite")
         if self.replicas_every < 0:
             raise ValueError(f"replicas_every={self.replicas_every} must be at least 0")
 
