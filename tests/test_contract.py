@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "fourfold"
 
 ORDER = [
     "ledger",
+    "store",
     "agree",
     "grid",
     "ahead",
@@ -70,15 +71,16 @@ INSIDE = {
         "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate",
         "candidates", "search", "modules", "explain", "published",
     ],
-    "watch": ["__init__", "tape", "diagnose", "alarm", "straggle", "replicas", "spikes"],
+    "watch": ["__init__", "tape", "diagnose", "alarm", "straggle", "replicas", "spikes", "preflight"],
     "report": [
         "units", "html", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text",
         "plan_figures", "plan", "__init__",
     ],
     "train": [
-        "__init__", "schema", "launch", "job", "sections", "config", "record", "meter", "predicted", "profile",
-        "progress", "numbers", "stop", "sources", "guard", "resume", "saving", "loop", "begin", "doctor", "options",
-        "command", "sample", "calibrate", "plan", "checkpoint", "exchange", "places",
+        "__init__", "schema", "rendezvous", "launch", "job", "sections", "config", "record", "meter", "predicted",
+        "profile", "progress", "story", "numbers", "stop", "sources", "guard", "resume", "saving", "loop", "begin",
+        "options", "talk", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan", "checkpoint",
+        "exchange", "places",
     ],
 }  # fmt: skip
 

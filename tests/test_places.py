@@ -43,7 +43,7 @@ def test_a_slurm_script_is_well_formed(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert given == {
         "job-name": "fourfold", "nodes": "8", "ntasks-per-node": "4", "gpus-per-node": "4", "time": "2-12:00:00",
-        "signal": "TERM@600", "open-mode": "append", "account": "physics", "cpus-per-task": "16",
+        "signal": "TERM@630", "open-mode": "append", "account": "physics", "cpus-per-task": "16",
     }  # fmt: skip
     assert "#SBATCH --requeue" in script
     [run] = [line for line in script.splitlines() if "srun" in line]

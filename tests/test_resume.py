@@ -11,11 +11,13 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,7 @@ from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Shape
 from fourfold.report.run import read_run
+from fourfold.train import command
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
@@ -494,9 +497,11 @@ def skipped_before(config: Config, folder: Path) -> tuple[int, int]:
     begin(run, lambda: [])
     run._launch(1)
     assert run.saving is not None
-    run.saving.save(4, run.model, run.optimizer, run.loader, 2, last=True)
+    for step in (3, 4):
+        run.numbers.judge(step, 2.0, inf, inf)
+    run.saving.save(4, run.model, run.optimizer, run.loader, run.numbers, last=True)
     again.take_up(find_start(grid, folder, config))
-    return again.step, again._skipped
+    return again.step, again.numbers.state()["skipped"]
 
 
 # --- SIGTERM
@@ -541,17 +546,6 @@ def test_ranks_stop_after_the_same_step(ranks) -> None:
         assert keys <= 6
 
 
-def test_patience_begins_where_the_waiting_does(monkeypatch) -> None:
-    """However long ago the signal came: the ranks may have been in a long step, all of them."""
-    monkeypatch.setattr(stopping, "PATIENCE", 0.2)
-    stop = stopping.Stop(SimpleNamespace(shape=Shape(z=2)))  # type: ignore[arg-type]
-    stop._asked_at = time.monotonic() - 1000
-    answers = iter([False, False, True])
-    stop._await(SimpleNamespace(check=lambda _: next(answers)), "key")  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt):
-        stop._await(SimpleNamespace(check=lambda _: False), "key")  # type: ignore[arg-type]
-
-
 def test_what_sigterm_left_unsaved_is_said(finished: Path, tmp_path: Path) -> None:
     assert left_behind(tmp_path) == left_behind(finished) == "what was written stays readable"
     folder = halfway(finished, tmp_path / "run")
@@ -562,8 +556,26 @@ def test_what_sigterm_left_unsaved_is_said(finished: Path, tmp_path: Path) -> No
 
 
 def test_ranks_that_are_told_to_end_have_the_time_to_save() -> None:
-    config = launching._config(2, "name")
-    assert getattr(config, "shutdown_timeout", 600) == launching.STOP_SECONDS == 600
+    config = launching._config(2, "name", 600.0)
+    assert getattr(config, "shutdown_timeout", 630) == 630
+
+
+def test_a_rank_that_does_not_come_to_its_end_in_time_ends_as_it_stands(tmp_path: Path) -> None:
+    """However long its step takes: who sent the signal will not wait longer."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = os.fdopen(2, "w")
+        with stopping.Stop(SimpleNamespace(rank=0, shape=Shape()), 0.3).listening():  # type: ignore[arg-type]
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        os._exit(0)
+    began = time.monotonic()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 143
+    assert time.monotonic() - began < 30
+    said = "asked to stop by SIGTERM, and not done after 0.3 s (watch.grace); ends as it stands"
+    assert (tmp_path / "said").read_text() == f"fourfold: {said}\n"
 
 
 # --- ranks that die
@@ -590,8 +602,39 @@ class Failing:
         raise ChildFailedError("ranks", {1: ProcessFailure(1, 4711, exitcode, str(file))})
 
 
+class Places(launching.Ward):
+    """Where ranks go on, in turn, and what was noted of them."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self.places = iter(places)
+        self.noted: list[tuple[str, str]] = []
+
+    def goes_on(self) -> str:
+        return next(self.places)
+
+    def note(self, kind: str, text: str) -> None:
+        self.noted.append((kind, text))
+
+
 KILLED, BUG, USERS = (-9, None, False), (1, "Traceback ...\nKeyError: 'a'", False), (1, "rows=0 must be 1", True)
 DIED = "rank 1 (process 4711) was killed by SIGKILL; the other ranks were stopped"
+
+
+def test_fewer_gpus_are_planned_for_anew(tmp_path: Path, monkeypatch) -> None:
+    failing = Failing(tmp_path, [KILLED] * 2)
+    started: list[tuple[int, tuple[str, ...]]] = []
+
+    def agent(config: Any, _: str) -> Any:
+        return lambda *arguments: (started.append((config.nproc_per_node, arguments[3:])), failing.start())
+
+    monkeypatch.setattr(launching, "elastic_launch", agent)
+    left = iter([4, 3])
+    monkeypatch.setattr(command, "gpus_left", lambda: next(left))
+    ward = command.Folder(tmp_path, lambda ranks: ["--ranks", str(ranks)])
+    errors = StringIO()
+    assert launching.launch(4, ["all"], errors, restarts=2, ward=ward) == 0
+    assert started == [(4, ("all",)), (4, ("all",)), (3, ("--ranks", "3"))]
+    assert "the run goes on from step 0 on 3 of 4 ranks (start 3)" in errors.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -619,12 +662,15 @@ def test_ranks_are_started_again_unless_a_user_must_act(
     """Two times in a row without progress."""
     failing = Failing(tmp_path, failures)
     monkeypatch.setattr(launching, "elastic_launch", failing)
-    errors, places = StringIO(), iter(reached)
-    assert launching.launch(2, [], errors, restarts=2, goes_on=lambda: next(places)) == code
+    errors, ward = StringIO(), Places(reached)
+    assert launching.launch(2, [], errors, restarts=2, ward=ward) == code
     assert failing.starts == [str(number) for number in range(starts)]
     lines = errors.getvalue().splitlines()
     assert len(lines) == len(said)
     assert all(line.startswith(f"fourfold: {words}") for line, words in zip(lines, said, strict=True))
+    assert [text for _, text in ward.noted] == [
+        line.removeprefix("fourfold: ").removeprefix("error: ") for line in lines
+    ]
 
 
 ENDLESS = ("--set", "train.evaluate_every=0", "--set", "log.tensorboard=false", "--set", "plan.compare=false")

@@ -221,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
     add_calibrate(commands, shape)
     add_checkpoint(commands, shape)
     add_exchange(commands, shape)
-    add_doctor(commands, shape)
+    add_doctor(commands, shape, grid, setting)
     add_launch(commands, shape)
 
     two = commands.add_parser("sample", help="text from a trained model", description=SAMPLE, formatter_class=shape)

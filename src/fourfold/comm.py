@@ -237,6 +237,15 @@ def from_first(tensor: Tensor, grid: Grid) -> Tensor:
     return mine
 
 
+def exchange(tensor: Tensor, grid: Grid, axis: str, place: int) -> Tensor:
+    """What the rank at `place` of the axis gives for this, to time a link; all of the axis have communicated before."""
+    arriving, group = torch.empty_like(tensor), grid.group(axis)
+    ways = ((dist.isend, tensor), (dist.irecv, arriving))
+    for work in dist.batch_isend_irecv([dist.P2POp(act, one, group=group, group_peer=place) for act, one in ways]):
+        work.wait()
+    return arriving
+
+
 # How, by backend. NCCL chooses its algorithms itself. gloo always takes a ring or a halving tree, many hops
 # one after another, and its reduce-scatter moves twice the minimum. A small message wants a single round
 # instead: everyone sends to everyone, and sums are local. A large reduce-scatter goes around a ring of our

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fourfold import store
 from fourfold.agree import agree, decide, faults_of
 from fourfold.ledger import Ledger
 
@@ -328,7 +329,7 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
     """Join the job's process group unless that was done already."""
     if dist.is_initialized():
         return
-    rank, world, local_rank = _environment()
+    rank, world, local_rank = environment()
     if _device(device).type == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
@@ -337,10 +338,11 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
     if world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+        job_store = store.join(rank, world, timeout)
+        dist.init_process_group(backend, store=job_store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _environment() -> tuple[int, int, int]:
+def environment() -> tuple[int, int, int]:
     """Rank, number of ranks and rank on this node: torchrun's if it started us, else SLURM's, else one rank.
 
     Under SLURM the rendezvous variables that torch reads are filled in where they are missing. SLURM's count

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fourfold.train.guard import Guard
 from fourfold.train.loop import Run
-from fourfold.train.record import Owned, Sink, read_facts, rewind, write_text
+from fourfold.train.record import Owned, Sink, make_folder, read_facts, rewind, write_text
 from fourfold.train.resume import Start, earlier, remove_newer
 from fourfold.train.saving import Saving
 
@@ -19,7 +19,7 @@ def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = N
     start = start or Start()
 
     def write() -> None:
-        run.out.mkdir(parents=True, exist_ok=True)
+        make_folder(run.out)
         run.owned = Owned(run.out)
         remove_newer(start)
         write_text(run.out / "config.toml", run.config.stored(run.out).toml())

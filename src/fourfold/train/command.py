@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -23,7 +23,7 @@ from fourfold.train.begin import begin
 from fourfold.train.config import Config, resolve
 from fourfold.train.doctor import disagreement
 from fourfold.train.job import memory_bytes
-from fourfold.train.launch import TERMINATED, inside_a_job, launch, listen_to_signals, share_cores
+from fourfold.train.launch import TERMINATED, Ward, inside_a_job, launch, listen_to_signals, share_cores
 from fourfold.train.loop import Run
 from fourfold.train.numbers import RollBackError
 from fourfold.train.options import (
@@ -31,6 +31,7 @@ from fourfold.train.options import (
     check_profile,
     chosen_device,
     default_folder,
+    gpus_left,
     grid_options,
     requested,
     wanted_ranks,
@@ -41,11 +42,13 @@ from fourfold.train.record import (
     KINDS,
     Event,
     Kept,
+    Sink,
     check_folder,
     open_sinks,
     require_unowned,
     require_writing,
     strict,
+    write_for_us_alone,
 )
 from fourfold.train.resume import (
     Start,
@@ -61,6 +64,7 @@ from fourfold.train.resume import (
 )
 from fourfold.train.schema import to_table
 from fourfold.train.sources import open_sources
+from fourfold.train.story import RankLog, Story, note
 
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -68,17 +72,21 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     device = chosen_device(options.device)
     if inside_a_job():
         return _train(options, device)
-    config = requested(options, options.ranks)
-    check_profile(options, config)
-    ranks = wanted_ranks(config, options.ranks, device)
+    asked = requested(options, options.ranks)
+    check_profile(options, asked)
+    ranks = wanted_ranks(asked, options.ranks, device)
     people = sys.stderr if options.print_config else output(options.json)
-    config = resolve(
-        config,
-        ranks,
-        on_gpu=device == "cuda",
-        memory_bytes=memory_bytes(device),
-        say=lambda reason: print(reason, file=people, flush=True),
-    )
+
+    def resolved(ranks: int) -> Config:
+        return resolve(
+            asked,
+            ranks,
+            on_gpu=device == "cuda",
+            memory_bytes=memory_bytes(device),
+            say=lambda reason: print(reason, file=people, flush=True),
+        )
+
+    config = resolved(ranks)
     if options.print_config:
         print(config.toml(), end="")
         return 0
@@ -93,20 +101,52 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         start = look_at(options.resume, config, options.step)
         if is_done(start, config, options.resume, people):
             return 0
-    decided = ["--ranks", str(ranks), *grid_options(config.grid.shape), "--out", out, "--device", device]
+
+    def decided(config: Config) -> list[str]:
+        """What the ranks of such a run are told."""
+        world = str(config.grid.shape.world)
+        return [*arguments, "--ranks", world, *grid_options(config.grid.shape), "--out", out, "--device", device]
+
+    may_shrink = asked.grid.auto and options.ranks is None and device == "cuda"
     return launch(
         ranks,
-        [*arguments, *decided],
+        decided(config),
         sys.stderr,
         restarts=restarts,
-        goes_on=lambda: goes_on(Path(out)),
-        left=lambda: left_behind(Path(out)),
-        known=lambda since: disagreement(Path(out), since),
+        grace=config.watch.grace,
+        ward=Folder(Path(out), (lambda left: decided(resolved(left))) if may_shrink else None),
     )
+
+
+class Folder(Ward):
+    """The run that ranks are started for, by what is in its folder.
+
+    `told` says what its ranks are started with where there are fewer GPUs left; without it there must be as many.
+    """
+
+    def __init__(self, out: Path, told: Callable[[int], Sequence[str]] | None = None) -> None:
+        self._out, self._told = out, told
+
+    def goes_on(self) -> str:
+        return goes_on(self._out)
+
+    def left(self) -> str:
+        return left_behind(self._out)
+
+    def known(self, since: float) -> str:
+        return disagreement(self._out, since)
+
+    def again(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
+        left = ranks if self._told is None else min(ranks, gpus_left())
+        return (ranks, arguments) if self._told is None or left in (0, ranks) else (left, self._told(left))
+
+    def note(self, kind: str, text: str) -> None:
+        note(self._out, kind, text)
 
 
 def _train(options: argparse.Namespace, device: str) -> int:
     """As one rank of the job."""
+    write_for_us_alone()
     if inside_a_job():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
     grid, config, reason = join(options, device)
@@ -142,7 +182,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     while True:
         run = prepare(Run(config, grid, out, profile=profile), start, stream, kept)
         try:
-            with run.stop.listening():
+            with RankLog(out, grid), run.stop.listening():
                 run.train()
             break
         except RollBackError as error:
@@ -170,9 +210,16 @@ def prepare(run: Run, start: Start, stream: IO[str], kept: Sequence[Kept]) -> Ru
         gone = ", ".join(folder.name for folder in start.newer)
         shown.say(f"goes back to step {start.step}: removes {gone} and what was recorded after that step")
     taken_up = start.step if start.taken_up else None
-    begin(run, lambda: [*open_sinks(run.config.log, run.out, run.config, taken_up), shown, *kept], start)
+    told: list[Plain | Bar] = [shown]
+
+    def sinks() -> list[Sink]:
+        opened = open_sinks(run.config.log, run.out, run.config, taken_up)
+        told.append(Story(run.out, run.config.train.steps, start.step))
+        return [*opened, *told, *kept]
+
+    begin(run, sinks, start)
     if run.grid.rank == 0:
-        greet(run, shown, start)
+        greet(run, told, start)
     return run
 
 
@@ -255,28 +302,33 @@ def write_result(path: str | None, run: Run, kept: Sequence[Kept]) -> None:
         Path(path).write_text(text + "\n")
 
 
-def greet(run: Run, shown: Plain | Bar, start: Start) -> None:
-    """What is about to run."""
+def greet(run: Run, told: Sequence[Plain | Bar], start: Start) -> None:
+    """Tell what is about to run."""
+    for text in greeting(run, start):
+        for one in told:
+            one.say(text)
+
+
+def greeting(run: Run, start: Start) -> Iterator[str]:
     config, grid, policy = run.config, run.grid, run.config.policy
     batch = config.batch
     tokens = sum(source.tokens for source in run.sources)
     micro = f" in {batch.micro_steps} micro-steps" if batch.micro_steps > 1 else ""
-    shown.say(
+    yield (
         f"{config.model.name}: {run.model_config.parameters / 1e6:.1f}M parameters, {policy.dtype}, "
         f"{grid.shape.world} rank{'s' if grid.shape.world > 1 else ''} ({grid}) on {grid.device.type}"
     )
     names = ", ".join(source.name for source in run.sources)
-    shown.say(f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens a step{micro}")
+    yield f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens a step{micro}"
     sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in run.kept_bytes.items())
-    shown.say(f"kept for backward by a rank, by kind of recompute: {sizes}; in use: {policy.recompute}")
-    shown.say(f"peak of a device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})")
+    yield f"kept for backward by a rank, by kind of recompute: {sizes}; in use: {policy.recompute}"
+    yield f"peak of a device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:
-        shown.say(predicted(run.stored["predicted"]))
-    for line in start.said:
-        shown.say(line)
+        yield predicted(run.stored["predicted"])
+    yield from start.said
     if run.evaluation is None:
-        shown.say("no evaluation: data.held_out or train.evaluate_every is 0")
-    shown.say(f"knowing only how frequent each token is, the loss would be {run.entropy:.4f} (unigram entropy)\n")
+        yield "no evaluation: data.held_out or train.evaluate_every is 0"
+    yield f"knowing only how frequent each token is, the loss would be {run.entropy:.4f} (unigram entropy)\n"
 
 
 def _compare(config: Config, grid: Grid, steps: int) -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fourfold.grid import Grid
 from fourfold.train.launch import report_diagnosis
+from fourfold.train.story import logger
 from fourfold.watch.alarm import Alarm
 from fourfold.watch.straggle import Sample, Straggler, Stragglers
 from fourfold.watch.tape import Tape, tape_path
@@ -117,6 +118,7 @@ class Windows:
 
 def end(text: str, judge: bool) -> None:
     """Tell whoever started this rank, and end it: its main thread may never come back from where it stands."""
+    logger.error("%s", text)
     report_diagnosis(text, whole=judge)
     sys.stdout.flush()
     sys.stderr.flush()

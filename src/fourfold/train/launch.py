@@ -11,12 +11,14 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
+from math import ceil, isfinite
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -25,6 +27,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fourfold.train.rendezvous import HERE
 
 RANK = """
 import signal, sys
@@ -38,9 +42,11 @@ INTERRUPTED, TERMINATED = 130, 143
 STARTED_BY_US = "FOURFOLD_LAUNCHED"
 RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has started the ranks again."""
-STOP_SECONDS = 600
-"""How long ranks that were told to end may take, for a step, an evaluation, a compilation and a save; then the agent
-kills them. Its own 30 s are less than a large checkpoint takes."""
+GRACE, MARGIN = 30.0, 30
+"""Seconds that ranks have to end when they are told to, unless somebody says otherwise; and after which whoever started
+them ends them, counted from there."""
+LONGEST = 10**6
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 READABLE = "what was written stays readable"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """How gloo and NCCL say that another rank is gone: an effect, not a cause."""
@@ -51,32 +57,56 @@ def inside_a_job() -> bool:
     return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
+class Ward:
+    """What ranks are started for, as far as whoever starts them must know; by itself they leave nothing behind."""
+
+    def goes_on(self) -> str:
+        """Where they will go on, in words, which so tell of progress too."""
+        return "from its start"
+
+    def left(self) -> str:
+        """What SIGTERM has left of them."""
+        return READABLE
+
+    def known(self, since: float) -> str:  # noqa: ARG002
+        """Why they may have failed, by what they have left behind since that time."""
+        return ""
+
+    def again(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
+        """How many of them are started another time, and with what."""
+        return ranks, arguments
+
+    def note(self, kind: str, text: str) -> None:
+        """What has become of them."""
+
+
 def launch(
     ranks: int,
     arguments: Sequence[str],
     errors: IO[str],
     *,
     restarts: int = 0,
-    goes_on: Callable[[], str] = lambda: "from its start",
-    left: Callable[[], str] = lambda: READABLE,
-    known: Callable[[float], str] = lambda _: "",
+    grace: float = GRACE,
+    ward: Ward | None = None,
 ) -> int:
     """Run `fourfold` with these arguments on that many local ranks; returns the exit code.
 
-    When a rank dies, all are started again, up to `restarts` times in a row without progress. `goes_on` says in
-    words where they will go on, and so tells progress too; `left` what SIGTERM has left of them; `known` why they
-    may have failed, by what they have left behind since that time.
+    They talk over the loopback, and nobody else can talk to them. When a rank dies, all are started again, up to
+    `restarts` times in a row without progress. Told to end, they have `grace` seconds.
     """
+    ward = ward or Ward()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what the agent has to say is said below
     try:
-        return _launch(ranks, arguments, errors, restarts, goes_on, left, known)
+        with alone_on_this_machine():
+            return _launch(ranks, arguments, errors, restarts, grace, ward)
     except (KeyboardInterrupt, SignalException) as caught:
         if getattr(caught, "sigval", None) == signal.SIGTERM:
-            return _terminated(errors, left)
+            return _terminated(errors, ward)
         print(f"fourfold: interrupted; {READABLE}", file=errors)
+        ward.note("ended", "interrupted")
         return INTERRUPTED
     finally:
         for name in (STARTED_BY_US, RESTARTED):
@@ -88,45 +118,67 @@ def _launch(
     arguments: Sequence[str],
     errors: IO[str],
     restarts: int,
-    goes_on: Callable[[], str],
-    left: Callable[[], str],
-    known: Callable[[float], str],
+    grace: float,
+    ward: Ward,
 ) -> int:
-    tries, reached, times = restarts, goes_on(), 0
+    tries, reached, times = restarts, ward.goes_on(), 0
     while True:
         os.environ |= {STARTED_BY_US: "1", RESTARTED: str(times)}
         began = time.time()
         try:
-            elastic_launch(_config(ranks, f"fourfold-{times}"), sys.executable)("-u", "-c", RANK, *arguments)
+            elastic_launch(_config(ranks, f"fourfold-{times}", grace), sys.executable)("-u", "-c", RANK, *arguments)
             return 0
         except ChildFailedError as failed:
             if any(failure.exitcode == TERMINATED for failure in failed.failures.values()):
-                return _terminated(errors, left)
+                return _terminated(errors, ward)
             rank, failure = first_cause(failed.failures)
-            before, reached = reached, goes_on()
-            tries = tries if reached == before else restarts
+            came_to, reached = reached, ward.goes_on()
+            tries = tries if reached == came_to else restarts
             cause = explain(rank, failure)
-            if not is_diagnosis(failure) and (more := known(began)):
+            if not is_diagnosis(failure) and (more := ward.known(began)):
                 cause = f"{cause}\n{more}"
             if tries == 0 or not may_pass(failure):
                 print(f"fourfold: error: {cause}", file=errors)
+                ward.note("failed", cause)
                 return failure.exitcode if failure.exitcode > 0 else 1
             tries, times = tries - 1, times + 1
             cause = cause.splitlines()[0 if is_diagnosis(failure) else -1]
-            print(f"fourfold: {cause}; the run goes on {reached} (start {times + 1})", file=errors, flush=True)
+            before, (ranks, arguments) = ranks, ward.again(ranks, arguments)
+            where = reached if ranks == before else f"{reached} on {ranks} of {before} ranks"
+            said = f"{cause}; the run goes on {where} (start {times + 1})"
+            print(f"fourfold: {said}", file=errors, flush=True)
+            ward.note("restarted", said)
 
 
-def _config(ranks: int, name: str) -> LaunchConfig:
+def _config(ranks: int, name: str, grace: float) -> LaunchConfig:
     more: dict[str, Any] = {}
     if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):  # not in every torch
-        more["shutdown_timeout"] = STOP_SECONDS
-    return LaunchConfig(
-        1, 1, ranks, run_id=name, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, **more
-    )
+        more["shutdown_timeout"] = stop_seconds(grace)
+    return LaunchConfig(1, 1, ranks, run_id=name, rdzv_backend=HERE, max_restarts=0, **more)
 
 
-def _terminated(errors: IO[str], left: Callable[[], str]) -> int:
-    print(f"fourfold: stopped by SIGTERM; {left()}", file=errors)
+def stop_seconds(grace: float) -> int:
+    """After which whoever told ranks to end should end them."""
+    return min(ceil(grace), LONGEST) + MARGIN if isfinite(grace) else LONGEST
+
+
+@contextmanager
+def alone_on_this_machine() -> Iterator[None]:
+    """Inside, processes that are started talk over the loopback, unless the environment names another interface."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    added = [name for name in INTERFACES if name not in os.environ]
+    os.environ |= dict.fromkeys(added, loopback)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _terminated(errors: IO[str], ward: Ward) -> int:
+    said = f"stopped by SIGTERM; {ward.left()}"
+    print(f"fourfold: {said}", file=errors)
+    ward.note("ended", said)
     return TERMINATED
 
 

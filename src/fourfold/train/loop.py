@@ -123,7 +123,7 @@ class Run:
         """Watches over the ranks from `begin` on."""
         self.owned: Owned | None = None
         """The run's folder, on rank 0 from `begin` on."""
-        self.stop = Stop(grid)
+        self.stop = Stop(grid, config.watch.grace)
         self.stopped = False
         """Whether it was asked to stop before its last step, and did."""
         self.step = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -93,6 +95,13 @@ def wanted_ranks(config: Config, ranks: int | None, device: str) -> int:
             f"--ranks {ranks}, but the grid {config.grid.shape} has {world}; leave --ranks away or change one"
         )
     return world
+
+
+def gpus_left() -> int:
+    """That still answer, asked by a new process: this one has counted them when it began."""
+    code = "import torch; print(torch.cuda.device_count())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    return int(found.stdout) if found.returncode == 0 else 0
 
 
 def wanted_restarts(config: Config, asked: int | None, ranks: int) -> int:

@@ -21,7 +21,8 @@ from typing import Any
 from fourfold.cost.machine import load_machine
 from fourfold.train.config import Config, read_config
 from fourfold.train.job import AUTO
-from fourfold.train.launch import STOP_SECONDS
+from fourfold.train.launch import stop_seconds
+from fourfold.train.rendezvous import PORT
 
 LAUNCH = """\
 Write what a scheduler needs to run a config: a SLURM script or a Kubernetes manifest. Both start every rank, send
@@ -30,7 +31,7 @@ SIGTERM in time for a last checkpoint, and start the run again when it dies; it 
   fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --config run.toml
   fourfold launch --slurm run.toml --out /shared/runs/one --time 24:00:00 --account physics > job.sh
   fourfold launch --k8s run.toml --out /runs/one --image registry/fourfold:1 --claim runs > job.json"""
-PORT = 29400
+LONGEST_GRACE = 65_000
 TIMES = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
@@ -72,6 +73,8 @@ class Place:
     nodes: int
     per_node: int
     tries: int
+    stop_seconds: int
+    """From SIGTERM to the end."""
     time: str
     more: dict[str, str]
     """Options of SLURM's own."""
@@ -85,6 +88,8 @@ class Place:
                 raise ValueError(f"--{option.replace('_', '-')} {number} must be at least 1")
         if options.k8s and not Path(options.out).is_absolute():
             raise ValueError(f"--out {options.out} must be a whole path, below which --claim is mounted")
+        if not config.watch.grace <= LONGEST_GRACE:
+            raise ValueError(f"watch.grace={config.watch.grace} is longer than a scheduler waits: {LONGEST_GRACE} s")
         world = _world(config, options.devices)
         per_node = options.per_node or _per_node(config)
         if world % per_node and world > per_node:
@@ -103,6 +108,7 @@ class Place:
             nodes=max(1, world // per_node),
             per_node=min(world, per_node),
             tries=options.tries,
+            stop_seconds=stop_seconds(config.watch.grace),
             time=options.time,
             more={key: str(value) for key, value in more.items() if value is not None},
             image=options.image or "",
@@ -144,7 +150,7 @@ def _slurm_lines(place: Place) -> Iterator[str]:
         "ntasks-per-node": place.per_node,
         "gpus-per-node": place.per_node,
         "time": place.time,
-        "signal": f"TERM@{STOP_SECONDS}",
+        "signal": f"TERM@{place.stop_seconds}",
         "open-mode": "append",
         **place.more,
     }
@@ -166,8 +172,8 @@ def kubernetes(place: Place, config: str) -> str:
     """A manifest for kubectl: a pod for each node, torchrun in it, the config mounted beside."""
     command = [
         *("torchrun", f"--nnodes={place.nodes}", f"--nproc-per-node={place.per_node}"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={place.name}-0.{place.name}:{PORT}", f"--rdzv-id={place.name}"),
-        *(f"--max-restarts={place.tries - 1}", f"--shutdown-timeout={STOP_SECONDS}"),
+        *("--rdzv-backend=fourfold", f"--rdzv-endpoint={place.name}-0.{place.name}:{PORT}", f"--rdzv-id={place.name}"),
+        *(f"--max-restarts={place.tries - 1}", f"--shutdown-timeout={place.stop_seconds}"),
         *("-m", "fourfold.cli", "train", "/config/run.toml", "--resume", place.out),
     ]
     container = {
@@ -185,7 +191,7 @@ def kubernetes(place: Place, config: str) -> str:
     pod = {
         "subdomain": place.name,
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": STOP_SECONDS + 60,
+        "terminationGracePeriodSeconds": place.stop_seconds + 60,
         "securityContext": {"runAsNonRoot": True},
         "automountServiceAccountToken": False,
         "containers": [container],

@@ -8,6 +8,8 @@
     tensorboard/    the same for TensorBoard, where it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
+    log.txt         what happened, for people; events.jsonl the same for programs; logs/ what each rank said (`story`)
+    passed-over.json  which data a run that was rolled back leaves out
     .lock           held by the job that trains there
     watch/          what each rank did last, on its tape; why the run stood still, where it did
     checkpoints/    complete states of training, by step, which any grid can go on from
@@ -22,6 +24,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
@@ -59,6 +62,22 @@ class Owned:
 
     def release(self) -> None:
         self._file.close()
+
+
+def write_for_us_alone() -> None:
+    """From now on nobody but us and our group may change what this process writes."""
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
+
+
+def make_folder(folder: Path) -> None:
+    """A run's folder, which not everybody may change: what is loaded from there must be what was saved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mode = folder.stat().st_mode
+    if not mode & stat.S_IWOTH:
+        return
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"everybody may write to {folder}, which is another user's; give a folder of your own")
+    folder.chmod(stat.S_IMODE(mode) & ~stat.S_IWOTH)
 
 
 def require_unowned(folder: Path) -> None:
@@ -249,15 +268,23 @@ def rewind(metrics: Path, step: int) -> None:
         _replace(metrics, write)
 
 
+def last_end(metrics: Path) -> Event | None:
+    """How the run ended, unless it has gone on since or does still."""
+    last = ""
+    if metrics.exists():
+        with metrics.open(errors="replace") as lines:
+            for last in lines:  # noqa: B007
+                pass
+    with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
+        event = json.loads(last)
+        return event if event["event"] == "end" else None
+    return None
+
+
 def finish(metrics: Path, step: int) -> None:
     """Record the end of a run that saved its last step, where it was killed before it could."""
-    last = ""
-    with metrics.open(errors="replace") as lines:
-        for last in lines:  # noqa: B007
-            pass
-    with suppress(ValueError, TypeError, KeyError):
-        if json.loads(last)["event"] == "end":
-            return
+    if last_end(metrics) is not None:
+        return
     rewind(metrics, step)
     record = Lines(metrics)
     record.write({"event": "end", "step": step, "reason": "finished"})

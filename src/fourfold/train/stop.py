@@ -9,16 +9,20 @@ time. Nothing here is a collective, and a rank that waits for the others can sti
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import ceil
+from math import ceil, inf, isfinite
+from threading import Timer
 from types import FrameType
 
 import torch.distributed as dist
 
 from fourfold.grid import Grid
+from fourfold.train.launch import LONGEST, TERMINATED
 
 SECONDS = 1.0
 """About how often the ranks ask each other."""
@@ -27,17 +31,19 @@ SHARE = 0.01
 SAME = 5.0
 """Seconds in which a further SIGTERM is the same request: a scheduler sends it to ranks and to what started them, which
 passes it on."""
-PATIENCE = 600.0
-"""Seconds for which a rank that was asked to stop waits for the others to agree. They may be in a long step, in an
-evaluation, or compiling; or one of them is gone."""
 
 
 class Stop:
-    """Whether this run was asked to stop. All ranks make it together and ask it after the same steps."""
+    """Whether this run was asked to stop. All ranks make it together and ask it after the same steps.
+
+    `grace` seconds after the signal a rank that is still there ends as it stands, however long its step, its evaluation
+    or its checkpoint would take, and whoever it waits for.
+    """
 
     _made = itertools.count()
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, grace: float = inf) -> None:
+        self._rank, self._grace = grid.rank, grace
         self._world = grid.shape.world
         self._name = f"fourfold/stop/{next(self._made)}"
         self._asked_at: float | None = None
@@ -59,11 +65,15 @@ class Stop:
     def listening(self) -> Iterator[None]:
         """Inside, the first SIGTERM asks to stop; a later one does what it did before."""
         before = signal.getsignal(signal.SIGTERM)
+        late = Timer(min(self._grace, LONGEST), self._end)
+        late.daemon = True
 
         def ask(number: int, frame: FrameType | None) -> None:
             now = time.monotonic()
             if self._asked_at is None:
                 self._asked_at = now
+                if isfinite(self._grace):
+                    late.start()
             elif now - self._asked_at > SAME and callable(before):
                 before(number, frame)
 
@@ -71,8 +81,15 @@ class Stop:
         try:
             yield
         finally:
+            late.cancel()
             if signal.getsignal(signal.SIGTERM) is ask:  # unless an interrupt has put it out of use
                 signal.signal(signal.SIGTERM, before)
+
+    def _end(self) -> None:
+        if self._rank == 0:
+            said = f"asked to stop by SIGTERM, and not done after {self._grace:g} s (watch.grace); ends as it stands"
+            print(f"fourfold: {said}", file=sys.stderr, flush=True)
+        os._exit(TERMINATED)
 
     def after(self, step: int) -> bool:
         """Whether to stop after this step: the same on all ranks."""
@@ -113,10 +130,7 @@ class Stop:
 
     def _await(self, store: dist.Store, key: str) -> None:
         """Asks again and again, since no handler of a signal could run in a wait of the store's own."""
-        pause, entered = 0.0005, time.monotonic()
+        pause = 0.0005
         while not store.check([key]):
-            # from here on, not from the signal: this rank itself may have taken long to get here
-            if self._asked_at is not None and time.monotonic() - max(entered, self._asked_at) > PATIENCE:
-                raise KeyboardInterrupt
             time.sleep(pause)
             pause = min(2 * pause, 0.02)

@@ -1,0 +1,373 @@
+"""`fourfold doctor --preflight`: measures on the ranks of a run to come what `watch.preflight` judges.
+
+Ranks tell each other through the job's store, and every wait for another rank, a device, a link or a disk ends by
+itself: what may stand still runs on a thread that is left behind. Links alone need process groups. Rank 0 gathers what
+all have found, judges and prints it, and is the one to fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fourfold import comm
+from fourfold.checkpoint.folder import CHECKPOINTS
+from fourfold.grid import Grid, Shape, environment
+from fourfold.train.config import Config, read_config, resolve
+from fourfold.train.job import Job, memory_bytes
+from fourfold.train.launch import inside_a_job, launch, share_cores
+from fourfold.train.options import chosen_device, default_folder, grid_options, wanted_ranks
+from fourfold.train.predicted import predict
+from fourfold.train.probe import Mark, bytes_of, free_bytes, look_at, myself, product_flops
+from fourfold.train.progress import output
+from fourfold.train.record import strict
+from fourfold.train.talk import Talk, within
+from fourfold.watch.diagnose import ranks_text
+from fourfold.watch.preflight import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
+
+T = TypeVar("T")
+
+SECONDS = 55.0
+"""For everything."""
+JOIN_SECONDS, MEET_SECONDS = 25.0, 7.0
+"""To find each other and make process groups; to wait for others who measure."""
+PRODUCT_SECONDS, DISK_SECONDS, PLAN_SECONDS, CLOCK_SECONDS = 10.0, 10.0, 10.0, 5.0
+TRIPS = 8
+"""Of asking rank 0 for its time."""
+LINK_SECONDS, LINK_WINDOW = 6.0, 0.4
+"""That two ranks have to answer each other, and for which they exchange messages."""
+MESSAGE = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Bytes."""
+JOINING = "joining the job"
+OPENED = float("inf")
+"""In the place of a rate, where ranks have come together."""
+STATES = 3
+"""A checkpoint has the parameters, and AdamW's two moments of them in the same dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The run to come."""
+
+    config: Config | None
+    """Resolved; None: the machine alone is looked at."""
+    shape: Shape
+    folder: str | None
+
+
+def preflight(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    device = chosen_device(options.device)
+    if inside_a_job():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
+        return _preflight(options, device)
+    ranks = wanted_ranks(requested(options), options.ranks, device)
+    if ranks == 1:
+        return _preflight(options, device)
+    plan = planned(options, ranks, device)
+    grid = grid_options(plan.shape)
+    decided = ["--ranks", str(ranks), "--device", device, *(grid if plan.config else grid[:2])]
+    return launch(ranks, [*arguments, *decided], sys.stderr)
+
+
+def requested(options: argparse.Namespace) -> Config:
+    """The config with what the command line changes of it; the defaults where there is none."""
+    if options.path is None and options.changes:
+        raise ValueError(f"--set {options.changes[0][0]} changes a config; give CONFIG.toml with it")
+    changes = [*options.changes, *((f"grid.{axis}", size) for axis, size in (options.grid or {}).items())]
+    if options.out is not None:
+        changes.append(("train.out", options.out))
+    return read_config(options.path, changes, forget_grid=options.grid is not None)
+
+
+def planned(options: argparse.Namespace, ranks: int, device: str) -> Plan:
+    """What is to run on so many ranks; without a config a line of them."""
+    config = requested(options)
+    if options.path is None:
+        return Plan(None, Shape(data=ranks) if config.grid.auto else config.grid.shape, options.out)
+    config = resolve(config, ranks, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
+    return Plan(config, config.grid.shape, config.train.out or default_folder(config))
+
+
+def _preflight(options: argparse.Namespace, device: str) -> int:
+    """As one rank of the job."""
+    began = time.monotonic()
+    rank, world, local_rank = environment()
+    if options.ranks not in (None, world):
+        raise ValueError(
+            f"--ranks {options.ranks}, but this job has {world}; leave --ranks away where something else starts them"
+        )
+    plan = planned(options, world, device)
+    if plan.shape.world != world:
+        raise ValueError(f"the grid {plan.shape} has {plan.shape.world} ranks, but this job has {world}; change one")
+    here = torch.device("cuda", local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
+    look = Look(Talk.join(rank, world, SECONDS, JOIN_SECONDS), plan, here, first_of_node=local_rank == 0)
+    facts = look.facts()
+    failed = []
+    if facts is not None:
+        checks = judge(facts)
+        failed = list(dict.fromkeys(check.name for check in checks if check.state == "FAILED"))
+        show(checks, facts, options.json, time.monotonic() - began)
+    look.talk.meet("leaving", MEET_SECONDS)  # the store may be in rank 0
+    if failed:
+        raise ValueError(f"not fit for a long run: {', '.join(failed)} FAILED; what to do stands beside each")
+    if inside_a_job():
+        sys.stdout.flush()
+        os._exit(0)  # taking leave in order would wait for a rank or a device that stands still
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def show(checks: Sequence[Check], facts: Facts, json_to: str | None, seconds: float) -> None:
+    stream = output(json_to)
+    for line in lines(checks):
+        print(line, file=stream)
+    found = Counter(check.state for check in checks)
+    said = ", ".join(f"{count} {state}" for state, count in found.items())
+    print(f"\n{len(checks)} checks in {seconds:.0f} s: {said}", file=stream, flush=True)
+    if json_to is not None:
+        table = {"checks": [asdict(check) for check in checks], **asdict(facts), "seconds": seconds}
+        text = json.dumps(strict(table | {"ranks": list(table["ranks"].values())}), indent=1)
+        if json_to == "-":
+            print(text, flush=True)
+        else:
+            Path(json_to).write_text(text + "\n")
+
+
+class Look:
+    """At everything, by one rank; all ranks look together."""
+
+    def __init__(self, talk: Talk, plan: Plan, device: torch.device, *, first_of_node: bool) -> None:
+        self.talk, self.plan, self.device, self.first_of_node = talk, plan, device, first_of_node
+        self.grid: Grid | None = None
+        self.faults: dict[str, str] = {}
+
+    def facts(self) -> Facts | None:
+        """All that the ranks have measured, on rank 0."""
+        talk = self.talk
+        self.grid = self._try(JOINING, JOIN_SECONDS, self._join)
+        if self.device.type == "cpu":
+            share_cores()
+        me = self._try("its device", MEET_SECONDS, lambda: myself(talk.rank, self.device)) or Rank(
+            talk.rank, "unknown", "unknown", {}, str(self.device)
+        )
+        talk.meet("products", MEET_SECONDS)  # ranks that share a node measure together
+        flops = self._try("a product", PRODUCT_SECONDS, lambda: product_flops(self.device))
+        free = self._try("free memory", MEET_SECONDS, lambda: free_bytes(self.device))
+        me = replace(me, flops=flops, free=free, clock=self._clock(), disk=self._disk(), faults=self.faults)
+        told = talk.gather("ranks", json.dumps(asdict(me)), MEET_SECONDS)
+        ranks = {rank: rank_of(text) for rank, text in told.items()}
+        needs = Needs()
+        if talk.rank == 0:
+            needs = self._needs()
+            talk.put("unlinked", why_unlinked(ranks, talk.world))
+        unlinked = talk.hear("unlinked", SECONDS)
+        links: list[Link] = []
+        if not unlinked and self.grid is not None:
+            found = Links(talk, self.grid)
+            links = found.measure()
+            ranks = {rank: one for rank, one in ranks.items() if rank not in found.lost}
+        return Facts(talk.world, ranks, links, needs, unlinked) if talk.rank == 0 else None
+
+    def _try(self, part: str, seconds: float, act: Callable[[], T]) -> T | None:
+        """What it gives; why it could not is noted."""
+        try:
+            return within(self.talk.left(seconds), act)
+        except Exception as error:
+            self.faults[part] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return None
+
+    def _join(self) -> Grid:
+        Grid.alone(self.device)  # joins the job
+        shape = self.plan.shape
+        return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=self.device)
+
+    def _clock(self) -> tuple[float, float] | None:
+        """Of the first rank of another node, by asking rank 0 for its time again and again."""
+        talk = self.talk
+        firsts = talk.gather("first of node", "yes" if self.first_of_node else "", MEET_SECONDS)
+        if talk.rank == 0:
+            until = time.monotonic() + CLOCK_SECONDS
+            for rank in (rank for rank, first in firsts.items() if first and rank):
+                with suppress(TimeoutError):
+                    for trip in range(TRIPS):
+                        talk.hear(f"clock/{rank}/{trip}/asked", max(0.0, until - time.monotonic()))
+                        talk.put(f"clock/{rank}/{trip}", repr(time.time()))
+            return None
+        return ask_clock(talk) if self.first_of_node else None
+
+    def _disk(self) -> Disk | None:
+        """The run's folder, in which rank 0 leaves a mark while all look; nothing where that cannot be."""
+        talk, mark, found = self.talk, None, None
+        if self.plan.folder is None:
+            return None
+        if talk.rank == 0:
+            folder = Path(self.plan.folder).absolute()
+            mark = self._write(lambda: Mark.leave(folder, f"{os.getpid()}"))
+            talk.put("mark", str(mark.path) if isinstance(mark, Mark) else "")
+        there = talk.hear("mark", SECONDS)
+        if there:
+            found = self._write(lambda: look_at(Path(there), talk.rank))
+        talk.meet("looked", MEET_SECONDS)
+        if isinstance(mark, Mark):
+            self._write(mark.remove)
+        return mark if isinstance(mark, Disk) else found
+
+    def _write(self, act: Callable[[], T]) -> T | Disk:
+        """What it gives, or the disk on which it fails."""
+        try:
+            return within(self.talk.left(DISK_SECONDS), act)
+        except OSError as error:
+            return Disk(seen=False, fault=error.strerror or str(error))
+
+    def _needs(self) -> Needs:
+        """Of the run, as the planner and the config say."""
+        config, folder = self.plan.config, self.plan.folder
+        if config is None:
+            return Needs(folder=folder)
+        section = config.checkpoint
+        there = self._write(lambda: bytes_of(Path(folder or "") / CHECKPOINTS))
+        needs = Needs(
+            folder=folder,
+            saves=section.save,
+            checkpoint=STATES * config.policy.parameters.itemsize * config.model.build().parameters,
+            kept=most_kept(config.train.steps, section.every, section.keep_last, section.keep_every),
+            there=there if isinstance(there, int) else 0,
+        )
+        on_gpu = self.device.type == "cuda"
+        job = Job.here(self.talk.world, on_gpu=on_gpu, memory_bytes=memory_bytes(self.device.type))
+        try:
+            found = within(self.talk.left(PLAN_SECONDS), lambda: predict(config, job))
+        except Exception as error:  # what cannot be priced can still run
+            return replace(needs, unknown=" ".join(str(error).split()))
+        return replace(needs, peak=found.price.memory.total, reserve=found.located.machine.reserve)
+
+
+def rank_of(text: str) -> Rank:
+    """A rank's facts as it wrote them."""
+    found = json.loads(text)
+    clock, disk = found.pop("clock"), found.pop("disk")
+    return Rank(**found, clock=tuple(clock) if clock else None, disk=Disk(**disk) if disk else None)
+
+
+def why_unlinked(ranks: dict[int, Rank], world: int) -> str:
+    """Why links cannot be measured; nothing where they can."""
+    apart = [rank for rank in range(world) if rank not in ranks or JOINING in ranks[rank].faults]
+    return f"{ranks_text(apart)} of {world} did not join the job" if apart else ""
+
+
+def ask_clock(talk: Talk) -> tuple[float, float] | None:
+    """Seconds by which this clock is ahead of rank 0's, by the shortest round trip, and half of that trip."""
+    trips = []
+    with suppress(TimeoutError):
+        for trip in range(TRIPS):
+            began = time.time()
+            talk.put(f"clock/{talk.rank}/{trip}/asked", "")
+            theirs = float(talk.hear(f"clock/{talk.rank}/{trip}", MEET_SECONDS + CLOCK_SECONDS))
+            ended = time.time()
+            trips.append((ended - began, (began + ended) / 2 - theirs))
+    if not trips:
+        return None
+    took, ahead = min(trips)
+    return ahead, took / 2
+
+
+def pairs_of(ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """The links of a ring, in rounds in which every place has one of them at the most."""
+    ring = [(place, (place + 1) % ranks) for place in range(ranks if ranks > 2 else ranks - 1)]
+    last = ring.pop() if ranks % 2 and ranks > 1 else None
+    yield from (pairs for pairs in (ring[::2], ring[1::2], [last] if last else []) if pairs)
+
+
+class Links:
+    """Times the links of every axis, those of all groups at once, up to the first that does not answer: whoever waits
+    for it is lost to the others."""
+
+    def __init__(self, talk: Talk, grid: Grid) -> None:
+        self.talk, self.grid = talk, grid
+        self.message = torch.zeros(MESSAGE[grid.device.type] // 4, device=grid.device)
+        self.broken = False
+        self.lost: list[int] = []
+
+    def measure(self) -> list[Link]:
+        """Of all ranks, on rank 0."""
+        found: list[Link] = []
+        for name, mine, act in self._rounds():
+            if self.broken:
+                break
+            found += self._round(name, mine, act)
+        return [link for link in found if link.rate != OPENED]
+
+    def _rounds(self) -> Iterator[tuple[str, Link | None, Callable[[], float]]]:
+        """The link that this rank has in each, if any, and what times it."""
+        for axis in self.grid.shape.several:
+            group, place = self.grid.shape.ranks_along(axis, self.grid.rank), self.grid.coords[axis]
+            yield f"{axis}/open", Link(axis, tuple(group), None), partial(self._open, axis)
+            for number, pairs in enumerate(pairs_of(len(group))):
+                pair = next((pair for pair in pairs if place in pair), None)
+                other = -1 if pair is None else sum(pair) - place
+                mine = None if pair is None else Link(axis, (group[pair[0]], group[pair[1]]), None)
+                leads = pair is not None and place == pair[0]
+                yield f"{axis}/{number}", mine, partial(self._rate, axis, other, leads)
+
+    def _round(self, name: str, mine: Link | None, act: Callable[[], float]) -> list[Link]:
+        """What all ranks have found of their links; both ends of one must have."""
+        told = []
+        if mine is not None:
+            try:
+                told = [replace(mine, rate=within(self.talk.left(LINK_SECONDS), act))]
+            except Exception:  # the backend's own, or no end in time
+                told = [mine]
+        texts = self.talk.gather(f"links/{name}", json.dumps([asdict(link) for link in told]), MEET_SECONDS)
+        found: dict[tuple[int, ...], Link] = {}
+        for one in (one for text in texts.values() for one in json.loads(text)):
+            link = Link(one["axis"], tuple(one["ranks"]), one["rate"])
+            rates = [end.rate for end in (link, found.get(link.ranks, link))]
+            found[link.ranks] = replace(link, rate=None if None in rates else min(rate for rate in rates if rate))
+        if self.talk.rank == 0:
+            self.lost = [rank for rank in range(self.talk.world) if rank not in texts]
+            broken = self.lost or any(link.rate is None for link in found.values())
+            self.talk.put(f"links/{name}/broken", "yes" if broken else "")
+        self.broken = bool(self.talk.hear(f"links/{name}/broken", SECONDS))
+        return list(found.values())
+
+    def _open(self, axis: str) -> float:
+        """Let all ranks of the axis come together, which makes their connections."""
+        self._settle()
+        comm.all_gather(self.message[:1], self.grid, axis, label="preflight").wait()
+        self._settle()
+        return OPENED
+
+    def _rate(self, axis: str, other: int, leads: bool) -> float:
+        """Bytes a second each way; the first message waits for the other rank and does not count."""
+        self._settle()
+        until, seconds, go_on = time.monotonic() + LINK_WINDOW, [], True
+        while go_on:
+            self.message[0] = float(time.monotonic() < until)  # of the two ranks one decides for both
+            self._settle()
+            began = time.perf_counter()
+            arrived = comm.exchange(self.message, self.grid, axis, other)
+            self._settle()
+            seconds.append(time.perf_counter() - began)
+            go_on = bool((self.message if leads else arrived)[0])
+        return self.message.nbytes / median(seconds[1:] or seconds)
+
+    def _settle(self) -> None:
+        if self.grid.device.type == "cuda":
+            torch.cuda.set_device(self.grid.device)  # threads have their own
+            torch.cuda.synchronize(self.grid.device)

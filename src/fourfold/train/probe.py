@@ -1,0 +1,170 @@
+"""What a rank measures of itself, its device, its node and the run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from fourfold import __version__
+from fourfold.cost.calibrate import product
+from fourfold.train.job import memory_bytes
+from fourfold.train.launch import cores
+from fourfold.watch.preflight import Disk, Rank
+
+ON_GPU, ON_CPU = (8192, 4096, 4096), (512, 512, 512)
+"""Products [m, k] x [k, n]."""
+WINDOWS, WINDOW_SECONDS = 5, 0.2
+"""Of products; the median counts."""
+TOGETHER = 16
+"""Products between two waits for a GPU."""
+WRITTEN = 16 << 20
+"""Bytes that a rank writes to the run's folder."""
+SEEN_SECONDS = 3.0
+"""After which a file of another node is seen on a network's file system."""
+HIDDEN = ".preflight-"
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def myself(rank: int, device: torch.device) -> Rank:
+    """Who this rank is; nothing is measured yet."""
+    host = socket.gethostname()
+    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or "0"
+    on_gpu = device.type == "cuda"
+    found = torch.cuda.get_device_properties(device) if on_gpu else None
+    return Rank(
+        rank=rank,
+        host=host,
+        node=host if node == "0" else f"{host} (node {node})",
+        versions=versions(on_gpu=on_gpu),
+        device="cpu" if found is None else found.name,
+        uuid="" if found is None else str(getattr(found, "uuid", f"{host} {device}")),
+        cores=cores(),
+    )
+
+
+def versions(*, on_gpu: bool) -> dict[str, str]:
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fourfold": f"{__version__} ({sources()})",
+    }
+    if on_gpu:
+        with suppress(OSError):
+            found["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def sources() -> str:
+    """A digest of this package: nodes may have different states of one version."""
+    package, digest = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def product_flops(device: torch.device) -> float:
+    """A second, now."""
+    on_gpu = device.type == "cuda"
+    m, k, n = shape = ON_GPU if on_gpu else ON_CPU
+    act = product(shape, torch.bfloat16 if on_gpu else torch.float32, device)
+
+    def window(seconds: float) -> float:
+        began, runs = time.perf_counter(), 0
+        while (took := time.perf_counter() - began) < seconds or not runs:
+            for _ in range(TOGETHER if on_gpu else 1):
+                act()
+                runs += 1
+            if on_gpu:
+                torch.cuda.synchronize(device)
+        return 2 * m * k * n * runs / took
+
+    window(WINDOW_SECONDS)  # the first product makes the libraries ready
+    return median(window(WINDOW_SECONDS) for _ in range(WINDOWS))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory, or of that which this node, or the container that it is in, can still give."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = memory_bytes("cpu")
+    with suppress(OSError):
+        free = 1024 * _figure(Path("/proc/meminfo"), "MemAvailable:")
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text()) - _figure(CGROUP / "memory.stat", "inactive_file")
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _figure(path: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[:1] == [name])
+
+
+def bytes_of(folder: Path) -> int:
+    """Of all files in it; none where it is not there."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What rank 0 leaves in the run's folder for the others to see."""
+
+    path: Path
+    made: tuple[Path, ...]
+    """Folders that were not there before, the innermost first."""
+
+    @classmethod
+    def leave(cls, folder: Path, name: str) -> Mark:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = cls(folder / f"{HIDDEN}{name}", tuple(made))
+        mark.path.touch()
+        return mark
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        for folder in self.made:
+            with suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
+
+
+def look_at(mark: Path, rank: int) -> Disk:
+    """The folder of rank 0's mark from here: whether it is the same, and what writing takes."""
+    until = time.monotonic() + SEEN_SECONDS
+    while not (seen := mark.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    if not seen:
+        return Disk(seen=False)
+    folder = mark.parent
+    mine, content = folder / f"{mark.name}-{rank:05d}", os.urandom(WRITTEN)
+    try:
+        began = time.perf_counter()
+        with mine.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - began
+        mine.unlink()
+    except OSError as error:
+        with suppress(OSError):
+            mine.unlink(missing_ok=True)
+        return Disk(seen=True, fault=error.strerror or str(error), mode=folder.stat().st_mode)
+    return Disk(
+        seen=True,
+        mode=folder.stat().st_mode,
+        free=shutil.disk_usage(folder).free,
+        nbytes=WRITTEN,
+        seconds=seconds,
+    )

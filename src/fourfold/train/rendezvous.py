@@ -1,0 +1,91 @@
+"""How elastic agents meet: on one node without listening to anybody else, on several at one address each.
+
+    torchrun --rdzv-backend fourfold --rdzv-endpoint node0:29400 ...
+
+torch's own rendezvous listens on all interfaces of a machine, so whoever reaches any of them reaches the job.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+
+from fourfold.store import LOOPBACK, serve
+
+HERE = "fourfold-here"
+PORT = 29400
+READ_SECONDS = 60
+
+
+class Here(RendezvousHandler):
+    """The one node of a job, with its store on the loopback."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._store = serve(LOOPBACK)
+
+    def get_backend(self) -> str:
+        return HERE
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        where = RendezvousStoreInfo(LOOPBACK, self._store.port)
+        return RendezvousInfo(dist.PrefixStore(self._name, self._store), 0, 1, where)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._name
+
+    def shutdown(self) -> bool:
+        return True
+
+
+rendezvous_handler_registry.register(HERE, lambda params: Here(params.run_id))
+
+
+def handler() -> RendezvousHandlerCreator:
+    """What torchrun asks for; pyproject.toml names it."""
+    return among_nodes
+
+
+def among_nodes(params: RendezvousParameters) -> RendezvousHandler:
+    """torch's rendezvous of several nodes, with stores that listen at one address each.
+
+    These are the endpoint's, and that of the node of rank 0: its host name's, or what its --local-addr says.
+    """
+    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
+    store = _store(host, port, timedelta(seconds=params.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS))
+    found = create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
+    found._create_tcp_store_server = serve  # type: ignore[method-assign]
+    return found
+
+
+def _store(host: str, port: int, timeout: timedelta) -> dist.Store:
+    if _matches_machine_hostname(host):
+        try:
+            return serve(host, port, timeout)
+        except OSError:  # another agent of this machine has it
+            pass
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)

@@ -1,0 +1,98 @@
+"""Faults in whole runs that do not bring ranks down: a flipped bit, a slow rank, a full disk."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from curves import config_of, write_texts
+from fourfold.arriving import local_of
+from fourfold.grid import FailedElsewhereError, Shape
+from fourfold.train import stop as stopping
+from fourfold.train.begin import begin
+from fourfold.train.config import Config
+from fourfold.train.loop import Run
+from fourfold.train.record import Event, Kept
+from fourfold.train.saving import NotSavedError
+from fourfold.watch.replicas import ReplicasDifferError
+from fourfold.watch.straggle import COMPUTE
+from harness import grid_of
+
+SMALL: dict[str, Any] = {"model.layers": 1, "train.evaluate_every": 0, "plan.compare": False}
+
+
+def flip(run: Run, step: int) -> None:
+    """One bit of a parameter."""
+    if step == 3:
+        local_of(run.model.norm.weight).data.view(torch.int32)[0] ^= 1
+
+
+def sleep(_: Run, __: int) -> None:
+    time.sleep(0.1)
+
+
+def nothing(_: Run, __: int) -> None: ...
+
+
+def faulty(config: Config, folder: Path, rank: int, fault: Any) -> list[Event]:
+    """A job: what was recorded of a run with a fault in one rank."""
+    stopping.SECONDS, seconds = 0.2, stopping.SECONDS  # ranks tell of their steps where they ask each other
+    run = Run(config, grid_of(config.grid.shape), folder)
+    kept, launch = Kept(), run._launch
+
+    def launched(step: int) -> None:
+        if run.grid.rank == rank:
+            fault(run, step)
+        launch(step)
+
+    run._launch = launched  # type: ignore[method-assign]
+    begin(run, lambda: [kept])
+    try:
+        run.train()
+    except (ReplicasDifferError, FailedElsewhereError, NotSavedError) as error:
+        return [{"error": str(error)}]
+    finally:
+        stopping.SECONDS = seconds
+    return kept.events
+
+
+def test_a_flipped_bit_ends_a_run_and_its_rank_is_named_by_all(ranks: Any, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    config = config_of(
+        "gpt-tiny", "fp32", 6, tmp_path, Shape(data=3), {**SMALL, "watch.replicas_every": 2, "batch.rows": 6}
+    )
+    for (end,) in ranks(3).run(faulty, config, tmp_path / "run", 1, flip):
+        assert "parameters of rank 1 differ from the other replicas of ranks 0, 1, 2" in end["error"]
+
+
+def test_a_slow_rank_is_named_while_the_run_goes_on(ranks: Any, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    config = config_of("gpt-tiny", "fp32", 25, tmp_path, Shape(x=2, z=2), SMALL)
+    events, *_ = ranks(4).run(faulty, config, tmp_path / "run", 3, sleep)
+    found = [event for event in events if event["event"] == "straggler"]
+    assert [event["ranks"] for event in found if event["kind"] == COMPUTE] == [[3]]
+    assert "rank 3 is slow: its own work takes" in found[0]["said"]
+    assert events[-1] == {"event": "end", "step": 25, "reason": "finished"}
+
+
+def test_a_full_disk_ends_a_run_on_all_ranks_and_leaves_what_was_saved(ranks: Any, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        changes = {**SMALL, "checkpoint.every": 2, "checkpoint.keep_last": 9}
+        config = config_of("gpt-tiny", "fp32", 20, tmp_path, Shape(z=2), changes)
+        for (end,) in ranks(2).run(faulty, config, folder, 1, nothing):
+            assert "No space left on device" in end["error"]
+            assert "step-0000" in end["error"]
+        assert (folder / "checkpoints" / "step-00000002" / "checkpoint.json").is_file()
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)  # ranks may still map the data there
