@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from emulated import Result, Run
@@ -51,11 +51,11 @@ def sent(result: Result) -> float:
 def bars(run: Run) -> Iterator[str]:
     ours, theirs = planned(run), best_peer(run)
     yield _against_best(ours, theirs)
-    if fmean(ours.busy) < DOMINATES:
+    if median(ours.busy) < DOMINATES:
         times = theirs.step / ours.step
         yield (
             f"at least {AIM} times the speed of the best peer, where communication dominates (cores "
-            f"{fmean(ours.busy):.0%} busy): {_verdict(times >= AIM)}, {times:.2f}"
+            f"{median(ours.busy):.0%} busy): {_verdict(times >= AIM)}, {times:.2f}"
         )
     yield from _counters(run)
     yield _losses(run)
@@ -130,7 +130,7 @@ def _cells(result: Result, rival: Result) -> list[str]:
         f"{median(result.between) / 1e6:.1f}",
         f"{result.ledger['inside'] / 1e6:.1f}, {result.ledger['between'] / 1e6:.1f}" if result.ledger else "-",
         f"{result.peak / 1e6:.0f}" if result.peak is not None else "-",
-        f"{fmean(result.busy):.0%}",
+        f"{median(result.busy):.0%}",
     ]
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 
 import emulated
 from cluster import NotHereError, ending_in_order
@@ -140,7 +140,7 @@ def summary(runs: Sequence[Run]) -> Iterator[str]:
 
 def busy_cores(results: Sequence[Result]) -> float:
     """Their share over all steps."""
-    return fmean(fmean(one.busy) for one in results)
+    return fmean(median(one.busy) for one in results)
 
 
 def verdicts(runs: Sequence[Run]) -> Iterator[str]:

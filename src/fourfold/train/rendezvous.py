@@ -2,7 +2,8 @@
 
     torchrun --rdzv-backend fourfold --rdzv-endpoint node0:29400 ...
 
-torch's own rendezvous listens on all interfaces of a machine, so whoever reaches any of them reaches the job.
+torch's own rendezvous listens on all interfaces of a machine, so whoever reaches any of them reaches the job. It also
+keeps one store for all starts, where ranks that are started again find the addresses of the dead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousHandlerCreator
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from fourfold.store import LOOPBACK, serve
@@ -65,20 +66,29 @@ class Here(RendezvousHandler):
 rendezvous_handler_registry.register(HERE, lambda params: Here(params.run_id))
 
 
+class AmongNodes(DynamicRendezvousHandler):
+    """torch's, with a store for each start, which listens at one address."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        return super().next_rendezvous()
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> dist.TCPStore:
+        return serve(master_addr, master_port)
+
+
 def handler() -> RendezvousHandlerCreator:
     """What torchrun asks for; pyproject.toml names it."""
     return among_nodes
 
 
 def among_nodes(params: RendezvousParameters) -> RendezvousHandler:
-    """torch's rendezvous of several nodes, with stores that listen at one address each.
-
-    These are the endpoint's, and that of the node of rank 0: its host name's, or what its --local-addr says.
-    """
+    """Of several nodes. What listens does so at the endpoint, and at the address of the node of rank 0, which its host
+    name or its --local-addr says."""
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
     store = _store(host, port, timedelta(seconds=params.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS))
     found = create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
-    found._create_tcp_store_server = serve  # type: ignore[method-assign]
+    found.__class__ = AmongNodes  # which adds no state; torch makes its own class alone
     return found
 
 
