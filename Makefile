@@ -19,15 +19,17 @@ test: lint types
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # families of transformers and convolutional networks on many grids, operations on parts in every way, checkpoints between
-# every pair of grids, a hundred killed ranks, overlap bit for bit over 20 steps, dry runs of the largest models, loss
-# curves of 200 steps, then every grid with every combination of options, for days; SOAK_SECONDS=N stops these after about
-# that long
+# every pair of grids, a hundred killed ranks, runs that are watched without faults and with (these need root), overlap bit
+# for bit over 20 steps, dry runs of the largest models, loss curves of 200 steps, then every grid with every combination
+# of options, for days; SOAK_SECONDS=N stops these after about that long
 soak: .venv/installed
 	$(BIN)/python tests/soak_families.py
 	$(BIN)/python tests/soak_images.py
 	$(BIN)/python tests/soak_operations.py
 	$(BIN)/python tests/soak_checkpoint.py
 	$(BIN)/python tests/soak_kills.py
+	$(BIN)/python tests/soak_watch.py clean
+	$(BIN)/python tests/soak_watch.py faults
 	$(BIN)/python tests/soak_overlap.py
 	$(BIN)/python tests/soak_dry.py
 	$(BIN)/python tests/soak_curves.py

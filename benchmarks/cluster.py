@@ -8,6 +8,8 @@ in one more namespace, and `tbf` holds what the link carries each way to --mbit.
 loopback. Nothing of the machine's own network is touched: all interfaces and addresses are inside the namespaces, and
 go with them, on Ctrl-C and after a crash too; what a killed call left behind the next call takes away.
 
+While a job runs (`Cluster.start`) a node's link can be cut and healed, and a node can end.
+
 Needs root and iproute2.
 """
 
@@ -18,18 +20,20 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-PREFIX = "fourfold"
-"""Namespaces are PREFIX-PID-NODE: a name tells whose they are."""
+from namespaces import PREFIX, NotHereError, ip, kill_all, output_of, remove, sweep
+
 LINK, LOOPBACK = "eth0", "lo"
 """What a node's link is called inside it, and the way between its ranks."""
 PORT = 29500
@@ -53,10 +57,6 @@ STOP_SECONDS = 10.0
 
 
 Process = subprocess.Popen[bytes]
-
-
-class NotHereError(RuntimeError):
-    """This machine cannot emulate a cluster; the message says what it lacks."""
 
 
 class Traffic(NamedTuple):
@@ -117,13 +117,39 @@ class Shape:
         return f"{self.nodes} nodes x {self.ranks} ranks, {rate}"
 
 
-class Cluster:
-    """The network; `run` starts a job on it. A context manager: what it makes is gone when it ends."""
+@dataclass(frozen=True)
+class Elastic:
+    """A job that torchrun starts again when ranks fail, with the nodes that are left if these are enough."""
 
-    def __init__(self, shape: Shape) -> None:
+    least: int
+    """Nodes."""
+    restarts: int = 1000
+    lost: int = 5
+    """Seconds without a sign of life after which a node is taken for lost."""
+    last_call: int = 5
+    """Seconds in which others may still join once the least are there."""
+
+    def options(self, shape: Shape, node: int) -> tuple[str, ...]:
+        """Of torchrun on that node; the first one keeps the store by which they find each other."""
+        times = f"keep_alive_interval=1,keep_alive_max_attempt={self.lost},last_call_timeout={self.last_call}"
+        return (
+            *("--nnodes", f"{self.least}:{shape.nodes}", "--max-restarts", str(self.restarts)),
+            *("--rdzv-backend", "fourfold", "--rdzv-endpoint", f"{address(0)}:{PORT}", "--local-addr", address(node)),
+            *("--rdzv-conf", f"is_host={int(node == 0)},{times}"),
+        )
+
+
+class Cluster:
+    """The network; `run` starts a job on it. A context manager: what it makes is gone when it ends.
+
+    Several of one process have names, and networks that know nothing of each other.
+    """
+
+    def __init__(self, shape: Shape, name: str = "") -> None:
         self.shape = shape
-        self._names = [f"{PREFIX}-{os.getpid()}-{node}" for node in range(shape.nodes)]
-        self._switch = f"{PREFIX}-{os.getpid()}-switch"
+        self._names = [f"{PREFIX}-{os.getpid()}-{name}{node}" for node in range(shape.nodes)]
+        self._switch = f"{PREFIX}-{os.getpid()}-{name}switch"
+        self._started: list[Process] = []
 
     def __enter__(self) -> Cluster:
         require_emulation()
@@ -139,19 +165,19 @@ class Cluster:
         self.close()
 
     def _build(self) -> None:
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        ip("netns", "add", self._switch)
+        ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "bridge", "up")
         for node, name in enumerate(self._names):
-            port = f"port{node}"
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", LOOPBACK, "up")
-            _ip("-n", name, "link", "add", LINK, "type", "veth", "peer", "name", port, "netns", self._switch)
-            _ip("-n", name, "address", "add", f"{address(node)}/24", "dev", LINK)
-            _ip("-n", name, "link", "set", LINK, "gso_max_size", str(PACKET), "up")
-            _ip("-n", self._switch, "link", "set", port, "gso_max_size", str(PACKET), "master", "bridge", "up")
+            port = port_of(node)
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", LOOPBACK, "up")
+            ip("-n", name, "link", "add", LINK, "type", "veth", "peer", "name", port, "netns", self._switch)
+            ip("-n", name, "address", "add", f"{address(node)}/24", "dev", LINK)
+            ip("-n", name, "link", "set", LINK, "gso_max_size", str(PACKET), "up")
+            ip("-n", self._switch, "link", "set", port, "gso_max_size", str(PACKET), "master", "bridge", "up")
             for setting, value in SETTINGS.items():
-                _run("ip", "netns", "exec", name, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}")
+                output_of("ip", "netns", "exec", name, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}")
             self._limit(name, LINK)
             self._limit(self._switch, port)
 
@@ -161,15 +187,19 @@ class Cluster:
         rate = self.shape.mbit * 1e6 / 8
         burst = max(LEAST_BURST, int(rate * BURST_SECONDS))
         limits = ("rate", f"{self.shape.mbit:g}mbit", "burst", str(burst), "limit", str(QUEUE))
-        _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limits)
+        output_of("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limits)
 
     def close(self) -> None:
+        for process in self._started:  # the first ones: they might just be on their way into their namespace
+            process.kill()
         for name in (*self._names, self._switch):
             remove(name)
+        for process in self._started:
+            process.wait()
 
     def traffic(self) -> list[Traffic]:
         """Of each node, since the cluster was made."""
-        return [counted(_run("ip", "netns", "exec", name, "cat", "/proc/net/dev")) for name in self._names]
+        return [counted(output_of("ip", "netns", "exec", name, "cat", "/proc/net/dev")) for name in self._names]
 
     def run(
         self,
@@ -179,32 +209,56 @@ class Cluster:
         timeout: float | None = None,
     ) -> int:
         """What torchrun would be given, on every rank; the first exit code that is not 0, else 0."""
-        job = [self._start(node, command, env or {}) for node in range(self.shape.nodes)]
+        job = [self.start(node, command, env=env) for node in range(self.shape.nodes)]
         try:
             return _wait(job, timeout)
         finally:
             stop(job)
 
-    def _start(self, node: int, command: Sequence[str], env: Mapping[str, str]) -> Process:
-        torchrun = (
-            *(sys.executable, "-m", "torch.distributed.run"),
+    def start(
+        self,
+        node: int,
+        command: Sequence[str],
+        *,
+        elastic: Elastic | None = None,
+        env: Mapping[str, str] | None = None,
+        log: IO[str] | None = None,
+    ) -> Process:
+        """torchrun on one node, whose ranks wait for those of the others; what it and they print goes to the log."""
+        alone = (
             *("--nnodes", str(self.shape.nodes), "--node-rank", str(node)),
-            *("--nproc-per-node", str(self.shape.ranks)),
             *("--master-addr", address(0), "--master-port", str(PORT)),
         )
-        return subprocess.Popen(
+        options = alone if elastic is None else elastic.options(self.shape, node)
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.shape.ranks), *options)
+        process = subprocess.Popen(
             ["ip", "netns", "exec", self._names[node], *torchrun, *command],
             env={
                 "OMP_NUM_THREADS": "1",
                 **os.environ,
                 "GLOO_SOCKET_IFNAME": LINK,
                 "NCCL_SOCKET_IFNAME": LINK,
-                **env,
+                **(env or {}),
             },
             stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             start_new_session=True,  # Ctrl-C comes to us, and we stop them in order
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(_become, host(node)),
         )
+        self._started.append(process)
+        return process
+
+    def cut(self, node: int) -> None:
+        """Pull the cable between a node and the switch: nothing arrives any more, and nobody is told."""
+        ip("-n", self._switch, "link", "set", port_of(node), "down")
+
+    def heal(self, node: int) -> None:
+        ip("-n", self._switch, "link", "set", port_of(node), "up")
+
+    def end(self, node: int) -> None:
+        """Kill all processes of a node: nobody but this cluster starts any there."""
+        kill_all(self._names[node])
 
 
 def address(node: int) -> str:
@@ -212,13 +266,27 @@ def address(node: int) -> str:
     return f"10.44.0.{node + 1}"
 
 
+def host(node: int) -> str:
+    """What the processes of a node read as the name of their machine."""
+    return f"node-{node}"
+
+
+def port_of(node: int) -> str:
+    """Where a node's link ends, at the switch."""
+    return f"port{node}"
+
+
 # --- jobs
 
 
-def _die_with_parent() -> None:
-    """In the child: be told to end when whoever started it is gone, killed perhaps."""
-    parent_death_signal = 1
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
+def _become(name: str) -> None:
+    """In the child: have a host's name, and be told to end when whoever started it is gone, killed perhaps."""
+    parent_death_signal, own_name = 1, 0x04000000
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(parent_death_signal, signal.SIGTERM)
+    if libc.unshare(own_name):
+        raise OSError(ctypes.get_errno(), "a node needs a name of its own")
+    socket.sethostname(name)
 
 
 def _wait(job: Sequence[Process], timeout: float | None) -> int:
@@ -246,46 +314,6 @@ def stop(job: Sequence[Process]) -> None:
         if process.poll() is None:
             process.kill()
             process.wait()
-
-
-# --- namespaces
-
-
-def remove(name: str) -> None:
-    """A namespace and the processes in it; its interfaces go with it."""
-    if name not in namespaces():
-        return
-    for pid in _run("ip", "netns", "pids", name).split():
-        with suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
-    _ip("netns", "delete", name)
-
-
-def sweep() -> list[str]:
-    """Remove what calls that were killed have left; returns the names."""
-    left = []
-    for name in namespaces():
-        parts = name.split("-")
-        ours = len(parts) == 3 and parts[0] == PREFIX and parts[1].isdigit()
-        if ours and not Path(f"/proc/{parts[1]}").exists():
-            remove(name)
-            left.append(name)
-    return left
-
-
-def namespaces() -> list[str]:
-    return [line.split()[0] for line in _ip("netns", "list").splitlines() if line]
-
-
-def _ip(*arguments: str) -> str:
-    return _run("ip", *arguments)
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise NotHereError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout
 
 
 # --- the command

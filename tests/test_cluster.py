@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import cluster
+from namespaces import namespaces
 
 BENCHMARKS = Path(cluster.__file__).parent
 
@@ -101,6 +104,50 @@ def test_links_carry_what_they_were_given_and_count_it(tmp_path: Path) -> None:
         assert seconds < 3 * wire / 10e6
 
 
+ECHO = """
+import socket
+talk, _ = socket.create_server(("", 5000)).accept()
+while heard := talk.recv(1):
+    talk.sendall(heard)
+"""
+ASK = """
+import os, socket, sys, time
+while True:
+    try:
+        talk = socket.create_connection((sys.argv[1], 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.05)
+while asked := os.read(0, 1):
+    talk.sendall(asked)
+    os.write(1, talk.recv(1))
+"""
+
+
+@pytest.mark.usefixtures("emulation")
+def test_a_cut_link_is_silent_until_it_is_healed() -> None:
+    with ExitStack() as stack, cluster.Cluster(cluster.Shape(2, 1), "c") as made:
+
+        def start(node: int, *program: str) -> subprocess.Popen[bytes]:
+            enter = ["ip", "netns", "exec", f"{cluster.PREFIX}-{os.getpid()}-c{node}"]
+            command = [*enter, sys.executable, "-c", *program]
+            return stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+
+        start(1, ECHO)
+        ask = start(0, ASK, cluster.address(1))
+
+        def answered(seconds: float) -> bool:
+            return bool(select.select([ask.stdout], [], [], seconds)[0])
+
+        os.write(ask.stdin.fileno(), b"1")
+        assert answered(30) and os.read(ask.stdout.fileno(), 1) == b"1"
+        made.cut(1)
+        os.write(ask.stdin.fileno(), b"2")
+        assert not answered(0.5)
+        made.heal(1)
+        assert answered(30) and os.read(ask.stdout.fileno(), 1) == b"2"
+
+
 @pytest.fixture
 def call(emulation: None) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:  # noqa: ARG001
     """A call whose job sleeps on one node."""
@@ -142,7 +189,7 @@ def test_an_interrupted_call_leaves_nothing(
     process.send_signal(sent)
     process.wait(timeout=30)
     assert process.returncode == code
-    assert not [name for name in cluster.namespaces() if f"-{process.pid}-" in name]
+    assert not [name for name in namespaces() if f"-{process.pid}-" in name]
 
 
 def test_what_a_killed_call_has_left_is_taken_away(call: Callable[[], subprocess.Popen[bytes]]) -> None:
@@ -150,7 +197,7 @@ def test_what_a_killed_call_has_left_is_taken_away(call: Callable[[], subprocess
     name = f"{cluster.PREFIX}-{process.pid}-0"
     process.kill()
     process.wait()
-    assert name in cluster.namespaces()
+    assert name in namespaces()
     assert name in cluster.sweep()
-    assert name not in cluster.namespaces()
+    assert name not in namespaces()
     wait_until(lambda: not commands_on(name), 10)

@@ -55,6 +55,30 @@ def test_a_tape_keeps_the_last_launches(tape: Tape, tmp_path: Path) -> None:
     assert found.launched == {"z": 2 * ENTRIES + 5, "data": 1}
 
 
+def test_a_frozen_tape_stays_as_it_is(tape: Tape, tmp_path: Path) -> None:
+    tape.launched(gather("before"))
+    tape.doing("waiting")
+    tape.freeze()
+    tape.launched(gather("after"))
+    tape.waits(gather("after"))
+    tape.landed()
+    tape.doing("computing")
+    tape.freeze()
+    found = read(tape_path(tmp_path, 1))
+    assert [entry.record.label for entry in found.entries] == ["before"]
+    assert found.doing is not None
+    assert found.doing.what == "waiting"
+    tape.close()
+
+
+def test_tapes_of_a_start_with_more_ranks_are_not_read(tmp_path: Path) -> None:
+    for rank in range(4):
+        Tape(tape_path(tmp_path, rank), rank, SHAPE)
+    for rank in range(2):
+        Tape(tape_path(tmp_path, rank), rank, Shape(x=2))
+    assert sorted(read_all(tmp_path)) == [0, 1]
+
+
 def test_the_ledger_tells_the_tape(tape: Tape, tmp_path: Path) -> None:
     ledger, records = Ledger(), [gather("one"), gather("two")]
     ledger.listener = tape
@@ -171,6 +195,9 @@ def test_where_all_have_come_it_is_the_link(tmp_path: Path) -> None:
     found = diagnose(job(tmp_path, lambda _, tape: go(tape, PROGRAM[:2], waits=True)), {})
     assert not found.culprits
     assert "all of ranks 0, 2 arrived, but their bytes did not; look at the links of" in found.headline
+    stacks = dict.fromkeys((0, 1, 3), "line")
+    found = diagnose(found.readings, stacks)  # rank 2 was stopped after it had come, or its cable was pulled
+    assert "arrived, but their bytes did not, and rank 2 does not answer; look at the links of" in found.headline
 
 
 def test_ranks_that_wait_in_the_store_name_the_one_that_does_not(tmp_path: Path) -> None:
@@ -180,6 +207,11 @@ def test_ranks_that_wait_in_the_store_name_the_one_that_does_not(tmp_path: Path)
 
     found = diagnose(job(tmp_path, act), {})
     assert found.headline == "step 0: asking the others whether to stop: rank 3 never arrived"
+
+
+def test_where_all_wait_in_the_store_it_is_the_link_too(tmp_path: Path) -> None:
+    found = diagnose(job(tmp_path, lambda _, tape: tape.doing("asking the others whether to stop", waits=True)), {})
+    assert "step 0: asking the others whether to stop: all of ranks 0, 1, 2, 3 arrived, but their" in found.headline
 
 
 def test_devices_that_wait_for_each_other_are_told_apart_by_what_was_launched(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ keeps one store for all starts, where ranks that are started again find the addr
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,7 +28,8 @@ from fourfold.store import LOOPBACK, serve
 
 HERE = "fourfold-here"
 PORT = 29400
-READ_SECONDS = 60
+TIMEOUT = timedelta(seconds=60)
+"""For an answer of the store."""
 
 
 class Here(RendezvousHandler):
@@ -86,16 +88,16 @@ def among_nodes(params: RendezvousParameters) -> RendezvousHandler:
     """Of several nodes. What listens does so at the endpoint, and at the address of the node of rank 0, which its host
     name or its --local-addr says."""
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
-    store = _store(host, port, timedelta(seconds=params.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS))
+    is_host = params.get_as_bool("is_host")
+    store = _store(host, port, _matches_machine_hostname(host) if is_host is None else is_host)
     found = create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
     found.__class__ = AmongNodes  # which adds no state; torch makes its own class alone
     return found
 
 
-def _store(host: str, port: int, timeout: timedelta) -> dist.Store:
-    if _matches_machine_hostname(host):
-        try:
-            return serve(host, port, timeout)
-        except OSError:  # another agent of this machine has it
-            pass
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+def _store(host: str, port: int, is_host: bool) -> dist.Store:
+    """That of the endpoint, made where that is; two agents of one machine make it once."""
+    if is_host:
+        with suppress(OSError):
+            return serve(host, port, TIMEOUT)
+    return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)

@@ -80,6 +80,7 @@ class Alarm:
                 self._speak_alone()
 
     def _raise(self, reason: str) -> None:
+        self._tape.freeze()
         self._reason = reason
         self._raised.set()
 
@@ -105,7 +106,7 @@ class Alarm:
                     return
 
     def _answer(self, *, judge: bool) -> None:
-        self._tape.flush()
+        self._tape.freeze()  # what holds them up may pass while they look
         self._store.set(f"{self._name}/answer/{self._rank}", stack_of_main())
         self._store.add(f"{self._name}/answers", 1)
         self._answering = True

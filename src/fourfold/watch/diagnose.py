@@ -77,20 +77,21 @@ class Diagnosis:
                 f"step {step}: ranks disagree on which collective comes next along {self.disagreement.axis}: "
                 f"{ranks_text(by)} launched {one}, {ranks_text(by_others)} {other}"
             )
-        if not self.meetings and not self.culprits:
+        waiting = {rank: one.doing for rank, one in self.readings.items() if one.doing is not None and one.waits}
+        if not self.meetings and not waiting:
             return "nobody waits for a collective"
         if not self.meetings:
-            waiting = [reading for reading in self.readings.values() if reading.doing is not None and reading.waits]
-            what = next((f"step {one.doing.step}: {one.doing.what}" for one in waiting if one.doing), "waiting")
-            return f"{what}: {ranks_text(self.culprits)} never arrived"
-        meeting = self.meetings[0]
-        what = f"step {meeting.entry.step}: {meeting.entry.record}"
+            doing = next(iter(waiting.values()))
+            what, came = f"step {doing.step}: {doing.what}", sorted(waiting)
+        else:
+            meeting = self.meetings[0]
+            what, came = f"step {meeting.entry.step}: {meeting.entry.record}", list(meeting.came)
         if self.culprits:
             return f"{what}: {ranks_text(self.culprits)} never arrived"
-        hosts = " and ".join(sorted({self.readings[rank].who.host for rank in meeting.came}))
-        return (
-            f"{what}: all of {ranks_text(meeting.came)} arrived, but their bytes did not; look at the links of {hosts}"
-        )
+        silent = [rank for rank in came if self.stacks and rank not in self.stacks]
+        gone = f", and {ranks_text(silent)} does not answer" if silent else ""
+        hosts = " and ".join(sorted({self.readings[rank].who.host for rank in came}))
+        return f"{what}: all of {ranks_text(came)} arrived, but their bytes did not{gone}; look at the links of {hosts}"
 
     def lines(self) -> Iterator[str]:
         yield self.headline

@@ -89,7 +89,8 @@ class Tape:
         with beside.open("wb+") as file:
             file.write(head.ljust(size, b"\0"))  # all of it: a disk that is full later must not end this process
             file.flush()
-            self._map = mmap.mmap(file.fileno(), size)
+            self._file = mmap.mmap(file.fileno(), size)
+        self._map: mmap.mmap | bytearray = self._file
         beside.replace(path)
         self.step = 0
         self.since: float | None = None
@@ -133,12 +134,15 @@ class Tape:
         self.since = time.monotonic() if waits else None
         DOING.pack_into(self._map, DOING_AT, time.time(), waits, self.step, what.encode()[:115])
 
-    def flush(self) -> None:
-        """To where other nodes may see it."""
-        self._map.flush()
+    def freeze(self) -> None:
+        """What is on it stays, also for other nodes: what this rank does from now on is not written any more."""
+        if self._map is self._file:
+            self._file.flush()
+            self._map = bytearray(len(self._file))
 
     def close(self) -> None:
-        self._map.close()
+        self._map = bytearray(len(self._file))
+        self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,5 +232,7 @@ def tape_path(folder: Path, rank: int) -> Path:
 
 
 def read_all(folder: Path) -> dict[int, Reading]:
-    """All tapes of a run by rank."""
-    return {found.who.rank: found for found in map(read, sorted((folder / "watch").glob("rank-*.tape")))}
+    """All tapes of a run by rank; those that a start with more ranks, or on another grid, has left are not of it."""
+    tapes = [read(path) for path in sorted((folder / "watch").glob("rank-*.tape"))]
+    newest = max(tapes, key=lambda tape: tape.who.began, default=None)
+    return {tape.who.rank: tape for tape in tapes if newest is not None and tape.who.shape == newest.who.shape}
