@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from fourfold import store
 from fourfold.train import launch as launching
-from fourfold.train.rendezvous import among_nodes
 from test_train import needs_proc
 
 PROBE = """
@@ -85,7 +85,7 @@ def test_agents_of_several_nodes_listen_at_their_addresses_alone() -> None:
     before = listening(os.getpid())
     config = {"join_timeout": "5"}
     params = RendezvousParameters("fourfold", "127.0.0.1:0", "name", 1, 1, local_addr="127.0.0.1", **config)
-    handler = among_nodes(params)
+    handler = get_rendezvous_handler(params)  # as torchrun finds it
     info = handler.next_rendezvous()
     assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")
     assert listening(os.getpid()) - before <= {"127.0.0.1"}

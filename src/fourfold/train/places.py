@@ -22,7 +22,7 @@ from fourfold.cost.machine import load_machine
 from fourfold.train.config import Config, read_config
 from fourfold.train.job import AUTO
 from fourfold.train.launch import stop_seconds
-from fourfold.train.rendezvous import PORT
+from fourfold.train.rendezvous import BACKEND, PORT
 
 LAUNCH = """\
 Write what a scheduler needs to run a config: a SLURM script or a Kubernetes manifest. Both start every rank, send
@@ -172,7 +172,7 @@ def kubernetes(place: Place, config: str) -> str:
     """A manifest for kubectl: a pod for each node, torchrun in it, the config mounted beside."""
     command = [
         *("torchrun", f"--nnodes={place.nodes}", f"--nproc-per-node={place.per_node}"),
-        *("--rdzv-backend=fourfold", f"--rdzv-endpoint={place.name}-0.{place.name}:{PORT}", f"--rdzv-id={place.name}"),
+        *(f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={place.name}-0.{place.name}:{PORT}", f"--rdzv-id={place.name}"),
         *(f"--max-restarts={place.tries - 1}", f"--shutdown-timeout={place.stop_seconds}"),
         *("-m", "fourfold.cli", "train", "/config/run.toml", "--resume", place.out),
     ]

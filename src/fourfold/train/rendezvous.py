@@ -26,7 +26,8 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from fourfold.store import LOOPBACK, serve
 
-HERE = "fourfold-here"
+BACKEND, HERE = "fourfold", "fourfold-here"
+"""By which torchrun knows it, and our own launcher."""
 PORT = 29400
 TIMEOUT = timedelta(seconds=60)
 """For an answer of the store."""
@@ -70,6 +71,9 @@ rendezvous_handler_registry.register(HERE, lambda params: Here(params.run_id))
 
 class AmongNodes(DynamicRendezvousHandler):
     """torch's, with a store for each start, which listens at one address."""
+
+    def get_backend(self) -> str:
+        return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._shared_tcp_store_server = self._bootstrap_store_info = None
