@@ -172,8 +172,8 @@ def kubernetes(place: Place, config: str) -> str:
     """A manifest for kubectl: a pod for each node, torchrun in it, the config mounted beside."""
     command = [
         *("torchrun", f"--nnodes={place.nodes}", f"--nproc-per-node={place.per_node}"),
-        *(f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={place.name}-0.{place.name}:{PORT}", f"--rdzv-id={place.name}"),
-        *(f"--max-restarts={place.tries - 1}", f"--shutdown-timeout={place.stop_seconds}"),
+        *(f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={place.name}-0.{place.name}:{PORT}"),
+        *(f"--rdzv-id={place.name}", f"--max-restarts={place.tries - 1}", f"--shutdown-timeout={place.stop_seconds}"),
         *("-m", "fourfold.cli", "train", "/config/run.toml", "--resume", place.out),
     ]
     container = {
