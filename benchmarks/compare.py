@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"compare: interrupted; settings that were complete are in {options.out}", file=sys.stderr)
         return 130
-    runs = [emulated.Run.read(path) for path in sorted(options.out.glob("*.json"))]
+    found = [emulated.Run.read(path) for path in sorted(options.out.glob("*.json"))]
+    runs = [run for run in found if any(one.variant == PLANNED for one in run.results)]  # others are of grids alone
     if not runs:
         print(f"compare: error: no runs in {options.out}; leave --table away to measure some", file=sys.stderr)
         return 2
