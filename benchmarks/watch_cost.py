@@ -23,7 +23,7 @@ import torch
 
 import fourfold as ff
 from bed import Bed, multi_process_service
-from fourfold.train.guard import Guard, Unguarded
+from fourfold.train.guard import Guard, Unguarded, Windows
 from fourfold.train.launch import share_cores
 from fourfold.train.meter import Meter
 from fourfold.train.sections import WatchSection
@@ -62,6 +62,7 @@ class Side:
 
     def block(self, folder: str, steps: int) -> float:
         """Seconds of a step on average; with the guard where there is a folder for it."""
+        Windows.LEAST = steps  # so that it is told
         guard = Guard(self.grid, Path(folder), 60.0) if folder else Unguarded()
         self.meter.begin()
         began = time.perf_counter()

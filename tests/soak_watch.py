@@ -218,7 +218,8 @@ class Job:
     def kill(self) -> Fault:
         rank, process = self.victim()
         os.kill(process, signal.SIGKILL)
-        return Fault("kill", self.step(), f"rank {rank} killed", rf"exitcode: -9\).*\(pid: {process}\)", time.time())
+        named_by = rf"exitcode: -9\).*\(pid: {process}\)|rank {rank} \(\S+, process {process}\) does not answer"
+        return Fault("kill", self.step(), f"rank {rank} killed", named_by, time.time())
 
     def stop(self) -> Fault:
         rank, process = self.victim()

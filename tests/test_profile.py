@@ -159,7 +159,7 @@ def halted(config: Config, folder: Path) -> str:
     """A job: a run that ends inside of its profile."""
     run = Run(config, grid_of(config.grid.shape), folder, profile=range(1, 4))
 
-    def fail(max_norm: float) -> Any:
+    def fail(max_norm: float, **_: Any) -> Any:
         raise BadNumbersError(f"{max_norm} is too much")
 
     run.optimizer.clip_and_step = fail  # type: ignore[method-assign]

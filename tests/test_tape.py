@@ -168,6 +168,16 @@ def test_a_rank_that_never_arrived_is_named(tmp_path: Path, silent: int) -> None
     assert f"rank {peer} stood at\n    line False" in text
 
 
+def test_who_waits_for_a_silent_rank_is_not_who_holds_up_the_others(tmp_path: Path) -> None:
+    """Rank 2 was stopped after it had come along x: rank 3 waits for its bytes, ranks 0 and 1 for both."""
+
+    def act(rank: int, tape: Tape) -> None:
+        go(tape, PROGRAM[: 1 if rank > 1 else 2], waits=rank != 2)
+
+    found = diagnose(job(tmp_path, act), dict.fromkeys((0, 1, 3), "line"))
+    assert found.culprits == (2,)
+
+
 def test_ranks_that_launched_different_things_are_named(tmp_path: Path) -> None:
     """Rank 2 leaves the first collective along x out."""
     tapes = job(tmp_path, lambda rank, tape: go(tape, PROGRAM[1:] if rank == 2 else PROGRAM[:2], waits=True))

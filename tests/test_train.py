@@ -140,7 +140,8 @@ def column(folder: Path, event: str, key: str) -> list[Any]:
 def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
-        "config.toml", "run.json", "metrics.jsonl", "tensorboard", "data", "checkpoints", ".lock"
+        "config.toml", "run.json", "metrics.jsonl", "events.jsonl", "log.txt", "logs", "tensorboard", "data",
+        "checkpoints", ".lock",
     }  # fmt: skip
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert [path.suffix for path in (folder / "data").iterdir()] == [".tokens"]
@@ -280,8 +281,8 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
     assert found.keys() == {
-        "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "saved", "resumed",
-        "stragglers", "end",
+        "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "spikes", "saved",
+        "resumed", "stragglers", "end",
     }  # fmt: skip
     config = parse(Config, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")

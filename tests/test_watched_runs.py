@@ -16,6 +16,7 @@ from fourfold.grid import FailedElsewhereError, Shape
 from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
+from fourfold.train.guard import Windows
 from fourfold.train.loop import Run
 from fourfold.train.record import Event, Kept
 from fourfold.train.saving import NotSavedError
@@ -33,7 +34,7 @@ def flip(run: Run, step: int) -> None:
 
 
 def sleep(_: Run, __: int) -> None:
-    time.sleep(0.1)
+    time.sleep(0.3)
 
 
 def nothing(_: Run, __: int) -> None: ...
@@ -42,6 +43,7 @@ def nothing(_: Run, __: int) -> None: ...
 def faulty(config: Config, folder: Path, rank: int, fault: Any) -> list[Event]:
     """A job: what was recorded of a run with a fault in one rank."""
     stopping.SECONDS, seconds = 0.2, stopping.SECONDS  # ranks tell of their steps where they ask each other
+    Windows.LEAST, least = 3, Windows.LEAST
     run = Run(config, grid_of(config.grid.shape), folder)
     kept, launch = Kept(), run._launch
 
@@ -57,7 +59,7 @@ def faulty(config: Config, folder: Path, rank: int, fault: Any) -> list[Event]:
     except (ReplicasDifferError, FailedElsewhereError, NotSavedError) as error:
         return [{"error": str(error)}]
     finally:
-        stopping.SECONDS = seconds
+        stopping.SECONDS, Windows.LEAST = seconds, least
     return kept.events
 
 
@@ -72,12 +74,12 @@ def test_a_flipped_bit_ends_a_run_and_its_rank_is_named_by_all(ranks: Any, tmp_p
 
 def test_a_slow_rank_is_named_while_the_run_goes_on(ranks: Any, tmp_path: Path) -> None:
     write_texts(tmp_path)
-    config = config_of("gpt-tiny", "fp32", 25, tmp_path, Shape(x=2, z=2), SMALL)
+    config = config_of("gpt-tiny", "fp32", 20, tmp_path, Shape(x=2, z=2), SMALL)
     events, *_ = ranks(4).run(faulty, config, tmp_path / "run", 3, sleep)
     found = [event for event in events if event["event"] == "straggler"]
     assert (found[0]["kind"], found[0]["ranks"]) == (COMPUTE, [3])  # on a busy machine others may follow
     assert "rank 3 is slow: its own work takes" in found[0]["said"]
-    assert events[-1] == {"event": "end", "step": 25, "reason": "finished"}
+    assert events[-1] == {"event": "end", "step": 20, "reason": "finished"}
 
 
 def test_a_full_disk_ends_a_run_on_all_ranks_and_leaves_what_was_saved(ranks: Any, tmp_path: Path) -> None:

@@ -73,12 +73,14 @@ class Guard(Unguarded):
 
 
 class Windows:
-    """The steps between two meetings of all ranks, told through the job's store.
+    """The steps between meetings of all ranks, LEAST of them or more, told through the job's store.
 
     A rank tells of a window after the meeting that ends it. So at the next one all have told, and rank 0 reads without
     waiting for anyone.
     """
 
+    LEAST = 8
+    """Steps: of fewer a single pause of a machine that does other things would be much."""
     _made = itertools.count()
 
     def __init__(self, grid: Grid) -> None:
@@ -98,7 +100,7 @@ class Windows:
         self._waited.update(waited)
 
     def tell(self) -> list[Straggler]:
-        if not self._steps:
+        if self._steps < self.LEAST:
             return []
         found: list[Straggler] = []
         if self._window and self._rank == 0:

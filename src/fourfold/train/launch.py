@@ -182,6 +182,11 @@ def _terminated(errors: IO[str], ward: Ward) -> int:
     return TERMINATED
 
 
+def is_watched() -> bool:
+    """Whether our launcher has started this rank, and will see who dies; torchrun names the first that it sees."""
+    return STARTED_BY_US in os.environ
+
+
 def may_pass(failure: ProcessFailure) -> bool:
     """Whether what has failed may go well another time: not what a user must mend, nor what a user has stopped."""
     data = failure.error_file_data
@@ -234,7 +239,7 @@ def is_diagnosis(failure: ProcessFailure) -> bool:
 def _write_failure(message: str, **what: bool) -> bool:
     """Whether our launcher will read it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if STARTED_BY_US not in os.environ or not path:
+    if not is_watched() or not path:
         return False
     Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), **what}))
     return True

@@ -34,7 +34,7 @@ from fourfold.optim import AdamW, Clipped
 from fourfold.pending import FAILED
 from fourfold.train.config import Config
 from fourfold.train.guard import Unguarded
-from fourfold.train.launch import LOST_PEER
+from fourfold.train.launch import LOST_PEER, is_watched
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.numbers import Bad, Numbers
 from fourfold.train.predicted import Comparison, foresee
@@ -223,7 +223,7 @@ class Run:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            if str(error).startswith(FAILED) and not any(words in reason for words in LOST_PEER):
+            if str(error).startswith(FAILED) and not (is_watched() and any(words in reason for words in LOST_PEER)):
                 self.guard.failed(str(error))
             raise
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from datetime import datetime
@@ -14,7 +13,7 @@ import torch
 
 from fourfold.grid import AXES, Shape
 from fourfold.train.config import Config, read_config
-from fourfold.train.launch import STARTED_BY_US, inside_a_job
+from fourfold.train.launch import inside_a_job, is_watched
 from fourfold.train.resume import stored_config
 
 
@@ -32,7 +31,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.restarts is not None:
         if options.restarts < 0:
             raise ValueError(f"--restarts {options.restarts}: there cannot be fewer than 0")
-        if inside_a_job() and STARTED_BY_US not in os.environ:
+        if inside_a_job() and not is_watched():
             raise ValueError("--restarts is for ranks that are started here; torchrun has --max-restarts for its own")
 
 

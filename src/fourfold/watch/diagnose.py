@@ -127,7 +127,9 @@ class Diagnosis:
 def diagnose(readings: Mapping[int, Reading], stacks: Mapping[int, str]) -> Diagnosis:
     """From the tapes of all ranks and where those stood that answered."""
     meetings = _meetings(readings)
+    silent = {rank for rank in readings if stacks and rank not in stacks}
     held_up = {rank for meeting in meetings if meeting.absent for rank in meeting.came}
+    held_up |= {rank for meeting in meetings if silent & set(meeting.came) for rank in meeting.came} - silent
     late = {rank for meeting in meetings for rank in meeting.absent}
     if not meetings:  # they wait for each other's word in the store: whoever does not is who they wait for
         late = {rank for rank, reading in readings.items() if not reading.waits}
