@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,8 +23,8 @@ sys.path.insert(0, os.environ["TESTS"])
 from test_store import listening
 import fourfold as ff
 grid = ff.Grid(data=2, device="cpu")
-found = listening(os.getpid()) | (listening(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else set())
-Path(os.environ["FOUND"] + str(grid.rank)).write_text("\\n".join(sorted(found)))
+found = listening(os.getpid()) | listening(os.getppid())
+Path(os.environ["FOUND"] + str(grid.rank)).write_text("\\n".join({address for address, _ in found}))
 while not Path(os.environ["FOUND"] + "1").exists():  # rank 0 has the store
     time.sleep(0.05)
 os._exit(0)
@@ -33,8 +32,8 @@ os._exit(0)
 """Two ranks of a job, each of which writes where it and the agent that started it listen."""
 
 
-def listening(process: int) -> set[str]:
-    """The addresses at which a process takes connections."""
+def listening(process: int) -> set[tuple[str, str]]:
+    """The addresses and ports at which a process takes connections."""
     links = Path(f"/proc/{process}/fd")
     inodes = {os.readlink(link).removeprefix("socket:[").removesuffix("]") for link in links.iterdir() if link.exists()}
     found = set()
@@ -42,16 +41,17 @@ def listening(process: int) -> set[str]:
         for line in Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             if state == "0A" and rest[5] in inodes:
-                raw = bytes.fromhex(local.partition(":")[0])
+                address, _, port = local.partition(":")
+                raw = bytes.fromhex(address)
                 words = [raw[at : at + 4][::-1] for at in range(0, len(raw), 4)]  # each in the order of this machine
-                found.add(socket.inet_ntop(family, b"".join(words)))
+                found.add((socket.inet_ntop(family, b"".join(words)), port))
     return found
 
 
 @needs_proc
 def test_what_listens_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)):
-        assert {"127.0.0.1", "0.0.0.0"} <= listening(os.getpid())
+        assert {"127.0.0.1", "0.0.0.0"} <= {address for address, _ in listening(os.getpid())}
 
 
 @needs_proc
@@ -66,18 +66,21 @@ def test_a_local_run_listens_on_the_loopback_alone(tmp_path: Path, monkeypatch: 
 
 
 @needs_proc
-def test_ranks_that_were_told_an_address_listen_there_alone(tmp_path: Path) -> None:
-    """As SLURM's are: rank 0 has the store."""
+def test_ranks_that_were_told_an_address_find_the_store_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SLURM's are: rank 0 has it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    told |= {"TESTS": str(Path(__file__).parent), "FOUND": str(tmp_path / "rank-")}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", PROBE], env={**os.environ, **told, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
-    assert {(tmp_path / f"rank-{rank}").read_text() for rank in range(2)} == {"127.0.0.1"}
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    before = listening(os.getpid())
+    first, second = (store.join(rank, 2, None) for rank in range(2))
+    assert first is not None
+    assert second is not None
+    second.set("a", "b")
+    assert first.get("a") == b"b"
+    assert {address for address, _ in listening(os.getpid()) - before} == {"127.0.0.1"}
+    monkeypatch.setenv(store.AGENT_HAS_ONE, "True")
+    assert store.join(0, 2, None) is None, "torchrun's is there"
 
 
 @needs_proc
@@ -88,7 +91,7 @@ def test_agents_of_several_nodes_listen_at_their_addresses_alone() -> None:
     handler = get_rendezvous_handler(params)  # as torchrun finds it
     info = handler.next_rendezvous()
     assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")
-    assert listening(os.getpid()) - before <= {"127.0.0.1"}
+    assert {address for address, _ in listening(os.getpid()) - before} == {"127.0.0.1"}
     handler.shutdown()
 
 
