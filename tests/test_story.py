@@ -79,6 +79,7 @@ def test_a_run_leaves_all_of_them_and_nobody_else_may_change_them(tmp_path: Path
     assert "gpt-tiny" in log
     assert "unigram entropy" in log
     assert "step 3 saved" in log
+    assert log.endswith("ended at step 3: finished\n")
     assert [json.loads(line)["event"] for line in (out / EVENTS).read_text().splitlines()] == ["saved", "end"]
     assert "begins" in (out / OF_RANKS / "rank-00000.txt").read_text()
     for path in (out, *out.rglob("*")):

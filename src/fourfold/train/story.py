@@ -63,6 +63,8 @@ class Story(Plain):
 
     def write(self, event: Event) -> None:
         super().write(event)
+        if event["event"] == "end":
+            self.say(f"ended at step {event['step']}: {event['reason']}")
         if event["event"] != "step":
             self._events.write({"at": now(), **event})
 
