@@ -3,6 +3,7 @@
 kill   the process ends at once            delay  it sleeps before its step
 stop   the process is stopped (SIGSTOP)    skip   it leaves out the first collective of the step
 raise  it raises an error                  shape  its batch has fewer tokens a row than that of the others
+nan    once, a gradient is not a number
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fourfold import comm
+from fourfold.arriving import local_of
 from fourfold.cli import main
 from fourfold.train import launch
 from fourfold.train.loop import Run
@@ -75,8 +77,20 @@ def shape(run: Run) -> None:
     run.loader.next = shorter  # type: ignore[method-assign]
 
 
+def nan(run: Run) -> None:
+    step = run.optimizer.clip_and_step
+
+    def spoilt(*call: Any, **named: Any) -> Any:
+        local_of(run.model.layers[0].mlp.down.weight.grad)[0] = float("nan")
+        FAULTS["nan"] = lambda _: None
+        return step(*call, **named)
+
+    run.optimizer.clip_and_step = spoilt  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[Run], None]] = {
     "kill": kill, "stop": stop, "delay": delay, "raise": fail, "skip": skip, "shape": shape,
+    "nan": nan,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -31,9 +32,11 @@ class Ended(NamedTuple):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """By fault; all at once, since they wait more than they compute."""
     started = {}
-    for fault in ("stop", "shape"):
+    for fault in ("stop", "shape", "nan"):
         folder = tmp_path_factory.mktemp(fault)
         settings = [f"watch.deadline={DEADLINE}", "train.evaluate_every=0", "plan.compare=false"]
+        if fault == "nan":
+            settings += ["watch.deadline=30", "watch.not_finite=roll_back", "checkpoint.every=2"]
         options = ["--model", "gpt-tiny", "--grid", "x=2", "--steps", "6", "--device", "cpu", "--out", str(folder)]
         started[fault] = (
             folder,
@@ -75,3 +78,17 @@ def test_batches_of_different_shapes_are_named(runs: dict[str, Ended]) -> None:
     _, code, told = runs["shape"]
     assert code == 1
     assert "step 3: ranks disagree on which collective comes next along x: rank 0 launched" in told
+
+
+def test_ranks_go_back_together_where_one_has_a_gradient_that_is_not_a_number(runs: dict[str, Ended]) -> None:
+    folder, code, _ = runs["nan"]
+    assert code == 0
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+    [resumed] = [event for event in events if event["event"] == "resumed"]
+    assert resumed["step"] == 2
+    assert (
+        "without the data of steps 3 to 3: the gradients of step 3 are not finite, first that of"
+        in resumed["passed_over"]
+    )
+    assert not any(event["skipped"] for event in events if event["event"] == "step")
