@@ -159,6 +159,7 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
             job, args = pipe.recv()
         except EOFError:
             return
+        torch.backends.mkldnn.set_flags(True)  # where a bf16 product fails torch turns it off, and others round then
         try:
             pipe.send((True, job(*args), ""))
         except Exception as error:
