@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from checkpoints import SHAPES, everything, made, resumed, take, trained
+from disks import small_disk
 from fourfold.checkpoint import folder as folders
 from fourfold.checkpoint import write
 from fourfold.checkpoint.folder import Checkpoints, Place
@@ -214,10 +215,7 @@ def crashing(real: Any, left: Iterator[int]) -> Any:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", tmp_path], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
-    try:
+    with small_disk(tmp_path, "600k"):
         model, optimizer = made("gpt-tiny", alone(), sharded=False)
         saver = Saver(alone(), tmp_path)
         saver.save(1, model, optimizer, {})
@@ -228,8 +226,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
             saver.wait()
         assert names(tmp_path) == ["step-00000001"]
         verify(tmp_path / "step-00000001")
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 # Retention

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from curves import config_of, write_texts
+from disks import small_disk
 from fourfold.arriving import local_of
 from fourfold.grid import FailedElsewhereError, Shape
 from fourfold.train import stop as stopping
@@ -86,15 +85,10 @@ def test_a_full_disk_ends_a_run_on_all_ranks_and_leaves_what_was_saved(ranks: An
     write_texts(tmp_path)
     folder = tmp_path / "run"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"tmpfs cannot be mounted here: {mounted.stderr.decode().strip()}")
-    try:
+    with small_disk(folder, "3m"):
         changes = {**SMALL, "checkpoint.every": 2, "checkpoint.keep_last": 9}
         config = config_of("gpt-tiny", "fp32", 20, tmp_path, Shape(z=2), changes)
         for (end,) in ranks(2).run(faulty, config, folder, 1, nothing):
             assert "No space left on device" in end["error"]
             assert "step-0000" in end["error"]
         assert (folder / "checkpoints" / "step-00000002" / "checkpoint.json").is_file()
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)  # ranks may still map the data there

@@ -137,8 +137,9 @@ class Folder(Ward):
         return disagreement(self._out, since)
 
     def again(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
-        left = ranks if self._told is None else min(ranks, gpus_left())
-        return (ranks, arguments) if self._told is None or left in (0, ranks) else (left, self._told(left))
+        if self._told is not None and 0 < (left := gpus_left()) < ranks:
+            return left, self._told(left)
+        return ranks, arguments
 
     def note(self, kind: str, text: str) -> None:
         note(self._out, kind, text)

@@ -95,9 +95,9 @@ def look(out: Path, config: Config, checkpoint: Path | None = None) -> Start:
         return Start(0, checkpoint, begun, said=(f"begins with the weights in {checkpoint}",))
     _require_step(step, record, checkpoint)
     _require_same(config, record.state, checkpoint)
-    said = _changes(asdict(config.schedule), record.state.get("schedule"))
-    said = [f"the schedule is another one: {'; '.join(said)}"] if said else []
-    return Start(step, checkpoint, True, said=tuple(said), passed_over=read_passed_over(out, step))
+    changes = _changes(asdict(config.schedule), record.state.get("schedule"))
+    said = (f"the schedule is another one: {'; '.join(changes)}",) if changes else ()
+    return Start(step, checkpoint, True, said=said, passed_over=read_passed_over(out, step))
 
 
 def look_at(out: Path, config: Config, step: int | None) -> Start:

@@ -88,7 +88,7 @@ class Diagnosis:
             what, came = f"step {meeting.entry.step}: {meeting.entry.record}", list(meeting.came)
         if self.culprits:
             return f"{what}: {ranks_text(self.culprits)} never arrived"
-        silent = [rank for rank in came if self.stacks and rank not in self.stacks]
+        silent = sorted(silent_of(came, self.stacks))
         gone = f", and {ranks_text(silent)} does not answer" if silent else ""
         hosts = " and ".join(sorted({self.readings[rank].who.host for rank in came}))
         return f"{what}: all of {ranks_text(came)} arrived, but their bytes did not{gone}; look at the links of {hosts}"
@@ -100,10 +100,8 @@ class Diagnosis:
             yield f"  {_place(meeting.entry)}: {ranks_text(meeting.came)} came{absent}"
         for rank in self.culprits:
             yield f"  {self._last_of(rank)}"
-        silent = [rank for rank in sorted(self.readings) if rank not in self.stacks and rank not in self.culprits]
-        if self.stacks:
-            for rank in silent:
-                yield f"  {self._last_of(rank)}"
+        for rank in sorted(silent_of(self.readings, self.stacks) - set(self.culprits)):
+            yield f"  {self._last_of(rank)}"
         for stack, ranks in self._stacks():
             yield f"  {ranks_text(ranks)} stood at"
             yield from (f"    {line}" for line in stack.rstrip().splitlines())
@@ -111,7 +109,7 @@ class Diagnosis:
     def _last_of(self, rank: int) -> str:
         """What is known of a rank by its tape."""
         found = self.readings[rank]
-        answers = "" if rank in self.stacks or not self.stacks else " does not answer;"
+        answers = " does not answer;" if silent_of([rank], self.stacks) else ""
         last = f"last launched {_place(found.entries[-1])}" if found.entries else "launched nothing"
         doing = f"; was {found.doing.what} (step {found.doing.step})" if found.doing is not None else ""
         return f"rank {rank} ({found.who.host}, process {found.who.process}){answers} {last}{doing}"
@@ -127,13 +125,18 @@ class Diagnosis:
 def diagnose(readings: Mapping[int, Reading], stacks: Mapping[int, str]) -> Diagnosis:
     """From the tapes of all ranks and where those stood that answered."""
     meetings = _meetings(readings)
-    silent = {rank for rank in readings if stacks and rank not in stacks}
+    silent = silent_of(readings, stacks)
     held_up = {rank for meeting in meetings if meeting.absent for rank in meeting.came}
     held_up |= {rank for meeting in meetings if silent & set(meeting.came) for rank in meeting.came} - silent
     late = {rank for meeting in meetings for rank in meeting.absent}
     if not meetings:  # they wait for each other's word in the store: whoever does not is who they wait for
         late = {rank for rank, reading in readings.items() if not reading.waits}
     return Diagnosis(readings, stacks, _disagreement(readings), tuple(meetings), tuple(sorted(late - held_up)))
+
+
+def silent_of(ranks: Iterable[int], stacks: Mapping[int, str]) -> set[int]:
+    """Those of them that did not answer; where nobody was asked nobody is silent."""
+    return set(ranks) - stacks.keys() if stacks else set()
 
 
 def groups(readings: Mapping[int, Reading], axis: str) -> Iterator[list[int]]:

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from stat import S_IWOTH
 from statistics import median
 from typing import Literal
 
@@ -29,7 +30,6 @@ CLOCK_SECONDS = 1.0
 """That clocks of nodes may differ before what ranks log and tape does not line up any more."""
 LITTLE_DISK = 0.1
 """Of the bytes that checkpoints need, which should be left beside them."""
-OTHERS_WRITE = 0o002
 MAY_DIFFER = ("python", "driver")
 """Versions whose difference alone does not stop a run."""
 
@@ -325,7 +325,7 @@ def check_disk(facts: Facts) -> Iterator[Check]:
         evidence = f"{_named(apart, facts)} do not see in {folder} what rank 0 has written there"
         state: State = "FAILED" if facts.needs.saves else "warning"
         yield Check("disk", state, evidence, "give --out on a file system that all nodes share")
-    if any(disk.mode & OTHERS_WRITE for disk in disks.values() if disk.seen):
+    if any(disk.mode & S_IWOTH for disk in disks.values() if disk.seen):
         evidence = f"everybody may write to {folder}"
         yield Check("disk", "warning", evidence, f"whoever does could change what is trained; chmod o-w {folder}")
     yield Check("disk", "ok", f"every rank writes to {folder}")
