@@ -1,4 +1,4 @@
-"""`fourfold` with a fault in one rank: python tests/faulty.py KIND RANK STEP train ...
+"""`fourfold` with a fault in one rank: `command(kind, rank, step, "train", ...)`
 
 kill   the process ends at once            delay  it sleeps before its step
 stop   the process is stopped (SIGSTOP)    skip   it leaves out the first collective of the step
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import warm
 from fourfold import comm
 from fourfold.arriving import local_of
 from fourfold.cli import main
@@ -94,7 +94,8 @@ FAULTS: dict[str, Callable[[Run], None]] = {
 }  # fmt: skip
 
 
-if __name__ == "__main__":
-    os.environ[FAULT] = ",".join(sys.argv[1:4])
+def command(kind: str, rank: int, step: int, *arguments: str) -> int:
+    os.environ[FAULT] = f"{kind},{rank},{step}"
     launch.RANK = f"import faulty\nfaulty.install()\n{launch.RANK}"
-    sys.exit(main(sys.argv[4:]))
+    with warm.ranks():
+        return main(arguments)

@@ -15,6 +15,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+import warm
 from cluster import Cluster, Elastic, NotHereError, Process, host
 from cluster import Shape as Nodes
 from curves import alone, bound, config_of, write_texts
@@ -101,7 +102,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
             agents = []
             for node in range(2):
                 log = stack.enter_context(log_of(folder, node).open("w"))
-                agents.append(cluster.start(node, [*train, *options], elastic=elastic, log=log))
+                with warm.nodes():
+                    agents.append(cluster.start(node, [*train, *options], elastic=elastic, log=log))
             return Job(cluster, folder, agents)
 
         cut = start(clusters[0], texts / "cut", ["--grid", "data=2", "--out", str(texts / "cut")])

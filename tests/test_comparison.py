@@ -14,6 +14,7 @@ import compare_table
 import emulated
 import planner_measured
 import settings
+import warm
 from emulated import Result, Run
 from fourfold.cost.machine import load_machine, to_toml
 from fourfold.grid import Shape
@@ -131,9 +132,10 @@ def test_lines_are_measured_on_a_cluster() -> None:
     setting = Setting(cluster.Shape(2, 1, 400), settings.SIZES["tiny"])
     lines = [Line(FOURFOLD, Shape(z=2), policy=settings.POLICY), Line("FSDP2", Shape(z=2), MINIMAL)]
     try:
-        with cluster.Cluster(setting.cluster) as made:
-            ours, theirs = emulated.measure(made, setting, lines, rounds=2, seconds=60)
-        emulated.weigh(setting, lines, [ours, theirs])
+        with warm.nodes():
+            with cluster.Cluster(setting.cluster) as made:
+                ours, theirs = emulated.measure(made, setting, lines, rounds=2, seconds=60)
+            emulated.weigh(setting, lines, [ours, theirs])
     except cluster.NotHereError as error:
         pytest.skip(f"no emulated cluster here: {error}")
     assert len(ours.seconds) == len(theirs.seconds) == 2

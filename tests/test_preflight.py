@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -18,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import warm
 from fourfold import models
 from fourfold.cli import main, parser
 from fourfold.grid import Shape
@@ -425,33 +423,16 @@ def write(tmp_path: Path) -> Path:
 
 def test_two_ranks_look_and_say_what_fails(tmp_path: Path) -> None:
     """Through the command: all is measured; of a batch too large for any memory that alone fails."""
-    command = ["doctor", "--preflight", str(write(tmp_path)), "--out", str(tmp_path / "runs" / "one")]
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "fourfold.cli",
-            *command,
-            "--device",
-            "cpu",
-            "--json",
-            "-",
-            "--set",
-            f"batch.rows={1 << 24}",
-        ],
-        capture_output=True,
-        text=True,
-        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 1, ended.stderr
-    found = json.loads(ended.stdout)
+    out, errors = (tmp_path / name for name in ("out", "err"))
+    arguments = ["doctor", "--preflight", str(write(tmp_path)), "--out", str(tmp_path / "runs" / "one"), "--json", "-"]
+    arguments += ["--device", "cpu", "--set", f"batch.rows={1 << 24}"]
+    assert warm.Process(warm.command, *arguments, stdout=out, stderr=errors).wait(120) == 1, errors.read_text()
+    found, told = json.loads(out.read_text()), errors.read_text()
     assert found["seconds"] < 60
     by_name = {check["name"]: check for check in found["checks"]}
-    assert [name for name, check in by_name.items() if check["state"] == "FAILED"] == ["memory"], ended.stderr
+    assert [name for name, check in by_name.items() if check["state"] == "FAILED"] == ["memory"], told
     assert "the planner predicts a peak of" in by_name["memory"]["evidence"]
-    assert "fourfold: error: not fit for a long run: memory FAILED" in ended.stderr
+    assert "fourfold: error: not fit for a long run: memory FAILED" in told
     assert [one["ranks"] for one in found["links"]] == [[0, 1]]
     assert found["links"][0]["rate"] > 1e6
     assert all(one["flops"] > 1e8 and one["disk"]["seconds"] > 0 for one in found["ranks"])

@@ -5,7 +5,6 @@ After a crash by itself, after SIGTERM when asked; and what cannot be continued 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -26,6 +25,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import warm
 from curves import bound, config_of, write_texts
 from fourfold.checkpoint import write as writing
 from fourfold.checkpoint.folder import Checkpoints
@@ -45,7 +45,7 @@ from fourfold.train.loop import Run
 from fourfold.train.record import Lines, Owned, rewind
 from fourfold.train.resume import Start, find_start, left_behind, look, restarted
 from fourfold.train.sections import DataSection
-from harness import Ranks, _context, grid_of
+from harness import Ranks, grid_of
 from test_train import (
     Job,
     Left,
@@ -53,12 +53,13 @@ from test_train import (
     assert_error,
     cli,
     column,
+    end,
     ended,
     interrupted,
-    launcher,
     lines_of,
     needs_proc,
     ranks_of,
+    started,
     train_arguments,
     wait_for_steps,
 )
@@ -679,7 +680,7 @@ LONG = 30
 
 @pytest.fixture(scope="module")
 def jobs(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """Started together: their ranks take long enough to import torch. A rank of the first is killed on its way."""
+    """A rank of the first is killed on its way."""
     folder = tmp_path_factory.mktemp("jobs")
     steady = ("--grid", "z=2", *ENDLESS, "--set", "optimizer.schedule=constant", "--set", "optimizer.warmup=0")
     often = ("--set", "checkpoint.every=5")
@@ -687,18 +688,10 @@ def jobs(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         "killed": train_arguments(tokens, folder / "killed", *steady, *often, steps=LONG),
         "stopped": train_arguments(tokens, folder / "stopped", *steady, steps=10**6),
     }
-    found = {}
-    for name, arguments in commands.items():
-        process = _context.Process(target=launcher, args=(folder / name, "fourfold", arguments))
-        process.start()
-        found[name] = Job(process, folder / name)
+    found = {name: started(warm.command, folder / name, arguments) for name, arguments in commands.items()}
     threading.Thread(target=kill_a_rank, args=[found["killed"]], daemon=True).start()
     yield found
-    for job in found.values():
-        for pid in (*ranks_of(job).values(), job.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        job.process.join()
+    end(found.values())
 
 
 def kill_a_rank(job: Job) -> None:
@@ -712,7 +705,7 @@ def kill_a_rank(job: Job) -> None:
 def wait_until(job: Job, there: Path, timeout: float = 120) -> None:
     deadline = time.monotonic() + timeout
     while not there.exists():
-        assert job.process.is_alive(), Path(f"{job.folder}.err").read_text()
+        assert job.process.poll() is None, job.folder.with_suffix(".err").read_text()
         assert time.monotonic() < deadline, f"there is no {there}"
         time.sleep(0.01)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+import warm
 from fourfold import store
 from fourfold.train import launch as launching
 from test_train import needs_proc
@@ -23,7 +24,7 @@ sys.path.insert(0, os.environ["TESTS"])
 from test_store import listening
 import fourfold as ff
 grid = ff.Grid(data=2, device="cpu")
-found = listening(os.getpid()) | listening(os.getppid())
+found = listening(os.getpid()) | listening(int(os.environ["AGENT"]))
 Path(os.environ["FOUND"] + str(grid.rank)).write_text("\\n".join({address for address, _ in found}))
 while not Path(os.environ["FOUND"] + "1").exists():  # rank 0 has the store
     time.sleep(0.05)
@@ -59,7 +60,9 @@ def test_a_local_run_listens_on_the_loopback_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(launching, "RANK", PROBE)
     monkeypatch.setenv("TESTS", str(Path(__file__).parent))
     monkeypatch.setenv("FOUND", str(tmp_path / "rank-"))
-    assert launching.launch(2, [], sys.stderr) == 0
+    monkeypatch.setenv("AGENT", str(os.getpid()))
+    with warm.ranks():
+        assert launching.launch(2, [], sys.stderr) == 0
     for rank in range(2):
         assert (tmp_path / f"rank-{rank}").read_text() == "127.0.0.1"
     assert not set(launching.INTERFACES) & os.environ.keys()

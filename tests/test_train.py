@@ -1,7 +1,7 @@
 """`fourfold train` and what follows it: the run's folder, output, records, faults, signals, samples, the report.
 
 Most commands run as `cli.main` inside a process of a pool, since importing torch takes longer than the runs do;
-those that are about processes (torchrun, signals, a rank that dies) are started for real.
+those that are about processes (signals, a rank that dies) are processes of `warm.py`, torchrun starts ranks for real.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import tomllib
 import types
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 import torch
 
+import warm
 from curves import Curves, config_of, write_texts
 from fourfold import models
 from fourfold.arriving import local_of
@@ -46,7 +47,7 @@ from fourfold.train.loop import Run
 from fourfold.train.numbers import BadNumbersError
 from fourfold.train.record import Lines, open_sinks
 from fourfold.train.schema import parse
-from harness import Ranks, _context, grid_of
+from harness import Ranks, grid_of
 
 STEPS = 6
 SMALL = [
@@ -625,7 +626,7 @@ def test_one_rank_ends_in_order(one: Ranks, tokens: str, tmp_path: Path) -> None
 class Job:
     """A launcher of ranks under way, in a session of its own; and its run's folder."""
 
-    process: Any
+    process: warm.Process
     folder: Path
 
     @property
@@ -633,51 +634,50 @@ class Job:
         return self.process.pid
 
 
-def launcher(folder: Path, program: str, arguments: Sequence[str]) -> None:
-    """The body of a process: `fourfold`, or torchrun, as started from a shell."""
-    os.setsid()
-    for suffix, descriptor in ((".out", 1), (".err", 2)):
-        os.dup2(os.open(f"{folder}{suffix}", os.O_CREAT | os.O_WRONLY), descriptor)
-    if program == "torchrun":
-        from torch.distributed.run import main
-    else:
-        from fourfold.cli import main
-    sys.exit(main(arguments))
+def started(program: Callable[..., int], folder: Path, arguments: Sequence[str]) -> Job:
+    """With files beside the folder for what it prints, and for the ids of its ranks."""
+    pids = folder.with_suffix(".pids")
+    pids.mkdir()
+    out, errors = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
+    return Job(
+        warm.Process(program, *arguments, env={**os.environ, warm.PIDS: str(pids)}, stdout=out, stderr=errors), folder
+    )
+
+
+def end(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        for pid in (*ranks_of(job).values(), job.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.process.wait()
 
 
 @pytest.fixture(scope="module")
 def jobs(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """Started together, and from where torch is loaded already: their ranks take long enough to import it."""
     folder = tmp_path_factory.mktemp("jobs")
     endless = ("--grid", "z=2", "--set", "train.evaluate_every=0", "--set", "log.tensorboard=false")
-    commands = {name: train_arguments(tokens, folder / name, *endless, steps=10**6) for name in ("dies", "ctrl-c")}
+    found = {
+        name: started(warm.command, folder / name, train_arguments(tokens, folder / name, *endless, steps=10**6))
+        for name in ("dies", "ctrl-c")
+    }
     torchrun = ["--standalone", "--nproc-per-node", "2", "-m", "fourfold.cli"]
     torchrun += train_arguments(tokens, folder / "torchrun", "--grid", "x=2", "--json", "-", steps=2)
-    found = {}
-    for name, arguments in {**commands, "torchrun": torchrun}.items():
-        program = "torchrun" if name == "torchrun" else "fourfold"
-        process = _context.Process(target=launcher, args=(folder / name, program, arguments))
-        process.start()
-        found[name] = Job(process, folder / name)
+    found["torchrun"] = started(cold_torchrun, folder / "torchrun", torchrun)
     yield found
-    for job in found.values():
-        for pid in (*ranks_of(job).values(), job.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        job.process.join()
+    end(found.values())
+
+
+def cold_torchrun(*arguments: str) -> int:
+    """Whose ranks import everything themselves, as ranks of users do."""
+    from torch.distributed.run import main
+
+    main(list(arguments))
+    return 0
 
 
 def ranks_of(job: Job) -> dict[int, int]:
-    """The processes that a launcher has started, by rank."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == job.pid:
-                environment = (stat.parent / "environ").read_bytes().split(b"\0")
-                rank = next((item for item in environment if item.startswith(b"RANK=")), None)
-                if rank is not None:
-                    found[int(rank.partition(b"=")[2])] = int(stat.parent.name)
-    return found
+    """The processes that a launcher has started last, by rank."""
+    return {int(path.name): int(path.read_text()) for path in job.folder.with_suffix(".pids").iterdir()}
 
 
 def alive(pid: int) -> bool:
@@ -690,15 +690,14 @@ def alive(pid: int) -> bool:
 def wait_for_steps(job: Job, steps: int = 2, timeout: float = 120) -> None:
     deadline, metrics = time.monotonic() + timeout, job.folder / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < steps:
-        assert job.process.is_alive(), Path(f"{job.folder}.err").read_text()
+        assert job.process.poll() is None, job.folder.with_suffix(".err").read_text()
         assert time.monotonic() < deadline, "no step was recorded"
         time.sleep(0.05)
 
 
 def ended(job: Job, timeout: float) -> Left:
-    job.process.join(timeout)
-    assert job.process.exitcode is not None, f"it still runs after {timeout} s"
-    return Left(job.process.exitcode, *(Path(f"{job.folder}{suffix}").read_text() for suffix in (".out", ".err")))
+    code = job.process.wait(timeout)
+    return Left(code, *(job.folder.with_suffix(suffix).read_text() for suffix in (".out", ".err")))
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ranks through /proc")

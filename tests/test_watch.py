@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import faulty
+import warm
 from fourfold.cli import main
 from fourfold.watch.tape import DIAGNOSIS
 
-HERE = Path(__file__).parent
 DEADLINE, BOUND = 3.0, 90.0
 """Seconds that a rank may wait, and in which a run must have ended on a busy machine."""
 
@@ -38,21 +36,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         if fault == "nan":
             settings += ["watch.deadline=30", "watch.not_finite=roll_back", "checkpoint.every=2"]
         options = ["--model", "gpt-tiny", "--grid", "x=2", "--steps", "6", "--device", "cpu", "--out", str(folder)]
-        started[fault] = (
-            folder,
-            subprocess.Popen(
-                [sys.executable, str(HERE / "faulty.py"), fault, "1", "3", "train", *options]
-                + [f"--set={setting}" for setting in settings],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            ),
-        )
+        arguments = ["train", *options, *(f"--set={setting}" for setting in settings)]
+        out, errors = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
+        process = warm.Process(faulty.command, fault, 1, 3, *arguments, stdout=out, stderr=errors)
+        started[fault] = folder, errors, process
     return {
-        fault: Ended(folder, process.returncode, told)
-        for fault, (folder, process) in started.items()
-        for _, told in [process.communicate(timeout=BOUND)]
+        fault: Ended(folder, process.wait(BOUND), errors.read_text())
+        for fault, (folder, errors, process) in started.items()
     }
 
 

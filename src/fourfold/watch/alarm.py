@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -154,9 +155,9 @@ class Alarm:
         """Ranks that the same process has started and that do not answer: stopped ones would not end when told to."""
         for rank in silent:
             with suppress(OSError, ValueError):
-                process = read(tape_path(self._folder, rank)).who.process
-                if parent_of(process) == os.getppid():
-                    os.kill(process, signal.SIGKILL)
+                who = read(tape_path(self._folder, rank)).who
+                if who.host == socket.gethostname() and parent_of(who.process) == os.getppid():
+                    os.kill(who.process, signal.SIGKILL)
 
 
 def stack_of_main() -> str:

@@ -1,0 +1,189 @@
+"""`fourfold` in processes whose imports are done already.
+
+Importing torch and Fourfold takes a process 4 s, and what a test then does takes less. Commands, and the ranks that
+they start, are therefore forked from the harness's forkserver. All else is as it is for users: launcher, elastic agent,
+environment, signals, exit codes. `tests/test_train.py` starts some for real.
+
+    warm.Process(warm.command, *arguments)   # `fourfold` as a process of its own, much like subprocess.Popen
+    with warm.ranks(): main(arguments)       # in this process, with such ranks
+    with warm.nodes(): Cluster.start(...)    # on a node of an emulated cluster
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.forkserver import _forkserver
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from harness import _context
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+import cluster
+
+PIDS, NODE = "FOURFOLD_TEST_PIDS", "FOURFOLD_TEST_NODE"
+STREAMS = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+
+
+class Process:
+    """`program(*args)` in a session of its own; what it returns is the exit code.
+
+    Standard output and error go where they go in this process, unless a file is named. Its environment's `PIDS` is a
+    folder where ranks leave their ids, its `NODE` the network namespace and the host that it runs in.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., int],
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        stdout: Path | None = None,
+        stderr: Path | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        streams = [str(given or f"/proc/{os.getpid()}/fd/{number}") for number, given in ((1, stdout), (2, stderr))]
+        _forkserver.ensure_running()
+        server, env = _forkserver._forkserver_address, dict(os.environ if env is None else env)
+        given = (server, program, args, env, streams, cwd or Path.cwd())
+        self._process = _context.Process(target=_begin, args=given)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired([str(self._process)], timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _begin(
+    server: str,
+    program: Callable[..., int],
+    args: Sequence[Any],
+    env: Mapping[str, str],
+    streams: Sequence[str],
+    cwd: Path,
+) -> None:
+    gc.freeze()
+    _forkserver._forkserver_address = server  # which Python forgets, so that it would start another one
+    _forkserver.ensure_running = lambda: None
+    os.setsid()
+    os.environ.clear()
+    os.environ |= env
+    os.chdir(cwd)
+    if PIDS in env and "RANK" in env:
+        Path(env[PIDS], env["RANK"]).write_text(str(os.getpid()))
+    if NODE in env:
+        _enter(*env[NODE].split(","))
+    for number, path in enumerate(streams, 1):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND | (0 if path.startswith("/proc/") else os.O_CREAT))
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.exit(program(*args))
+
+
+def _enter(namespace: str, host: str) -> None:
+    libc, network = ctypes.CDLL(None, use_errno=True), 0x40000000
+    with open(f"/var/run/netns/{namespace}") as there:
+        if libc.setns(there.fileno(), network):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    cluster._become(host)
+
+
+def command(*arguments: str) -> int:
+    """`fourfold` with these arguments; ranks that it starts are of this kind too."""
+    from fourfold.cli import main
+
+    with ranks():
+        return main(arguments)
+
+
+@contextmanager
+def ranks() -> Iterator[None]:
+    """Inside, the elastic agent's processes are forked."""
+
+    def fork(_: SubprocessHandler, args: Sequence[str], env: Mapping[str, str]) -> Process:
+        _, unbuffered, *program = args
+        if unbuffered != "-u":
+            raise ValueError(f"ranks are started with {args[:3]}; a forked one takes what follows -u")
+        return Process(python, *program, env=env)
+
+    def close(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+        with suppress(ProcessLookupError):  # the forkserver may have waited for it, and be about to say so
+            close_handler(handler, death_sig)
+
+    close_handler = SubprocessHandler.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SubprocessHandler, "_popen", fork)
+        patch.setattr(SubprocessHandler, "close", close)
+        yield
+
+
+@contextmanager
+def nodes() -> Iterator[None]:
+    """Inside, torchrun on the nodes of an emulated cluster is forked, as are its ranks."""
+
+    def fork(args: Sequence[str], *, env: Mapping[str, str], stdout: IO[str] | None, **given: Any) -> Process:
+        _, _, _, namespace, _, _, _, *arguments = args  # ip netns exec NAME python -m torch.distributed.run ...
+        (host,) = given["preexec_fn"].args
+        log = Path(stdout.name) if stdout else None
+        return Process(torchrun, *arguments, env={**env, NODE: f"{namespace},{host}"}, stdout=log, stderr=log)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "subprocess", SimpleNamespace(Popen=fork, **STREAMS))
+        yield
+
+
+def python(*arguments: str) -> int:
+    """What `python` does with these: `-c CODE`, `-m MODULE` or a script, and what is for them."""
+    kind, *rest = arguments
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(rest[0], {"__name__": "__main__"})
+    elif kind == "-m":
+        sys.argv = list(rest)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        sys.path.insert(0, str(Path(kind).parent))
+        runpy.run_path(kind, run_name="__main__")
+    return 0
+
+
+def torchrun(*arguments: str) -> int:
+    from torch.distributed.run import main
+
+    with ranks():
+        main(list(arguments))
+    return 0
