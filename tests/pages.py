@@ -1,6 +1,7 @@
 """Follows a page of the documentation literally, from top to bottom, in a fresh folder.
 
     python tests/pages.py docs/data.md
+    python tests/pages.py --shell README.md docs/*.md    # commands in a shell, as readers run them
 
 - `python` blocks run in one namespace on 4 ranks, or on those that `<!-- ranks: 1 -->` asks for.
 - A block whose first line is a comment with a file's name is that file.
@@ -75,7 +76,7 @@ def commands_of(block: Block) -> Iterator[tuple[int, str]]:
         line += 1
 
 
-def follow(page: Path, folder: Path, say: Callable[[str], None] = lambda _: None) -> None:
+def follow(page: Path, folder: Path, say: Callable[[str], None] = lambda _: None, *, in_shell: bool = False) -> None:
     """Raises `PageError` where the page is wrong."""
     for name in CLONE:
         (folder / name).symlink_to(ROOT / name)
@@ -85,13 +86,13 @@ def follow(page: Path, folder: Path, say: Callable[[str], None] = lambda _: None
         try:
             for block in blocks_of(page):
                 began = time.perf_counter()
-                _follow(page, block, folder, ranks)
+                _follow(page, block, folder, ranks, in_shell)
                 say(f"{page.name}:{block.line} {block.language or 'no language'} {time.perf_counter() - began:.1f} s")
         finally:
             ranks.close()
 
 
-def _follow(page: Path, block: Block, folder: Path, ranks: Ranks) -> None:
+def _follow(page: Path, block: Block, folder: Path, ranks: Ranks, in_shell: bool) -> None:
     where = f"{page.relative_to(ROOT)}:{block.line}"
     if block.file:
         path = folder / block.file
@@ -104,7 +105,7 @@ def _follow(page: Path, block: Block, folder: Path, ranks: Ranks) -> None:
             raise PageError(f"{where}: {error}") from error
     elif block.language == "bash":
         for line, command in commands_of(block):
-            run_command(f"{page.relative_to(ROOT)}:{line}", command, folder)
+            run_command(f"{page.relative_to(ROOT)}:{line}", command, folder, in_shell)
     elif block.language != "text":
         raise PageError(f"{where}: a block is python, bash, text, or a file that its first line names")
 
@@ -120,7 +121,7 @@ def run_python(page: str, code: str, line: int, folder: str) -> None:
         exec(compile("\n" * (line - 1) + code, page, "exec"), _namespace)
 
 
-def run_command(where: str, text: str, folder: Path) -> None:
+def run_command(where: str, text: str, folder: Path, in_shell: bool) -> None:
     command, _, comment = text.partition("  #")
     words = shlex.split(command, comments=True)
     errors, said = folder / ".stderr", folder / ".stdout"
@@ -130,7 +131,7 @@ def run_command(where: str, text: str, folder: Path) -> None:
         if problem := CHECKS[words[0]](words, folder):
             raise PageError(f"{where}: {command.strip()}: {problem}")
         return
-    if re.search(r"[|<>;&$]", command):
+    if re.search(r"[|<>;&$]", command) or (in_shell and "--nnodes" not in words):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         with said.open("a") as out, errors.open("a") as err:
             env = os.environ | {"PATH": path, "HOME": str(folder)}
@@ -218,5 +219,6 @@ def at(folder: Path) -> Iterator[None]:
 if __name__ == "__main__":
     _context.set_forkserver_preload(PRELOAD)
     for given in sys.argv[1:]:
-        with tempfile.TemporaryDirectory() as place:
-            follow(Path(given).resolve(), Path(place), print)
+        if given != "--shell":
+            with tempfile.TemporaryDirectory() as place:
+                follow(Path(given).resolve(), Path(place), print, in_shell="--shell" in sys.argv)

@@ -123,6 +123,12 @@ def test_a_closure_computes_the_gradients_that_are_stepped() -> None:
         optimizer.step(closure)
 
 
+def test_parameters_instead_of_the_model_are_refused() -> None:
+    model = ff.models.build(CONFIG, Grid.alone("cpu"))
+    with pytest.raises(TypeError, match=r"AdamW takes the model itself, not its parameters: generator was given"):
+        AdamW(model.parameters(), lr=1e-3)  # type: ignore[arg-type]
+
+
 def test_schedules_by_hand() -> None:
     cosine = Schedule(rate=1.0, steps=110, warmup=10, floor=0.1)
     assert Schedule(rate=1.0, steps=10).at(0) == 1.0

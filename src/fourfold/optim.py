@@ -60,6 +60,8 @@ class AdamW(torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"AdamW takes the model itself, not its parameters: {type(model).__name__} was given")
         self.gradients = gradients_of(model)
         self.parts: dict[str, nn.Parameter] = {}
         decayed: list[nn.Parameter] = []

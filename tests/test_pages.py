@@ -1,0 +1,60 @@
+"""README and every page of the documentation, followed literally; see `pages.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pages import ROOT, Block, PageError, blocks_of, commands_of, follow
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_does_what_it_says(page: Path, tmp_path: Path) -> None:
+    follow(page, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("```\nls\n```", "test.md:2: a block is python, bash, text, or a file"),
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```", r"test.md:6: (.|\n)*line 6.*(.|\n)*AssertionError"),
+        ("```bash\nfourfold plan --modle gpt-tiny\n```", r"test.md:2: fourfold plan --modle gpt-tiny ended with 2"),
+        ("```bash\nls  # fails\n```", "test.md:2: ls ended with 0"),
+        ("```bash\ntorchrun --nnodes 2 -m fourfold.cli trian\n```", "ended with 2"),
+        ("```bash\nmake coffee\n```", r"the Makefile does not make \['coffee'\]"),
+        ("```bash\npip install 'fourfold[tests]'\n```", r"there are no extras \['tests'\]"),
+        ("```bash\nsbatch job.sh\n```", r"no command before it has written \['job.sh'\]"),
+    ],
+)
+def test_what_is_wrong_is_found(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pages.ROOT", tmp_path)
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    page, folder = tmp_path / "test.md", tmp_path / "there"
+    page.write_text(f"{text}\n<!-- ranks: 1 -->\n")
+    folder.mkdir()
+    with pytest.raises(PageError, match=said):
+        follow(page, folder)
+
+
+def test_a_block_with_the_name_of_a_file_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pages.ROOT", tmp_path)
+    page, folder = tmp_path / "test.md", tmp_path / "there"
+    page.write_text("```toml\n# run.toml\n[model]\n```\n\n```bash\ngrep model run.toml\n```\n")
+    folder.mkdir()
+    follow(page, folder)
+    assert (folder / "run.toml").read_text() == "# run.toml\n[model]\n"
+
+
+def test_commands_go_on_over_lines() -> None:
+    block = Block("bash", "# first\nls \\\n  -l\n\npwd  # where\n", 10)
+    assert list(commands_of(block)) == [(12, "ls   -l"), (14, "pwd  # where")]
+
+
+def test_every_block_of_every_page_has_a_kind() -> None:
+    for page in PAGES:
+        for block in blocks_of(page):
+            assert block.file or block.language in ("python", "bash", "text"), f"{page}:{block.line}"
