@@ -1,18 +1,13 @@
 # Two commands on a fresh machine with git, make and Python with pip: make demo, make test.
 PYTHON ?= python3
 BIN := .venv/bin
-GRID ?= x=2,z=2
 SOAK_SECONDS ?= inf
 SOAK_START ?= 0
 
-.PHONY: demo test soak lint types clean
+.PHONY: demo test soak lint types clean docs
 
-demo: RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: .venv/installed
-	@$(BIN)/fourfold train examples/demo.toml --grid $(GRID) --out $(RUN)
-	@$(BIN)/fourfold report $(RUN)
-	@echo && $(BIN)/fourfold sample $(RUN) --prompt 'import ' --tokens 120
-	@echo && echo 'Other grids: make demo GRID=z=4 (FSDP), GRID=x=4 (tensor parallelism), GRID=x=2,y=2, GRID=data=4 (DDP)'
+	@$(BIN)/fourfold demo
 
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint types
@@ -23,6 +18,8 @@ test: lint types
 # for bit over 20 steps, dry runs of the largest models, loss curves of 200 steps, then every grid with every combination
 # of options, for days; SOAK_SECONDS=N stops these after about that long
 soak: .venv/installed
+	$(BIN)/python tests/soak_package.py
+	$(BIN)/python tests/soak_demo.py
 	$(BIN)/python tests/soak_families.py
 	$(BIN)/python tests/soak_images.py
 	$(BIN)/python tests/soak_operations.py
@@ -34,6 +31,10 @@ soak: .venv/installed
 	$(BIN)/python tests/soak_dry.py
 	$(BIN)/python tests/soak_curves.py
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_START=$(SOAK_START) $(BIN)/python tests/soak.py
+
+# the documentation as a site in site/, warnings as errors (with --quiet mkdocs does not count them)
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/installed
 	$(BIN)/ruff check .

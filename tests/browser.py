@@ -24,9 +24,10 @@ def find() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
-def document(page: Path, *, width: int = 1280, dark: bool = False) -> str:
-    """The HTML of the page after its script ran."""
-    return _open(page, "--dump-dom", f"--window-size={width},1200", dark=dark)
+def document(page: Path | str, *, width: int = 1280, dark: bool = False, seconds: int = 5, timeout: float = 60) -> str:
+    """The HTML of the page, a file or an address, after its script ran for so many seconds of its own clock."""
+    budget = f"--virtual-time-budget={1000 * seconds}"
+    return _open(page, "--dump-dom", f"--window-size={width},1200", budget, dark=dark, timeout=timeout)
 
 
 def screenshot(page: Path, out: Path, *, width: int = 1280, height: int = 2400, dark: bool = False) -> Path:
@@ -35,7 +36,7 @@ def screenshot(page: Path, out: Path, *, width: int = 1280, height: int = 2400, 
     return out
 
 
-def _open(page: Path, *more: str, dark: bool, timeout: float = 60) -> str:
+def _open(page: Path | str, *more: str, dark: bool, timeout: float = 60) -> str:
     program = find()
     if program is None:
         raise FileNotFoundError(f"no Chromium: none of {', '.join(NAMES)} is on the PATH")
@@ -47,14 +48,15 @@ def _open(page: Path, *more: str, dark: bool, timeout: float = 60) -> str:
     if os.geteuid() == 0:
         flags.append("--no-sandbox")  # Chromium refuses to start as root with it
     with tempfile.TemporaryDirectory(prefix="fourfold-browser-", ignore_cleanup_errors=True) as profile:
-        command = [program, *flags, f"--user-data-dir={profile}", *more, page.resolve().as_uri()]
+        address = page if isinstance(page, str) else page.resolve().as_uri()
+        command = [program, *flags, f"--user-data-dir={profile}", *more, address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
         raise RuntimeError(f"Chromium ended with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout
 
 
-def opened(path: Path, **how: Any) -> str:
+def opened(path: Path | str, **how: Any) -> str:
     """`document`, or a skipped test where there is no browser."""
     if find() is None:
         pytest.skip(f"no Chromium (none of {', '.join(NAMES)}): the page was not opened in a browser")

@@ -39,7 +39,8 @@ PRELOAD = [
     "torch.profiler",
     "torch.utils.tensorboard",
     "fourfold.cli",
-    "fourfold.train.loop",
+    "fourfold.parallelize",
+    "fourfold.train.command",
     "pytest",  # of every file with jobs
     "transformers.modeling_utils",
     "transformers.generation.utils",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import pickle
 import warnings
@@ -15,11 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from fourfold import cli
 from fourfold.checkpoint.files import write_file
 from fourfold.checkpoint.record import RECORD, Entry, Record, file_of, write_record
 from fourfold.grid import Shape
 from fourfold.layout import Storage
-from fourfold.train.checkpoint import add_checkpoint
 
 GRID = Shape(x=2, z=2)
 TENSORS = {
@@ -61,10 +60,8 @@ def newest(run: Path) -> Path:
 
 
 def command(*arguments: object) -> int:
-    parser = argparse.ArgumentParser()
-    add_checkpoint(parser.add_subparsers(required=True), argparse.RawDescriptionHelpFormatter)
-    options = parser.parse_args(["checkpoint", *map(str, arguments)])
-    return options.run(options, arguments)
+    options = cli.parser().parse_args(["checkpoint", *map(str, arguments)])
+    return cli.command(options.run)(options, arguments)
 
 
 # list

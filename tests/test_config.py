@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fourfold import models
-from fourfold.cli import grid, parser, setting
+from fourfold.commands.parser import grid, setting
 from fourfold.cost.machine import load_machine
 from fourfold.overlap import Overlap
 from fourfold.train.config import Config, read_config, resolve
@@ -210,8 +210,8 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("optimizer.rate", -1.0, "rate"),
     ("optimizer.warmup", -1, "warmup=-1"),
     ("optimizer.weight_decay", -0.1, "weight_decay"),
-    ("overlap.bytes_in_flight", 0, "overlap: bytes_in_flight=0 must be at least 1"),
-    ("overlap.halves", 3, "overlap: halves=3 must be 1 or 2"),
+    ("overlap.bytes_in_flight", 0, "overlap.bytes_in_flight=0 must be at least 1"),
+    ("overlap.halves", 3, "overlap.halves=3 must be 1 or 2"),
     ("policy.bucket_bytes", 0, "bucket_bytes=0"),
     ("policy.loss_chunk", -1, "loss_chunk=-1"),
     ("train.evaluate_batches", 0, "evaluate_batches=0 must be at least 1"),
@@ -342,33 +342,6 @@ def test_grids_of_the_command_line() -> None:
     for wrong in ("", "x", "x=", "x=0", "x=-1", "x=2;z=2", "w=2", "x=2,x=2", "x=2,", "x=two"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"no axis with a size; write auto, or such as x=2,z=2"):
             grid(wrong)
-
-
-def test_help_names_every_option_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    top = parser()
-    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    names = [
-        "train",
-        "plan",
-        "calibrate",
-        "checkpoint",
-        "import",
-        "export",
-        "doctor",
-        "launch",
-        "sample",
-        "report",
-        "data",
-    ]
-    assert list(commands.choices) == names
-    for name in sorted({*names} - {"checkpoint", "data"}):  # these have commands of their own
-        with pytest.raises(SystemExit) as left:
-            top.parse_args([name, "--help"])
-        assert left.value.code == 0
-        text = capsys.readouterr().out
-        assert f"fourfold {name} " in text.partition("options:")[0]
-        for action in commands.choices[name]._actions:
-            assert all(option in text for option in action.option_strings)
 
 
 # --- resolve

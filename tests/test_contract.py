@@ -1,4 +1,4 @@
-"""The shape of the project: public names, import order, dependencies, one owner for collectives, README code."""
+"""The shape of the project: public names, import order, dependencies, one owner for collectives."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ ORDER = [
     "watch",
     "report",
     "train",
+    "commands",
     "cli",
 ]
 """A file may import only from what stands before it. Folders count as one; inside them `INSIDE` holds."""
@@ -80,8 +81,9 @@ INSIDE = {
         "__init__", "schema", "rendezvous", "launch", "job", "sections", "config", "record", "meter", "predicted",
         "profile", "progress", "story", "numbers", "stop", "sources", "guard", "resume", "saving", "loop", "begin",
         "options", "talk", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan", "checkpoint",
-        "exchange", "places",
+        "exchange", "places", "demo",
     ],
+    "commands": ["__init__", "parser", "running", "planning", "keeping", "completion"],
 }  # fmt: skip
 
 
@@ -124,6 +126,66 @@ def test_few_public_names_and_each_exists() -> None:
     assert all(hasattr(fourfold, name) for name in fourfold.__all__)
 
 
+def test_names_come_from_where_type_checkers_find_them() -> None:
+    """What is imported lazily is what stands under TYPE_CHECKING."""
+    (block,) = (node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    named = {alias.name: line.module for line in block.body for alias in line.names}
+    assert sorted(named) == sorted(fourfold.__all__)
+    assert {name: home for name, home in named.items() if home != "fourfold"} == {
+        name: f"fourfold.{home}" for name, home in fourfold._HOMES.items()
+    }
+
+
+LAZY = """
+import sys
+{before}
+import fourfold
+assert sorted(fourfold.__all__) == [name for name in dir(fourfold) if name in fourfold.__all__]
+assert not hasattr(fourfold, "gird")
+{after}
+loaded = [name for name in sys.modules if name == "torch" or name.startswith("fourfold.")]
+print(*sorted(loaded))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("import fourfold.cli", "fourfold.cli.parser()"),
+        ("import contextlib, fourfold.cli", "with contextlib.suppress(SystemExit): fourfold.cli.main(['--version'])"),
+        ("import contextlib, fourfold.cli", "with contextlib.suppress(SystemExit): fourfold.cli.main(['trian'])"),
+    ],
+    ids=["import", "parser", "version", "misspelt"],
+)
+def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> None:
+    code = LAZY.format(before=before, after=after)
+    left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    loaded = left.stdout.splitlines()[-1].split() if left.stdout.strip() else []
+    assert not [name for name in loaded if not name.startswith(("fourfold.cli", "fourfold.commands", "fourfold.train"))]
+    assert set(loaded) & {"fourfold.train", "fourfold.train.demo"} == {name for name in loaded if ".train" in name}
+
+
+def test_a_folder_of_the_same_name_does_not_hide_the_function() -> None:
+    code = (
+        "import fourfold.parallelize.along, fourfold as ff; from fourfold.parallelize import Expand, parallelize\n"
+        "assert ff.parallelize is parallelize and callable(ff.explain)\n"
+        "import fourfold.nn.loss\n"
+        "assert ff.nn.loss.global_mean is ff.global_mean\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_torchrun_imports_little_of_fourfold() -> None:
+    """Whoever runs torchrun with Fourfold installed has its rendezvous loaded, and no more."""
+    code = (
+        "import sys, torch.distributed.run\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('fourfold')))\n"
+    )
+    left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert left.stdout.split() == ["fourfold", "fourfold.store", "fourfold.train", "fourfold.train.rendezvous"]
+
+
 def test_core_needs_torch_alone() -> None:
     others = ["numpy", "safetensors", "transformers", "tokenizers", "rich", "plotly", "tensorboard", "scipy"]
     code = (
@@ -153,14 +215,6 @@ def test_ruff_bans_collectives_outside_comm() -> None:
 def test_no_file_outgrows_its_role() -> None:
     for path in modules():
         assert len(path.read_text().splitlines()) <= 400, path
-
-
-def test_readme_code_runs() -> None:
-    """Every Python block, one after another, as one program of one rank."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    code = "\n".join(blocks).replace('"llama-3-8b"', '"llama-tiny"').replace("Grid(x=2, z=2)", "Grid()")
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=ROOT)
 
 
 def test_readme_tree_names_every_file() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fourfold as ff
 from exchanged import TOKENS, VOCAB, logits, logits_on, whole, write_run, write_run_on
+from fourfold import cli
 from fourfold.checkpoint.names import Piece, match, shapes_of
 from fourfold.checkpoint.record import read_record
 from fourfold.checkpoint.weights import save_weights
@@ -29,7 +29,7 @@ from fourfold.grid import Grid, Shape
 from fourfold.models import Config
 from fourfold.nn.layer import specs_of
 from fourfold.train.config import read_config
-from fourfold.train.exchange import add_exchange, export_model, import_model
+from fourfold.train.exchange import export_model, import_model
 from harness import DEVICE
 
 LLAMA = dict(
@@ -537,10 +537,8 @@ def test_a_config_that_does_not_fit_its_checkpoint_is_refused(tmp_path: Path) ->
 
 
 def command(*arguments: str) -> int:
-    top = argparse.ArgumentParser()
-    add_exchange(top.add_subparsers(), argparse.RawDescriptionHelpFormatter)
-    options = top.parse_args(arguments)
-    return options.run(options, arguments)
+    options = cli.parser().parse_args(arguments)
+    return cli.command(options.run)(options, arguments)
 
 
 def test_commands(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

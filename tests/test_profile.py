@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from curves import Curves, config_of, write_texts
-from fourfold.cli import main, steps
+from fourfold.cli import main
+from fourfold.commands.parser import steps
 from fourfold.grid import AXES, Shape
 from fourfold.ledger import Collective
 from fourfold.report import write_report

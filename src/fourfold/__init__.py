@@ -1,14 +1,25 @@
-"""Fourfold trains neural networks on a four-dimensional grid of devices."""
+"""Fourfold trains neural networks on a four-dimensional grid of devices.
 
-from fourfold import models, nn, optim
-from fourfold.compare import compare_serial
-from fourfold.data.rows import local_rows
-from fourfold.gradients import accumulate, clip_grad_norm_
-from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
-from fourfold.nn.loss import count_targets, global_mean
-from fourfold.overlap import Overlap
-from fourfold.parallelize import explain, parallelize
+Names are imported when they are first used, so that `fourfold --help` and torchrun's own process do not wait for torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold import models, nn, optim
+    from fourfold.compare import compare_serial
+    from fourfold.data.rows import local_rows
+    from fourfold.gradients import accumulate, clip_grad_norm_
+    from fourfold.grid import Grid, Shape
+    from fourfold.layout import Policy
+    from fourfold.nn.loss import count_targets, global_mean
+    from fourfold.overlap import Overlap
+    from fourfold.parallelize import explain, parallelize
 
 __version__ = "0.1.0"
 
@@ -29,3 +40,43 @@ __all__ = [
     "optim",
     "parallelize",
 ]
+
+_HOMES = {
+    "Grid": "grid",
+    "Overlap": "overlap",
+    "Policy": "layout",
+    "Shape": "grid",
+    "accumulate": "gradients",
+    "clip_grad_norm_": "gradients",
+    "compare_serial": "compare",
+    "count_targets": "nn.loss",
+    "explain": "parallelize",
+    "global_mean": "nn.loss",
+    "local_rows": "data.rows",
+    "parallelize": "parallelize",
+}
+"""The module of each name; the others are modules themselves."""
+
+
+class _Package(ModuleType):
+    """Importing the folder `parallelize` would put the module where the function of that name belongs."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "parallelize" and isinstance(value, ModuleType):
+            value = value.parallelize
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    found = globals()[name] = getattr(home, name) if name in _HOMES else home
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -32,6 +32,7 @@ def training_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Held]:
 
 def optimizer_tensors(optimizer: AdamW) -> dict[str, Held]:
     """The state of the optimizer, of those parameters that have one."""
+    require_ours(optimizer)
     found: dict[str, Held] = {}
     for name, part in optimizer.parts.items():
         state = optimizer.state.get(part)
@@ -40,8 +41,17 @@ def optimizer_tensors(optimizer: AdamW) -> dict[str, Held]:
     return found
 
 
+def require_ours(optimizer: object) -> None:
+    if not isinstance(optimizer, AdamW):
+        raise TypeError(
+            f"a checkpoint knows the state of ff.optim.AdamW, not of {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}; torch.distributed.checkpoint saves that of torch's optimizers"
+        )
+
+
 def fresh_optimizer_tensors(optimizer: AdamW, names: set[str]) -> dict[str, Held]:
     """Memory for the state of these parameters, not yet the optimizer's."""
+    require_ours(optimizer)
     found: dict[str, Held] = {}
     for name, part in optimizer.parts.items():
         if name in names:

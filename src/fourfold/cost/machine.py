@@ -221,7 +221,8 @@ class _Reader:
         for key in required:
             if key not in table:
                 rule = CONSTANTS.get(key) or LINK.get(key) or {"peak": FLOPS, "gemm": FLOPS}.get(key)
-                raise ValueError(f"{self.file}: {_join(path, key)} is missing" + (f" ({rule})" if rule else ""))
+                said = f"{_join(path, key)} is missing" + (f" ({rule})" if rule else "")
+                raise ValueError(f"{self.file}: {said}; {path or 'a machine'} needs {', '.join(required)}")
 
     def text(self, key: str, value: object) -> str:
         if not isinstance(value, str) or not value.strip():

@@ -171,9 +171,11 @@ def _function(text: str) -> Builder:
             raise  # the module is there and lacks something itself
         raise ValueError(f"{text}: there is no module {error.name!r}; install it, or set PYTHONPATH=.") from error
     if not hasattr(module, name):
-        raise ValueError(f"{text}: {where} has no {name!r}{nearest(name, dir(module))}")
+        raise ValueError(f"{text}: {where} has no {name!r}{nearest(name, dir(module))}; give package.module:function")
     function = getattr(module, name)
     if not callable(function):
-        raise ValueError(f"{text} is {type(function).__name__}, not a function that builds a model")
+        raise ValueError(
+            f"{text} is {type(function).__name__}, not a function that builds a model; give package.module:function"
+        )
     _arguments(function)
     return function

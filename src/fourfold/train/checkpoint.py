@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from datetime import datetime
 from math import prod
 from pathlib import Path
@@ -214,65 +214,3 @@ def plain(text: str) -> str:
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Lines of a table of what a folder says of itself."""
     return aligned([[plain(cell) for cell in row] for row in rows], right)
-
-
-def add_checkpoint(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
-    top = commands.add_parser(
-        "checkpoint", help="look into checkpoints, verify, convert", description=CHECKPOINT, formatter_class=shape
-    )
-    inner = top.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(name: str, run: Callable[..., int], help: str, description: str) -> argparse.ArgumentParser:
-        found = inner.add_parser(name, help=help, description=description, formatter_class=shape)
-        found.set_defaults(run=run)
-        return found
-
-    one = add("list", show_list, "the checkpoints of a run", LIST)
-    one.add_argument("path", type=Path, metavar="RUN", help="the run's folder")
-
-    two = add("inspect", inspect, "what a checkpoint holds", INSPECT)
-    two.add_argument("path", type=Path, metavar="PATH", help="a run, for its newest complete checkpoint, or one")
-    two.add_argument("--json", action="store_true", help="everything, as one JSON object")
-
-    three = add("verify", check, "compare every byte with its checksum", VERIFY)
-    three.add_argument("path", type=Path, metavar="PATH", help="a run, for all its complete checkpoints, or one")
-
-    four = add("convert", convert, "to and from torch's distributed checkpoints", CONVERT)
-    four.add_argument("source", type=Path, metavar="SOURCE", help="a run or a checkpoint; with --from-dcp a DCP folder")
-    four.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to write; must not exist yet")
-    way = four.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to-dcp", action="store_true", help="write what torch.distributed.checkpoint.load reads")
-    way.add_argument("--from-dcp", action="store_true", help="read what torch.distributed.checkpoint.save wrote")
-    four.add_argument(
-        "--prefix", help="of the parameters' keys in a foreign DCP folder; by default model. where any key has it"
-    )
-
-
-CHECKPOINT = """\
-Look into the checkpoints of a run, verify them, exchange them with torch's distributed checkpoint.
-
-  fourfold checkpoint list runs/gpt-tiny-20261115-120000
-  fourfold checkpoint verify runs/gpt-tiny-20261115-120000"""
-LIST = """\
-The checkpoints of a run, the newest last, and what saves that died have left.
-
-  fourfold checkpoint list runs/gpt-tiny-20261115-120000"""
-INSPECT = """\
-What a checkpoint holds: step, grid, model, bytes, and every tensor with its shape, dtype and cuts.
-
-  fourfold checkpoint inspect runs/gpt-tiny-20261115-120000
-  fourfold checkpoint inspect runs/gpt-tiny-20261115-120000/checkpoints/step-00000100 --json"""
-VERIFY = """\
-Read everything and compare it with its checksums; ends with 1 and names the file where something is damaged.
-
-  fourfold checkpoint verify runs/gpt-tiny-20261115-120000
-  fourfold checkpoint verify runs/gpt-tiny-20261115-120000/checkpoints/step-00000100"""
-CONVERT = """\
-To and from folders of torch's distributed checkpoint (DCP), a tensor at a time.
-
-  fourfold checkpoint convert runs/gpt-tiny-20261115-120000 --to-dcp --to dcp/
-  fourfold checkpoint convert dcp/ --from-dcp --to step-00000100
-  fourfold checkpoint convert titan/step-500 --from-dcp --prefix model. --to weights/
-
-A DCP folder has a pickle, .metadata, which is read through a list of allowed names: nothing in it is run. Of a folder
-that others wrote the parameters are taken, and what is left out is named."""

@@ -91,6 +91,10 @@ def read_config(path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, f
     table: dict[str, Any] = {}
     if path is not None:
         if not path.is_file():
+            if path.is_dir():
+                raise IsADirectoryError(
+                    f"{path} is a folder; give a config, CONFIG.toml; a run goes on by --resume {path}"
+                )
             raise FileNotFoundError(f"there is no config {path}; give the path of a TOML file")
         try:
             table = tomllib.loads(path.read_text())
@@ -120,14 +124,19 @@ def _put_beside(table: dict[str, Any], folder: Path) -> None:
         data["tokenizer"] = beside(data["tokenizer"], folder)
 
 
+def table_of(section: str) -> list[str]:
+    """The keys of a section."""
+    return [field.name for field in dataclasses.fields(getattr(Config(), section))]
+
+
 def _put(table: dict[str, Any], key: str, value: Any) -> None:
     sections = [section.name for section in dataclasses.fields(Config)]
     section, dot, name = key.partition(".")
     if not dot or section not in sections:
-        known = ", ".join(sections)
-        raise ValueError(
-            f"{key!r} is no key{nearest(section, sections)}; write section.key=value, sections are {known}"
-        )
+        near = nearest(section, sections)
+        if homes := [each for each in sections if not dot and key in table_of(each)]:
+            near = f" (did you mean {' or '.join(f'{home}.{key}' for home in homes)}?)"
+        raise ValueError(f"{key!r} is no key{near}; write section.key=value, sections are {', '.join(sections)}")
     keys = table.setdefault(section, {})
     if isinstance(keys, dict):  # otherwise `parse` says what is wrong with it
         keys[name] = value

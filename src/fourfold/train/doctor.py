@@ -6,51 +6,16 @@ With --preflight what would go wrong with one to come; that is `train.preflight`
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from fourfold.train.record import last_end
 from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import DIAGNOSIS, Reading, read_all
 
-DOCTOR = """\
-Say what went wrong with a run: why it ended, what its ranks found out together, and what each of them did last, from
-the tapes that they keep in its folder. Also of one that is still there and does not move.
-
-With --preflight look, for a minute at the most, at what a long run needs, on the ranks that it will have: versions,
-devices and how fast they are, memory, clocks, every link of every axis, disk. Each is ok, a warning or FAILED, with
-what to do; one that FAILED gives exit code 1. Outside of torchrun and SLURM the local ranks are started here.
-
-  fourfold doctor runs/gpt-tiny-20261115-120000
-  fourfold doctor --preflight run.toml --out /shared/runs/one
-  fourfold doctor --preflight --ranks 8
-  torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli doctor --preflight run.toml --out /shared/runs/one"""
 OF_PREFLIGHT = ("grid", "ranks", "out", "changes", "device", "json")
 """Options that a run which has ended has no use for."""
-
-
-def add_doctor(
-    commands: Any, shape: type[argparse.HelpFormatter], grid: Callable[[str], Any], setting: Callable[[str], Any]
-) -> None:
-    """With how a grid and a change of a config are read."""
-    one = commands.add_parser(
-        "doctor", help="what went wrong with a run, or would", description=DOCTOR, formatter_class=shape
-    )
-    one.add_argument(
-        "path", nargs="?", type=Path, metavar="RUN", help="the run's folder; with --preflight its CONFIG.toml, if any"
-    )
-    one.add_argument("--preflight", action="store_true", help="look at what a long run needs, before it begins")
-    one.add_argument("--grid", type=grid, help="such as x=2,z=2; by default the config's, without one a line of ranks")
-    one.add_argument(
-        "--ranks", type=int, help="local ranks to start; by default those of the grid, else the GPUs, else 1"
-    )
-    one.add_argument("--out", help="the run's folder to be; it is left as it was")
-    one.add_argument("--set", action="append", type=setting, default=[], metavar="SECTION.KEY=VALUE", dest="changes")
-    one.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU where there is one")
-    one.add_argument("--json", metavar="FILE", help="checks and what they were found from; -: standard output")
-    one.set_defaults(run=doctor)
 
 
 def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -231,47 +230,3 @@ def run_export(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def shard_bytes(text: str) -> int:
-    """`5GB`, `500MB`"""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B", text)
-    nbytes = int(float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]) if found else 0
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size of a file; write such as 5GB or 500MB")
-    return nbytes
-
-
-def add_exchange(commands: Any, formatter: type[argparse.HelpFormatter]) -> None:
-    one = commands.add_parser(
-        "import", help="a run from a Hugging Face folder", description=IMPORT, formatter_class=formatter
-    )
-    one.add_argument("source", type=Path, metavar="DIR", help="has config.json and model.safetensors, perhaps in parts")
-    one.add_argument("--out", type=Path, required=True, metavar="RUN", help="the run's folder, which must be new")
-    one.add_argument("--eod", help="the token that ends a document, where the tokenizer names it unusually")
-    one.set_defaults(run=run_import)
-
-    two = commands.add_parser(
-        "export", help="a Hugging Face folder from a run", description=EXPORT, formatter_class=formatter
-    )
-    two.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder, or that of one checkpoint")
-    two.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to write, which must be new")
-    two.add_argument("--step", type=int, help="of which checkpoint; by default the newest")
-    two.add_argument("--dtype", choices=list(DTYPES), help="of the weights; by default as they are")
-    two.add_argument(
-        "--max-shard", type=shard_bytes, default=5_000_000_000, metavar="SIZE", help="of a file; default 5GB"
-    )
-    two.set_defaults(run=run_export)
-
-
-IMPORT = """\
-Turn a Hugging Face folder (GPT-2, Llama, Mistral, Qwen3, GPT-NeoX) into a run, which trains on any grid. No code of the
-folder is run; a model that would compute other numbers here is refused.
-
-  fourfold import models/gpt2 --out runs/gpt2
-  fourfold train --resume runs/gpt2 --data texts/ --steps 500 --grid x=2,z=2"""
-EXPORT = """\
-Turn a run into a folder that transformers opens: config, safetensors, tokenizer.
-
-  fourfold export runs/gpt-tiny-20261115-120000 --to models/mine
-  fourfold export runs/gpt2 --step 500 --dtype bf16 --max-shard 2GB --to models/mine"""

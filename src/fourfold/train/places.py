@@ -16,7 +16,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fourfold.cost.machine import load_machine
 from fourfold.train.config import Config, read_config
@@ -24,37 +23,19 @@ from fourfold.train.job import AUTO
 from fourfold.train.launch import stop_seconds
 from fourfold.train.rendezvous import BACKEND, PORT
 
-LAUNCH = """\
-Write what a scheduler needs to run a config: a SLURM script or a Kubernetes manifest. Both start every rank, send
-SIGTERM in time for a last checkpoint, and start the run again when it dies; it goes on by itself.
-
-  fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --config run.toml
-  fourfold launch --slurm run.toml --out /shared/runs/one --time 24:00:00 --account physics > job.sh
-  fourfold launch --k8s run.toml --out /runs/one --image registry/fourfold:1 --claim runs > job.json"""
 LONGEST_GRACE = 65_000
 TIMES = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
-
-
-def add_launch(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
-    one = commands.add_parser("launch", help="write a job for a scheduler", description=LAUNCH, formatter_class=shape)
-    kind = one.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--slurm", action="store_true", help="a script for sbatch")
-    kind.add_argument("--k8s", action="store_true", help="a manifest for kubectl apply")
-    one.add_argument("config", type=Path, metavar="CONFIG.toml")
-    one.add_argument("--out", required=True, help="the run's folder, on a file system that all nodes share")
-    one.add_argument("--name", default="fourfold", help="of the job")
-    one.add_argument("--devices", type=int, help="where the config's grid is auto")
-    one.add_argument("--per-node", type=int, help="devices of a node; by default those of the config's plan.machine")
-    one.add_argument("--tries", type=int, default=5, help="how often the run is started at the most; default 5")
-    one.add_argument("--time", default="24:00:00", help="SLURM: the limit, such as 24:00:00; the run saves before it")
-    one.add_argument("--partition", help="SLURM")
-    one.add_argument("--account", help="SLURM")
-    one.add_argument("--cpus", type=int, help="SLURM: cores of a rank")
-    one.add_argument("--image", help="Kubernetes: the container, with fourfold installed")
-    one.add_argument("--claim", help="Kubernetes: the volume claim that is mounted where --out lies")
-    one.set_defaults(run=launch)
+FORMS = {
+    TIMES: "hours:minutes:seconds, such as 24:00:00, or days-hours:minutes",
+    WORD: "letters, digits and . _ / : @ -, without spaces",
+    NAME: "at most 52 small letters, digits and dashes, such as my-run",
+}
+NEEDED = {
+    "image": "the container that has fourfold, such as registry/fourfold:1",
+    "claim": "the volume claim that is mounted where --out lies",
+}
 
 
 def launch(options: argparse.Namespace, _: Sequence[str]) -> int:
@@ -87,9 +68,14 @@ class Place:
             if (number := getattr(options, option)) is not None and number < 1:
                 raise ValueError(f"--{option.replace('_', '-')} {number} must be at least 1")
         if options.k8s and not Path(options.out).is_absolute():
-            raise ValueError(f"--out {options.out} must be a whole path, below which --claim is mounted")
+            raise ValueError(
+                f"--out {options.out} must be a whole path, such as /shared/{options.out}, below which --claim is "
+                "mounted"
+            )
         if not config.watch.grace <= LONGEST_GRACE:
-            raise ValueError(f"watch.grace={config.watch.grace} is longer than a scheduler waits: {LONGEST_GRACE} s")
+            raise ValueError(
+                f"watch.grace={config.watch.grace} is longer than a scheduler waits; set at most {LONGEST_GRACE} s"
+            )
         world = _world(config, options.devices)
         per_node = options.per_node or _per_node(config)
         if world % per_node and world > per_node:
@@ -99,7 +85,7 @@ class Place:
         for option in ("image", "claim"):
             _require(option, getattr(options, option), WORD)
             if options.k8s and getattr(options, option) is None:
-                raise ValueError(f"--k8s needs --{option}; --help says what it is")
+                raise ValueError(f"--k8s needs --{option}, {NEEDED[option]}")
         more = {"partition": options.partition, "account": options.account, "cpus-per-task": options.cpus}
         return cls(
             config=str(options.config),
@@ -118,7 +104,7 @@ class Place:
 
 def _require(option: str, value: str | None, form: re.Pattern[str]) -> None:
     if value is not None and not form.fullmatch(value):
-        raise ValueError(f"--{option} {value!r} is not one that a scheduler takes; it must match {form.pattern}")
+        raise ValueError(f"--{option} {value!r} is not one that a scheduler takes; give {FORMS[form]}")
 
 
 def _world(config: Config, devices: int | None) -> int:

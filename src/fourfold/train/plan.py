@@ -60,13 +60,23 @@ def check(options: argparse.Namespace) -> None:
     if options.why == {}:
         raise ValueError("--why auto: name the grid to ask about, such as --why x=8,z=4")
     if options.why is not None and (asked := Shape(**options.why)).world != options.devices:
-        raise ValueError(f"--why {asked}: that grid has {asked.world} ranks and the plan {options.devices} devices")
+        raise ValueError(
+            f"--why {asked}: that grid has {asked.world} ranks and the plan {options.devices} devices; give sizes "
+            f"whose product is {options.devices}, or other --devices"
+        )
+    for name in ("config", "html", "trace", "json"):  # before the time is spent
+        path = getattr(options, name)
+        if path not in (None, "-") and not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"--{name} {path}: there is no folder {Path(path).parent}; make it first")
 
 
 def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> Plan:
     seq = options.seq or config.seq
     if config.positions == "learned" and seq > config.seq:
-        raise ValueError(f"--seq {seq} is longer than the {config.seq} learned positions of {options.model}")
+        raise ValueError(
+            f"--seq {seq} is longer than the {config.seq} learned positions of {options.model}; give {config.seq} or "
+            "less, or a model with rotary positions, such as llama-3-8b"
+        )
     return search(make_task(options, config, machine, seq), options.devices, top=options.top)
 
 

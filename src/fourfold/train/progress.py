@@ -151,10 +151,10 @@ def compared(event: Event) -> str:
     first, last = event["steps"][0], event["steps"][-1]
     steps = f"step {first}" if first == last else f"median of {len(event['steps'])} steps from {first} to {last}"
     lines = [f"predicted on {event['machine']}, and measured ({steps}):"]
-    lines.append(f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>8}")
+    lines.append(f"  {'':18}{'predicted':>12}{'measured':>12}{'ratio':>10}")
     for name, pair, shown in rows:
         ratio = "-" if pair["ratio"] is None else f"{pair['ratio']:.3g}"
-        lines.append(f"  {name:18}{shown(pair['predicted']):>12}{shown(pair['measured']):>12}{ratio:>8}")
+        lines.append(f"  {name:18}{shown(pair['predicted']):>12}{shown(pair['measured']):>12}{ratio:>10}")
     return "\n".join([*lines, *(f"  {note}" for note in event["notes"])])
 
 

@@ -26,15 +26,19 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
         if key not in names:
             known = f"{path or 'it'} has {', '.join(names)}"
             raise ValueError(f"unknown key {_join(path, key)}{nearest(key, names)}; {known}")
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        required = field.default is field.default_factory is dataclasses.MISSING
-        if required and field.name not in table:
-            raise ValueError(f"{_join(path, field.name)} is missing")
+    needed = [field.name for field in dataclasses.fields(kind) if _is_required(field)]  # type: ignore[arg-type]
+    for name in needed:
+        if name not in table:
+            raise ValueError(f"{_join(path, name)} is missing; {path or 'it'} needs {', '.join(needed)}")
     values = {key: _value(hints[key], value, _join(path, key)) for key, value in table.items()}
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}" if path else str(error)) from error
+        raise ValueError(_join(path, str(error))) from error  # which begins with the name of the key
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def _value(kind: Any, value: Any, path: str) -> Any:

@@ -172,7 +172,10 @@ class BatchSection:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.rows % self.micro_steps:
-            raise ValueError(f"rows={self.rows} cannot be cut into micro_steps={self.micro_steps} equal parts")
+            near = -(-self.rows // self.micro_steps) * self.micro_steps
+            raise ValueError(
+                f"rows={self.rows} cannot be cut into micro_steps={self.micro_steps} equal parts; take {near} rows"
+            )
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,272 @@
+"""`fourfold demo`: a tour of Fourfold on this machine, command by command.
+
+Every command is shown and then run as a process of its own with the arguments that were shown, so that whoever reads
+along can type it. Beyond that the tour does nothing but write the config that it trains, and read the losses.
+
+This file imports no torch: it is read whenever options are parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean
+from types import FrameType
+from typing import Any, NoReturn
+
+DEMO = """\
+A tour of about two minutes, on the CPU of this machine: plan a large model,
+train a small one on 4 local ranks, look at its report, go on with it on another
+grid, export it, and let it write. Every command is shown before it runs."""
+EXAMPLES = """\
+Examples:
+  fourfold demo
+  fourfold demo --pause
+  fourfold demo --quick --out runs/tour"""
+NEEDS = {"safetensors": "train", "plotly": "report"}
+"""What the commands of the tour import, and the extra that has it."""
+INTERRUPTED = 130
+SECONDS = 15.0
+"""That a command has to end by itself where the terminal has interrupted it as well."""
+STEPS = 10
+"""Of which a loss is shown."""
+CONFIG = """\
+# A Llama of {layers} layers that reads bytes: the source of Python's standard library.
+# `fourfold train --print-config` shows all sections and keys.
+
+[model]
+name = "llama-tiny"
+layers = {layers}
+hidden = 128
+heads = 8
+kv_heads = 8
+head_dim = 16
+mlp_hidden = 352
+
+[batch]
+rows = 16
+seq = 128
+
+[optimizer]
+rate = 5e-3
+schedule = "constant"
+
+[train]
+steps = {steps}
+seed = 1
+
+[plan]
+compare = false
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Of the tour: layers of the model, steps on the first grid, steps on both, tokens to write."""
+
+    layers: int
+    first: int
+    steps: int
+    tokens: int
+
+
+FULL, QUICK = Length(2, 100, 125, 120), Length(1, 4, 6, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part of the tour: what comes and why, the commands, and what is to be said of it afterwards."""
+
+    title: str
+    about: str
+    commands: tuple[tuple[str, ...], ...]
+    after: Callable[[], str] = lambda: ""
+
+
+def add_demo(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
+    one = commands.add_parser(
+        "demo", help="a tour of all this, in two minutes", description=DEMO, epilog=EXAMPLES, formatter_class=shape
+    )
+    one.add_argument("--out", type=Path, metavar="FOLDER", help="for all that is made; default runs/demo-DATE-TIME")
+    one.add_argument("--pause", action="store_true", help="wait for Enter before each step")
+    one.add_argument("--quick", action="store_true", help="few steps: to see that it works, not to see it learn")
+    one.set_defaults(run=demo)
+
+
+def demo(options: argparse.Namespace, _: Sequence[str]) -> int:
+    out = options.out or Path(f"runs/demo-{datetime.now():%Y%m%d-%H%M%S}")
+    check(out)
+    length = QUICK if options.quick else FULL
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "llama.toml").write_text(CONFIG.format(layers=length.layers, steps=length.first))
+    if options.pause and not sys.stdin.isatty():
+        print("fourfold: --pause: standard input is no terminal to press Enter at; going on", file=sys.stderr)
+        options.pause = False
+    with signals_interrupt():
+        try:
+            return walk(legs(out, length), out, pause=options.pause)
+        except (KeyboardInterrupt, EOFError):
+            print(f"\nThe tour ends here. {out} keeps what was made.", flush=True)
+            return INTERRUPTED
+
+
+def check(out: Path) -> None:
+    """Before anything is made or run."""
+    if "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        raise ValueError("fourfold demo starts ranks of its own; run it by itself, outside of torchrun and srun")
+    if missing := [name for name in NEEDS if find_spec(name) is None]:
+        extras = ",".join(dict.fromkeys(NEEDS[name] for name in missing))
+        raise ImportError(f"the tour needs {' and '.join(missing)}: pip install 'fourfold[{extras}]'")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} is there already; give --out a folder that is new or empty")
+
+
+def legs(out: Path, length: Length) -> list[Leg]:
+    run, config, exported = out / "run", out / "llama.toml", out / "hugging-face"
+    cpu = ("--device", "cpu")
+    planned = ("--model", "gpt-80b", "--machine", "frontier", "--devices", "1024", "--batch-tokens", "16.8M")
+    return [
+        Leg(
+            "Plan",
+            "Which grid is the fastest for a GPT of 80 billion parameters on 1,024 devices of Frontier? Fourfold cuts "
+            "every matrix product over three axes, x, y and z, and replicates it over a fourth, data. The planner "
+            "prices all grids from a file that describes the machine. It needs no device.",
+            (("plan", *planned, "--top", "4"),),
+        ),
+        Leg(
+            "Train",
+            f"Now a model that fits here: {config} describes a small Llama, which learns to write Python from the "
+            "source of the standard library. Four processes on this machine are the ranks: x=2 cuts the features "
+            "(tensor parallelism), z=2 the weights and the batch (FSDP).",
+            (("train", str(config), "--grid", "x=2,z=2", *cpu, "--out", str(run)),),
+        ),
+        Leg(
+            "Report",
+            "One HTML file about that run: loss, speed, memory, and the bytes that were sent over each axis. Open it "
+            "in a browser; it loads nothing from elsewhere.",
+            (("report", str(run)),),
+        ),
+        Leg(
+            "Go on, on another grid",
+            "The run saved a checkpoint at its end. Any grid can go on from it: here 2 ranks in place of 4, "
+            "z=2 alone. The data goes on where it was, and so does the loss.",
+            (("train", "--resume", str(run), "--grid", "z=2", "--steps", str(length.steps), *cpu),),
+            lambda: seam(run / "metrics.jsonl", length.first),
+        ),
+        Leg(
+            "Export, and let it write",
+            "The same weights as a folder that transformers opens; and what the model writes after `import `, a byte "
+            "at a time. It has seen little, so expect the look of Python, not its sense.",
+            (
+                ("export", str(run), "--to", str(exported)),
+                ("sample", str(run), "--prompt", "import ", "--tokens", str(length.tokens), *cpu),
+            ),
+        ),
+    ]
+
+
+def walk(tour: Sequence[Leg], out: Path, *, pause: bool) -> int:
+    """Leg by leg; the exit code is that of the command that failed, if one does."""
+    for number, leg in enumerate(tour, 1):
+        if pause and number > 1:
+            input("\nEnter goes on, Ctrl-C ends the tour. ")
+        say(heading(f"{number} of {len(tour)}: {leg.title}"), wrapped(leg.about))
+        for command in leg.commands:
+            shown = shlex.join(["fourfold", *command])
+            say(f"$ {shown}")
+            code = run(command)
+            if code == INTERRUPTED:
+                raise KeyboardInterrupt
+            if code:
+                code = code if code > 0 else 128 - code  # as a shell tells of a signal
+                print(f"\nfourfold: the tour stops: exit code {code}; try it by hand:\n  {shown}", file=sys.stderr)
+                return code
+        if said := leg.after():
+            say(wrapped(said))
+    say(heading("What next"), farewell(out))
+    return 0
+
+
+def run(command: Sequence[str]) -> int:
+    """As a process of its own, which writes where we write; the exit code, or less than 0 the signal that ended it."""
+    with subprocess.Popen([sys.executable, "-m", "fourfold.cli", *command]) as child:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            # a terminal has interrupted it too, and a second signal would end it at once; others told us alone
+            try:
+                child.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                child.terminate()
+                child.wait()
+            raise
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """SIGTERM ends the tour as Ctrl-C does, and once is enough: while a command ends nothing else is heard."""
+
+    def interrupt(_: int, __: FrameType | None) -> NoReturn:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def seam(metrics: Path, step: int) -> str:
+    """The losses before and after the change of grids, each a mean, for batches differ."""
+    if not metrics.is_file():
+        return ""
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    before, after = losses[:step][-STEPS:], losses[step:][:STEPS]
+    return (
+        f"Loss over the last {len(before)} steps on 4 ranks: {mean(before):.4f}; over the first {len(after)} on 2: "
+        f"{mean(after):.4f}. It began at {losses[0]:.4f}."
+    )
+
+
+def farewell(out: Path) -> str:
+    other = shlex.join(["fourfold", "train", str(out / "llama.toml"), "--grid", "z=4"])
+    return "\n".join(
+        [
+            f"The same on another grid: {other}   (x=4, data=4, x=2,y=2)",
+            "Your own text:            fourfold train --data FOLDER --model gpt-125m",
+            "Your own model:           ff.parallelize(module, grid), in docs/your_model.md",
+            "",
+            f"All that was made is in {out}; the report is {out / 'run' / 'report.html'}",
+        ]
+    )
+
+
+def say(*paragraphs: str) -> None:
+    for text in paragraphs:
+        print(f"\n{text}", flush=True)  # before what the next command writes
+
+
+def heading(text: str) -> str:
+    return f"{text}\n{'=' * len(text)}"
+
+
+def wrapped(text: str) -> str:
+    width = min(shutil.get_terminal_size().columns, 100)
+    return textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False)
