@@ -18,6 +18,8 @@ test: lint types
 # for bit over 20 steps, dry runs of the largest models, loss curves of 200 steps, then every grid with every combination
 # of options, for days; SOAK_SECONDS=N stops these after about that long
 soak: .venv/installed
+	FOURFOLD_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python tests/pages.py --shell README.md docs/*.md
 	$(BIN)/python tests/soak_package.py
 	$(BIN)/python tests/soak_demo.py
 	$(BIN)/python tests/soak_families.py

@@ -24,6 +24,7 @@ from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.whole import verify
 from fourfold.grid import Grid, Shape
 from harness import DEVICE, grid_of
+from share import share
 
 STEPS, SAVE_AT = 4, 2
 
@@ -39,8 +40,10 @@ def names(folder: Path) -> list[str]:
 # Continuing
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    share([("gpt-tiny", True), ("gpt-tiny", False), ("llama-tiny", True), ("llama-tiny", False)], 3),
+)
 def test_the_same_grid_goes_on_bit_for_bit(ranks, tmp_path: Path, name: str, sharded: bool) -> None:
     shape = Shape(x=2, data=2)
     first = ranks(4).run(trained, tmp_path, name, shape, sharded, STEPS, SAVE_AT)[0]

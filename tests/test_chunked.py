@@ -14,6 +14,7 @@ from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from harness import Largest, grid_of
+from share import share
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
 
@@ -38,7 +39,7 @@ def train(shape: Shape, policy: Policy, counted: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["sharded", "replicated"])
-@pytest.mark.parametrize("shape", [Shape(x=2, z=2), Shape(x=2, y=2), Shape(y=2, data=2)], ids=str)
+@pytest.mark.parametrize("shape", share([Shape(x=2, z=2), Shape(x=2, y=2), Shape(y=2, data=2)], 2), ids=str)
 def test_chunks_change_nothing_but_messages(ranks, shape: Shape, mode: str) -> None:
     for counted in (False, True):
         whole = ranks(4).run(train, shape, Policy(mode), counted)

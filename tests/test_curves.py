@@ -9,6 +9,7 @@ import pytest
 
 from curves import CASES, PACKED, Case, alone, bound, check, config_of, deviation, train, write_texts
 from fourfold.grid import Shape
+from share import share
 
 STEPS = 12
 ONE_LAYER = {"model.layers": 1}
@@ -23,7 +24,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "world", "dtype"),
-    [("gpt-tiny", 2, "fp64"), ("gpt-tiny", 2, "fp32"), ("llama-tiny", 4, "fp64")],
+    share([("gpt-tiny", 2, "fp32"), ("gpt-tiny", 2, "fp64"), ("llama-tiny", 4, "fp64")], 2),
 )
 def test_curves_are_those_of_one_process(ranks, tmp_path: Path, known, name: str, world: int, dtype: str) -> None:
     """Both models everywhere in `make soak`."""

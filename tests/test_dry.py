@@ -17,11 +17,12 @@ from fourfold.cost.flops import flops_per_token
 from fourfold.cost.work import Attention, Kernel, Launch, Product, Wait
 from fourfold.grid import Shape
 from fourfold.overlap import Overlap
+from share import share
 
 # --- against closed forms
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.shape.world} ranks {case.shape}")
+@pytest.mark.parametrize("case", share(CASES, 2), ids=lambda case: f"{case.shape.world} ranks {case.shape}")
 def test_dry_run_equals_closed_form(alone, case: Case) -> None:
     assert alone(dry.compare, case) > 10
 

@@ -27,6 +27,7 @@ from fourfold.layout import Policy
 from fourfold.parallelize import whole_tensors
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
+from share import share
 
 STEPS = 3
 PAIRS = [
@@ -62,7 +63,7 @@ def cases() -> list[Case]:
     return sorted(found, key=lambda case: (case.shape.world, str(case.shape)))
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", share(cases(), 2), ids=str)
 def test_family_on_a_grid_equals_the_plain_model(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

@@ -15,6 +15,7 @@ from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.models.generate import NO_CHOICE, Sampling, generate
 from harness import DEVICE, grid_of
+from share import share
 
 GPT = ff.models.config("gpt-tiny", layers=1, vocab=53, seq=6, dropout=0.5)
 LLAMA = ff.models.config("llama-tiny", tied=False, layers=1, vocab=53, seq=6)
@@ -49,7 +50,9 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "policy"), GRIDS, ids=lambda value: str(value) if isinstance(value, Shape) else "")
+@pytest.mark.parametrize(
+    ("shape", "policy"), share(GRIDS, 2), ids=lambda value: str(value) if isinstance(value, Shape) else ""
+)
 def test_every_grid_writes_the_text_of_one_process(ranks, shape: Shape, policy: Policy) -> None:
     stop = texts_alone(GPT, temperature=0)[0][2]  # ends rows at different times, so that fewer than places are left
     for config, options in (

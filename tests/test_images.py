@@ -27,6 +27,7 @@ from fourfold.parallelize.swap import adapters_of
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from plain_images import MobileNet, ResNet, UNet
+from share import share
 
 ROWS, STEPS, CLASSES = 12, 3, 10
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -87,7 +88,7 @@ def loss_of(out: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(out, targets) if targets.dim() > 1 else functional.cross_entropy(out, targets)
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", share(cases(), 2), ids=str)
 def test_a_network_on_a_grid_equals_the_plain_one(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

@@ -24,6 +24,7 @@ from fourfold.nn.layer import specs_of
 from fourfold.parallelize import whole_tensors
 from harness import grid_of
 from parity import LocalAdamW
+from share import share
 
 STEPS = 3
 PROMPTS = torch.arange(18).view(3, 6) * 7 % VOCAB
@@ -62,7 +63,7 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore:Adapter 'default'")  # peft takes the bias of a pair for a shard that is flat
-@pytest.mark.parametrize("each", CASES, ids=str)
+@pytest.mark.parametrize("each", share(CASES, 2), ids=str)
 def test_lora_on_a_grid_equals_the_plain_model(ranks, each: Adapted) -> None:
     pool = ranks(4)
     pool.start(on_ranks, each)

@@ -17,6 +17,7 @@ from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
 from fourfold.optim import AdamW, Schedule
 from harness import grid_of
+from share import share
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53, qk_norm=True)
 STEPS = 4
@@ -76,7 +77,7 @@ def by_torch() -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
-@pytest.mark.parametrize("shape", [Shape(z=2, data=2), Shape(x=2, data=2), Shape(data=4)], ids=str)
+@pytest.mark.parametrize("shape", share([Shape(z=2, data=2), Shape(x=2, data=2), Shape(data=4)], 2), ids=str)
 def test_sharded_state_gives_the_same_parameters(ranks, shape: Shape) -> None:
     expected = by_torch()
     whole = ranks(4).run(train, shape, Policy(), False)

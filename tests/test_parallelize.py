@@ -22,6 +22,7 @@ from fourfold.layout import Policy
 from fourfold.parallelize import Contract, Expand, Head, Norm, Whole, whole_tensors
 from harness import grid_of
 from parity import LocalAdamW
+from share import share
 from strange import (
     LOSSES,
     STRANGE,
@@ -132,7 +133,7 @@ CASES += [(name, shape, "sharded") for name, shape in ALSO]
 CASES += [(name, Shape(), "sharded") for name in ("multihead", "normed", "lstm")]
 
 
-@pytest.mark.parametrize(("name", "shape", "mode"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "shape", "mode"), share(CASES, 3), ids=str)
 def test_module_without_known_structure_trains_as_on_one_process(ranks, name: str, shape: Shape, mode: str) -> None:
     for wrong in ranks(shape.world).run(check_strange, name, shape, mode):
         assert not wrong, f"{name} on {shape}, {mode}: {wrong}"
@@ -219,7 +220,7 @@ def build(kind: type[nn.Module]) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bf16
-@pytest.mark.parametrize("shape", [Shape(x=2), Shape(z=2)], ids=str)
+@pytest.mark.parametrize("shape", share([Shape(x=2), Shape(z=2)], 2), ids=str)
 def test_policies_and_precisions(ranks, shape: Shape) -> None:
     """Of the policy only the dtypes change a result, and these by their rounding: 8 bits, a few operations deep."""
     for found in ranks(2).run(try_policies, shape):

@@ -9,9 +9,10 @@ import pytest
 
 from fourfold.ledger import Collective
 from parity import NAMES, Case, errors, on_one_process, on_ranks, predicted, rotating_cases
+from share import share
 
 
-@pytest.mark.parametrize("case", rotating_cases(), ids=str)
+@pytest.mark.parametrize("case", share(rotating_cases(), 2), ids=str)
 def test_grid_equals_one_process_and_ledger_equals_prediction(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from threading import main_thread
 
 import torch.distributed as dist
@@ -29,16 +30,30 @@ def decide(text: str, judge: Callable[[Sequence[str]], str]) -> str:
     if world == 1 or dist.get_backend() == "fake":
         return judge([text])
     store = dist.distributed_c10d._get_default_store()
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
     number = store.add(f"fourfold/agree/count/{rank}", 1)
     key, before = f"fourfold/agree/{number}", f"fourfold/agree/{number - 1}"
     store.set(f"{key}/{rank}", text)
     if number > 1:
         store.delete_key(f"{before}/{rank}")  # rank 0 has read it: there was a verdict
     if rank == 0:
+        wait_for(store, [f"{key}/{r}" for r in range(world)], seconds)
         texts = [found.decode() for found in store.multi_get([f"{key}/{r}" for r in range(world)])]
         store.delete_key(f"{before}/verdict")  # all have read it: they are here
         store.set(f"{key}/verdict", judge(texts))
+    wait_for(store, [f"{key}/verdict"], seconds)
     return store.get(f"{key}/verdict").decode()
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], seconds: float = inf) -> None:
+    """Until the keys are there. Asks again and again, since no handler of a signal could run in a wait of the store's
+    own: Ctrl-C would not be heard."""
+    until, pause = time.monotonic() + seconds, 0.0005
+    while not store.check(list(keys)):
+        if time.monotonic() > until:
+            raise TimeoutError(f"after {seconds:.0f} s some ranks had not come to {keys[-1]}")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
 
 
 def faults_of(what: str, fault: str, same: str) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from fourfold.agree import wait_for
 from fourfold.grid import Grid
 from fourfold.train.launch import LONGEST, TERMINATED
 
@@ -112,7 +113,7 @@ class Stop:
                 for what in ("asked", "came", "verdict"):
                     store.delete_key(self._key(self._last[0], what))
             store.set(self._key(step, "verdict"), f"{int(asked)} {step + self._pause(step, began)}")
-        self._await(store, self._key(step, "verdict"))
+        wait_for(store, [self._key(step, "verdict")])
         asked, after = store.get(self._key(step, "verdict")).split()
         self._last = step, time.monotonic()
         return asked == b"1", int(after)
@@ -127,10 +128,3 @@ class Stop:
         last, when = self._last
         seconds = max(1e-6, (began - when) / (step - last))
         return max(1, ceil(max(SECONDS, (time.monotonic() - began) / SHARE) / seconds))
-
-    def _await(self, store: dist.Store, key: str) -> None:
-        """Asks again and again, since no handler of a signal could run in a wait of the store's own."""
-        pause = 0.0005
-        while not store.check([key]):
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
