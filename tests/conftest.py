@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 
 from harness import PRELOAD, Ranks, _context, close_pools, pool
 
-torch.set_num_threads(1)  # the cores belong to the ranks
+torch.set_num_threads(1)  # the cores belong to the ranks ...
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # ... one each, since threads that spin on shared cores hold each other up
 
 
 @pytest.fixture

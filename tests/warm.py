@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from harness import _context
@@ -56,7 +57,7 @@ class Process:
     ) -> None:
         streams = [str(given or f"/proc/{os.getpid()}/fd/{number}") for number, given in ((1, stdout), (2, stderr))]
         _forkserver.ensure_running()
-        server, env = _forkserver._forkserver_address, dict(os.environ if env is None else env)
+        server, env = _forkserver._forkserver_address, {"OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}
         given = (server, program, args, env, streams, cwd or Path.cwd())
         self._process = _context.Process(target=_begin, args=given)
         self._process.start()
@@ -101,6 +102,7 @@ def _begin(
     os.environ.clear()
     os.environ |= env
     os.chdir(cwd)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # which is read when torch is loaded, long ago here
     if PIDS in env and "RANK" in env:
         Path(env[PIDS], env["RANK"]).write_text(str(os.getpid()))
     if NODE in env:
