@@ -13,9 +13,7 @@ import torch
 from harness import PRELOAD, Ranks, _context, close_pools, pool
 
 torch.set_num_threads(1)  # the cores belong to the ranks ...
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # ... one each, since threads that spin on shared cores hold each other up
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ... one each: threads that spin on shared cores hold each other up
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from fourfold.layout import Policy
 from fourfold.ledger import Collective, Event
 from fourfold.overlap import WORTH_HIDING_NBYTES, Overlap, choose_halves
 from harness import RankFailed, Ranks, grid_of
+from share import share
 
 CONFIGS = {
     "gpt": ff.models.config("gpt-tiny", layers=2, hidden=24, heads=4, kv_heads=4, head_dim=6, mlp_hidden=24, vocab=53),
@@ -76,13 +77,24 @@ def differences(
     return found
 
 
+SHARDED_AGAIN = {"shard_optimizer": True, "recompute": "block", "activations": "replicated"}
+
+
 @pytest.mark.parametrize(
     ("shape", "name", "options", "micro_steps"),
-    [
-        (Shape(x=2, z=2), "gpt", {"recompute": "block"}, 1),
-        (Shape(z=2, data=2), "gpt", {"shard_optimizer": True, "bucket_bytes": 4000}, 2),
-        (Shape(x=2, data=2), "llama", {"shard_optimizer": True, "recompute": "block", "activations": "replicated"}, 1),
-    ],
+    share(
+        [
+            (Shape(x=2, z=2), "gpt", {"recompute": "block"}, 1),
+            (
+                Shape(x=2, data=2),
+                "llama",
+                {"shard_optimizer": True, "recompute": "block", "activations": "replicated"},
+                1,
+            ),
+            (Shape(z=2, data=2), "gpt", {"shard_optimizer": True, "bucket_bytes": 4000}, 2),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_overlap_does_not_change_a_bit(ranks, shape, name, options, micro_steps) -> None:

@@ -26,6 +26,7 @@ from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.layout import Policy
 from fourfold.train.config import read_config, resolve
 from fourfold.train.plan import rows_of
+from share import share
 
 SMALL = ff.models.config("llama-3-8b", layers=2)
 ORDERS = tuple(permutations(AXES))
@@ -63,7 +64,7 @@ def brute_force(task: Task, devices: int) -> float:
 
 @pytest.mark.parametrize(
     ("devices", "rows", "machine", "memory"),
-    [(2, 4, "dgx-h100", 80e9), (4, 2, "perlmutter", 30e9)],
+    share([(2, 4, "dgx-h100", 80e9), (4, 2, "perlmutter", 30e9)], 2),
 )
 def test_search_finds_what_brute_force_finds(
     devices: int, rows: int, machine: str, memory: float, monkeypatch: pytest.MonkeyPatch

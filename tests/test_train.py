@@ -48,6 +48,7 @@ from fourfold.train.numbers import BadNumbersError
 from fourfold.train.record import Lines, open_sinks
 from fourfold.train.schema import parse
 from harness import Ranks, grid_of
+from share import share
 
 STEPS = 6
 SMALL = [
@@ -361,10 +362,13 @@ def predicted(config: Config, rank: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("shape", "changes"),
-    [
-        (Shape(z=2, data=2), {"policy.shard_optimizer": True, "batch.micro_steps": 2}),
-        (Shape(x=2, y=2), {"policy.recompute": "block", "policy.loss_chunk": 5}),
-    ],
+    share(
+        [
+            (Shape(z=2, data=2), {"policy.shard_optimizer": True, "batch.micro_steps": 2}),
+            (Shape(x=2, y=2), {"policy.recompute": "block", "policy.loss_chunk": 5}),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_every_step_sends_what_was_predicted(ranks, tmp_path: Path, shape: Shape, changes: dict[str, Any]) -> None:
