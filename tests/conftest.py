@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import PRELOAD, Ranks, _context, close_pools, pool
+from harness import PRELOAD, Ranks, _context, close_pools, close_worn, pool
 
 torch.set_num_threads(1)  # the cores belong to the ranks ...
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ... one each: threads that spin on shared cores hold each other up
@@ -27,6 +27,12 @@ def alone() -> Iterator[Callable[..., Any]]:
     """Runs a job in a process that has joined no process group."""
     with ProcessPoolExecutor(1, _context) as process:
         yield lambda job, *args, **options: process.submit(job, *args, **options).result(timeout=120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_worn() -> Iterator[None]:
+    yield
+    close_worn()
 
 
 @pytest.fixture(scope="session", autouse=True)

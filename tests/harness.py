@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class RankFailed(Exception):
         first = min(errors)
         super().__init__(f"rank {first} of those that failed {sorted(errors)}:\n{traces[first]}")
         self.errors = errors
+
+
+MOST_THREADS = 40
+"""Of a rank. gloo leaves threads behind for groups that are gone, and each wakes up a hundred times a second: those of
+8 ranks that nobody used took more than a core."""
 
 
 class Ranks:
@@ -107,6 +113,13 @@ class Ranks:
             raise TimeoutError(f"ranks {sorted(set(range(self.world)) - set(found))} did not finish in {timeout} s")
         return [found[rank] for rank in range(self.world)]
 
+    @property
+    def worn(self) -> bool:
+        """Whether fresh ranks would be better."""
+        if not self._processes or not Path("/proc").exists():
+            return False
+        return len(list(Path(f"/proc/{self._processes[0].pid}/task").glob("*"))) > MOST_THREADS
+
     def _launch(self) -> None:
         self._store = store = tempfile.mktemp(prefix="fourfold-ranks-")
         for rank in range(self.world):
@@ -137,7 +150,15 @@ def pool(world: int) -> Ranks:
     if world not in _pools:
         close_pools()
         _pools[world] = Ranks(world)
+    close_worn()
     return _pools[world]
+
+
+def close_worn() -> None:
+    """The next job of these starts fresh ranks."""
+    for ranks in _pools.values():
+        if ranks.worn:
+            ranks.close()
 
 
 def close_pools() -> None:
