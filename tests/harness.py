@@ -71,6 +71,7 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._store = ""
+        self._busy = False
 
     def run(self, job: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         self.start(job, *args)
@@ -80,10 +81,12 @@ class Ranks:
         """Begin a job; its results are collected later, so that the caller can compute meanwhile."""
         if not self._processes:
             self._launch()
+        self._busy = True
         for pipe in self._pipes:
             pipe.send((job, args))
 
     def results(self, timeout: float = 60) -> list[Any]:
+        self._busy = False
         found: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         traces: dict[int, str] = {}
@@ -116,7 +119,7 @@ class Ranks:
     @property
     def worn(self) -> bool:
         """Whether fresh ranks would be better."""
-        if not self._processes or not Path("/proc").exists():
+        if self._busy or not self._processes or not Path("/proc").exists():
             return False
         return len(list(Path(f"/proc/{self._processes[0].pid}/task").glob("*"))) > MOST_THREADS
 
