@@ -4,21 +4,26 @@ BIN := .venv/bin
 SOAK_SECONDS ?= inf
 SOAK_START ?= 0
 
-.PHONY: demo test soak lint types clean docs
+.PHONY: demo test slow soak lint types clean docs
 
 demo: .venv/installed
 	@$(BIN)/fourfold demo
 
-test: export PYTHONDONTWRITEBYTECODE =
+test slow: export PYTHONDONTWRITEBYTECODE =
 test: lint types
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-# families of transformers and convolutional networks on many grids, operations on parts in every way, checkpoints between
-# every pair of grids, a hundred killed ranks, runs that are watched without faults and with (these need root), overlap bit
+# what CI runs as well: pages followed literally, the site in a browser, the benchmarks
+slow: .venv/installed
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
+
+# all cases of all tests, pages in a shell, the package in an empty environment, the tour, families of transformers and
+# convolutional networks on many grids, operations on parts in every way, checkpoints between every pair of grids, a hundred
+# killed ranks, runs that are watched without faults and with (these need root), overlap bit
 # for bit over 20 steps, dry runs of the largest models, loss curves of 200 steps, then every grid with every combination
 # of options, for days; SOAK_SECONDS=N stops these after about that long
 soak: .venv/installed
-	FOURFOLD_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	FOURFOLD_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'slow or not slow'
 	$(BIN)/python tests/pages.py --shell README.md docs/*.md
 	$(BIN)/python tests/soak_package.py
 	$(BIN)/python tests/soak_demo.py

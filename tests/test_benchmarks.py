@@ -28,6 +28,8 @@ from lines import MECHANISMS, SIZES, lines_of
 from peers import Peer
 from record import Record, Results
 
+pytestmark = pytest.mark.slow
+
 TINY = SIZES["tiny"]
 
 

@@ -15,6 +15,8 @@ from checkpoint_disk import scratch
 from checkpoint_sides import OURS, PEER, stagers
 from checkpoint_table import CALL, WHOLE, Found, bars
 
+pytestmark = pytest.mark.slow
+
 
 def test_measures_both_sides_and_leaves_nothing(tmp_path: Path) -> None:
     out, folder = tmp_path / "found", tmp_path / "checkpoints"

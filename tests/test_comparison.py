@@ -21,6 +21,8 @@ from fourfold.grid import Shape
 from settings import FOURFOLD, MINIMAL, PLANNED, Setting
 from sides import Line
 
+pytestmark = pytest.mark.slow
+
 FEW = Setting.parse("4x2-400-few")
 
 

@@ -219,6 +219,6 @@ def test_the_losses_before_and_after_the_change_of_grids(tmp_path: Path) -> None
 
 def test_make_demo_is_this_tour() -> None:
     root = Path(__file__).parent.parent
-    command = ["make", "--dry-run", "--always-make", "--old-file=.venv/installed", "demo"]
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "--old-file=.venv/installed", "demo"]
     left = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=30)
     assert left.stdout.splitlines()[-1].endswith("/fourfold demo")

@@ -9,10 +9,17 @@ import pytest
 
 from fourfold.ledger import Collective
 from parity import NAMES, Case, errors, on_one_process, on_ranks, predicted, rotating_cases
-from share import share
+from share import ALL
 
 
-@pytest.mark.parametrize("case", share(rotating_cases(), 2), ids=str)
+def in_turns() -> list[Case]:
+    """Every grid, in `make test` in one of its modes, the two by turns."""
+    by_grid = [list(cases) for _, cases in itertools.groupby(rotating_cases(), key=lambda case: case.shape)]
+    chosen = [cases if ALL else [cases[number % len(cases)]] for number, cases in enumerate(by_grid)]
+    return list(itertools.chain(*chosen))
+
+
+@pytest.mark.parametrize("case", in_turns(), ids=str)
 def test_grid_equals_one_process_and_ledger_equals_prediction(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

@@ -26,6 +26,8 @@ from scaling_measured import best_of_each, newest_measured, read_measured
 from scaling_plot import efficiency_of, line_of, plot_all, series_of, spread
 from scaling_sides import SIDES, Case, compare, mfu_of
 
+pytestmark = pytest.mark.slow
+
 FEW = Case("strong", "perlmutter", "gpt-5b", 8)
 RUN = dict(
     side="fourfold", devices=8, grid="x=2 z=4", model="small", seconds=2.0, predicted=1.9, kind="weak",

@@ -19,6 +19,8 @@ import pytest
 
 import browser
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
 WIDTHS = (1280, 390)

@@ -26,6 +26,8 @@ from minimal import minimal_reduce_scatter
 from peers import Llama, start
 from trainers import Groups, adamw, make
 
+pytestmark = pytest.mark.slow
+
 TINY = SIZES["tiny"]
 STEPS = 3
 ACROSS = ("data", "z", "x", "y")
