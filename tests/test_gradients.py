@@ -176,6 +176,7 @@ def optimize() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_optimizers_of_torch_take_the_parameters(ranks) -> None:
     for errors in ranks(2).run(optimize):
         # elementwise on the same numbers, so bitwise; the norm sums in another order

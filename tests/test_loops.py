@@ -20,6 +20,8 @@ from fourfold.data.sampler import place_sampler
 from fourfold.grid import Shape
 from harness import grid_of
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHAPE = Shape(x=2, data=2)
 """One for all that steps DTensors: torch takes seconds to derive for each mesh how its operations are cut."""

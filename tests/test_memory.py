@@ -212,6 +212,7 @@ def test_a_prediction_takes_microseconds() -> None:
     assert min(taken) < 500_000  # a core that is shared with others takes 280 microseconds
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_memory_runs_on_cpu_ranks(tmp_path: Path) -> None:
     assert memory_on_gpu.main(["--device", "cpu", "--lines", "^x=2 z=2", "--out", str(tmp_path / "found")]) == 0
     (found,) = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]

@@ -89,6 +89,7 @@ setTimeout(async () => {
 """A reader who selects the eighth grid, looks at its rings, filters, turns a page, goes back, and takes a phone."""
 
 
+@pytest.mark.slow
 def test_a_browser_draws_hundreds_of_grids_and_every_panel_follows_the_selected_one(tmp_path: Path) -> None:
     document = many(4)
     path = write_plan_page(document, tmp_path / "plan.html")

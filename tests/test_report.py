@@ -94,6 +94,7 @@ def html_of(folder: Path) -> str:
     return page(read_run(folder), "", folder)
 
 
+@pytest.mark.slow
 def test_a_browser_draws_every_figure_and_asks_for_nothing(tmp_path: Path) -> None:
     path = write_report(write_run(tmp_path / "run", records()))
     assert path == tmp_path / "run" / "report.html"
@@ -109,6 +110,7 @@ def test_a_browser_draws_every_figure_and_asks_for_nothing(tmp_path: Path) -> No
     assert "var(--" not in "".join(re.findall(r'<svg class="main-svg".*?</svg>', document, re.DOTALL))
 
 
+@pytest.mark.slow
 def test_the_browser_tells_of_a_request_and_of_an_error(tmp_path: Path) -> None:
     """The checks of the test above can fail, and a diverged run without evaluations is drawn all the same."""
     lines = [line for line in records(40, skip=()) if line["event"] == "step"]

@@ -58,7 +58,7 @@ def ledgers(shape: Shape, activations: str, kv_heads: int, tied: bool) -> tuple[
 
 
 @pytest.mark.parametrize("activations", ["sharded", "replicated"])
-@pytest.mark.parametrize("shape", share(SHAPES, 2), ids=str)
+@pytest.mark.parametrize("shape", share(SHAPES, 3), ids=str)
 def test_llama_of_transformers_communicates_what_the_reference_does(ranks, shape: Shape, activations: str) -> None:
     kv_heads, tied = (2, False) if shape.x == 4 or shape.y == 4 else (8, shape.z == 1)
     for reference, foreign in ranks(4).run(ledgers, shape, activations, kv_heads, tied):
