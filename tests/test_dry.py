@@ -22,7 +22,7 @@ from share import share
 # --- against closed forms
 
 
-@pytest.mark.parametrize("case", share(CASES, 2), ids=lambda case: f"{case.shape.world} ranks {case.shape}")
+@pytest.mark.parametrize("case", share(CASES, 3), ids=lambda case: f"{case.shape.world} ranks {case.shape}")
 def test_dry_run_equals_closed_form(alone, case: Case) -> None:
     assert alone(dry.compare, case) > 10
 

@@ -51,7 +51,7 @@ GRIDS = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "policy"), share(GRIDS, 2), ids=lambda value: str(value) if isinstance(value, Shape) else ""
+    ("shape", "policy"), share(GRIDS, 3), ids=lambda value: str(value) if isinstance(value, Shape) else ""
 )
 def test_every_grid_writes_the_text_of_one_process(ranks, shape: Shape, policy: Policy) -> None:
     stop = texts_alone(GPT, temperature=0)[0][2]  # ends rows at different times, so that fewer than places are left

@@ -134,7 +134,7 @@ SHARE = 120
 """Each grid tries another one in so many of the calls and layouts; soak_operations.py tries all of them."""
 
 
-@pytest.mark.parametrize(("shape", "mode"), share(GRIDS, 2), ids=lambda value: str(value))
+@pytest.mark.parametrize(("shape", "mode"), share(GRIDS, 3), ids=lambda value: str(value))
 def test_operations_on_parts_equal_those_on_the_whole(ranks, shape: Shape, mode: str) -> None:
     for wrong in ranks(shape.world).run(check_operations, shape, mode, SHARE, GRIDS.index((shape, mode)), timeout=200):
         assert not wrong, "\n".join(wrong)
