@@ -53,19 +53,14 @@ class Process:
         env: Mapping[str, str] | None = None,
         stdout: Path | None = None,
         stderr: Path | None = None,
-        cwd: Path | None = None,
     ) -> None:
         streams = [str(given or f"/proc/{os.getpid()}/fd/{number}") for number, given in ((1, stdout), (2, stderr))]
         _forkserver.ensure_running()
         server, env = _forkserver._forkserver_address, {"OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}
-        given = (server, program, args, env, streams, cwd or Path.cwd())
+        given = (server, program, args, env, streams, Path.cwd())
         self._process = _context.Process(target=_begin, args=given)
         self._process.start()
         self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
 
     def poll(self) -> int | None:
         return self._process.exitcode

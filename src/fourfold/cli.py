@@ -19,8 +19,7 @@ from fourfold.commands.completion import add_completion
 from fourfold.commands.keeping import add_checkpoint, add_export, add_import
 from fourfold.commands.parser import Help, Parser, below
 from fourfold.commands.planning import add_calibrate, add_doctor, add_launch, add_plan
-from fourfold.commands.running import add_data, add_report, add_sample, add_train
-from fourfold.train.demo import add_demo
+from fourfold.commands.running import add_data, add_demo, add_report, add_sample, add_train
 
 INTERRUPTED = 130
 """The exit code of what SIGINT has ended."""

@@ -1,4 +1,4 @@
-"""train, report, sample, data prepare: a model, from text to text."""
+"""demo, train, report, sample, data prepare: a model, from text to text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ RANKS = "local ranks to start; default those of the grid, else the GPUs, else 1"
 DEVICE = "default a GPU where there is one"
 SET = "change a key of the config; may be given several times; `fourfold train --print-config` shows all keys"
 EOD = "the token that ends a document; default the usual names, such as <|endoftext|>"
+
+
+def add_demo(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
+    one = add(commands, shape, "demo", "train.demo:demo", "a tour of all this, in two minutes", DEMO)
+    one.add_argument("--out", type=Path, metavar="FOLDER", help="for all that is made; default runs/demo-DATE-TIME")
+    one.add_argument("--pause", action="store_true", help="wait for Enter before each step")
+    one.add_argument("--quick", action="store_true", help="few steps: to see that it works, not to see it learn")
 
 
 def add_train(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
@@ -153,6 +160,15 @@ def prepare(options: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
+DEMO = """\
+A tour of about two minutes, on the CPU of this machine: plan a large model,
+train a small one on 4 local ranks, look at its report, go on with it on another
+grid, export it, and let it write. Every command is shown before it runs.
+
+Examples:
+  fourfold demo
+  fourfold demo --pause
+  fourfold demo --quick --out runs/tour"""
 TRAIN = """\
 Train a model. Every rank of the grid is a process: outside of torchrun and
 SLURM they are started here. The run's folder has config, metrics, checkpoints.

@@ -3,7 +3,7 @@
 Every command is shown and then run as a process of its own with the arguments that were shown, so that whoever reads
 along can type it. Beyond that the tour does nothing but write the config that it trains, and read the losses.
 
-This file imports no torch: it is read whenever options are parsed.
+This file imports no torch, so that the tour begins at once.
 """
 
 from __future__ import annotations
@@ -25,17 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-DEMO = """\
-A tour of about two minutes, on the CPU of this machine: plan a large model,
-train a small one on 4 local ranks, look at its report, go on with it on another
-grid, export it, and let it write. Every command is shown before it runs."""
-EXAMPLES = """\
-Examples:
-  fourfold demo
-  fourfold demo --pause
-  fourfold demo --quick --out runs/tour"""
 NEEDS = {"safetensors": "train", "plotly": "report"}
 """What the commands of the tour import, and the extra that has it."""
 INTERRUPTED = 130
@@ -94,16 +85,6 @@ class Leg:
     about: str
     commands: tuple[tuple[str, ...], ...]
     after: Callable[[], str] = lambda: ""
-
-
-def add_demo(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
-    one = commands.add_parser(
-        "demo", help="a tour of all this, in two minutes", description=DEMO, epilog=EXAMPLES, formatter_class=shape
-    )
-    one.add_argument("--out", type=Path, metavar="FOLDER", help="for all that is made; default runs/demo-DATE-TIME")
-    one.add_argument("--pause", action="store_true", help="wait for Enter before each step")
-    one.add_argument("--quick", action="store_true", help="few steps: to see that it works, not to see it learn")
-    one.set_defaults(run=demo)
 
 
 def demo(options: argparse.Namespace, _: Sequence[str]) -> int:
