@@ -72,7 +72,7 @@ class Side:
             self.step(guard)
         guard.tell()
         seconds = (time.perf_counter() - began) / steps
-        guard.close()
+        guard.close(done=True)
         return seconds
 
     def step(self, guard: Unguarded) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fourfold import comm
+from fourfold.agree import decide
 from fourfold.grid import Grid, Shape
 from fourfold.watch.alarm import Alarm
 from fourfold.watch.tape import DEVICE, Tape, tape_path
@@ -30,12 +31,12 @@ def ready() -> None:
     grid_of(GRID)
 
 
-def program(folder: str, fault: str, faulty: int) -> None:
+def program(folder: str, fault: str, faulty: int, deadline: float = DEADLINE) -> None:
     """Four steps of two collectives; in the third one rank is at fault."""
     grid = grid_of(GRID)
     tape = Tape(tape_path(Path(folder), grid.rank), grid.rank, grid.shape)
     grid.ledger.listener = tape
-    alarm = Alarm(tape, grid, Path(folder), DEADLINE, partial(say, folder, grid.rank))
+    alarm = Alarm(tape, grid, Path(folder), deadline, partial(say, folder, grid.rank))
     for step in range(1, 5):
         tape.step = step
         tape.doing("computing")
@@ -46,11 +47,16 @@ def program(folder: str, fault: str, faulty: int) -> None:
             time.sleep(60)
         elif at_fault and fault == "late":
             time.sleep(0.7 * DEADLINE)
+        elif at_fault and fault == "die":
+            os._exit(1)
+        if fault == "die":
+            tape.doing("asking the others", waits=True)
+            decide("", "".join)
         total = collectives(grid, skips=at_fault and fault == "skip")
         tape.doing(DEVICE, waits=total.is_cuda)
         total.item()
     grid.ledger.listener = None
-    alarm.close()
+    alarm.close(done=True)
 
 
 def collectives(grid: Grid, *, skips: bool) -> torch.Tensor:

@@ -3,7 +3,7 @@
 kill   the process ends at once            delay  it sleeps before its step
 stop   the process is stopped (SIGSTOP)    skip   it leaves out the first collective of the step
 raise  it raises an error                  shape  its batch has fewer tokens a row than that of the others
-nan    once, a gradient is not a number
+nan    once, a gradient is not a number    quit   it ends where the others wait for its word in the store
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def install() -> None:
     Run._launch = faulty  # type: ignore[method-assign]
 
 
-def kill(_: Run) -> None:
+def kill(_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -88,9 +88,13 @@ def nan(run: Run) -> None:
     run.optimizer.clip_and_step = spoilt  # type: ignore[method-assign]
 
 
+def quit(run: Run) -> None:
+    run.stop._agree = kill  # type: ignore[method-assign, assignment]
+
+
 FAULTS: dict[str, Callable[[Run], None]] = {
     "kill": kill, "stop": stop, "delay": delay, "raise": fail, "skip": skip, "shape": shape,
-    "nan": nan,
+    "nan": nan, "quit": quit,
 }  # fmt: skip
 
 

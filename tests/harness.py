@@ -73,9 +73,10 @@ class Ranks:
         self._store = ""
         self._busy = False
 
-    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, job: Callable[..., Any], *args: Any, timeout: float = 60, moment: float = 3) -> list[Any]:
+        """Once a rank has failed the others get a moment to fail in their own words."""
         self.start(job, *args)
-        return self.results(timeout)
+        return self.results(timeout, moment)
 
     def start(self, job: Callable[..., Any], *args: Any) -> None:
         """Begin a job; its results are collected later, so that the caller can compute meanwhile."""
@@ -85,15 +86,14 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((job, args))
 
-    def results(self, timeout: float = 60) -> list[Any]:
+    def results(self, timeout: float = 60, moment: float = 3) -> list[Any]:
         self._busy = False
         found: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         traces: dict[int, str] = {}
         deadline = time.monotonic() + timeout
         while len(found) + len(errors) < self.world:
-            # once a rank has failed the others get a moment to fail in their own words
-            left = min(deadline, time.monotonic() + 3 if errors else deadline) - time.monotonic()
+            left = min(deadline, time.monotonic() + moment if errors else deadline) - time.monotonic()
             missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found and rank not in errors]
             ready = wait(missing, timeout=max(left, 0))
             if not ready:

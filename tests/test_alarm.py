@@ -5,13 +5,19 @@ Here the ranks run a small program of collectives; `test_watch.py` has whole run
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from alarmed import DEADLINE, program, ready
+from fourfold.watch.alarm import MOURNING
+from fourfold.watch.siblings import Siblings
 from fourfold.watch.tape import DIAGNOSIS
 from harness import RankFailed
 
@@ -62,6 +68,31 @@ def test_a_rank_that_skips_a_collective_is_named(said: dict[str, str]) -> None:
     assert text.startswith("step 3: ranks disagree on which collective comes next along z: ")
     assert "rank 1 launched all_gather[z] weights of 32 bytes in step 4" in text
     assert "rank 3 all_gather[z] weights of 32 bytes in step 3" in text
+
+
+def test_who_dies_is_missed_by_those_who_wait_for_its_word(ranks, tmp_path: Path) -> None:
+    """In the store, where no connection to it breaks, and long before the deadline."""
+    ranks(4).run(ready)
+    began = time.monotonic()
+    with pytest.raises(RankFailed):
+        ranks(4).run(program, str(tmp_path), "die", 1, 600.0, moment=20)
+    assert time.monotonic() - began < MOURNING + 10
+    said = {path.name: path.read_text() for path in tmp_path.glob("said-*")}
+    [text] = set(said.values())
+    assert text.startswith("step 3: asking the others: rank 1 never arrived (rank ")
+    assert re.search(r"saw that rank 1 \(process \d+\) had died\)", text)
+
+
+def test_who_has_left_is_not_missed() -> None:
+    store = dist.HashStore()
+    mine, other = Siblings(store, "run", 0), Siblings(store, "run", 1)
+    assert not mine.dead(), "both are this process, which runs"
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        other._mine = f"2:{ended.pid} "
+    other.leave()
+    assert mine.dead() == {2: ended.pid}
+    other.leave()
+    assert not mine.dead()
 
 
 def test_who_is_only_late_is_waited_for(ranks, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ INSIDE = {
         "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate",
         "candidates", "search", "modules", "explain", "published",
     ],
-    "watch": ["__init__", "tape", "diagnose", "alarm", "straggle", "replicas", "spikes", "preflight"],
+    "watch": ["__init__", "tape", "diagnose", "siblings", "alarm", "straggle", "replicas", "spikes", "preflight"],
     "report": [
         "units", "html", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text",
         "plan_figures", "plan", "__init__",

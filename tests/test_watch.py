@@ -30,15 +30,17 @@ class Ended(NamedTuple):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """By fault; all at once, since they wait more than they compute."""
     started = {}
-    for fault in ("stop", "shape", "nan"):
+    for fault, step in {"stop": 3, "shape": 3, "nan": 3, "quit": 2}.items():  # after the first two steps all ask
         folder = tmp_path_factory.mktemp(fault)
         settings = [f"watch.deadline={DEADLINE}", "train.evaluate_every=0", "plan.compare=false"]
         if fault == "nan":
             settings += ["watch.deadline=30", "watch.not_finite=roll_back", "checkpoint.every=2"]
+        if fault == "quit":
+            settings += ["watch.deadline=600"]
         options = ["--model", "gpt-tiny", "--grid", "x=2", "--steps", "6", "--device", "cpu", "--out", str(folder)]
         arguments = ["train", *options, *(f"--set={setting}" for setting in settings)]
         out, errors = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
-        process = warm.Process(faulty.command, fault, 1, 3, *arguments, stdout=out, stderr=errors)
+        process = warm.Process(faulty.command, fault, 1, step, *arguments, stdout=out, stderr=errors)
         started[fault] = folder, errors, process
     return {
         fault: Ended(folder, process.wait(BOUND), errors.read_text())
@@ -61,6 +63,16 @@ def test_a_stopped_rank_is_named_and_the_doctor_says_it_again(
     assert found in explained
     assert re.search(r"rank 1, last seen at [\d:]+: between steps, step 2", explained)
     assert re.search(r"rank 0, last seen at [\d:]+: computing, step 3", explained)
+
+
+def test_a_rank_that_dies_while_others_wait_for_its_word_ends_them(runs: dict[str, Ended]) -> None:
+    """They look for it themselves: told to end by the launcher they would go on waiting, to save together."""
+    folder, code, told = runs["quit"]
+    assert code == 1
+    [line] = told.splitlines()
+    assert re.fullmatch(r"fourfold: error: rank 1 \(process \d+\) was killed by SIGKILL; the other .* stopped", line)
+    found = (folder / DIAGNOSIS).read_text()
+    assert found.startswith("step 2: asking the others whether to stop: rank 1 never arrived (rank 0 saw that rank 1")
 
 
 def test_batches_of_different_shapes_are_named(runs: dict[str, Ended]) -> None:

@@ -34,7 +34,7 @@ class Unguarded:
     def tell(self) -> list[Straggler]:
         return []
 
-    def close(self) -> None: ...
+    def close(self, *, done: bool) -> None: ...
 
 
 class Guard(Unguarded):
@@ -66,8 +66,9 @@ class Guard(Unguarded):
         """Where all ranks have met: tell of the steps since they last did, and hear on rank 0 who has become slow."""
         return self._windows.tell()
 
-    def close(self) -> None:
-        self._alarm.close()
+    def close(self, *, done: bool) -> None:
+        """This rank has done all that others may wait for, or has failed."""
+        self._alarm.close(done=done)
         self._ledger.listener = None
         self._tape.close()
 

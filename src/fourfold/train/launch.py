@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.train.rendezvous import HERE
+from fourfold.watch.siblings import DIED
 
 RANK = """
 import signal, sys
@@ -48,8 +49,8 @@ them ends them, counted from there."""
 LONGEST = 10**6
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 READABLE = "what was written stays readable"
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""How gloo and NCCL say that another rank is gone: an effect, not a cause."""
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", DIED)
+"""How gloo, NCCL and our watch say that another rank is gone: an effect, not a cause."""
 
 
 def inside_a_job() -> bool:
@@ -200,7 +201,8 @@ def first_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailur
     def rank_of_cause(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
         lost = any(words in failure.message for words in LOST_PEER)
-        return (0 if is_diagnosis(failure) else 1 if failure.exitcode < 0 else 3 if lost else 2), failure.timestamp
+        order = 3 if lost else 0 if is_diagnosis(failure) else 1 if failure.exitcode < 0 else 2
+        return order, failure.timestamp
 
     return min(failures.items(), key=rank_of_cause)
 

@@ -367,7 +367,7 @@ class Run:
             sink.write(event)
 
     def _end(self, reason: str) -> None:
-        self.guard.close()
+        self.guard.close(done=reason in ("finished", STOPPED))
         self.loader.close()
         self.profile.close()
         # a sink that fails now, such as a full disk, must not hide why the run ended

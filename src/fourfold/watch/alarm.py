@@ -1,8 +1,10 @@
 """Deadlines: where a rank waits too long for a collective, all ranks end with the same diagnosis.
 
 Each rank has two threads. The *clock* looks how long its rank has been waiting. The *ear* asks the job's store whether
-any rank has raised the alarm. Once one has, every rank that lives answers with where in the code it stands; the rank
-that raised it reads all tapes, those of the silent included, and what it finds is the last word of all.
+any rank has raised the alarm, and raises it itself where a rank of the same machine has died: whoever waits for that
+one need not wait for the deadline. Once the alarm is raised, every rank that lives answers with where in the code it
+stands; the rank that raised it reads all tapes, those of the silent included, and what it finds is the last word of
+all.
 
 A rank that the store does not answer any more (its node is gone, or the network) cannot be heard and speaks for
 itself. Nothing here is a collective, and the main thread, which may never return from its wait, is not needed.
@@ -12,9 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from fourfold.grid import Grid
 from fourfold.watch.diagnose import diagnose
+from fourfold.watch.siblings import DIED, Siblings
 from fourfold.watch.tape import DIAGNOSIS, Tape, read, tape_path
 
 PAUSE = 1.0
@@ -38,6 +38,8 @@ VERDICT = 30.0
 """... and for which they wait for what is found."""
 CUT_OFF = 10.0
 """Seconds beyond the deadline after which a rank that the store does not answer speaks for itself."""
+MOURNING = 3.0
+"""Seconds that a rank has to notice by itself that another one has died, and to end in order."""
 
 
 class Alarm:
@@ -51,15 +53,20 @@ class Alarm:
         self._name = f"fourfold/watch/{next(self._made)}"
         self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._pause = min(PAUSE, deadline / 5)
+        self._siblings = Siblings(self._store, f"{self._name}/siblings", self._rank)
+        self._dead: dict[int, int] = {}
+        self._dead_since: float | None = None
         self._over, self._raised, self._spoken = Event(), Event(), Event()
+        self._done = False
         self._reason = ""
         self._answering = False
         self._threads = [Thread(target=run, daemon=True) for run in (self._watch, self._listen)]
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
-        """The run has come to its end."""
+    def close(self, *, done: bool) -> None:
+        """The run has come to its end here: this rank has done all that others may wait for, or has failed."""
+        self._done = done
         self._over.set()
         for thread in self._threads:
             thread.join(self._pause + 1)
@@ -98,6 +105,7 @@ class Alarm:
         judge = False
         while not self._over.wait(self._pause):
             with suppress(dist.DistError, RuntimeError):  # cut off: the clock notices
+                self._look_around()
                 if self._raised.is_set():
                     judge = self._store.add(f"{self._name}/raised", 1) == 1
                     if judge:
@@ -105,6 +113,19 @@ class Alarm:
                 if self._store.check([f"{self._name}/alarm"]):
                     self._answer(judge=judge)
                     return
+        if self._done:
+            with suppress(dist.DistError, RuntimeError):  # those who are left had no need of the store
+                self._siblings.leave()
+
+    def _look_around(self) -> None:
+        self._dead = self._siblings.dead()
+        if not self._dead:
+            self._dead_since = None
+        elif self._dead_since is None:
+            self._dead_since = time.monotonic()
+        elif time.monotonic() - self._dead_since > MOURNING and not self._raised.is_set():
+            who = " and ".join(f"rank {rank} (process {process})" for rank, process in sorted(self._dead.items()))
+            self._raise(f"saw that {who} {DIED}")
 
     def _answer(self, *, judge: bool) -> None:
         self._tape.freeze()  # what holds them up may pass while they look
@@ -122,7 +143,8 @@ class Alarm:
     def _judge(self) -> tuple[str, list[int]]:
         """What all ranks say together, and who was silent."""
         until = time.monotonic() + ANSWERS
-        while self._store.add(f"{self._name}/answers", 0) < self._world and time.monotonic() < until:
+        living = self._world - len(self._dead)
+        while self._store.add(f"{self._name}/answers", 0) < living and time.monotonic() < until:
             time.sleep(0.05)
         keys = {rank: f"{self._name}/answer/{rank}" for rank in range(self._world)}
         stacks = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
@@ -147,17 +169,9 @@ class Alarm:
         return text, silent
 
     def _end(self, text: str, *, judge: bool, silent: Sequence[int] = ()) -> None:
-        self._kill_siblings(silent)
+        self._siblings.kill(silent)
         self._end_with(text, judge)
         self._spoken.set()
-
-    def _kill_siblings(self, silent: Sequence[int]) -> None:
-        """Ranks that the same process has started and that do not answer: stopped ones would not end when told to."""
-        for rank in silent:
-            with suppress(OSError, ValueError):
-                who = read(tape_path(self._folder, rank)).who
-                if who.host == socket.gethostname() and parent_of(who.process) == os.getppid():
-                    os.kill(who.process, signal.SIGKILL)
 
 
 def stack_of_main() -> str:
@@ -168,9 +182,3 @@ def stack_of_main() -> str:
 
 DEPTH = 12
 """Frames of a stack that are shown, the innermost ones."""
-
-
-def parent_of(process: int) -> int:
-    """The id of the process that started it, where there is a /proc."""
-    state = Path(f"/proc/{process}/stat").read_text()
-    return int(state.rpartition(")")[2].split()[1])

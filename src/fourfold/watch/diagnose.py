@@ -129,8 +129,8 @@ def diagnose(readings: Mapping[int, Reading], stacks: Mapping[int, str]) -> Diag
     held_up = {rank for meeting in meetings if meeting.absent for rank in meeting.came}
     held_up |= {rank for meeting in meetings if silent & set(meeting.came) for rank in meeting.came} - silent
     late = {rank for meeting in meetings for rank in meeting.absent}
-    if not meetings:  # they wait for each other's word in the store: whoever does not is who they wait for
-        late = {rank for rank, reading in readings.items() if not reading.waits}
+    if not meetings:  # they wait for each other's word in the store: whoever does not, or no more, is waited for
+        late = silent | {rank for rank, reading in readings.items() if not reading.waits}
     return Diagnosis(readings, stacks, _disagreement(readings), tuple(meetings), tuple(sorted(late - held_up)))
 
 
