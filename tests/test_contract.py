@@ -77,10 +77,10 @@ INSIDE = {
         "plan_figures", "plan", "__init__",
     ],
     "train": [
-        "__init__", "schema", "rendezvous", "launch", "job", "sections", "config", "record", "meter", "predicted",
-        "profile", "progress", "story", "numbers", "stop", "sources", "guard", "resume", "saving", "loop", "begin",
-        "options", "talk", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan", "checkpoint",
-        "exchange", "places", "demo",
+        "__init__", "schema", "process", "rendezvous", "launch", "job", "sections", "config", "record", "meter",
+        "predicted", "profile", "progress", "story", "numbers", "stop", "sources", "guard", "resume", "saving", "loop",
+        "begin", "options", "talk", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
+        "checkpoint", "exchange", "places", "demo",
     ],
     "commands": ["__init__", "parser", "running", "planning", "keeping", "completion"],
 }  # fmt: skip
@@ -162,7 +162,7 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = left.stdout.splitlines()[-1].split() if left.stdout.strip() else []
     assert not [name for name in loaded if not name.startswith(("fourfold.cli", "fourfold.commands", "fourfold.train"))]
-    assert set(loaded) & {"fourfold.train", "fourfold.train.demo"} == {name for name in loaded if ".train" in name}
+    assert set(loaded) & {"fourfold.train", "fourfold.train.process"} == {name for name in loaded if ".train" in name}
 
 
 def test_a_folder_of_the_same_name_does_not_hide_the_function() -> None:

@@ -20,9 +20,8 @@ from fourfold.commands.keeping import add_checkpoint, add_export, add_import
 from fourfold.commands.parser import Help, Parser, below
 from fourfold.commands.planning import add_calibrate, add_doctor, add_launch, add_plan
 from fourfold.commands.running import add_data, add_demo, add_report, add_sample, add_train
+from fourfold.train.process import INTERRUPTED, READABLE, inside_a_job
 
-INTERRUPTED = 130
-"""The exit code of what SIGINT has ended."""
 WAYS_OUT = {
     errno.ENOENT: "check the path, or make its folder first",
     errno.EACCES: "ask its owner, or give another path",
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(options.run)(options, arguments)
     except KeyboardInterrupt:
         if not inside_a_job():
-            print("fourfold: interrupted; what was written stays readable", file=sys.stderr)
+            print(f"fourfold: interrupted; {READABLE}", file=sys.stderr)
         return _leave(INTERRUPTED)
     except BrokenPipeError:
         return _leave(1)  # whoever read our output is gone
@@ -61,12 +60,6 @@ def command(run: str | Callable[..., int]) -> Callable[..., int]:
         return run
     module, _, name = run.partition(":")
     return getattr(import_module(f"fourfold.{module}"), name)
-
-
-def inside_a_job() -> bool:
-    """Whether this is one of several ranks; before what launches them is imported nobody waits for it."""
-    launch = sys.modules.get("fourfold.train.launch")
-    return launch is not None and launch.inside_a_job()
 
 
 def _failed(error: Exception) -> int:

@@ -20,8 +20,9 @@ from fourfold.cost.calibrate import Calibration
 from fourfold.cost.machine import Machine, parse_machine, to_toml
 from fourfold.grid import Grid
 from fourfold.train.command import close
-from fourfold.train.launch import cores, inside_a_job, launch, listen_to_signals, share_cores
+from fourfold.train.launch import cores, launch, share_cores
 from fourfold.train.options import chosen_device
+from fourfold.train.process import inside_a_job, listen_to_signals
 
 
 def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:

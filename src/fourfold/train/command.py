@@ -23,7 +23,7 @@ from fourfold.train.begin import begin
 from fourfold.train.config import Config, resolve
 from fourfold.train.doctor import disagreement
 from fourfold.train.job import memory_bytes
-from fourfold.train.launch import TERMINATED, Ward, inside_a_job, launch, listen_to_signals, share_cores
+from fourfold.train.launch import Ward, launch, share_cores
 from fourfold.train.loop import Run
 from fourfold.train.numbers import RollBackError
 from fourfold.train.options import (
@@ -37,6 +37,7 @@ from fourfold.train.options import (
     wanted_ranks,
     wanted_restarts,
 )
+from fourfold.train.process import TERMINATED, inside_a_job, listen_to_signals
 from fourfold.train.progress import Bar, Plain, output, predicted, progress
 from fourfold.train.record import (
     KINDS,

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
-from types import FrameType
-from typing import NoReturn
+
+from fourfold.train.process import INTERRUPTED, inside_a_job, signals_interrupt
 
 NEEDS = {"safetensors": "train", "plotly": "report"}
 """What the commands of the tour import, and the extra that has it."""
-INTERRUPTED = 130
 SECONDS = 15.0
 """That a command has to end by itself where the terminal has interrupted it as well."""
 STEPS = 10
@@ -106,7 +102,7 @@ def demo(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 def check(out: Path) -> None:
     """Before anything is made or run."""
-    if "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if inside_a_job():
         raise ValueError("fourfold demo starts ranks of its own; run it by itself, outside of torchrun and srun")
     if missing := [name for name in NEEDS if find_spec(name) is None]:
         extras = ",".join(dict.fromkeys(NEEDS[name] for name in missing))
@@ -194,23 +190,6 @@ def run(command: Sequence[str]) -> int:
                 child.terminate()
                 child.wait()
             raise
-
-
-@contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """SIGTERM ends the tour as Ctrl-C does, and once is enough: while a command ends nothing else is heard."""
-
-    def interrupt(_: int, __: FrameType | None) -> NoReturn:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def seam(metrics: Path, step: int) -> str:

@@ -20,7 +20,6 @@ from dataclasses import fields
 from functools import cache
 from math import ceil, isfinite
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fourfold.train.process import INTERRUPTED, READABLE, STARTED_BY_US, TERMINATED, is_watched
 from fourfold.train.rendezvous import HERE
 from fourfold.watch.siblings import DIED
 
@@ -38,9 +38,6 @@ from fourfold.cli import main
 sys.exit(main())
 """
 """The program of a rank."""
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes of what SIGINT and SIGTERM have ended."""
-STARTED_BY_US = "FOURFOLD_LAUNCHED"
 RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has started the ranks again."""
 GRACE, MARGIN = 30.0, 30
@@ -48,14 +45,8 @@ GRACE, MARGIN = 30.0, 30
 them ends them, counted from there."""
 LONGEST = 10**6
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-READABLE = "what was written stays readable"
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", DIED)
 """How gloo, NCCL and our watch say that another rank is gone: an effect, not a cause."""
-
-
-def inside_a_job() -> bool:
-    """Whether torchrun, SLURM or our own launcher started this process as one of several ranks."""
-    return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
 class Ward:
@@ -183,11 +174,6 @@ def _terminated(errors: IO[str], ward: Ward) -> int:
     return TERMINATED
 
 
-def is_watched() -> bool:
-    """Whether our launcher has started this rank, and will see who dies; torchrun names the first that it sees."""
-    return STARTED_BY_US in os.environ
-
-
 def may_pass(failure: ProcessFailure) -> bool:
     """Whether what has failed may go well another time: not what a user must mend, nor what a user has stopped."""
     data = failure.error_file_data
@@ -250,18 +236,6 @@ def _write_failure(message: str, **what: bool) -> bool:
 def _print_failure(message: str) -> None:
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
     print(f"fourfold: error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
-
-
-def listen_to_signals() -> None:
-    """SIGTERM ends a run as Ctrl-C does; once is enough, though terminal and agent may both send it."""
-
-    def interrupt(_: int, __: FrameType | None) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
 
 
 @cache

@@ -34,10 +34,11 @@ from fourfold.optim import AdamW, Clipped
 from fourfold.pending import FAILED
 from fourfold.train.config import Config
 from fourfold.train.guard import Unguarded
-from fourfold.train.launch import LOST_PEER, is_watched
+from fourfold.train.launch import LOST_PEER
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.numbers import Bad, Numbers
 from fourfold.train.predicted import Comparison, foresee
+from fourfold.train.process import is_watched
 from fourfold.train.profile import Profile
 from fourfold.train.record import Event, Owned, Sink, strict, write_json
 from fourfold.train.resume import Start, take_up

@@ -13,7 +13,7 @@ import torch
 
 from fourfold.grid import AXES, Shape
 from fourfold.train.config import Config, read_config
-from fourfold.train.launch import inside_a_job, is_watched
+from fourfold.train.process import inside_a_job, is_watched
 from fourfold.train.resume import stored_config
 
 

@@ -30,10 +30,11 @@ from fourfold.checkpoint.folder import CHECKPOINTS
 from fourfold.grid import Grid, Shape, environment
 from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.job import Job, memory_bytes
-from fourfold.train.launch import inside_a_job, launch, share_cores
+from fourfold.train.launch import launch, share_cores
 from fourfold.train.options import chosen_device, default_folder, grid_options, wanted_ranks
 from fourfold.train.predicted import predict
 from fourfold.train.probe import Mark, bytes_of, free_bytes, look_at, myself, product_flops
+from fourfold.train.process import inside_a_job
 from fourfold.train.progress import output
 from fourfold.train.record import strict
 from fourfold.train.talk import Talk, within

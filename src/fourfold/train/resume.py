@@ -25,8 +25,9 @@ from fourfold.data.loader import Loader
 from fourfold.grid import FailedElsewhereError, Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import Config
-from fourfold.train.launch import READABLE, RESTARTED
+from fourfold.train.launch import RESTARTED
 from fourfold.train.numbers import BadNumbersError, RollBackError
+from fourfold.train.process import READABLE
 from fourfold.train.record import Event, finish, holds_run, strict, write_json
 from fourfold.train.schema import to_table
 

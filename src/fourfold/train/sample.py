@@ -15,8 +15,9 @@ from fourfold.models.generate import generate
 from fourfold.models.transformer import build
 from fourfold.train.command import close, place
 from fourfold.train.config import read_config
-from fourfold.train.launch import inside_a_job, launch, listen_to_signals
+from fourfold.train.launch import launch
 from fourfold.train.options import chosen_device
+from fourfold.train.process import inside_a_job, listen_to_signals
 
 
 def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:

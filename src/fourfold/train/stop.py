@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from fourfold.agree import wait_for
 from fourfold.grid import Grid
-from fourfold.train.launch import LONGEST, TERMINATED
+from fourfold.train.launch import LONGEST
+from fourfold.train.process import TERMINATED
 
 SECONDS = 1.0
 """About how often the ranks ask each other."""
