@@ -13,7 +13,7 @@ test slow: export PYTHONDONTWRITEBYTECODE =
 test: lint types
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-# what CI runs as well: pages followed literally, the site in a browser, the benchmarks
+# what CI runs as well: pages followed literally, the site in a browser, examples, benchmarks, faults between nodes
 slow: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
 

@@ -222,6 +222,7 @@ def calibrated(path: str) -> tuple[tuple[float, float], list[float], float]:
     return watch.bandwidths(), fractions, took
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_what_an_independent_timing_does(ranks, tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
     ((slowest, best), fractions, took), _ = ranks(2).run(calibrated, str(path), timeout=120)

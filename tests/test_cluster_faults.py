@@ -24,6 +24,7 @@ from fourfold.grid import Shape
 from fourfold.watch.tape import DIAGNOSIS
 from test_train import column
 
+pytestmark = pytest.mark.slow
 STEPS = 40
 DEADLINE, BOUND = 3, 150.0
 """Seconds that a rank may wait, and in which all must have ended on a busy machine."""

@@ -18,6 +18,8 @@ import torch
 
 from test_loops import EXAMPLES, TOLERANCE, adamw, as_torchrun, example, step
 
+pytestmark = pytest.mark.slow
+
 
 def on_ranks(name: str, arguments: list[str], changes: dict[str, Any] | None = None) -> tuple[Any, str]:
     """What an example's `main` returns and prints."""

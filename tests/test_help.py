@@ -245,6 +245,11 @@ def test_other_shells_accept_the_script(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} on this machine")
     subprocess.run([shell, "-n", path], check=True, timeout=30)
+    if shell == "fish":
+        for words, expected in {"train --model gpt-12": "gpt-125m", "launch --sl": "--slurm"}.items():
+            command = ["fish", "-c", f"source {path}; complete -C 'fourfold {words}'"]
+            left = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+            assert [line.split("\t")[0] for line in left.stdout.splitlines()] == [expected], words
 
 
 def test_the_command_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
