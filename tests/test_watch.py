@@ -61,6 +61,7 @@ def test_a_stopped_rank_is_named_and_the_doctor_says_it_again(
     assert main(["doctor", str(folder)]) == 0
     explained = capsys.readouterr().out
     assert found in explained
+    assert explained.count("never arrived") == 1, "what the tapes alone would say is not said beside it"
     assert re.search(r"rank 1, last seen at [\d:]+: between steps, step 2", explained)
     assert re.search(r"rank 0, last seen at [\d:]+: computing, step 3", explained)
 
@@ -75,11 +76,14 @@ def test_a_rank_that_dies_while_others_wait_for_its_word_ends_them(runs: dict[st
     assert found.startswith("step 2: asking the others whether to stop: rank 1 never arrived (rank 0 saw that rank 1")
 
 
-def test_batches_of_different_shapes_are_named(runs: dict[str, Ended]) -> None:
-    """gloo ends the process at once; the launcher reads the tapes."""
-    _, code, told = runs["shape"]
+def test_batches_of_different_shapes_are_named(runs: dict[str, Ended], capsys: pytest.CaptureFixture[str]) -> None:
+    """gloo ends the process at once; the launcher reads the tapes, and so does the doctor."""
+    folder, code, told = runs["shape"]
     assert code == 1
-    assert "step 3: ranks disagree on which collective comes next along x: rank 0 launched" in told
+    disagree = "step 3: ranks disagree on which collective comes next along x: rank 0 launched"
+    assert disagree in told
+    assert main(["doctor", str(folder)]) == 0
+    assert disagree in capsys.readouterr().out
 
 
 def test_ranks_go_back_together_where_one_has_a_gradient_that_is_not_a_number(runs: dict[str, Ended]) -> None:

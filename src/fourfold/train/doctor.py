@@ -42,15 +42,17 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def explain(folder: Path) -> Iterator[str]:
     end, tapes, found = last_end(folder / "metrics.jsonl"), read_all(folder), folder / DIAGNOSIS
     yield f"{folder}: " + (f"ended at step {end['step']}: {end['reason']}" if end else "has no end on record")
-    if found.is_file():
-        when = datetime.fromtimestamp(found.stat().st_mtime).isoformat(" ", "seconds")
+    found_at = found.stat().st_mtime if found.is_file() else 0.0
+    if found_at:
+        when = datetime.fromtimestamp(found_at).isoformat(" ", "seconds")
         yield f"\nwhat its ranks found out together ({when}):"
         yield from found.read_text().rstrip().splitlines()
     if not tapes:
         yield "\nits ranks have left no tapes"
     elif end is None or end["reason"] != "finished":
         yield "\nwhat their tapes say:"
-        yield from diagnose(tapes, {}).lines()
+        if found_at < max(tape.who.began for tape in tapes.values()):  # they knew more: who did not answer any more
+            yield from diagnose(tapes, {}).lines()
         yield from (f"  {last_words(reading)}" for _, reading in sorted(tapes.items()))
 
 
