@@ -21,6 +21,8 @@ import cluster
 import warm
 from namespaces import namespaces
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(cluster.__file__).parent
 
 RECEIVED, SENT = "10 0 0 0 0 0 0", "90 0 0 0 0 0 0"
