@@ -47,9 +47,9 @@ def program(folder: str, fault: str, faulty: int, deadline: float = DEADLINE) ->
             time.sleep(60)
         elif at_fault and fault == "late":
             time.sleep(0.7 * DEADLINE)
-        elif at_fault and fault == "die":
+        elif at_fault and fault in ("die", "die quietly"):
             os._exit(1)
-        if fault == "die":
+        if fault == "die quietly":
             tape.doing("asking the others", waits=True)
             decide("", "".join)
         total = collectives(grid, skips=at_fault and fault == "skip")

@@ -76,15 +76,17 @@ def refuse_bad_ids() -> str:
 
 
 def alarms(pool: Ranks) -> Iterator[bool]:
-    """Whether hosts that wait for their devices name the rank that is stopped, or late."""
-    for fault in ("stop", "delay"):
+    """Whether hosts that wait for their devices, or for each other's word, name the rank that is stopped, late or dead;
+    of a dead one they know long before their deadline."""
+    soon = alarmed.DEADLINE
+    for fault, deadline in {"stop": soon, "delay": soon, "die": 600.0, "die quietly": 600.0}.items():
         for _ in range(2):  # where a process was killed, the service that shares the GPU refuses the next ones once
             with suppress(RankFailed):
                 pool.run(alarmed.ready, timeout=120)
                 break
         with tempfile.TemporaryDirectory() as folder:
             with suppress(RankFailed):
-                pool.run(alarmed.program, folder, fault, 1, timeout=60)
+                pool.run(alarmed.program, folder, fault, 1, deadline, timeout=60, moment=20)
             told = Path(folder, DIAGNOSIS)
             text = told.read_text() if told.exists() else "no diagnosis"
             print(f"a rank that does not come ({fault}): {text.splitlines()[0]}", flush=True)

@@ -75,7 +75,7 @@ def test_who_dies_is_missed_by_those_who_wait_for_its_word(ranks, tmp_path: Path
     ranks(4).run(ready)
     began = time.monotonic()
     with pytest.raises(RankFailed):
-        ranks(4).run(program, str(tmp_path), "die", 1, 600.0, moment=20)
+        ranks(4).run(program, str(tmp_path), "die quietly", 1, 600.0, moment=20)
     assert time.monotonic() - began < MOURNING + 10
     said = {path.name: path.read_text() for path in tmp_path.glob("said-*")}
     [text] = set(said.values())
