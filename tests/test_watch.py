@@ -70,8 +70,7 @@ def test_a_rank_that_dies_while_others_wait_for_its_word_ends_them(runs: dict[st
     """They look for it themselves: told to end by the launcher they would go on waiting, to save together."""
     folder, code, told = runs["quit"]
     assert code == 1
-    [line] = told.splitlines()
-    assert re.fullmatch(r"fourfold: error: rank 1 \(process \d+\) was killed by SIGKILL; the other .* stopped", line)
+    assert re.fullmatch(r"fourfold: error: rank 1 \(process \d+\) was killed by SIGKILL; the other .* stopped\n", told)
     found = (folder / DIAGNOSIS).read_text()
     assert found.startswith("step 2: asking the others whether to stop: rank 1 never arrived (rank 0 saw that rank 1")
 
