@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, default=400.0, help="of each node's link; default %(default)g")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calibrate", type=float, default=30.0, help="seconds for calibrating each cluster")
+    parser.add_argument("--calibrate", type=float, default=90.0, help="seconds for calibrating each cluster")
     parser.add_argument("--out", type=Path, default=emulated.RESULTS / f"{date.today()}-emulated-scaling.json")
     options = parser.parse_args(arguments)
     found: list[Measured] = []

@@ -124,7 +124,7 @@ def _efficiency(
     _devices(axes, [case["devices"] for case in cases] + [run.devices for of_side in runs.values() for run in of_side])
     _name_lines(axes)
     if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside lower center", ncols=3)
+        figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
