@@ -24,7 +24,7 @@ from fourfold.train.probe import Mark, free_bytes, look_at, myself, versions
 from fourfold.train.talk import Talk, within
 from fourfold.watch.preflight import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
 
-GB = 10**9
+GIB = 1 << 30
 HOSTS = ("one", "one", "two", "two")
 VERSIONS = {
     "python": "3.12.1",
@@ -35,8 +35,8 @@ VERSIONS = {
     "NCCL": "2.27",
 }
 NEEDS = Needs(
-    peak=40 * GB, reserve=4 * GB, folder="/shared/one", saves=True, checkpoint=12 * GB, kept=4
-)  # 48 GB of checkpoints
+    peak=40 * GIB, reserve=4 * GIB, folder="/shared/one", saves=True, checkpoint=12 * GIB, kept=4
+)  # 48 GiB of checkpoints
 
 
 def rank(number: int, **changes: Any) -> Rank:
@@ -50,9 +50,9 @@ def rank(number: int, **changes: Any) -> Rank:
         device="NVIDIA H200",
         uuid=f"GPU-{number}",
         flops=6e14,
-        free=70 * GB,
+        free=70 * GIB,
         clock=(0.002, 0.0004) if number == 2 else None,
-        disk=Disk(seen=True, free=100 * GB, nbytes=10**8, seconds=0.1),
+        disk=Disk(seen=True, free=100 * GIB, nbytes=100 << 20, seconds=0.1),
     )
     return replace(sound, **changes)
 
@@ -85,13 +85,13 @@ def test_nothing_stands_against_a_sound_job() -> None:
     assert said["clocks"] == "at most 2.0 ms (+- 0.4 ms) from that of rank 0"
     assert said["links"] == "x: 2 inside a node, 200.0 GB/s to 210.0 GB/s; z: 2 between nodes, 20.0 GB/s to 22.0 GB/s"
     assert said["space"] == (
-        "100.0 GB free; a rank writes 100.0 MB in 0.1 s at the most, a checkpoint in about 3 s; 4 checkpoints of "
-        "12.0 GB at once need 48.0 GB"
+        "100.0 GiB free; a rank writes 100.0 MiB in 0.1 s at the most, a checkpoint in about 3.07 s; 4 checkpoints of "
+        "12.0 GiB at once need 48.0 GiB"
     )
 
 
-FULL = Disk(seen=True, free=40 * GB, nbytes=10**8, seconds=0.1)
-TIGHT = replace(FULL, free=50 * GB)
+FULL = Disk(seen=True, free=40 * GIB, nbytes=100 << 20, seconds=0.1)
+TIGHT = replace(FULL, free=50 * GIB)
 CASES = {
     "a rank is missing": (facts(missing=3, links=LINKS[:1]), "ranks", "FAILED", "rank 3 of 4 did not answer in time"),
     "a rank cannot measure": (
@@ -112,18 +112,18 @@ CASES = {
     "a shared GPU": (facts(rank(1, uuid="GPU-0")), "devices", "FAILED", "ranks 0, 1 (one) share the GPU GPU-0"),
     "two kinds": (facts(rank(0, device="NVIDIA A100")), "devices", "warning", "1 x NVIDIA A100, 3 x NVIDIA H200"),
     "too few cores": (
-        facts(*(replace(on_cpu(number, free=99 * GB), cores=1) for number in range(4))), "devices", "warning",
+        facts(*(replace(on_cpu(number, free=99 * GIB), cores=1) for number in range(4))), "devices", "warning",
         "2 ranks share 1 core of one",
     ),
     "a slow device": (
         facts(rank(2, flops=5e14)), "speed", "warning",
         "a product runs at 500 TFLOP/s on rank 2 (two), at 600 TFLOP/s on most",
     ),
-    "too little memory": (facts(rank(1, free=39 * GB)), "memory", "FAILED", "rank 1 (one) has 39.0 GB free"),
-    "little memory left": (facts(rank(1, free=43 * GB)), "memory", "warning", "want 4.0 GB more"),
+    "too little memory": (facts(rank(1, free=39 * GIB)), "memory", "FAILED", "rank 1 (one) has 39.0 GiB free"),
+    "little memory left": (facts(rank(1, free=43 * GIB)), "memory", "warning", "want 4.0 GiB more"),
     "too little memory of a node": (
-        facts(*(on_cpu(number, free=70 * GB) for number in range(4))), "memory", "FAILED",
-        "one has 70.0 GB free, and the planner predicts a peak of 80.0 GB for 2 ranks",
+        facts(*(on_cpu(number, free=70 * GIB) for number in range(4))), "memory", "FAILED",
+        "one has 70.0 GiB free, and the planner predicts a peak of 80.0 GiB for 2 ranks",
     ),
     "no prediction": (
         facts(needs=replace(NEEDS, peak=None, unknown="no such machine")), "memory", "warning", "no such machine",
@@ -155,10 +155,10 @@ CASES = {
         facts(rank(2, disk=Disk(seen=False)), needs=replace(NEEDS, saves=False)), "disk", "warning", "do not see",
     ),
     "a folder for everybody": (
-        facts(rank(0, disk=replace(FULL, free=99 * GB, mode=0o40777))), "disk", "warning", "everybody may write",
+        facts(rank(0, disk=replace(FULL, free=99 * GIB, mode=0o40777))), "disk", "warning", "everybody may write",
     ),
-    "a full disk": (facts(rank(0, disk=FULL)), "space", "FAILED", "4 checkpoints of 12.0 GB at once need 48.0 GB"),
-    "a nearly full disk": (facts(rank(0, disk=TIGHT)), "space", "warning", "50.0 GB free"),
+    "a full disk": (facts(rank(0, disk=FULL)), "space", "FAILED", "4 checkpoints of 12.0 GiB at once need 48.0 GiB"),
+    "a nearly full disk": (facts(rank(0, disk=TIGHT)), "space", "warning", "50.0 GiB free"),
 }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_bounds_are_not_passed_by_a_hair() -> None:
         Link("x", (2, 3), 0.5 * 0.75),
         Link("z", (0, 2), 9.0),
     )  # of two the median is between
-    near = facts(rank(1, flops=0.86 * 6e14, free=44 * GB), rank(2, clock=(-1.0, 0.1)), links=links)
+    near = facts(rank(1, flops=0.86 * 6e14, free=44 * GIB), rank(2, clock=(-1.0, 0.1)), links=links)
     assert {check.state for check in judge(near)} == {"ok"}
 
 
@@ -194,7 +194,7 @@ def test_one_rank_without_a_config_has_little_to_fail() -> None:
 
 
 def test_checkpoints_that_are_there_already_need_no_room() -> None:
-    there = replace(NEEDS, there=20 * GB)
+    there = replace(NEEDS, there=20 * GIB)
     assert {check.state for check in judge(facts(rank(0, disk=FULL), needs=there))} == {"ok"}
 
 

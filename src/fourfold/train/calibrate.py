@@ -122,7 +122,7 @@ def summary(machine: Machine, path: Path) -> Iterator[str]:
     rates = ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in machine.gemm.items())
     yield f"{path}: {machine.about}"
     yield f"  products {rates}, half of it with a dim of {machine.gemm_half:.0f}; attention {machine.attention:.0%}"
-    yield f"  memory {machine.memory / 1e9:.1f} GB, {machine.memory_bandwidth / 1e9:.1f} GB/s"
+    yield f"  memory {machine.memory / 2**30:.1f} GiB, {machine.memory_bandwidth / 1e9:.1f} GB/s"
     yield f"  at least {machine.overhead * 1e6:.1f} us a kernel, {machine.launch * 1e6:.1f} us a collective"
     yield (
         f"  products beside a collective take {machine.contention:.2f} times as long, and it waits "

@@ -367,11 +367,13 @@ def most_kept(steps: int, every: int, keep_last: int, keep_every: int) -> int:
 
 
 def size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+    """Of memory and files, in the units of plans and reports."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _rate(rate: float) -> str:
-    return f"{size(rate)}/s"
+    """Of a link, in the units of data sheets."""
+    return f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.1f} MB/s"
 
 
 def _flops(rate: float) -> str:
