@@ -45,8 +45,8 @@ GRACE, MARGIN = 30.0, 30
 them ends them, counted from there."""
 LONGEST = 10**6
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", DIED)
-"""How gloo, NCCL and our watch say that another rank is gone: an effect, not a cause."""
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""How gloo and NCCL say that another rank is gone: an effect, not a cause."""
 
 
 class Ward:
@@ -181,13 +181,15 @@ def may_pass(failure: ProcessFailure) -> bool:
 
 
 def first_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Of several failed ranks one that says what all have found out, else the one that failed by itself: died, or
-    raised something else than a lost peer."""
+    """Of several failed ranks one that says what all have found out, unless that is who died; else the one that failed
+    by itself: died, or raised something else than a lost peer."""
 
     def rank_of_cause(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
         lost = any(words in failure.message for words in LOST_PEER)
-        order = 3 if lost else 0 if is_diagnosis(failure) else 1 if failure.exitcode < 0 else 2
+        order = 1 if failure.exitcode < 0 else 3 if lost else 2
+        if is_diagnosis(failure):
+            order = 3 if DIED in failure.message.partition("\n")[0] else 0
         return order, failure.timestamp
 
     return min(failures.items(), key=rank_of_cause)
