@@ -31,6 +31,7 @@ from fourfold.checkpoint import write as writing
 from fourfold.checkpoint.folder import Checkpoints
 from fourfold.checkpoint.record import Record, read_record, write_record
 from fourfold.checkpoint.whole import read_whole, verify, write_whole
+from fourfold.cli import _failed
 from fourfold.data.order import Order, part_of
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
@@ -42,6 +43,7 @@ from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run
+from fourfold.train.process import STARTED_BY_US, listen_to_signals
 from fourfold.train.record import Lines, Owned, rewind
 from fourfold.train.resume import Start, find_start, left_behind, look, restarted
 from fourfold.train.sections import DataSection
@@ -580,6 +582,44 @@ def test_a_rank_that_does_not_come_to_its_end_in_time_ends_as_it_stands(tmp_path
 
 
 # --- ranks that die
+
+
+def test_what_a_rank_says_of_its_failure_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent cannot read half of it, and would end the job."""
+
+    def killed(path: Path, text: str) -> None:
+        path.write_bytes(text[:5].encode())
+        raise KeyboardInterrupt
+
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    monkeypatch.setenv(STARTED_BY_US, "1")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", killed)
+        launching.report_failure("why", users=False)
+    assert not told.exists()
+    launching.report_failure("why", users=False)
+    assert json.loads(told.read_text())["message"] == "why"
+
+
+def test_a_rank_that_fails_is_not_interrupted_while_it_says_why(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        os.environ["RANK"] = "1"
+        listen_to_signals()
+
+        def told(why: str, *, users: bool) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            (tmp_path / "said").write_text(f"{why}, {users}")
+
+        launching.report_failure = told
+        try:
+            _failed(ValueError("rows=0 must be 1"))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert (tmp_path / "said").read_text() == "rows=0 must be 1, True"
 
 
 class Failing:

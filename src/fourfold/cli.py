@@ -20,7 +20,7 @@ from fourfold.commands.keeping import add_checkpoint, add_export, add_import
 from fourfold.commands.parser import Help, Parser, below
 from fourfold.commands.planning import add_calibrate, add_doctor, add_launch, add_plan
 from fourfold.commands.running import add_data, add_demo, add_report, add_sample, add_train
-from fourfold.train.process import INTERRUPTED, READABLE, inside_a_job
+from fourfold.train.process import INTERRUPTED, READABLE, ignore_signals, inside_a_job
 
 WAYS_OUT = {
     errno.ENOENT: "check the path, or make its folder first",
@@ -64,6 +64,8 @@ def command(run: str | Callable[..., int]) -> Callable[..., int]:
 
 def _failed(error: Exception) -> int:
     """Say what went wrong, in a line where it is the user's to mend."""
+    if inside_a_job():
+        ignore_signals()  # who started this rank may tell it to end because another one has failed, too
     if "torch" not in sys.modules and isinstance(error, (ValueError, OSError, ImportError)):
         print(f"fourfold: error: {plain(error)}", file=sys.stderr)
         return 1

@@ -231,7 +231,9 @@ def _write_failure(message: str, **what: bool) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not is_watched() or not path:
         return False
-    Path(path).write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), **what}))
+    beside = Path(f"{path}.new")  # whoever reads it finds all of it: a rank may be killed in the middle of a word
+    beside.write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), **what}))
+    beside.replace(path)
     return True
 
 

@@ -44,7 +44,12 @@ def signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _interrupt(_: int, __: FrameType | None) -> NoReturn:
+def ignore_signals() -> None:
+    """This process ends already, and has something to say first."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupt(_: int, __: FrameType | None) -> NoReturn:
+    ignore_signals()
     raise KeyboardInterrupt
