@@ -77,9 +77,6 @@ def differences(
     return found
 
 
-SHARDED_AGAIN = {"shard_optimizer": True, "recompute": "block", "activations": "replicated"}
-
-
 @pytest.mark.parametrize(
     ("shape", "name", "options", "micro_steps"),
     share(

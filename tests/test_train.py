@@ -710,7 +710,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ra
 @needs_proc
 def test_a_rank_that_dies_ends_the_job(jobs: dict[str, Job]) -> None:
     job = jobs["dies"]
-    wait_for_steps(job, 20)  # in the first ones ranks ask each other at every step whether to stop; see docs/log.md
+    wait_for_steps(job)
     pids = ranks_of(job)
     assert pids.keys() == {0, 1}
     began = time.monotonic()

@@ -39,10 +39,13 @@ class Siblings:
 
     def dead(self) -> dict[int, int]:
         """The processes, by rank, of those that are gone and had not left."""
-        names = Counter(self._store.get(self._key).decode().split())
-        self._processes = {int(rank): int(process) for rank, process in (name.split(":") for name in names)}
-        here = {int(name.partition(":")[0]) for name, times in names.items() if times == 1}
-        return {rank: process for rank, process in self._processes.items() if rank in here and not is_ours(process)}
+        dead = {}
+        for name, times in Counter(self._store.get(self._key).decode().split()).items():
+            rank, process = map(int, name.split(":"))
+            self._processes[rank] = process
+            if times == 1 and not is_ours(process):
+                dead[rank] = process
+        return dead
 
     def kill(self, ranks: Iterable[int]) -> None:
         """Those of them that are siblings: a stopped process would not end when told to."""
