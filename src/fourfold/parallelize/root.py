@@ -170,8 +170,8 @@ def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None
     trained = [at for at in suspicious if isinstance(leaves[at], Tensor) and leaves[at].requires_grad]
     if trained:
         raise RuntimeError(
-            f"{type(module).__name__}: its scalar output {trained[0]} is no mean over rows, and what places find for their "
-            "own rows does not average to what the whole batch gives; gather the rows that it needs with "
+            f"{type(module).__name__}: its scalar output {trained[0]} is no mean over rows, and what places find for "
+            "their own rows does not average to what the whole batch gives; gather the rows that it needs with "
             "ff.whole_batch(tensor) inside forward, or compute it outside of the model, which averages it as DDP does"
         )
 

@@ -160,8 +160,8 @@ def check_rows(run: Run, model: nn.Module, forward: Forward, args: tuple, kwargs
         return set()
     raise RuntimeError(
         f"{type(model).__name__}: {verdicts[0].depends} depends on the other rows of its batch, and a (data, z) place "
-        "has its own rows alone; gather what rows need of each other with ff.whole_batch(tensor) inside forward (before a "
-        "similarity, a mean over the batch, ...), or compute it outside of the model"
+        "has its own rows alone; gather what they need of each other with ff.whole_batch(tensor) in forward (before "
+        "a similarity, a mean over the batch, ...), or compute it outside of the model"
     )
 
 
