@@ -119,7 +119,8 @@ class GatherParameters(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         dense = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
-        add_gradients(ctx.unit, dense, 1)
+        # in the order of the parameter's own memory: fused optimizers read both as they lie, and einsum gives others
+        add_gradients(ctx.unit, [None if g is None else g.contiguous() for g in dense], 1)
         return (None, *[None] * len(gradients))
 
 

@@ -102,10 +102,11 @@ def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args:
     dtype = adapter.takes(autocast=autocast)
     if dtype is not None:
         args, kwargs = tree_map_only(Tensor, functools.partial(_cast, dtype=dtype), (args, kwargs))
+    call = functools.partial(adapter, module, inside) if adapter.accepts(args, kwargs) else inside
     if not autocast or dtype is None:
-        return adapter(module, inside, *args, **kwargs)
+        return call(*args, **kwargs)
     with torch.autocast(device, enabled=False):
-        return adapter(module, inside, *args, **kwargs)
+        return call(*args, **kwargs)
 
 
 def _cast(a: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,216 @@
+"""Which modules are linear layers, under any name: found by trying them on numbers, since names and classes say little.
+
+A copy of the module in fp64 is called with random inputs of several shapes and sizes. It is a linear layer where every
+result, and every gradient, is that of `a W^T + b` or `a W + b`, and where the call changes nothing else. The trial also
+says with how many dims an input may come; for any other input the module's own code runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SHAPES = {1: (), 2: (33,), 3: (2, 5), 4: (1, 2, 3)}
+"""The leading dims of the inputs that a module is tried with, by the number of all dims."""
+TRIALS = ((True, 1.0), (False, 1e3), (True, 1e-3))
+"""Whether the module is in training mode, and how large the inputs are: code may clamp, drop or branch."""
+TOLERANCE = 1e-11
+"""Of the largest value. fp64 rounds at 1e-16 and sums of some ten thousand products at 1e-14; a module that computes in
+fp32 inside errs by 1e-7 and keeps its own code."""
+BLOCK = 1 << 20
+"""Random numbers that are drawn for a large weight, which repeats them: drawing them all would take seconds."""
+ROWS = 64
+"""Rows of a weight's gradient that are compared: all of it would take as much memory again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A linear map of the last dim: a W^T + b with W [outputs, inputs], or a W + b with W [inputs, outputs]
+    (`transposed`), and the names of the two parameters."""
+
+    inputs: int
+    outputs: int
+    weight: str = "weight"
+    bias: str | None = None
+    transposed: bool = False
+    dims: frozenset[int] | None = None
+    """How many dims an input may have: those that the module was tried with. None: any number, as nn.Linear takes."""
+    computed: bool = False
+    """The weight is no parameter: the module computes it from others before each use."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the module calls its weight and its bias."""
+        return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+
+    def takes(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments is one that the form describes."""
+        if len(args) + len(kwargs) != 1:
+            return False
+        (a,) = (*args, *kwargs.values())
+        if not isinstance(a, Tensor) or not a.dtype.is_floating_point or a.shape[-1:] != (self.inputs,):
+            return False
+        return self.dims is None or a.ndim in self.dims
+
+
+class Trials:
+    """Tries modules, once for all that have the same class, shapes and attributes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Form | None] = {}
+
+    def form_of(self, module: nn.Module) -> Form | None:
+        """None where the module is no linear layer, or has hooks, buffers, children or other parameters."""
+        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        weights, biases = ([name for name, p in own.items() if p.dim() == dims] for dims in (2, 1))
+        if len(weights) != 1 or len(weights) + len(biases) != len(own) or len(biases) > 1:
+            return None
+        if any(module.children()) or any(buffer is not None for buffer in module._buffers.values()):
+            return None
+        if not all(p.is_floating_point() and p.numel() for p in own.values()) or has_hooks(module):
+            return None
+        if type(module).forward is nn.Module.forward or "forward" in vars(module):
+            return None
+        key = _key(module, own)
+        if key not in self._known:
+            self._known[key] = _tried(module, weights[0], biases[0] if biases else None)
+        return self._known[key]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else's code runs when the module is called."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def _key(module: nn.Module, own: Mapping[str, Tensor]) -> Hashable:
+    """What the module's result can depend on, besides numbers."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in own.items())
+    attributes = tuple(
+        (name, value if isinstance(value, (int, float, str)) else id(value))
+        for name, value in _attributes(module).items()
+    )
+    return type(module), shapes, attributes
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Those that its own code has set."""
+    ours = vars(nn.Module()).keys()
+    return {name: value for name, value in vars(module).items() if name not in ours}
+
+
+def _tried(module: nn.Module, weight: str, bias: str | None) -> Form | None:
+    rows, columns = (int(size) for size in module._parameters[weight].shape)  # type: ignore[union-attr]
+    for transposed in (False, True):
+        inputs, outputs = (rows, columns) if transposed else (columns, rows)
+        if bias is not None and module._parameters[bias].shape != (outputs,):  # type: ignore[union-attr]
+            continue
+        dims = _dims(module, Form(inputs, outputs, weight, bias, transposed))
+        if dims:
+            return Form(inputs, outputs, weight, bias, transposed, dims)
+    return None
+
+
+def _dims(module: nn.Module, form: Form) -> frozenset[int]:
+    """The numbers of dims for which a copy of the module computes what the form says."""
+    generator = torch.Generator().manual_seed(0)
+    quiet = warnings.catch_warnings()
+    # also where somebody builds on the meta device, evaluates, or has autocast on
+    with (
+        quiet,
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        warnings.simplefilter("ignore")
+        with torch.random.fork_rng(devices=[]):
+            try:
+                tried = _copy(module, form, generator)
+            except Exception:  # a copy runs code of anybody's
+                return frozenset()
+            found = set(SHAPES)
+            for training, scale in TRIALS:
+                tried.train(training)
+                found = {dims for dims in found if _computes(tried, form, SHAPES[dims], scale, generator)}
+    return frozenset(found)
+
+
+def _copy(module: nn.Module, form: Form, generator: torch.Generator) -> nn.Module:
+    """The module with random parameters in fp64 on the CPU."""
+    drawn: dict[int, Any] = {}
+    for own in form.names.values():
+        plain = module._parameters[own]
+        drawn[id(plain)] = nn.Parameter(_numbers(plain.numel(), generator).view(plain.shape))  # type: ignore[union-attr]
+    return copy.deepcopy(module, drawn)
+
+
+def _numbers(count: int, generator: torch.Generator) -> Tensor:
+    block = torch.randn(min(count, BLOCK - 1), generator=generator, dtype=torch.float64)
+    return block if len(block) == count else block.repeat(-(-count // len(block)))[:count].clone()
+
+
+def _computes(
+    module: nn.Module, form: Form, leading: tuple[int, ...], scale: float, generator: torch.Generator
+) -> bool:
+    """Whether one call gives the form's result and gradients and leaves the module as it was."""
+    parameters = [module._parameters[own] for own in form.names.values()]
+    a = torch.randn(*leading, form.inputs, generator=generator, dtype=torch.float64).mul_(scale).requires_grad_()
+    gradient = torch.randn(*leading, form.outputs, generator=generator, dtype=torch.float64)
+    before = list(_state(module))
+    try:
+        out = module(a)
+        if not isinstance(out, Tensor) or not out.requires_grad or out.shape != gradient.shape:
+            return False
+        found = torch.autograd.grad(out, [a, *parameters], gradient, allow_unused=True)  # type: ignore[list-item]
+    except Exception:  # a call runs code of anybody's, forward and backward
+        return False
+    after = list(_state(module))
+    if len(after) != len(before) or not all(map(_same, before, after)):
+        return False
+    w, b = parameters[0].detach(), parameters[1].detach() if form.bias else None  # type: ignore[union-attr]
+    turned, flat = (w if form.transposed else w.t()), a.detach().reshape(-1, form.inputs)
+    expected = a.detach() @ turned if b is None else a.detach() @ turned + b
+    rows, to = gradient.reshape(-1, form.outputs), found[1]
+    if to is None or to.shape != w.shape:
+        return False
+    left, right = (flat, rows) if form.transposed else (rows, flat)
+    pairs = [
+        (out.detach(), expected),
+        (found[0], gradient @ turned.t()),
+        (to[:ROWS], left[:, :ROWS].t() @ right),
+        (to[-ROWS:], left[:, -ROWS:].t() @ right),
+    ]
+    if b is not None:
+        pairs.append((found[2], rows.sum(0)))
+    return all(_close(one, two) for one, two in pairs)
+
+
+def _close(found: Tensor | None, expected: Tensor) -> bool:
+    if found is None or found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+def _state(module: nn.Module) -> Iterator[Any]:
+    """What a call must not change: attributes, what lists and dicts among them hold, and parameters."""
+    for name, value in sorted(vars(module).items()):
+        yield name
+        yield value
+        if isinstance(value, (list, set, tuple)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from (entry for item in value.items() for entry in item)
+    for parameter in module._parameters.values():
+        yield None if parameter is None else parameter._version
+
+
+def _same(one: Any, two: Any) -> bool:
+    plain = (int, float, str)
+    return one is two or (type(one) is type(two) and isinstance(one, plain) and one == two)
