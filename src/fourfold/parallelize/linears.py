@@ -10,16 +10,19 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-SHAPES = {1: (), 2: (33,), 3: (2, 5), 4: (1, 2, 3)}
+ONE: dict[int, tuple[int, ...]] = {1: (), 2: (1,), 3: (1, 1), 4: (1, 1, 1)}
+SOME = {1: (), 2: (5,), 3: (2, 5), 4: (1, 2, 3)}
+MANY = {1: (), 2: (67,), 3: (3, 23), 4: (2, 3, 11)}
 """The leading dims of the inputs that a module is tried with, by the number of all dims."""
-TRIALS = ((True, 1.0), (False, 1e3), (True, 1e-3))
-"""Whether the module is in training mode, and how large the inputs are: code may clamp, drop or branch."""
+TRIALS = ((True, 1.0, SOME), (False, 1e3, MANY), (True, 1e-3, MANY), (False, 1.0, ONE))
+"""Whether the module is in training mode, how large the inputs are, and of which shapes: code may branch by each."""
 TOLERANCE = 1e-11
 """Of the largest value. fp64 rounds at 1e-16 and sums of some ten thousand products at 1e-14; a module that computes in
 fp32 inside errs by 1e-7 and keeps its own code."""
@@ -93,7 +96,7 @@ def _key(module: nn.Module, own: Mapping[str, Tensor]) -> Hashable:
     """What the module's result can depend on, besides numbers."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in own.items())
     attributes = tuple(
-        (name, value if isinstance(value, (int, float, str)) else id(value))
+        (name, type(value), value if isinstance(value, (int, float, str)) else id(value))
         for name, value in _attributes(module).items()
     )
     return type(module), shapes, attributes
@@ -120,26 +123,26 @@ def _tried(module: nn.Module, weight: str, bias: str | None) -> Form | None:
 def _dims(module: nn.Module, form: Form) -> frozenset[int]:
     """The numbers of dims for which a copy of the module computes what the form says."""
     generator = torch.Generator().manual_seed(0)
-    quiet = warnings.catch_warnings()
-    # also where somebody builds on the meta device, evaluates, or has autocast on
-    with (
-        quiet,
-        torch.device("cpu"),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
+    with _by_itself():
+        try:
+            tried = _copy(module, form, generator)
+        except Exception:  # a copy runs code of anybody's
+            return frozenset()
+        found = set(SOME)
+        for training, scale, shapes in TRIALS:
+            tried.train(training)
+            found = {dims for dims in found if _computes(tried, form, shapes[dims], scale, generator)}
+    return frozenset(found) if found & {2, 3} else frozenset()
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Whatever surrounds the trial (the meta device, no gradients, autocast) has no part in it, nor does it draw from
+    torch's generator or warn."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         warnings.simplefilter("ignore")
-        with torch.random.fork_rng(devices=[]):
-            try:
-                tried = _copy(module, form, generator)
-            except Exception:  # a copy runs code of anybody's
-                return frozenset()
-            found = set(SHAPES)
-            for training, scale in TRIALS:
-                tried.train(training)
-                found = {dims for dims in found if _computes(tried, form, SHAPES[dims], scale, generator)}
-    return frozenset(found)
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            yield
 
 
 def _copy(module: nn.Module, form: Form, generator: torch.Generator) -> nn.Module:
@@ -165,7 +168,7 @@ def _computes(
     gradient = torch.randn(*leading, form.outputs, generator=generator, dtype=torch.float64)
     before = list(_state(module))
     try:
-        out = module(a)
+        out = module.forward(a)
         if not isinstance(out, Tensor) or not out.requires_grad or out.shape != gradient.shape:
             return False
         found = torch.autograd.grad(out, [a, *parameters], gradient, allow_unused=True)  # type: ignore[list-item]

@@ -131,7 +131,6 @@ def find(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, Choic
             continue
         found.choices[name] = _choose(name, module, modules, found, tokens)
     _mend(found, modules, grid.size("y"), parts)
-    _mend_shared(found, modules)
     found.choices = {layers[name]: choice for name, choice in found.choices.items()}
     found.groups = {tuple(layers[name] for name in group): counts for group, counts in found.groups.items()}
     return found
@@ -321,6 +320,7 @@ def _mend(found: Found, modules: Mapping[str, nn.Module], y: int, parts: int) ->
             found.choices[name] = _allowed(choice, found.forms[module], counts, y, parts)
         elif isinstance(choice.word, (Norm, Embedding)) and module is not None and module.weight.shape[-1] % y:  # type: ignore[union-attr]
             found.choices[name] = Choice(Whole(), f"{choice.why}, but its features do not divide by y={y}")
+    _mend_shared(found, modules)
     for group in list(found.groups):
         if any(found.choices[name].word != Expand() for name in group):
             del found.groups[group]
