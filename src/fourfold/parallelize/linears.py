@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ONE: dict[int, tuple[int, ...]] = {1: (), 2: (1,), 3: (1, 1), 4: (1, 1, 1)}
-SOME = {1: (), 2: (5,), 3: (2, 5), 4: (1, 2, 3)}
-MANY = {1: (), 2: (67,), 3: (3, 23), 4: (2, 3, 11)}
-"""The leading dims of the inputs that a module is tried with, by the number of all dims."""
-TRIALS = ((True, 1.0, SOME), (False, 1e3, MANY), (True, 1e-3, MANY), (False, 1.0, ONE))
-"""Whether the module is in training mode, how large the inputs are, and of which shapes: code may branch by each."""
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a module is called: code may branch by its mode, and by the size and the shape of its input."""
+
+    training: bool
+    scale: float
+    leading: dict[int, tuple[int, ...]]
+    """The dims of the input but the last, by the number of all dims."""
+    gradients: bool
+
+
+TRIALS = (
+    Trial(True, 1.0, {1: (), 2: (5,), 3: (2, 5), 4: (1, 2, 3)}, gradients=True),
+    Trial(False, 1e3, {1: (), 2: (67,), 3: (3, 23), 4: (2, 3, 11)}, gradients=False),
+    Trial(True, 1e-3, {1: (), 2: (67,), 3: (3, 23), 4: (2, 3, 11)}, gradients=True),
+    Trial(False, 1.0, {1: (), 2: (1,), 3: (1, 1), 4: (1, 1, 1)}, gradients=False),
+)
+TRIALS_OF_LARGE = (
+    Trial(True, 1.0, {2: (1,), 3: (2, 3), 4: (2, 1, 2)}, gradients=True),
+    Trial(False, 1e3, {2: (9,), 3: (1, 1), 4: (1, 1, 1)}, gradients=False),
+)
+LARGE = 1 << 22
+"""Elements of a weight above which a module is tried less, since every trial takes a second."""
 TOLERANCE = 1e-11
 """Of the largest value. fp64 rounds at 1e-16 and sums of some ten thousand products at 1e-14; a module that computes in
 fp32 inside errs by 1e-7 and keeps its own code."""
@@ -62,11 +81,15 @@ class Form:
         return self.dims is None or a.ndim in self.dims
 
 
+LASTING: weakref.WeakKeyDictionary[type[nn.Module], dict[Hashable, Form | None]] = weakref.WeakKeyDictionary()
+"""What was found of large weights, by class: a planner builds a model many times in one process."""
+
+
 class Trials:
     """Tries modules, once for all that have the same class, shapes and attributes."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Form | None] = {}
+        self._known: dict[type[nn.Module], dict[Hashable, Form | None]] = {}
 
     def form_of(self, module: nn.Module) -> Form | None:
         """None where the module is no linear layer, or has hooks, buffers, children or other parameters."""
@@ -80,10 +103,12 @@ class Trials:
             return None
         if type(module).forward is nn.Module.forward or "forward" in vars(module):
             return None
-        key = _key(module, own)
-        if key not in self._known:
-            self._known[key] = _tried(module, weights[0], biases[0] if biases else None)
-        return self._known[key]
+        key, lasting = _key(module, own)
+        large = own[weights[0]].numel() > LARGE
+        known = (LASTING if lasting and large else self._known).setdefault(type(module), {})
+        if key not in known:
+            known[key] = _tried(module, weights[0], biases[0] if biases else None)
+        return known[key]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -92,14 +117,13 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in kinds)
 
 
-def _key(module: nn.Module, own: Mapping[str, Tensor]) -> Hashable:
-    """What the module's result can depend on, besides numbers."""
+def _key(module: nn.Module, own: Mapping[str, Tensor]) -> tuple[Hashable, bool]:
+    """What the module's result can depend on, besides numbers; and whether that says the same at any later time."""
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in own.items())
-    attributes = tuple(
-        (name, type(value), value if isinstance(value, (int, float, str)) else id(value))
-        for name, value in _attributes(module).items()
-    )
-    return type(module), shapes, attributes
+    values = _attributes(module)
+    plain = {name: value is None or isinstance(value, (int, float, str, torch.dtype)) for name, value in values.items()}
+    kept = tuple((name, type(value), value if plain[name] else id(value)) for name, value in values.items())
+    return (shapes, kept), all(plain.values())
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -128,10 +152,11 @@ def _dims(module: nn.Module, form: Form) -> frozenset[int]:
             tried = _copy(module, form, generator)
         except Exception:  # a copy runs code of anybody's
             return frozenset()
-        found = set(SOME)
-        for training, scale, shapes in TRIALS:
-            tried.train(training)
-            found = {dims for dims in found if _computes(tried, form, shapes[dims], scale, generator)}
+        trials = TRIALS if form.inputs * form.outputs <= LARGE else TRIALS_OF_LARGE
+        found = set(trials[0].leading)
+        for trial in trials:
+            tried.train(trial.training)
+            found = {dims for dims in found if _computes(tried, form, trial, dims, generator)}
     return frozenset(found) if found & {2, 3} else frozenset()
 
 
@@ -159,40 +184,48 @@ def _numbers(count: int, generator: torch.Generator) -> Tensor:
     return block if len(block) == count else block.repeat(-(-count // len(block)))[:count].clone()
 
 
-def _computes(
-    module: nn.Module, form: Form, leading: tuple[int, ...], scale: float, generator: torch.Generator
-) -> bool:
+def _computes(module: nn.Module, form: Form, trial: Trial, dims: int, generator: torch.Generator) -> bool:
     """Whether one call gives the form's result and gradients and leaves the module as it was."""
     parameters = [module._parameters[own] for own in form.names.values()]
-    a = torch.randn(*leading, form.inputs, generator=generator, dtype=torch.float64).mul_(scale).requires_grad_()
-    gradient = torch.randn(*leading, form.outputs, generator=generator, dtype=torch.float64)
+    leading = trial.leading[dims]
+    a = torch.randn(*leading, form.inputs, generator=generator, dtype=torch.float64).mul_(trial.scale).requires_grad_()
+    given = torch.randn(*leading, form.outputs, generator=generator, dtype=torch.float64)
     before = list(_state(module))
+    gradients: tuple[Tensor | None, ...] = ()
     try:
-        out = module.forward(a)
-        if not isinstance(out, Tensor) or not out.requires_grad or out.shape != gradient.shape:
+        with torch.set_grad_enabled(trial.gradients):
+            out = module.forward(a)
+        if not isinstance(out, Tensor) or out.shape != given.shape or out.requires_grad != trial.gradients:
             return False
-        found = torch.autograd.grad(out, [a, *parameters], gradient, allow_unused=True)  # type: ignore[list-item]
+        if trial.gradients:
+            gradients = torch.autograd.grad(out, [a, *parameters], given, allow_unused=True)  # type: ignore[list-item]
     except Exception:  # a call runs code of anybody's, forward and backward
         return False
     after = list(_state(module))
     if len(after) != len(before) or not all(map(_same, before, after)):
         return False
-    w, b = parameters[0].detach(), parameters[1].detach() if form.bias else None  # type: ignore[union-attr]
-    turned, flat = (w if form.transposed else w.t()), a.detach().reshape(-1, form.inputs)
-    expected = a.detach() @ turned if b is None else a.detach() @ turned + b
-    rows, to = gradient.reshape(-1, form.outputs), found[1]
-    if to is None or to.shape != w.shape:
-        return False
+    with torch.no_grad():
+        w, *b = parameters
+        turned = w if form.transposed else w.t()  # type: ignore[union-attr]
+        if not _close(out, a @ turned + b[0] if b else a @ turned):  # type: ignore[operator]
+            return False
+        return not gradients or _are_gradients(gradients, form, a, given, turned)
+
+
+def _are_gradients(
+    found: tuple[Tensor | None, ...], form: Form, a: Tensor, given: Tensor, turned: Tensor | None
+) -> bool:
+    """Whether these are the gradients of the input, the weight and the bias, for this one of the output."""
+    flat, rows = a.reshape(-1, form.inputs), given.reshape(-1, form.outputs)
     left, right = (flat, rows) if form.transposed else (rows, flat)
-    pairs = [
-        (out.detach(), expected),
-        (found[0], gradient @ turned.t()),
-        (to[:ROWS], left[:, :ROWS].t() @ right),
-        (to[-ROWS:], left[:, -ROWS:].t() @ right),
-    ]
-    if b is not None:
-        pairs.append((found[2], rows.sum(0)))
-    return all(_close(one, two) for one, two in pairs)
+    if found[1] is None:
+        return False
+    return (
+        _close(found[0], given @ turned.t())  # type: ignore[union-attr]
+        and _close(found[1][:ROWS], left[:, :ROWS].t() @ right)
+        and _close(found[1][-ROWS:], left[:, -ROWS:].t() @ right)
+        and all(_close(sums, rows.sum(0)) for sums in found[2:])
+    )
 
 
 def _close(found: Tensor | None, expected: Tensor) -> bool:
