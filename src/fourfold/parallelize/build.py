@@ -30,6 +30,7 @@ from fourfold.parallelize.low_rank import Narrower, Widener
 from fourfold.parallelize.multihead import Attention, Multihead
 from fourfold.parallelize.normal import formula_of
 from fourfold.parallelize.place import Placing
+from fourfold.parallelize.placed import give_functions_whole_tensors
 from fourfold.parallelize.plan import (
     ChannelNorm,
     Choice,
@@ -79,6 +80,7 @@ def parallelize(
     """
     check_policy(policy)
     run = _run_of(model, grid, policy)
+    give_functions_whole_tensors()
     forms = {name: adapters_of(base)[-1].form for name, _, base in adapted(model) if adapters_of(base)}
     prepare(model, {name: (form.inputs, form.outputs) for name, form in forms.items() if form is not None})
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}

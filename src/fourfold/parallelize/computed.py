@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold.layout import CONTRACT_WEIGHT, EXPAND_WEIGHT, Spec, Storage, boxed
-from fourfold.operators import collect, enter, leave, spread
-from fourfold.parallelize.borrow import gathered
+from fourfold.operators import collect, enter, gather_shards, leave, spread
 from fourfold.parallelize.gathered import Gathered
 from fourfold.parallelize.layers import REPEATED
 from fourfold.parallelize.linears import Form
@@ -69,7 +68,7 @@ class Computed(Gathered):
         return conjugate(
             weight,
             lambda tensor: boxed(tensor, box).contiguous(),
-            lambda gradient: gathered(gradient.contiguous(), spec, grid, self.run.label),
+            lambda gradient: gather_shards(gradient.contiguous(), spec, grid, self.run.label),
         )
 
 

@@ -127,15 +127,17 @@ class Attention(Adapter):
             for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask))
         )
 
-    def _read(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    def _read(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """q, k and v, features cut; those that read the same tensor are read together."""
         q, k, v = self.readers
         if query is key is value:
-            return list(read_all(self.run, [q, k, v], query, None))
-        if key is value:
-            return [*read_all(self.run, [q], query, None), *read_all(self.run, [k, v], key, None)]
-        pairs = zip(self.readers, (query, key, value), strict=True)
-        return [out for layer, a in pairs for out in read_all(self.run, [layer], a, None)]
+            groups: list[tuple[list[on_grid.Expand], Tensor]] = [([q, k, v], query)]
+        elif key is value:
+            groups = [([q], query), ([k, v], key)]
+        else:
+            groups = [([q], query), ([k], key), ([v], value)]
+        outs = [out for layers, a in groups for out in read_all(self.run, layers, a, None)]
+        return outs if self.run.cuts else [out.whole() for out in outs]
 
     def _added(self, module: Any, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [rows, heads, 1, head_dim] that every row gets besides its own."""

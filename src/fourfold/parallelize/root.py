@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,6 @@ COUNT = "num_items_in_batch"
 about the rows of one place."""
 
 
-LOSS = "loss"
-
-
 class Root(Adapter):
     """Begins and ends a pass. Takes the rows of this rank's (data, z) place and gives back whole tensors for them."""
 
@@ -50,34 +47,14 @@ class Root(Adapter):
         if module.training:
             run.clock.advance()
         run.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
-        if kwargs.get(COUNT) is not None:
+        run.counted = kwargs.get(COUNT) is not None
+        if run.counted:
             kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
-        with self._pass(module):
+        with self._pass(module), counted_changes(run):
             result = forward(*args, **kwargs)
             for group in list(run.shared):
                 group.part()
-            result = self._given(result)
-        self._require_global_loss(result)
-        return result
-
-    def _require_global_loss(self, result: Any) -> None:
-        """What a model calls its loss is that of the whole batch, or an error: checked in the first training pass."""
-        loss = result.get("loss") if isinstance(result, Mapping) else None
-        if (
-            not isinstance(loss, Tensor)
-            or loss.dim()
-            or not loss.requires_grad
-            or loss.is_meta
-            or LOSS in self.compared
-        ):
-            return
-        self.compared.add(LOSS)
-        if not equal_along(key_of(loss.item()), self.run.grid, ("z", "data")):
-            raise ValueError(
-                "the loss that the model returns differs between (data, z) places: a part of it is not made by torch's "
-                "loss functions (a router's loss, or a sum divided by hand), and its gradient would be a sum over the "
-                "places; leave that part out of the model, or make it with ff.global_mean(mean, count, grid)"
-            )
+            return self._given(result)
 
     @contextmanager
     def _pass(self, module: nn.Module) -> Iterator[None]:
@@ -95,8 +72,7 @@ class Root(Adapter):
                 yield
             require_unchanged(run)
         finally:
-            run.depth = 0
-            run.lent.clear()
+            run.end()
         if before:
             self._require_same_buffers(module, before)
 
@@ -166,6 +142,13 @@ def _digest(tensor: Tensor) -> int:
     return key_of(tuple(whole.shape), whole.double().nan_to_num().sum().item())
 
 
+def counted_changes(run: Run) -> AbstractContextManager[Any]:
+    """Torch counts no changes in place under inference_mode; where tensors are cut the count is needed (`settle`)."""
+    if not run.cuts or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
+
+
 @contextmanager
 def in_step(key: int, device: torch.device) -> Iterator[None]:
     """Inside the block torch draws from `key`, on the host and on that device."""
@@ -198,6 +181,8 @@ class Block(Adapter):
         return forward(*args, **kwargs)
 
     def _resting(self, a: Any) -> Any:
+        if not self.run.cuts:
+            return a
         stream = isinstance(a, Tensor) and a.dim() > 1 and a.shape[-1] == self.features and a.is_floating_point()
         return at_rest(a, self.run) if stream else a
 
