@@ -94,6 +94,10 @@ LATENT = dict(
     n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
 )  # fmt: skip
 SLIDING = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+FALCON = dict(
+    vocab_size=VOCAB, hidden_size=48, ffn_hidden_size=96, num_hidden_layers=2, num_attention_heads=8,
+    max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 NEOX = dict(LLAMA, rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.34))
 PHI = dict(LLAMA, rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.67))
 
@@ -257,6 +261,16 @@ FAMILIES: dict[str, Family] = {
         "translation",
         fp32="t5/modeling_t5.py:65 (variance)",
         layers=0.15,
+    ),
+    "falcon": Family("FalconForCausalLM", dict(FALCON, new_decoder_architecture=True, num_kv_heads=4), fp32=HF_LOSS),
+    "falcon-one-kv-head": Family(
+        "FalconForCausalLM", dict(FALCON, multi_query=True, bias=True), fp32=HF_LOSS, extra=True
+    ),
+    "falcon-alibi": Family(
+        "FalconForCausalLM",
+        dict(FALCON, multi_query=False, alibi=True, parallel_attn=False),
+        fp32=HF_LOSS,
+        extra=True,
     ),
     "llama-biases": Family(
         "LlamaForCausalLM",

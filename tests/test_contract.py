@@ -59,9 +59,10 @@ INSIDE = {
         "samples", "loader",
     ],
     "parallelize": [
-        "run", "placed", "layouts", "rules", "shapes", "along", "attention", "space", "together", "layers", "gathered",
-        "rows", "losses", "low_rank", "state", "borrow", "root", "generate", "swap", "normal", "plan", "recipes",
-        "lora", "loops", "alternate", "structure", "images", "values", "place", "explain", "build", "__init__",
+        "run", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space", "together", "linears",
+        "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed", "root", "generate", "swap",
+        "normal", "plan", "multihead", "recipes", "lora", "loops", "alternate", "structure", "images", "values",
+        "place", "explain", "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",

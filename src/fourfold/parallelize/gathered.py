@@ -125,8 +125,10 @@ class GatherParameters(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        # copies: autograd may hand the same tensor to others, and the unit changes what it is given
-        dense = [None if g is None else g.to_dense() if g.is_sparse else g.clone() for g in gradients]
+        # copies: autograd may hand the same tensor to others, and the unit changes what it is given; in the order of
+        # the parameter's own memory: a fused optimizer reads both as they lie, and einsum's gradients lie otherwise
+        own = torch.contiguous_format
+        dense = [None if g is None else g.to_dense() if g.is_sparse else g.clone(memory_format=own) for g in gradients]
         add_gradients(ctx.unit, dense, 1)
         return (None, *[None] * len(gradients))
 

@@ -100,7 +100,7 @@ class Placing:
             layers = [layer for reader in adapter.together.readers for layer in reader.layers]
             if len(layers) == 1:
                 continue
-            dtype = self.model.get_submodule(name).weight.dtype
+            dtype = self.model.get_submodule(name)._parameters[adapter.form.weight].dtype  # type: ignore[union-attr]
             specs = {str(index): layer.specs["weight"] for index, layer in enumerate(layers)}
             whole, parts = reserve(list(specs), specs, self.grid, dtype, self.grid.device)  # type: ignore[arg-type]
             for index, layer in enumerate(layers):
