@@ -98,6 +98,10 @@ class Gradients:
         self._bucket: Bucket | None = None  # the next to be launched
         self._usual = False  # one forward, the same parameters trained: this pass is like those before it
 
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether it is a parameter of the model as it was built."""
+        return parameter in self._names
+
     def begin_forward(self, kind: Hashable) -> None:
         """A model's forward pass begins; `kind` tells passes apart that use other weights."""
         if self._passes and not in_backward():  # a pass failed, and its callback with it

@@ -99,6 +99,7 @@ def parallelize(
             convert(fresh[name], Block(name, run, "one of several equal blocks", features))
     if not any(isinstance(adapter, Root) for adapter in adapters_of(model)):
         convert(model, Root("", run, "the module that was given"))
+    _leave_replaced(model)
     answer_loops(model, grid)
     merge_on_shards(model, grid)
     _register(model, run, seed)
@@ -230,6 +231,14 @@ MAKERS: dict[type[Word], Callable[[str, nn.Module, Choice, Found, Run], Adapter]
 }
 
 
+def _leave_replaced(model: nn.Module) -> None:
+    """Layers that were read together with one that was replaced since an earlier call go on without it."""
+    present = {adapter for module in model.modules() for adapter in adapters_of(module)}
+    for group in {adapter.together for adapter in present if isinstance(adapter, Reader)}:
+        if not present.issuperset(group.readers):  # type: ignore[arg-type]
+            Together([reader for reader in group.readers if reader in present])
+
+
 def _register(model: nn.Module, run: Run, seed: int) -> None:
     """Gradients for all parameters, those of an earlier call included."""
     parameters: dict[str, tuple[nn.Parameter, Spec]] = {}
@@ -251,6 +260,9 @@ def _register(model: nn.Module, run: Run, seed: int) -> None:
         for name, module in model.named_modules()
         for adapter in adapters_of(module)
         for own, (layer, inside, _) in adapter.parameters().items()
+    ]
+    run.modules = [
+        (name, module, [*module._modules.values()], [*module._parameters]) for name, module in model.named_modules()
     ]
     for module in model.modules():
         if any(isinstance(adapter, Root) for adapter in adapters_of(module)):

@@ -82,6 +82,7 @@ class Root(Adapter):
     @contextmanager
     def _pass(self, module: nn.Module) -> Iterator[None]:
         run = self.run
+        run.require_own_modules()
         run.require_own_parameters()
         run.begin()
         buffers = module.named_buffers() if module.training else ()
