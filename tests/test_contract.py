@@ -18,6 +18,7 @@ ORDER = [
     "ledger",
     "store",
     "agree",
+    "derive",
     "grid",
     "ahead",
     "overlap",
