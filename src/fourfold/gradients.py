@@ -11,6 +11,7 @@ Invariant: gradients are summed, never averaged; a loss is this rank's share of 
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,14 @@ class Gradients:
         self._in_order: Iterator[Bucket] = iter(())
         self._bucket: Bucket | None = None  # the next to be launched
         self._usual = False  # one forward, the same parameters trained: this pass is like those before it
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Gradients:
+        """Those of a copied model. Copies of plain parameters have no gradients; so neither have these."""
+        new = Gradients(self.grid, copy.deepcopy(self.parameters, memo), self.policy)
+        new.engine = copy.deepcopy(self.engine, memo)  # which the copied clock has too
+        for parameter in new._names:
+            parameter.grad = None
+        return new
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Whether it is a parameter of the model as it was built."""

@@ -23,7 +23,7 @@ from fourfold.nn.initial import fill_
 from fourfold.nn.moment import Clock
 from fourfold.operators import Site
 from fourfold.overlap import Engine
-from fourfold.product import MEMORY
+from fourfold.product import MEMORY, Memory
 from fourfold.unit import Member, Unit
 
 
@@ -120,7 +120,7 @@ def assemble(
             fill_(memory[name], box_of(spec, grid), spec.shape, spec.init, seed, name)
         parameter = shard_parameter(memory[name], spec, grid)
         if name in joined:
-            setattr(parameter, MEMORY, joined[name])
+            setattr(parameter, MEMORY, Memory(joined[name]))
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
     gradients = Gradients(grid, parameters, policy)

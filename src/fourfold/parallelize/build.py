@@ -121,15 +121,16 @@ def check_policy(policy: Policy) -> None:
 
 
 def _run_of(model: nn.Module, grid: Grid, policy: Policy) -> Run:
-    """That of the parts that are on the grid already, or a new one."""
-    for name, module in model.named_modules():
-        for adapter in adapters_of(module):
-            if adapter.run.grid is not grid or adapter.run.policy != policy:
-                raise ValueError(
-                    f"{name or 'the model'} is on the grid {adapter.run.grid} already, with {adapter.run.policy}"
-                )
-            return adapter.run
-    return Run(grid, policy)
+    """That of the parts that are on the grid already, or a new one. Parts that were parallelised apart join it."""
+    adapters = [(name, adapter) for name, module in model.named_modules() for adapter in adapters_of(module)]
+    run = adapters[0][1].run if adapters else Run(grid, policy)
+    for name, adapter in adapters:
+        if adapter.run.grid is not grid or adapter.run.policy != policy:
+            raise ValueError(
+                f"{name or 'the model'} is on the grid {adapter.run.grid} already, with {adapter.run.policy}"
+            )
+        adapter.run = run
+    return run
 
 
 def _adapters(model: nn.Module, fresh: Mapping[str, nn.Module], found: Found, run: Run) -> dict[str, Adapter]:

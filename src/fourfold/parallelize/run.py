@@ -98,6 +98,3 @@ class Run:
     @property
     def label(self) -> str:
         return f"after {self.where}" if self.where else "before the first layer"
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Run:
-        raise TypeError("a parallelised model cannot be copied; copy the plain module and parallelize the copy")
