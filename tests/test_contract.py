@@ -27,6 +27,8 @@ ORDER = [
     "pending",
     "comm",
     "arriving",
+    "buckets",
+    "hooks",
     "gradients",
     "operators",
     "unit",
