@@ -10,6 +10,7 @@ bias that is added twice or a norm that is left out.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +74,10 @@ OPT = dict(
 BERT = dict(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
+)  # fmt: skip
+DEBERTA = dict(
+    BERT, type_vocab_size=2, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4,
+    norm_rel_ebd="layer_norm", share_att_key=True, position_biased_input=False,
 )  # fmt: skip
 T5 = dict(
     vocab_size=VOCAB, d_model=48, d_kv=6, d_ff=96, num_layers=2, num_decoder_layers=2, num_heads=8,
@@ -272,6 +277,7 @@ FAMILIES: dict[str, Family] = {
         fp32=HF_LOSS,
         extra=True,
     ),
+    "deberta-v2": Family("DebertaV2ForMaskedLM", DEBERTA, "masked", generates=False),
     "llama-biases": Family(
         "LlamaForCausalLM",
         dict(LLAMA, num_key_value_heads=2, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -370,8 +376,10 @@ def build(name: str) -> Any:
 
     transformers.logging.set_verbosity_error()
     family = FAMILIES[name]
-    kind = getattr(transformers, family.model)
     torch.manual_seed(SEED)  # vectors are drawn around the model's own initial values
+    with warnings.catch_warnings():  # transformers' DeBERTa decorates functions with torch.jit.script
+        warnings.simplefilter("ignore", DeprecationWarning)
+        kind = getattr(transformers, family.model)
     model = kind(kind.config_class(**family.sizes)).double().train()
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():

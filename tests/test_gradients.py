@@ -12,7 +12,8 @@ from torch.distributed.tensor import Partial
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.gradients import fill_buckets, grad_norm
+from fourfold.buckets import fill_buckets
+from fourfold.gradients import grad_norm
 from fourfold.grid import Shape
 from harness import RankFailed, grid_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -443,7 +442,6 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], Any]]] = {
     "meta buffer": ("angles is on the meta device", lambda g: on_meta(g, OnlyBuffer)),
     "rows": ("one .data, z. place were given different rows", lambda g: on(g, Pairs)(rows_of(g, 5, 6) + g.rank)),
     "batch": ("a batch of 3 rows cannot be cut over data\\*z", lambda _: ff.local_rows(torch.zeros(3), Z2)),
-    "copy": ("cannot be copied; copy the plain module", lambda g: copy.deepcopy(on(g, Raw))),
     # what runs
     "replaced": ("a.weight was replaced after", replaced_weight),
     "reentrant": (

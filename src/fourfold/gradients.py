@@ -18,7 +18,6 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,58 +29,24 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fourfold import comm
 from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
+from fourfold.buckets import Bucket, fill_buckets
 from fourfold.grid import AXES, BATCH, Grid
+from fourfold.hooks import Hooks
 from fourfold.layout import GATHERED, Policy, Spec, boxed, chunk, pad_rows
 from fourfold.overlap import Engine
-from fourfold.parameter import ShardedParameter, own_storage
+from fourfold.parameter import leaf_of, own_storage
 from fourfold.pending import Pending
 
 REPLICA = "data"
 """The axis over which every parameter and every complete gradient is equal."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Gradients that owe the same sums and travel in one message."""
-
-    owes: tuple[str, ...]
-    names: tuple[str, ...]
-    nbytes: int
-
-    @property
-    def span(self) -> str:
-        return self.names[0] if len(self.names) == 1 else f"{self.names[-1]} .. {self.names[0]}"
-
-    @property
-    def label(self) -> str:
-        return f"gradients {self.span}"
-
-
-def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int) -> list[Bucket]:
-    """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
-
-    Gradients of one dtype that owe the same share one, last ones first, as backward makes them; a bucket is closed when
-    the next gradient would take it past `bucket_bytes`. Those that backward completes first come first.
-    """
-    buckets: list[Bucket] = []
-    open_for: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
-    for name, owes, dtype, nbytes in reversed(gradients):
-        at = open_for.get((owes, dtype))
-        if at is None or buckets[at].nbytes + nbytes > bucket_bytes:
-            open_for[owes, dtype] = len(buckets)
-            buckets.append(Bucket(owes, (name,), nbytes))
-        else:
-            buckets[at] = Bucket(owes, (*buckets[at].names, name), buckets[at].nbytes + nbytes)
-    place = {name: index for index, (name, *_) in enumerate(reversed(gradients))}
-    return sorted(buckets, key=lambda bucket: place[bucket.names[-1]])
-
-
 class Gradients:
     """The gradients of one model, on their way to `parameter.grad`.
 
     While a gradient is owed a sum its placement on that axis is Partial, so nobody takes it for complete:
-    torch sums it on use, our own functions refuse it. Gradients reach parameters beside autograd's own path:
-    hooks on parameters do not see them, and `backward(inputs=...)` does not narrow them down.
+    torch sums it on use, our own functions refuse it. Gradients reach parameters beside autograd's own path: hooks on
+    parameters are called when a pass ends (hooks.py), and what `backward(inputs=...)` leaves out is asked of autograd.
     """
 
     def __init__(self, grid: Grid, parameters: Mapping[str, tuple[nn.Parameter, Spec]], policy: Policy) -> None:
@@ -95,6 +60,9 @@ class Gradients:
         self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
         self._names = {p: name for name, (p, _) in self.parameters.items()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
+        self.hooks = Hooks({name: parameter for name, (parameter, _) in self.parameters.items()})
+        self._left_out: set[nn.Parameter] = set()  # of this pass, by backward(inputs=...)
+        self._new: set[nn.Parameter] = set()  # have had deposits since hooks were called
         self._passes: set[int] = set()  # backward passes under way whose end will call _finish
         self._forwards = 0  # since the last backward
         self._deposits: Counter[str] = Counter()
@@ -103,22 +71,24 @@ class Gradients:
         self._in_order: Iterator[Bucket] = iter(())
         self._bucket: Bucket | None = None  # the next to be launched
         self._usual = False  # one forward, the same parameters trained: this pass is like those before it
-        self._leaves: dict[
-            nn.Parameter, torch.autograd.graph.Node
-        ] = {}  # autograd forgets hooks on a leaf that nobody holds
         self._watch_leaves()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         """The gradients of a copied model; nothing of the original's is in flight there."""
-        parameters = {name: (copy.deepcopy(p, memo), spec) for name, (p, spec) in self.parameters.items()}
-        memo[id(self)] = copied = Gradients(self.grid, parameters, self.policy)
-        copied.accumulating = self.accumulating
-        return copied
+        new = Gradients(self.grid, copy.deepcopy(self.parameters, memo), self.policy)
+        new.engine = copy.deepcopy(self.engine, memo)  # which the copied clock has too
+        return new
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether it is a parameter of the model as it was built."""
+        return parameter in self._names
 
     def begin_forward(self, kind: Hashable) -> None:
         """A model's forward pass begins; `kind` tells passes apart that use other weights."""
         if self._passes and not in_backward():  # a pass failed, and its callback with it
             self._passes.clear()
+            self._new.clear()
+            self.hooks.forget()
             self.engine.abandon()
         self._forwards += torch.is_grad_enabled()
         self._watch_leaves()  # a parameter may be trained that was frozen before
@@ -127,24 +97,26 @@ class Gradients:
     def _watch_leaves(self) -> None:
         """Take what autograd itself finds for a parameter, where somebody computed with it beside its layer."""
         for name, (parameter, spec) in self.parameters.items():
-            if parameter.requires_grad and parameter not in self._leaves and isinstance(parameter, ShardedParameter):
-                parameter.label = name
-                leaf = torch.ops.aten.alias(parameter).grad_fn.next_functions[0][0]
+            if parameter.requires_grad and parameter not in self.hooks.leaves:
+                parameter.label = name  # type: ignore[attr-defined]
+                leaf = self.hooks.leaves[parameter] = leaf_of(parameter)
                 leaf.register_prehook(partial(_hand_over, weakref.ref(self), name, parameter, spec))
-                self._leaves[parameter] = leaf
 
     def expect_end(self) -> None:
         """Called inside a backward pass: something is on its way that must have arrived when it ends."""
         this_pass = torch._C._current_graph_task_id()
         if this_pass in self._passes or not in_backward():
             return
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, this_pass))
+        left_out = self.hooks.left_out()
+        self._left_out = self._left_out & left_out if self._passes else left_out  # one inside leads to others
         if not self._passes:
+            self.hooks.defer()
             self._deposits.clear()
             self._sums.clear()
             self._usual = self._forwards == 1 and self._expected[0] is self.buckets()
             self._in_order = iter(self.buckets())
             self._next_bucket()
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, this_pass))
         self._passes.add(this_pass)
 
     def deposit(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
@@ -180,6 +152,8 @@ class Gradients:
                 f"a parameter of shape {tuple(parameter.shape)} was replaced after the model was built; "
                 "change parameters in place (load_state_dict without assign=True)"
             )
+        if parameter in self._left_out:
+            return
         name = self._names[parameter]
         if name in self._sums:  # it seemed final, as in every pass before: that sum counts as an earlier pass's
             self._sums[name].complete()
@@ -187,11 +161,14 @@ class Gradients:
         if before is not None and is_owed(before):
             local_of(before).add_(gradient)
         else:
-            if before is not None:
+            if before is None:
+                self.hooks.forget(parameter)
+            elif parameter in self._new or not self.hooks.set_aside(parameter):
                 self._add_complete(gradient, local_of(before), owed[0])
             # from_local takes a millisecond
             parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)
         self._deposits[name] += 1
+        self._new.add(parameter)
         while self._bucket is not None and self._final(self._bucket):
             self._sums |= dict.fromkeys(self._bucket.names, BucketSum(self, self._bucket))
             self._next_bucket()
@@ -234,6 +211,8 @@ class Gradients:
         again = [total.bucket for total in begun if total.late]
         self._advance(begun)
         self._advance([BucketSum(self, bucket) for bucket in again])
+        complete, self._new = self._new, set()
+        self.hooks.call(complete)
 
     @staticmethod
     def _advance(sums: list[BucketSum]) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from fourfold import store
 from fourfold.agree import agree, decide, faults_of
+from fourfold.derive import derive_quickly
 from fourfold.ledger import Ledger
 
 T = TypeVar("T")
@@ -209,6 +210,7 @@ class Grid:
         # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
         self.mesh._thread_id = -next(self._made)
         self._groups = {} if alone else self._lanes(timeout)
+        derive_quickly()
         self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
 
     def _lanes(self, timeout: timedelta | None) -> dict[tuple[str, str], dist.ProcessGroup]:

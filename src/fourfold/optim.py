@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fourfold import comm
 from fourfold.arriving import await_use, local_of, restore
-from fourfold.gradients import REPLICA, Bucket, gradients_of, is_owed, measure_norms, scale_gradients
+from fourfold.buckets import Bucket
+from fourfold.gradients import REPLICA, gradients_of, is_owed, measure_norms, scale_gradients
 from fourfold.grid import AXES, Grid
 from fourfold.layout import pad_rows
 from fourfold.pending import Pending

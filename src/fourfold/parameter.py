@@ -50,13 +50,17 @@ class ShardedParameter(DTensor):
         if id(self) not in memo:
             copied = shard_parameter(local_of(self).detach().clone(), self.spec, self.grid)
             memo[id(self)] = copied.requires_grad_(self.requires_grad)
-            if self.grad is not None:
-                copied.grad = self.grad.__deepcopy__(memo)  # type: ignore[operator]
         return memo[id(self)]
 
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle the DTensor: a grid belongs to its process."""
         return self.detach().__reduce_ex__(proto)
+
+
+def leaf_of(parameter: nn.Parameter) -> torch.autograd.graph.Node:
+    """The node with which autograd would accumulate a trained parameter's gradient; autograd does not hold it."""
+    with torch.enable_grad():
+        return torch.ops.aten.alias(parameter).grad_fn.next_functions[0][0]
 
 
 def _recorded() -> bool:

@@ -29,7 +29,7 @@ from fourfold.pending import Pending
 from fourfold.unit import Member, Unit
 
 MEMORY = "_fourfold_memory"
-"""Attribute of the first of several weights that lie side by side: the memory of all of them."""
+"""Attribute of the first of several weights that lie side by side: the memory of all of them. Copies do not have it."""
 
 
 class Gathered(NamedTuple):
@@ -165,7 +165,8 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
         if part.data_ptr() != expected or not part.is_contiguous():
             return None
         expected += part.nbytes
-    return memory.view(sum(part.shape[0] for part in parts), *parts[0].shape[1:])  # type: ignore[union-attr]
+    used = memory[: sum(part.numel() for part in parts)]  # type: ignore[index]  # others may lie behind these
+    return used.view(sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
 
 class Product(torch.autograd.Function):

@@ -25,9 +25,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fourfold import comm
+from fourfold.buckets import Bucket, fill_buckets
 from fourfold.cost.caught import Caught
 from fourfold.cost.work import Launch, Work
-from fourfold.gradients import Bucket, accumulate, fill_buckets
+from fourfold.gradients import accumulate
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.ledger import Collective

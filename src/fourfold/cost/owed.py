@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
+from fourfold.buckets import Bucket, fill_buckets
 from fourfold.cost.share import STATISTIC_NBYTES, Share
-from fourfold.gradients import Bucket, fill_buckets
 from fourfold.ledger import Collective, Op
 
 Owed = tuple[str, tuple[str, ...], int, int]

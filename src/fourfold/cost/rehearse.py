@@ -15,9 +15,9 @@ from functools import partial
 from typing import TypeVar
 
 from fourfold.ahead import Gathering
+from fourfold.buckets import Bucket
 from fourfold.cost.volume import Volume
 from fourfold.cost.work import Compute, Kernel, Launch, Product, Wait, Work
-from fourfold.gradients import Bucket
 from fourfold.grid import AXES
 from fourfold.ledger import Collective
 from fourfold.overlap import Engine

@@ -104,6 +104,7 @@ def parallelize(
             convert(fresh[name], Contrasted(name, run, "a recipe: its rows are compared with each other"))
     if not any(isinstance(adapter, Root) for adapter in adapters_of(model)):
         convert(model, Root("", run, "the module that was given"))
+    _leave_replaced(model)
     answer_loops(model, grid)
     merge_on_shards(model, grid)
     _register(model, run, seed)
@@ -125,15 +126,16 @@ def check_policy(policy: Policy) -> None:
 
 
 def _run_of(model: nn.Module, grid: Grid, policy: Policy) -> Run:
-    """That of the parts that are on the grid already, or a new one."""
-    for name, module in model.named_modules():
-        for adapter in adapters_of(module):
-            if adapter.run.grid is not grid or adapter.run.policy != policy:
-                raise ValueError(
-                    f"{name or 'the model'} is on the grid {adapter.run.grid} already, with {adapter.run.policy}"
-                )
-            return adapter.run
-    return Run(grid, policy)
+    """That of the parts that are on the grid already, or a new one. Parts that were parallelised apart join it."""
+    adapters = [(name, adapter) for name, module in model.named_modules() for adapter in adapters_of(module)]
+    run = adapters[0][1].run if adapters else Run(grid, policy)
+    for name, adapter in adapters:
+        if adapter.run.grid is not grid or adapter.run.policy != policy:
+            raise ValueError(
+                f"{name or 'the model'} is on the grid {adapter.run.grid} already, with {adapter.run.policy}"
+            )
+        adapter.run = run
+    return run
 
 
 def _adapters(model: nn.Module, fresh: Mapping[str, nn.Module], found: Found, run: Run) -> dict[str, Adapter]:
@@ -243,6 +245,14 @@ MAKERS: dict[type[Word], Callable[[str, nn.Module, Choice, Found, Run], Adapter]
 }
 
 
+def _leave_replaced(model: nn.Module) -> None:
+    """Layers that were read together with one that was replaced since an earlier call go on without it."""
+    present = {adapter for module in model.modules() for adapter in adapters_of(module)}
+    for group in {adapter.together for adapter in present if isinstance(adapter, Reader)}:
+        if not present.issuperset(group.readers):  # type: ignore[arg-type]
+            Together([reader for reader in group.readers if reader in present])
+
+
 def _register(model: nn.Module, run: Run, seed: int) -> None:
     """Gradients for all parameters, those of an earlier call included."""
     parameters: dict[str, tuple[nn.Parameter, Spec]] = {}
@@ -264,6 +274,9 @@ def _register(model: nn.Module, run: Run, seed: int) -> None:
         for name, module in model.named_modules()
         for adapter in adapters_of(module)
         for own, (layer, inside, _) in adapter.parameters().items()
+    ]
+    run.modules = [
+        (name, module, [*module._modules.values()], [*module._parameters]) for name, module in model.named_modules()
     ]
     for module in model.modules():
         if any(isinstance(adapter, Root) for adapter in adapters_of(module)):

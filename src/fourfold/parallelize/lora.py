@@ -117,6 +117,9 @@ class Unread(Tensor):
     def __new__(cls, shape: Sequence[int], like: Tensor) -> Unread:
         return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=like.dtype, device=like.device)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Unread:
+        return self  # it has nothing that a copy could change
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Unread({tuple(self.shape)}, {self.dtype})"
 

@@ -18,7 +18,7 @@ from fourfold.parallelize.values import Values
 from fourfold.parameter import shard_parameter
 from fourfold.product import MEMORY
 
-Memory = tuple[Tensor, Tensor | None]
+Reserved = tuple[Tensor, Tensor | None]
 """For a shard, and for the first of several that lie side by side all of it."""
 
 
@@ -50,7 +50,7 @@ class Placing:
             translate_buffers(module, specs, self.grid)
 
     def _place(
-        self, name: str, module: nn.Module, adapter: Adapter, memory: Mapping[tuple[Layer, str], Memory]
+        self, name: str, module: nn.Module, adapter: Adapter, memory: Mapping[tuple[Layer, str], Reserved]
     ) -> None:
         plain = dict(module._parameters)
         made: dict[str, nn.Parameter | None] = {own: None for own, parameter in plain.items() if parameter is None}
@@ -91,9 +91,9 @@ class Placing:
             del layer.specs[inside]  # what a layer holds is not gathered for those beside it
         return parameter, spec
 
-    def _side_by_side(self) -> dict[tuple[Layer, str], Memory]:
+    def _side_by_side(self) -> dict[tuple[Layer, str], Reserved]:
         """Memory for weights that are read together, one after the other."""
-        found: dict[tuple[Layer, str], Memory] = {}
+        found: dict[tuple[Layer, str], Reserved] = {}
         for name, adapter in self.adapters.items():
             if not isinstance(adapter, Reader) or adapter.together.readers[0] is not adapter:
                 continue
@@ -108,7 +108,7 @@ class Placing:
         return found
 
 
-def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: Memory | None) -> nn.Parameter:
+def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: Reserved | None) -> nn.Parameter:
     """This rank's shard."""
     part = boxed(whole, box_of(spec, grid))
     own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory

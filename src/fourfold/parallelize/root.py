@@ -73,6 +73,7 @@ class Root(Adapter):
         run.counted, run.compares_rows = kwargs.get(COUNT) is not None, bool(kwargs.get(CONTRASTIVE))
         if run.counted:
             kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
+        run.require_own_modules()
         run.require_own_parameters()
         run.begin()
         try:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
@@ -70,6 +70,9 @@ class Run:
         """Gathered parameters of modules whose own code runs now, by `id`."""
         self.held: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = []
         """Every parameter of the model: its name, and where the module and the layer that computes with it have it."""
+        self.modules: list[tuple[str, nn.Module, list[nn.Module | None], list[str]]] = []
+        """Every module of the model: its name, and the submodules and names of parameters that it had when it was
+        parallelised."""
 
     def begin(self) -> None:
         """A pass begins."""
@@ -98,6 +101,23 @@ class Run:
         if self.inside:
             self.on_wholes.setdefault(self.inside[-1], operation)
 
+    def require_own_modules(self) -> None:
+        """A module or parameter that somebody put in is not on the grid: nobody would reduce its gradient."""
+        for name, module, children, parameters in self.modules:
+            if [*module._modules.values()] == children and [*module._parameters] == parameters:
+                continue
+            added = [(own, child) for own, child in module._modules.items() if child not in children]
+            for own, there in (*added, *module._parameters.items()):
+                inside = there.parameters() if isinstance(there, nn.Module) else [there]
+                if all(parameter is None or self.gradients.knows(parameter) for parameter in inside):
+                    continue  # another of this model's modules, or one without parameters
+                raise RuntimeError(
+                    f"{f'{name}.{own}'.lstrip('.')} ({type(there).__name__}) was put into the model after it was "
+                    "parallelised and is not on the grid: its gradient would not be summed over ranks; put it in "
+                    "before ff.parallelize, or call ff.parallelize(model, grid) again, with the same policy, and "
+                    "make the optimizer after that"
+                )
+
     @property
     def over(self) -> tuple[str, ...]:
         """The axes that cut features inside a sublayer."""
@@ -110,6 +130,3 @@ class Run:
     @property
     def label(self) -> str:
         return f"after {self.where}" if self.where else "before the first layer"
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Run:
-        raise TypeError("a parallelised model cannot be copied; copy the plain module and parallelize the copy")
