@@ -73,7 +73,9 @@ def train(strange: Strange, model: nn.Module, grid: Grid | None, rows: int, step
         found[f"loss {step}"] = loss.detach()
         if step == 0:
             found["output"] = output.detach().as_subclass(Tensor) if grid is None else output.detach()
-            found |= {f"input {number}": leaf.grad for number, leaf in enumerate(leaves)}
+            # what reaches an input is, as under DDP, the gradient of the place's own loss: no average is taken of it
+            places = 1 if grid is None else grid.shape.places
+            found |= {f"input {number}": leaf.grad / places for number, leaf in enumerate(leaves)}
             found |= {f"gradient of {name}": value for name, value in gradients(model, grid).items()}
         unused(model)
         optimizer.step()
@@ -140,22 +142,33 @@ def test_module_without_known_structure_trains_as_on_one_process(ranks, name: st
 
 
 def compare_losses(shape: Shape) -> list[str]:
-    """torch's loss functions inside a model, beside the same on the whole batch."""
+    """torch's loss functions inside a model, beside the same on the whole batch; sums beside their mean over places."""
     grid, wrong = grid_of(shape), []
+    places = [partial(local_rows_of, place=place, places=shape.places) for place in range(shape.places)]
+    own_place = grid.coords["data"] * shape.z + grid.coords["z"]
     for name, loss in LOSSES.items():
         torch.manual_seed(0)
         one = Scored(loss).double()
         torch.manual_seed(0)
         model = ff.parallelize(Scored(loss).double(), grid)
-        expected, found = one(lambda rows: rows), model(partial(ff.local_rows, grid=grid))
-        expected.backward()
+        found = model(partial(ff.local_rows, grid=grid))
         found.backward()
+        if "sum" in name:
+            each = [one(rows) for rows in places]
+            expected, whole = each[own_place], torch.stack(each).mean()
+        else:
+            expected = whole = one(lambda rows: rows)
+        whole.backward()
         gradients = whole_tensors(model, "gradient")
         errors = [(expected - found).abs().item()]
         errors += [(gradients[own] - p.grad).abs().max().item() for own, p in one.named_parameters()]
         if not max(errors) < 1e-12:
             wrong.append(f"{name}: {max(errors):.1e}")
     return wrong
+
+
+def local_rows_of(batch: Tensor, place: int, places: int) -> Tensor:
+    return batch.chunk(places)[place]
 
 
 def test_losses_inside_a_model_are_those_of_the_whole_batch(ranks) -> None:

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import Grid
-from fourfold.layout import Policy
+from fourfold.layout import Policy, Spec, Storage
 from fourfold.overlap import Engine
 from fourfold.pending import Pending
 
@@ -226,6 +226,15 @@ def gather_blocks(block: Tensor, grid: Grid, axis: str, *, count: int, dim: int,
     padded = pad_blocks(block, -(-count // grid.size(axis)), dim)
     joined = comm.all_gather(padded, grid, axis, dim=dim, label=label)
     return joined.then(lambda whole: whole if whole.shape[dim] == count else whole.narrow(dim, 0, count))
+
+
+def gather_shards(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
+    """The whole of a parameter from its shards, which may be uneven, the innermost cut first."""
+    for cut in reversed(range(len(spec.storage.cuts))):
+        axis, dim = spec.storage.cuts[cut]
+        outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
+        shard = gather_blocks(shard, grid, axis, count=len(outer[dim]), dim=dim, label=label).wait()
+    return shard
 
 
 class Conjugate(torch.autograd.Function):

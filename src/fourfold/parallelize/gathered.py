@@ -118,7 +118,8 @@ class GatherParameters(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        dense = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+        # copies: autograd may hand the same tensor to others, and the unit changes what it is given
+        dense = [None if g is None else g.to_dense() if g.is_sparse else g.clone() for g in gradients]
         add_gradients(ctx.unit, dense, 1)
         return (None, *[None] * len(gradients))
 
@@ -137,7 +138,7 @@ class ReadScalar(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
         if ctx.parameter.requires_grad:
             ctx.layer.gradients.expect_end()
-            ctx.layer.gradients.deposit(ctx.parameter, gradient.to(ctx.parameter.dtype).clone())
+            ctx.layer.gradients.deposit([ctx.parameter], [gradient.clone()])  # autograd may hand it to others too
         return None, None
 
 

@@ -1,8 +1,10 @@
 """What a model's own code calls and must mean something else on the grid: losses, and `.data` of parameters.
 
-Rows of a batch lie on all (data, z) places. While a model runs, torch's own loss functions with reduction="mean" divide
-by the count of all places and show the mean of all, and with "sum" they show the sum of all; gradients are this place's
-share either way. Logits that are cut over the vocabulary are never gathered for it.
+Rows of a batch lie on all (data, z) places. While a model runs, torch's own loss functions with reduction="mean" are
+global: they show the mean over the targets of all places, and their gradient is that of this mean. With "sum" they are
+this place's own, as whatever else a model computes from its rows, for people divide sums by counts of their own; but
+where a Hugging Face model is told the batch's count (`num_items_in_batch`) its sums are global as well. Logits that are
+cut over the vocabulary are never gathered for a loss.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from fourfold.nn.loss import cross_entropy, sum_over_batch
-from fourfold.operators import Conjugate
+from fourfold.nn.loss import cross_entropy, sum_of_places, sum_over_batch
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.placed import Placed, whole
@@ -87,20 +88,23 @@ def parameter_data(run: Run, func: Callable, parameter: Tensor) -> Tensor:
 def global_loss(run: Run, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     named = _bound(func, args, kwargs)
     reduction = named["reduction"]
+    of_place = reduction == "sum" and not run.counted
     if reduction not in ("mean", "sum", "batchmean"):
         return func(*args, **kwargs)
     if func is functional.cross_entropy and _is_cut(named):
         run.reads_logits = True
         input, targets = named["input"], whole(named["target"]).long()
-        vocabulary = input.placement.head.vocabulary(named["ignore_index"])
+        vocabulary = input.placement.head.vocabulary(named["ignore_index"], of_place=of_place)
         count = 1 if reduction == "sum" else None
         return cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
+    if of_place:
+        return func(*args, **kwargs)
     named = tree_map_only(Placed, Placed.whole, named)
     total, count = (_by_class if func in BY_CLASS else _by_element)(func, named)
     if reduction != "sum":
         everyones = sum_over_batch(count, run.grid, "loss")
         total = total / torch.where(everyones == 0, 1, everyones).to(total.dtype)  # a batch without targets has loss 0
-    return Conjugate.apply(total, lambda share: sum_over_batch(share, run.grid, "loss").clone(), torch.clone)
+    return sum_of_places(total, run.grid, "loss")
 
 
 @cache

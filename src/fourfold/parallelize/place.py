@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Grid
 from fourfold.layout import Spec, boxed
-from fourfold.nn.layer import SPECS, Layer, box_of, reserve, shard_parameter
+from fourfold.nn.layer import SPECS, Layer, box_of, reserve
 from fourfold.parallelize.gathered import Gathered
 from fourfold.parallelize.layers import Adapter, Reader
 from fourfold.parallelize.state import cut_buffer, translate_buffers, translate_state
 from fourfold.parallelize.values import Values
+from fourfold.parameter import shard_parameter
 from fourfold.product import MEMORY
 
 Memory = tuple[Tensor, Tensor | None]

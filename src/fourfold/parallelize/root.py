@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -31,9 +31,6 @@ COUNT = "num_items_in_batch"
 about the rows of one place."""
 
 
-LOSS = "loss"
-
-
 class Root(Adapter):
     """Begins and ends a pass. Takes the rows of this rank's (data, z) place and gives back whole tensors for them."""
 
@@ -50,34 +47,14 @@ class Root(Adapter):
         if module.training:
             run.clock.advance()
         run.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
-        if kwargs.get(COUNT) is not None:
+        run.counted = kwargs.get(COUNT) is not None
+        if run.counted:
             kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
         with self._pass(module):
             result = forward(*args, **kwargs)
             for group in list(run.shared):
                 group.part()
-            result = self._given(result)
-        self._require_global_loss(result)
-        return result
-
-    def _require_global_loss(self, result: Any) -> None:
-        """What a model calls its loss is that of the whole batch, or an error: checked in the first training pass."""
-        loss = result.get("loss") if isinstance(result, Mapping) else None
-        if (
-            not isinstance(loss, Tensor)
-            or loss.dim()
-            or not loss.requires_grad
-            or loss.is_meta
-            or LOSS in self.compared
-        ):
-            return
-        self.compared.add(LOSS)
-        if not equal_along(key_of(loss.item()), self.run.grid, ("z", "data")):
-            raise ValueError(
-                "the loss that the model returns differs between (data, z) places: a part of it is not made by torch's "
-                "loss functions (a router's loss, or a sum divided by hand), and its gradient would be a sum over the "
-                "places; leave that part out of the model, or make it with ff.global_mean(mean, count, grid)"
-            )
+            return self._given(result)
 
     @contextmanager
     def _pass(self, module: nn.Module) -> Iterator[None]:

@@ -42,6 +42,8 @@ class Run:
         """Layers that were read together in this pass and of which some were not asked for yet."""
         self.reads_logits = False
         """Whether a loss of this pass took logits that are cut."""
+        self.counted = False
+        """Whether the pass was given the count of the batch's targets, by which the model divides a sum of losses."""
         self.lent: dict[tuple[str, bool], tuple[Tensor, int | None]] = {}
         """Parameters that code beside their layer has read in this pass, whole, by name and whether gradients were on,
         and the state that they were in."""
