@@ -4,6 +4,8 @@ A block is written as it would be for one process; none of them knows of a grid,
 `ff.whole_batch` because the package asks for it. `Kind.sort` says what a block needs of the grid.
 """
 
+# ruff: noqa: ARG002  # every block is built from width and sequence length, and few need both
+
 from __future__ import annotations
 
 import copy
@@ -30,20 +32,20 @@ class Kind:
     sort: Sort = "rows"
     """What a row's result depends on: on that row alone; on the whole batch, by torch's own BatchNorm; on the other
     rows, by code of the block's own; the same through `ff.whole_batch`."""
-    fits: Callable[[int, int], bool] = lambda width, seq: True  # noqa: ARG005
-    """Whether the block can be built for a width and a sequence length."""
+    multiple: int = 1
+    """What the width must be a multiple of."""
 
 
 BLOCKS: dict[str, Kind] = {}
 
 
 def block(
-    name: str, sort: Sort = "rows", fits: Callable[[int, int], bool] = lambda width, seq: True, **options: Any
+    name: str, sort: Sort = "rows", multiple: int = 1, **options: Any
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Register a class whose constructor takes width and sequence length."""
 
-    def register(kind: type[nn.Module]) -> type[nn.Module]:
-        BLOCKS[name] = Kind(lambda width, seq: kind(width, seq, **options), sort, fits)
+    def register(kind: type) -> type:
+        BLOCKS[name] = Kind(lambda width, seq: kind(width, seq, **options), sort, multiple)
         return kind
 
     return register
@@ -52,18 +54,10 @@ def block(
 class Two(nn.Module):
     """Two square linear layers, for blocks that differ in `forward` alone."""
 
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.width = width
         self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
-
-
-def even(width: int, seq: int) -> bool:  # noqa: ARG001
-    return width % 2 == 0
-
-
-def thirds(width: int, seq: int) -> bool:  # noqa: ARG001
-    return width % 3 == 0
 
 
 # multilayer perceptrons
@@ -71,7 +65,7 @@ def thirds(width: int, seq: int) -> bool:  # noqa: ARG001
 
 @block("mlp")
 class MLP(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.norm, self.fc1, self.fc2 = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
@@ -81,7 +75,7 @@ class MLP(nn.Module):
 
 @block("mlp of odd width")
 class OddMLP(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(width, 7), nn.ReLU(inplace=True), nn.Linear(7, 13), nn.Tanh())
         self.out = nn.Linear(13, width, bias=False)
@@ -92,7 +86,7 @@ class OddMLP(nn.Module):
 
 @block("swiglu")
 class SwiGLU(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.w1, self.w3 = nn.Linear(width, 10, bias=False), nn.Linear(width, 10, bias=False)
         self.w2 = nn.Linear(10, width, bias=False)
@@ -103,7 +97,7 @@ class SwiGLU(nn.Module):
 
 @block("glu")
 class GLU(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.proj = nn.Linear(width, 2 * width)
         self.act = nn.PReLU(width)
@@ -115,7 +109,7 @@ class GLU(nn.Module):
 
 @block("gates in one weight")
 class FusedGates(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Linear(width, 16), nn.Linear(8, width)
 
@@ -176,9 +170,9 @@ def joined(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-@block("attention in one weight", fits=even)
+@block("attention in one weight", multiple=2)
 class FusedAttention(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.c_attn, self.c_proj, self.n_head = nn.Linear(width, 3 * width), nn.Linear(width, width), 2
 
@@ -189,7 +183,7 @@ class FusedAttention(nn.Module):
         return x + self.c_proj(y.transpose(1, 2).contiguous().view(*x.shape))
 
 
-@block("attention by einsum, three heads", fits=thirds)
+@block("attention by einsum, three heads", multiple=3)
 class EinsumAttention(nn.Module):
     def __init__(self, width: int, seq: int) -> None:
         super().__init__()
@@ -205,9 +199,9 @@ class EinsumAttention(nn.Module):
         return x + self.o(mixed.reshape(rows, seq, width))
 
 
-@block("attention by bmm", fits=even)
+@block("attention by bmm", multiple=2)
 class BmmAttention(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.to_qkv, self.to_out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
 
@@ -219,9 +213,9 @@ class BmmAttention(nn.Module):
         return x + self.to_out(torch.bmm(weights, v).view(rows, 2, seq, -1).transpose(1, 2).reshape(x.shape))
 
 
-@block("multi-query attention", fits=thirds)
+@block("multi-query attention", multiple=3)
 class MultiQuery(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.q_proj = nn.Linear(width, width)
         self.k_proj, self.v_proj = nn.Linear(width, width // 3), nn.Linear(width, width // 3)
@@ -235,9 +229,9 @@ class MultiQuery(nn.Module):
         return x + self.o_proj(joined(weights @ v))
 
 
-@block("grouped-query attention", fits=lambda width, seq: width % 4 == 0)  # noqa: ARG005
+@block("grouped-query attention", multiple=4)
 class GroupedQuery(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.num_heads, self.head_dim = 4, width // 4
         self.wq, self.wo = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
@@ -281,10 +275,10 @@ class Rotary(nn.Module):
 
 
 for _style in ("halves", "complex", "pairs"):
-    block(f"rotary positions by {_style}", fits=lambda width, seq: width % 4 == 0, style=_style)(Rotary)  # noqa: ARG005
+    block(f"rotary positions by {_style}", multiple=4, style=_style)(Rotary)
 
 
-@block("alibi", fits=even)
+@block("alibi", multiple=2)
 class Alibi(nn.Module):
     def __init__(self, width: int, seq: int) -> None:
         super().__init__()
@@ -299,7 +293,7 @@ class Alibi(nn.Module):
         return x + self.proj(joined(scores.softmax(-1) @ v))
 
 
-@block("relative positions", fits=even)
+@block("relative positions", multiple=2)
 class Relative(nn.Module):
     def __init__(self, width: int, seq: int) -> None:
         super().__init__()
@@ -315,7 +309,7 @@ class Relative(nn.Module):
 
 @block("linear attention")
 class LinearAttention(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
 
@@ -326,9 +320,9 @@ class LinearAttention(nn.Module):
         return x + self.o(torch.einsum("bsd,bsde->bse", q, state) / total)
 
 
-@block("nn.MultiheadAttention", fits=even)
+@block("nn.MultiheadAttention", multiple=2)
 class Multihead(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.attend = nn.MultiheadAttention(width, 2, batch_first=True)
 
@@ -337,9 +331,9 @@ class Multihead(nn.Module):
         return x + out + weights.diagonal(dim1=1, dim2=2).unsqueeze(-1)
 
 
-@block("sequence first", fits=even)
+@block("sequence first", multiple=2)
 class SequenceFirst(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.attend, self.lift = nn.MultiheadAttention(width, 2), nn.Linear(width, width)
 
@@ -349,9 +343,9 @@ class SequenceFirst(nn.Module):
         return (x + self.attend(x, x, x, attn_mask=mask, need_weights=False)[0]).transpose(0, 1)
 
 
-@block("nn.TransformerEncoderLayer", fits=even)
+@block("nn.TransformerEncoderLayer", multiple=2)
 class Encoder(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(width, 2, 10, dropout=0.0, batch_first=True, norm_first=True)
 
@@ -364,7 +358,7 @@ class Encoder(nn.Module):
 
 @block("depthwise convolution")
 class Depthwise(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
         self.depth = nn.Conv1d(width, width, 3, padding=1, groups=width)
@@ -376,7 +370,7 @@ class Depthwise(nn.Module):
 
 @block("causal convolution")
 class CausalConvolution(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.conv = nn.Conv1d(width, 5, 3)
         self.out = nn.Linear(5, width)
@@ -387,7 +381,7 @@ class CausalConvolution(nn.Module):
 
 @block("convolution of images")
 class Convolution2d(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.one, self.two = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
 
@@ -396,7 +390,7 @@ class Convolution2d(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, width: int, seq: int, kind: type[nn.RNNBase]) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int, kind: type[nn.RNNBase]) -> None:
         super().__init__()
         self.rnn, self.out = kind(width, 5, batch_first=True, bidirectional=True), nn.Linear(10, width)
 
@@ -412,7 +406,7 @@ for _kind in (nn.RNN, nn.LSTM, nn.GRU):
 
 @block("cell by cell")
 class Cells(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.inside, self.cell, self.out = nn.Linear(width, 7), nn.GRUCell(7, 6), nn.Linear(6, width)
 
@@ -426,7 +420,7 @@ class Cells(nn.Module):
 
 @block("state space")
 class StateSpace(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.log_decay, self.skip = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.ones(width))
         self.in_proj, self.out_proj = nn.Linear(width, 2 * width), nn.Linear(width, width)
@@ -502,7 +496,7 @@ class Filter(nn.Module):
         return x + torch.fft.irfft(h, n=x.shape[1], dim=1, norm="ortho")
 
 
-@block("complex numbers", fits=even)
+@block("complex numbers", multiple=2)
 class ComplexNumbers(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -516,7 +510,7 @@ class ComplexNumbers(Two):
 
 @block("norm by hand")
 class NormByHand(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.gain, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
         self.out = nn.Linear(width, width)
@@ -537,7 +531,7 @@ class RMSNorm(nn.Module):
 
 @block("blocks with rms norms")
 class Normed(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.ModuleDict(dict(norm=RMSNorm(width), up=nn.Linear(width, 10), down=nn.Linear(10, width)))
@@ -563,7 +557,7 @@ class Grouped(nn.Module):
 
 @block("weight norm")
 class WeightNorm(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.a = parametrizations.weight_norm(nn.Linear(width, 8))
         self.b = parametrizations.orthogonal(nn.Linear(8, 8))
@@ -593,7 +587,7 @@ class Pruned(Two):
 
 @block("squeeze and excite")
 class SqueezeExcite(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.a = nn.Linear(width, width)
         self.gate = nn.Sequential(nn.Linear(width, 3), nn.ReLU(), nn.Linear(3, width), nn.Sigmoid())
@@ -605,7 +599,7 @@ class SqueezeExcite(nn.Module):
 
 @block("film")
 class FiLM(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.film, self.body = nn.Linear(width, 2 * width), nn.Linear(width, width)
 
@@ -631,7 +625,7 @@ class Scalars(Two):
 
 @block("hypernetwork")
 class Hyper(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.make = nn.Linear(width, width * 4)
         self.back = nn.Parameter(torch.randn(4, width) * 0.3)
@@ -643,7 +637,7 @@ class Hyper(nn.Module):
 
 @block("bilinear")
 class Bilinear(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.a, self.pair = nn.Linear(width, 3), nn.Bilinear(width, 3, width)
         self.core = nn.Parameter(torch.randn(width, 3, width) * 0.2)
@@ -655,7 +649,7 @@ class Bilinear(nn.Module):
 
 @block("prototypes")
 class Prototypes(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.a, self.centres = nn.Linear(width, width), nn.Parameter(torch.randn(5, width))
 
@@ -666,7 +660,7 @@ class Prototypes(nn.Module):
 
 @block("low rank")
 class LowRank(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.base = nn.Linear(width, width)
         self.base.requires_grad_(False)
@@ -678,7 +672,7 @@ class LowRank(nn.Module):
 
 @block("lists of parameters")
 class Lists(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.ws = nn.ParameterList([torch.randn(width, width) * 0.3 for _ in range(2)])
         self.named = nn.ParameterDict({"gain": torch.randn(width), "shift": torch.randn(1)})
@@ -729,7 +723,7 @@ class Sinusoids(nn.Module):
 
 @block("buckets")
 class Buckets(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.a, self.table = nn.Linear(width, width), nn.Embedding(5, width, padding_idx=0)
         self.bag = nn.EmbeddingBag(7, width, mode="mean")
@@ -784,7 +778,7 @@ class Tied(Two):
 
 @block("weight turned round")
 class Autoencoder(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.encode = nn.Linear(width, 4)
         self.bias = nn.Parameter(torch.zeros(width))
@@ -806,7 +800,7 @@ class Scaled(nn.Linear):
 
 @block("extended layers")
 class Extended(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.up, self.down, self.norm = Scaled(width, 6), Scaled(6, width), nn.LayerNorm(width)
 
@@ -995,7 +989,7 @@ class OwnLinear(Two):
 
 @block("linear function of one's own weight")
 class OwnWeight(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(width, width) * 0.3), nn.Parameter(torch.zeros(width))
 
@@ -1020,7 +1014,7 @@ class Quantised(Two):
 
 
 class Experts(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, 3)
         self.experts = nn.ModuleList(
@@ -1067,7 +1061,7 @@ class ExpertsLeftOut(Experts):
 
 @block("experts in one parameter")
 class ExpertsInOne(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, 4, bias=False)
         self.up, self.down = (
@@ -1319,7 +1313,7 @@ class Forces(Two):
 
 @block("nn.BatchNorm1d", "batch norm")
 class BatchNorm(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.a, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
 
@@ -1329,7 +1323,7 @@ class BatchNorm(nn.Module):
 
 @block("nn.BatchNorm1d of tokens", "batch norm")
 class BatchNormOfTokens(nn.Module):
-    def __init__(self, width: int, seq: int) -> None:  # noqa: ARG002
+    def __init__(self, width: int, seq: int) -> None:
         super().__init__()
         self.a, self.norm = nn.Linear(width, 6), nn.BatchNorm1d(6)
         self.b = nn.Linear(6, width)

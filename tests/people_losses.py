@@ -1,8 +1,8 @@
 """Losses as people write them, inside and outside of a model: `ENDINGS` by name, and penalties: `PENALTIES`.
 
 An ending is the last part of a model, `head`, and what the loop makes of the model's result, `loss`. `rule` says what
-one process must compute to be compared with a grid: the mean over places of each place's loss (as DistributedDataParallel
-does), or the loss of the whole batch.
+one process must compute to be compared with a grid: the mean over places of each place's loss, as under DDP, or that of
+the whole batch.
 """
 
 from __future__ import annotations
@@ -291,7 +291,9 @@ globally("global_mean: squares", "outside: squares", lambda b: len(b["x"]))
 class Scored(nn.Module):
     """A head with a loss: what torch's functions compute is that of the whole batch."""
 
-    def __init__(self, width: int, base: type[nn.Module], loss: Callable[[Results, Batch], Tensor], *, only: bool) -> None:
+    def __init__(
+        self, width: int, base: type[nn.Module], loss: Callable[[Results, Batch], Tensor], *, only: bool
+    ) -> None:
         super().__init__()
         self.base, self.criterion, self.only = base(width), loss, only
 
@@ -382,13 +384,19 @@ BY_HAND: dict[str, tuple[type[nn.Module], Callable[[Results, Batch], Tensor], bo
         lambda r, b: (r["out"].logsumexp(-1) - (r["out"] * functional.one_hot(b["ids"], CLASSES)).sum(-1)).mean(),
         True,
     ),
-    "each row": (Numbers, lambda r, b: sum((row - aim) ** 2 for row, aim in zip(r["out"], b["number"], strict=True)), False),
+    "each row": (
+        Numbers,
+        lambda r, b: sum((row - aim) ** 2 for row, aim in zip(r["out"], b["number"], strict=True)),
+        False,
+    ),
     "cosine by hand": (Pair, lambda r, b: (1 - (r["out"] * r["extra"]).sum(-1) * b["signs"]).mean(), True),
 }
 """Losses that a model's own code divides: each place's own."""
 
 
-def inside(base: type[nn.Module], loss: Callable[[Results, Batch], Tensor], *, only: bool = False) -> Callable[[int], nn.Module]:
+def inside(
+    base: type[nn.Module], loss: Callable[[Results, Batch], Tensor], *, only: bool = False
+) -> Callable[[int], nn.Module]:
     return lambda width: Scored(width, base, loss, only=only)
 
 

@@ -1,4 +1,4 @@
-"""Models, losses and loops as people write them, drawn from seeds: each is exact on its grid, or refused with a way out.
+"""Models, losses and loops as people write them, drawn from seeds: each is exact on its grid or refused with a way out.
 
     python tests/soak_people.py
     python tests/soak_people.py --start 400 --count 1000              # other seeds
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fourfold.grid import Shape
 from harness import RankFailed, close_pools, pool
 from people import Case, Verdict, check_all, draw, joint, refusal
 from soak_families import shape_of
@@ -50,7 +49,7 @@ def run(cases: list[Case]) -> Iterator[tuple[Case, Verdict, float]]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--count", type=int, default=600, help="how many seeds")
+    parser.add_argument("--count", type=int, default=1000, help="how many seeds")
     parser.add_argument("--seed-only", type=int, help="this seed alone, on each of the grids")
     parser.add_argument(
         "--grids",
