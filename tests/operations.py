@@ -133,9 +133,7 @@ def with_cut(func: Callable, m: Operands) -> Any:
 
 def binary_in_place(func: Callable, m: Operands) -> Any:
     found = []
-    # division by a tensor is refused where there is padding, other layouts where layers lie side by side
-    few = "div" in func.__name__ or m.kind == "fused"
-    for other in (3.0, m.plain()) if few else (*others(m), m.a(), m.a(kind="rest"), 3.0):
+    for other in (*others(m), m.a(), m.a(kind="rest"), 3.0):
         b = m.a() * 1
         found += [func(b, other), b]
     return found
@@ -416,7 +414,7 @@ CALLS: dict[str, list[Call]] = {
         name: [binary_in_place]
         for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_")
     },
-    **{name: [in_place] for name in ("relu_", "tanh_", "sigmoid_", "silu_")},
+    **{name: [in_place] for name in ("relu_", "tanh_", "sigmoid_", "silu_", "detach_")},
     **{name: [like] for name in ("zeros_like", "ones_like")},
     **{name: [reduction] for name in ("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin")},
     **{name: [split] for name in ("split", "chunk", "split_with_sizes", "tensor_split")},

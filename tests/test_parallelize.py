@@ -408,12 +408,6 @@ def replaced_weight(grid: Grid) -> None:
     model(rows_of(grid, 5, 6))
 
 
-def hooked(grid: Grid) -> None:
-    model = on(grid, Siblings)
-    model.a.register_full_backward_hook(lambda *_: None)
-    model(rows_of(grid, 5, 6))
-
-
 def changing(how: str, grid: Grid) -> None:
     on(grid, partial(Changes, how))(rows_of(grid, 5, 6))
 
@@ -452,17 +446,14 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], Any]]] = {
     "copy": ("cannot be copied; copy the plain module", lambda g: copy.deepcopy(on(g, Raw))),
     # what runs
     "replaced": ("a.weight was replaced after", replaced_weight),
-    "function": ("autograd function .*Twice.* after a .*Whole", lambda g: on(g, Calls)(rows_of(g, 5, 6))),
     "reentrant": (
         "CheckpointFunction.*use_reentrant=False",
         lambda g: on(g, partial(Checkpointed, reentrant=True))(rows_of(g, 5, 12).requires_grad_()),
     ),
-    "backward hook": ("BackwardHookFunction.*on the whole model", hooked),
     **{
         f"in place: {how}": (f"{said}.*forward.*outside of forward", partial(changing, how))
         for how, said in dict(own="the model", data="model|w ", assign="w ", child="a.weight", attribute="w ").items()
     },
-    "item": ("__setitem__ changes a tensor made after a in place", partial(changing, "item")),
 }
 
 

@@ -97,7 +97,7 @@ class Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, _: Tensor) -> Tensor:
         ctx.flight = flight
-        return flight.take()
+        return changeable(flight.take())
 
     @staticmethod
     @once_differentiable
@@ -237,13 +237,24 @@ def gather_shards(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
     return shard
 
 
+def changeable(output: Tensor, *inputs: Tensor) -> Tensor:
+    """An autograd function's output that model code may change in place.
+
+    Autograd refuses that for views. One of a buffer that nobody else has is as good as a tensor of its own.
+    """
+    if not output._is_view():
+        return output
+    memory = output.untyped_storage()._cdata
+    return output if any(tensor.untyped_storage()._cdata == memory for tensor in inputs) else output.detach()
+
+
 class Conjugate(torch.autograd.Function):
     """An operator that is over where it begins: forward `there`, backward `back`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: Callable, back: Callable) -> Tensor:
         ctx.back = back
-        return there(tensor)
+        return changeable(there(tensor), tensor)
 
     @staticmethod
     @once_differentiable

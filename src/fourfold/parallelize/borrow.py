@@ -53,7 +53,7 @@ class Borrowed(Layout):
         wholes = [ReadWhole.apply(self.run, self.name, spec, parameter) for parameter, spec in self.parts]
         return joined(wholes, self.stored)
 
-    def refuse_changes(self, operation: str) -> NoReturn:  # noqa: ARG002
+    def write(self, placed: Placed, whole: Tensor) -> NoReturn:  # noqa: ARG002
         raise RuntimeError(changes(self.name))
 
 

@@ -28,6 +28,7 @@ from fourfold.parallelize.lora import LowRank, adapted, merge_on_shards, prepare
 from fourfold.parallelize.low_rank import Narrower, Widener
 from fourfold.parallelize.normal import formula_of
 from fourfold.parallelize.place import Placing
+from fourfold.parallelize.placed import give_functions_whole_tensors
 from fourfold.parallelize.plan import (
     ChannelNorm,
     Choice,
@@ -80,6 +81,7 @@ def parallelize(
     """
     check_policy(policy)
     run = _run_of(model, grid, policy)
+    give_functions_whole_tensors()
     prepare(model, {name: features_of(base) for name, _, base in adapted(model) if adapters_of(base)})
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
     given = whole_below(resolve(plan or {}, fresh, "plan"), [name for name in fresh if has_own(fresh[name])])

@@ -43,7 +43,7 @@ class Gathered(Adapter):
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.run.where = self.name
-        if self.whole_inputs:
+        if self.whole_inputs or self.name in self.run.on_wholes:
             args, kwargs = tree_map_only(Placed, Placed.whole, (args, kwargs))
         if not self.layer.specs:
             return forward(*args, **kwargs)
@@ -52,6 +52,7 @@ class Gathered(Adapter):
         held = {name: module._parameters[name] for name in tensors}
         module._parameters.update(tensors)  # type: ignore[arg-type]
         self.run.running |= (names := {id(tensor): self._named(module, name) for name, tensor in tensors.items()})
+        self.run.inside.append(self.name)
         try:
             result = forward(*args, **kwargs)
         except RuntimeError as error:
@@ -61,6 +62,7 @@ class Gathered(Adapter):
                 ) from error
             raise
         finally:
+            self.run.inside.pop()
             replaced = [name for name in tensors if module._parameters.get(name) is not tensors[name]]
             module._parameters.update(held)
             self.run.running = {key: name for key, name in self.run.running.items() if key not in names}
@@ -94,6 +96,11 @@ class Gathered(Adapter):
     def describe(self) -> tuple[str, str]:
         if not self.layer.specs:
             return "its own code on whole tensors", "inputs made whole"
+        if operation := self.run.on_wholes.get(self.name):
+            return (
+                f"cut over z: its own code on whole tensors (it uses {operation})",
+                "parameters over z, inputs made whole",
+            )
         return "cut over z: its own code", "parameters over z"
 
 

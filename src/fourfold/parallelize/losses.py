@@ -21,10 +21,11 @@ from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from fourfold.nn.loss import cross_entropy, sum_of_places, sum_over_batch
+from fourfold.layout import inner
+from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layouts import Columns
-from fourfold.parallelize.placed import Placed, whole
+from fourfold.parallelize.placed import Placed, settle, whole
 from fourfold.parallelize.run import Run
 
 BY_CLASS = {
@@ -72,7 +73,10 @@ class GlobalLosses(TorchFunctionMode):
             return global_loss(self.run, func, args, kwargs)
         if func in DATA and id(args[0]) in self.run.running:
             return parameter_data(self.run, func, args[0])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.run.copies:
+            settle(self.run)
+        return result
 
 
 DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[missing-attribute]
@@ -99,6 +103,11 @@ def global_loss(run: Run, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         return cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
     if of_place:
         return func(*args, **kwargs)
+    if func is functional.cross_entropy and not run.cuts and _by_id(named) and named["input"].numel():
+        input = named["input"]
+        ids = range(input.shape[1])
+        vocabulary = Vocabulary(run.grid, inner(run.policy.activations), ids, named["ignore_index"], "loss")
+        return cross_entropy([input], [named["target"].long()], vocabulary, count=1 if reduction == "sum" else None)[0]
     named = tree_map_only(Placed, Placed.whole, named)
     total, count = (_by_class if func in BY_CLASS else _by_element)(func, named)
     if reduction != "sum":
@@ -135,10 +144,15 @@ def _lost_weight() -> Tensor | None:
 
 def _is_cut(named: dict[str, Any]) -> bool:
     """Whether the logits [m, V] are cut over the vocabulary and the targets are ids."""
-    input, target = named["input"], named["target"]
-    if not isinstance(input, Placed) or not isinstance(input.placement, Columns) or target.is_floating_point():
-        return False
-    return named["weight"] is None and named["label_smoothing"] == 0 and input.dim() == 2 and input.placement.dim == 1
+    input = named["input"]
+    columns = isinstance(input, Placed) and isinstance(input.placement, Columns) and input.placement.dim == 1
+    return columns and _by_id(named)
+
+
+def _by_id(named: dict[str, Any]) -> bool:
+    """Whether it is the cross-entropy of [m, V] with an id for each row, and nothing else."""
+    plain = named["weight"] is None and named["label_smoothing"] == 0
+    return plain and named["input"].dim() == 2 and not named["target"].is_floating_point()
 
 
 def _by_class(func: Callable, named: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ class Root(Adapter):
         run.counted = kwargs.get(COUNT) is not None
         if run.counted:
             kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
-        with self._pass(module):
+        with self._pass(module), counted_changes(run):
             result = forward(*args, **kwargs)
             for group in list(run.shared):
                 group.part()
@@ -72,8 +72,7 @@ class Root(Adapter):
                 yield
             require_unchanged(run)
         finally:
-            run.depth = 0
-            run.lent.clear()
+            run.end()
         if before:
             self._require_same_buffers(module, before)
 
@@ -143,6 +142,13 @@ def _digest(tensor: Tensor) -> int:
     return key_of(tuple(whole.shape), whole.double().nan_to_num().sum().item())
 
 
+def counted_changes(run: Run) -> AbstractContextManager[Any]:
+    """Torch counts no changes in place under inference_mode; where tensors are cut the count is needed (`settle`)."""
+    if not run.cuts or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
+
+
 @contextmanager
 def in_step(key: int, device: torch.device) -> Iterator[None]:
     """Inside the block torch draws from `key`, on the host and on that device."""
@@ -175,6 +181,8 @@ class Block(Adapter):
         return forward(*args, **kwargs)
 
     def _resting(self, a: Any) -> Any:
+        if not self.run.cuts:
+            return a
         stream = isinstance(a, Tensor) and a.dim() > 1 and a.shape[-1] == self.features and a.is_floating_point()
         return at_rest(a, self.run) if stream else a
 
