@@ -60,8 +60,8 @@ INSIDE = {
     ],
     "parallelize": [
         "run", "placed", "layouts", "rules", "shapes", "along", "attention", "space", "together", "layers", "gathered",
-        "losses", "low_rank", "state", "borrow", "root", "generate", "swap", "normal", "plan", "recipes", "lora",
-        "loops", "alternate", "structure", "images", "values", "place", "explain", "build", "__init__",
+        "rows", "losses", "low_rank", "state", "borrow", "root", "generate", "swap", "normal", "plan", "recipes",
+        "lora", "loops", "alternate", "structure", "images", "values", "place", "explain", "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",

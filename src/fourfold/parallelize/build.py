@@ -46,8 +46,8 @@ from fourfold.parallelize.plan import (
     resolve,
     whole_below,
 )
-from fourfold.parallelize.recipes import RECIPES
-from fourfold.parallelize.root import Block, Root
+from fourfold.parallelize.recipes import CONTRASTED, RECIPES
+from fourfold.parallelize.root import Block, Contrasted, Root
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.structure import (
     Found,
@@ -99,6 +99,9 @@ def parallelize(
     for name, features in found.blocks.items():
         if name in fresh and features % grid.size("y") == 0:
             convert(fresh[name], Block(name, run, "one of several equal blocks", features))
+    for name in CONTRASTED.get(getattr(getattr(model, "config", None), "model_type", ""), ()):
+        if name in fresh:
+            convert(fresh[name], Contrasted(name, run, "a recipe: its rows are compared with each other"))
     if not any(isinstance(adapter, Root) for adapter in adapters_of(model)):
         convert(model, Root("", run, "the module that was given"))
     answer_loops(model, grid)

@@ -26,6 +26,7 @@ from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.placed import Placed, settle, whole
+from fourfold.parallelize.rows import gather_rows, whole_batch
 from fourfold.parallelize.run import Run
 
 BY_CLASS = {
@@ -69,6 +70,9 @@ class GlobalLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is whole_batch:
+            rows, sample = whole(args[0]), self.run.sample
+            return gather_rows(rows, self.run.grid) if sample is None else sample.whole_batch(rows, self.run.grid)
         if func in BY_CLASS or func in BY_ELEMENT:
             return global_loss(self.run, func, args, kwargs)
         if func in DATA and id(args[0]) in self.run.running:

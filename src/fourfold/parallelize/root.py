@@ -23,6 +23,7 @@ from fourfold.parallelize.layers import REPEATED, Adapter
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.losses import GlobalLosses
 from fourfold.parallelize.placed import Placed, version_of
+from fourfold.parallelize.rows import Sample, check_rows, whole_batch
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
 
@@ -31,12 +32,18 @@ COUNT = "num_items_in_batch"
 about the rows of one place."""
 
 
+CONTRASTIVE = "return_loss"
+"""What Hugging Face's models of images and texts are told where their loss compares all rows with each other."""
+
+
 class Root(Adapter):
     """Begins and ends a pass. Takes the rows of this rank's (data, z) place and gives back whole tensors for them."""
 
     def __init__(self, name: str, run: Run, why: str) -> None:
         super().__init__(name, run, why)
         self.compared: set[str] = set()
+        self.checked: set[tuple[str, ...]] = set()
+        """The kinds of calls of which the rows were checked for depending on each other."""
         self.evaluations = 0
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -44,37 +51,62 @@ class Root(Adapter):
         if run.depth:
             return forward(*args, **kwargs)
         self._require_same_rows(args, kwargs)
+        suspicious = self._check_rows(module, forward, args, kwargs)
         if module.training:
             run.clock.advance()
         run.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
-        run.counted = kwargs.get(COUNT) is not None
-        if run.counted:
-            kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
-        with self._pass(module), counted_changes(run):
-            result = forward(*args, **kwargs)
-            for group in list(run.shared):
-                group.part()
-            return self._given(result)
-
-    @contextmanager
-    def _pass(self, module: nn.Module) -> Iterator[None]:
-        run = self.run
-        run.require_own_parameters()
-        run.begin()
         buffers = module.named_buffers() if module.training else ()
         before = {name: (buffer, version_of(buffer)) for name, buffer in buffers}
         # in step on all ranks of a place, so that they drop the same of what they all hold
         self.evaluations += not module.training
         name = self.name if module.training else f"{self.name} evaluation {self.evaluations}"
-        random = in_step(run.clock.key(name, run.grid, REPEATED), run.grid.device)
+        with in_step(run.clock.key(name, run.grid, REPEATED), run.grid.device):
+            result = self._pass(forward, args, kwargs)
+        if before:
+            self._require_same_buffers(module, before)
+        if suspicious:
+            _refuse_losses(module, result, suspicious)
+        return result
+
+    def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        run = self.run
+        run.counted, run.compares_rows = kwargs.get(COUNT) is not None, bool(kwargs.get(CONTRASTIVE))
+        if run.counted:
+            kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
+        run.require_own_parameters()
+        run.begin()
         try:
-            with GlobalLosses(run), random:
-                yield
+            with GlobalLosses(run), counted_changes(run):
+                result = forward(*args, **kwargs)
+                for group in list(run.shared):
+                    group.part()
+                result = self._given(result)
             require_unchanged(run)
         finally:
             run.end()
-        if before:
-            self._require_same_buffers(module, before)
+        return result
+
+    def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
+        """Before the first training pass of each kind of call, see whether rows need each other (rows.py)."""
+        run = self.run
+        asked = (
+            str(len(args)),
+            *sorted(name for name, value in kwargs.items() if value is not None and value is not False),
+        )
+        trains = module.training and torch.is_grad_enabled() and run.grid.shape.places > 1 and not run.grid.muted
+        if not trains or asked in self.checked:
+            return set()
+        self.checked.add(asked)
+
+        def on_sample(sample: Sample, args: tuple, kwargs: dict) -> Any:
+            run.sample = sample
+            try:
+                run.gradients.begin_forward("check of rows")
+                return self._pass(forward, args, kwargs)
+            finally:
+                run.sample = None
+
+        return check_rows(run, module, on_sample, args, kwargs)
 
     def _given(self, value: Any) -> Any:
         """Whole tensors in place of placed ones; logits of which a loss was made stay cut until somebody reads them."""
@@ -132,6 +164,18 @@ class Root(Adapter):
         return "rows of the place in, whole tensors for them out", "losses over z and data"
 
 
+def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None:
+    """A scalar of the whole batch that is no mean over rows, and is trained, needs the whole batch."""
+    leaves = tree_leaves(result)
+    trained = [at for at in suspicious if isinstance(leaves[at], Tensor) and leaves[at].requires_grad]
+    if trained:
+        raise RuntimeError(
+            f"{type(module).__name__}: its scalar output {trained[0]} is no mean over rows, and what places find for "
+            "their own rows does not average to what the whole batch gives; gather the rows that it needs with "
+            "ff.whole_batch(tensor) inside forward, or compute it outside of the model, which averages it as DDP does"
+        )
+
+
 def _of_all_places(count: Any, grid: Grid) -> Tensor:
     own = torch.as_tensor(count, device=grid.device)
     return sum_over_batch(own.double(), grid, "count targets").to(own.dtype)
@@ -161,6 +205,17 @@ def _drawing(key: int, device: torch.device, forward: Callable[..., Any], *args:
         return forward(*args, **kwargs)
 
 
+class Contrasted(Adapter):
+    """A module whose rows a contrastive loss compares: where there is such a loss, it gives the rows of all places."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        out = forward(*args, **kwargs)
+        return whole_batch(out) if self.run.compares_rows else out
+
+    def describe(self) -> tuple[str, str]:
+        return "with return_loss: the rows of all places", "rows over z and data"
+
+
 class Block(Adapter):
     """One of several equal modules that the residual stream passes. Lets it rest if it does not yet."""
 
@@ -173,7 +228,7 @@ class Block(Adapter):
             args = (self._resting(args[0]), *args[1:])
         elif "hidden_states" in kwargs:
             kwargs = {**kwargs, "hidden_states": self._resting(kwargs["hidden_states"])}
-        if module.training:  # drawn alike when it is computed again
+        if module.training and self.run.sample is None:  # drawn alike when it is computed again
             key = int(torch.randint(1 << 62, (), device="cpu"))
             forward = partial(_drawing, key, self.run.grid.device, forward)
         if self.run.policy.recompute == "block" and module.training and torch.is_grad_enabled():

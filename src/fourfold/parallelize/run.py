@@ -49,6 +49,12 @@ class Run:
         self.lent: dict[tuple[str, bool], tuple[Tensor, int | None]] = {}
         """Parameters that code beside their layer has read in this pass, whole, by name and whether gradients were on,
         and the state that they were in."""
+        self.compares_rows = False
+        """Whether the pass was asked for a loss that compares all rows with each other."""
+        self.sample: Any = None
+        """The sample of rows that the pass runs on, while the check of rows runs (`rows.Sample`)."""
+        self.unchecked = ""
+        """Why rows could not be checked for depending on each other."""
         self.copies: list[Any] = []
         """Whole copies of cut tensors of which model code may hold views (`placed.WholeCopy`)."""
         self.reads: dict[Group, tuple[Tensor, object, dict]] = {}
