@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -480,7 +481,8 @@ class Side:
         if leaf:
             self.leaf = batch["x"].requires_grad_()
         if self.grid is None:
-            loss, passes = alone(self.case, self.model, batch)
+            with mock.patch.object(ff, "whole_batch", lambda rows: rows):  # here one process has the whole batch
+                loss, passes = alone(self.case, self.model, batch)
             self.found[f"{name}: passes"] = [
                 ({key: plain(value) for key, value in each.results.items()}, plain(each.loss)) for each in passes
             ]
@@ -729,7 +731,7 @@ def check(case: Case) -> Verdict:
 
 
 WAY_OUT = re.compile(
-    r"\b(use|give|write|keep|put|change|make|leave|read|run|choose|replace|call|copy|pass|set|take)s?\b"
+    r"\b(use|give|write|keep|put|change|make|leave|read|run|choose|replace|call|copy|pass|set|take|gather|compute)s?\b"
 )
 
 
@@ -739,7 +741,7 @@ def judged(error: Exception, step: int) -> Verdict:
     ours = "/fourfold/" in frames[-1].filename and (frames[-1].line or "").startswith("raise ")
     said = f"{type(error).__name__}: {error}"
     where = "" if step <= 0 else f" (in step {step})"
-    if ours and step <= 0 and WAY_OUT.search(str(error)) and len(str(error)) < 700:
+    if ours and step <= 0 and WAY_OUT.search(str(error)) and len(str(error)) < 900:
         return Verdict("refused", said)
     lines = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-6:]]
     return Verdict("CRASH", f"{said}{where} at {' '.join(lines)}")
