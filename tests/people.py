@@ -701,13 +701,14 @@ def train(side: Side) -> Iterator[int]:
 @dataclass(frozen=True)
 class Verdict:
     kind: str
-    """exact, refused, SILENT, CRASH, or BAD: the case itself does not run on one process."""
+    """exact, refused, SILENT, CRASH, BAD (the case itself does not run on one process), or diverged (on one process the
+    numbers are infinite after some steps, so that there is nothing to compare)."""
     said: str = ""
     error: float = 0.0
 
     @property
     def fault(self) -> bool:
-        return self.kind not in ("exact", "refused")
+        return self.kind not in ("exact", "refused", "diverged")
 
 
 def check(case: Case) -> Verdict:
@@ -794,7 +795,7 @@ def largest(value: Tensor) -> float:
 def compared(case: Case, one: dict[str, Any], two: dict[str, Any], grid: Grid) -> Verdict:
     for name, value in tensors_in(one).items():
         if not value.isfinite().all():
-            return Verdict("BAD", f"{name} is not finite on one process")
+            return Verdict("diverged", f"{name} is not finite on one process")
     comparison = Comparison(one)
     place = grid.coords["data"] * case.shape.z + grid.coords["z"]
     for name in sorted(tensors_in(one).keys() | tensors_in(two).keys()):
@@ -842,7 +843,7 @@ def check_all(cases: list[Case]) -> list[Verdict]:
 def joint(case: Case, verdicts: Iterable[Verdict]) -> Verdict:
     """What all ranks found: the worst of it. Where rows that depend on each other are all that is unusual, the refusal
     must name the way out that the package has for them."""
-    order = ("BAD", "CRASH", "SILENT", "refused", "exact")
+    order = ("BAD", "CRASH", "SILENT", "diverged", "refused", "exact")
     verdicts = list(verdicts)
     worst = min(verdicts, key=lambda verdict: order.index(verdict.kind))
     if worst.kind == "refused" and any(verdict.kind != "refused" for verdict in verdicts):
