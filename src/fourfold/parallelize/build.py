@@ -269,12 +269,11 @@ def _register(model: nn.Module, run: Run, seed: int) -> None:
         parameters[name] = parameter, spec
     run.gradients = Gradients(run.grid, parameters, run.policy)
     run.clock = Clock(seed, run.engine)
-    run.held = [
-        (f"{name}.{own}".lstrip("."), module._parameters, own, layer._parameters, inside)
-        for name, module in model.named_modules()
-        for adapter in adapters_of(module)
-        for own, (layer, inside, _) in adapter.parameters().items()
-    ]
+    run.held = []
+    for name, module in model.named_modules():
+        for adapter in adapters_of(module):
+            adapter.held = [(own, layer._parameters, at) for own, (layer, at, _) in adapter.parameters().items()]
+            run.held += [(f"{name}.{own}".lstrip("."), module._parameters, own, *at) for own, *at in adapter.held]
     run.modules = [
         (name, module, [*module._modules.values()], [*module._parameters]) for name, module in model.named_modules()
     ]
