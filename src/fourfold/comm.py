@@ -113,13 +113,15 @@ def all_gather_together(
 ) -> Pending[list[Tensor]]:
     """Join several shards along dim 0 in one message, each into its own contiguous buffer where given."""
     ranks, record = _open_together("all_gather", shards, grid, axis, label)
-    if record is None:
+    if ranks == 1:
         wholes = list(shards) if into is None else [b.copy_(s) for s, b in zip(shards, into, strict=True)]
         return Pending(lambda: wholes)
     if into is None:
         wholes = [shard.new_empty((ranks * shard.shape[0], *shard.shape[1:])) for shard in shards]
     else:
         wholes = list(into)
+    if record is None:  # shards without an element: an axis has more ranks than the dim that it cuts has entries
+        return Pending(lambda: wholes)
     if _stays(shards[0], grid):
         return Pending(lambda: (shards, wholes)[1], record, grid)
     link = Link.of(record, grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,10 @@ class Run:
     gradients: Gradients
     clock: Clock
 
-    def __init__(self, grid: Grid, policy: Policy) -> None:
+    def __init__(self, grid: Grid, policy: Policy, rows_dims: Sequence[int] = (0,)) -> None:
         self.grid, self.policy = grid, policy
+        self.rows_dims = tuple(rows_dims)
+        """The dim of the model's inputs along which the rows of a batch lie; several where that is not known."""
         self.cuts = grid.size("x") > 1 or grid.size("y") > 1
         """Whether tensors inside the model are cut at all; where they are not, model code gets plain ones."""
         self.where = ""
