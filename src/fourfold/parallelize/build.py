@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 
 from torch import nn
@@ -58,7 +59,7 @@ from fourfold.parallelize.structure import (
     is_transposed,
     sizes_of_parts,
 )
-from fourfold.parallelize.swap import adapters_of, convert
+from fourfold.parallelize.swap import adapters_of, compiled, convert
 from fourfold.parallelize.together import Together
 from fourfold.parallelize.values import Values
 
@@ -79,6 +80,7 @@ def parallelize(
     On the meta device initial values depend on `seed` and the modules' names.
     """
     check_policy(policy)
+    _refuse_compiled(model)
     run = _run_of(model, grid, policy)
     prepare(model, {name: features_of(base) for name, _, base in adapted(model) if adapters_of(base)})
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
@@ -118,6 +120,15 @@ def check_policy(policy: Policy) -> None:
         )
     if policy.recompute == "attention":
         raise ValueError("recompute='attention' knows the reference models only; use 'block' or 'none'")
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    dynamo = sys.modules.get(
+        "torch._dynamo.eval_frame"
+    )  # without it nothing is compiled, and importing it takes seconds
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule)):
+            raise ValueError(compiled(name))
 
 
 def _run_of(model: nn.Module, grid: Grid, policy: Policy) -> Run:

@@ -77,8 +77,8 @@ L = TypeVar("L", bound=Layer)
 
 
 class Single(Adapter, Generic[L]):
-    """A module that is one layer with the same parameters. It computes in the policy's dtype or that of its parameters,
-    under autocast too."""
+    """A module that is one layer with the same parameters. It computes in the policy's dtype or that of its
+    parameters."""
 
     def __init__(self, name: str, run: Run, why: str, layer: L, *, transposed: bool = False) -> None:
         super().__init__(name, run, why)
@@ -88,9 +88,8 @@ class Single(Adapter, Generic[L]):
     def layers(self) -> Sequence[L]:
         return (self.layer,)
 
-    def takes(self, *, autocast: bool) -> torch.dtype | None:
-        first = next(self.layer.parameters(), None) if autocast else None
-        return self.run.policy.compute or (None if first is None else first.dtype)
+    def takes(self, *, autocast: bool) -> torch.dtype | None:  # noqa: ARG002
+        return self.run.policy.compute
 
     def parameters(self) -> Mapping[str, tuple[Layer, str, Stored]]:
         return {

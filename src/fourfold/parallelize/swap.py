@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_map_only
 
 from fourfold.parallelize.borrow import borrow
@@ -86,6 +87,7 @@ def _forward(plain: type[nn.Module]) -> Any:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _refuse_compiling(adapters_of(self)[0])
         refuse_inside_functions(adapters_of(self)[0].run)
         run = functools.partial(own, self)
         for adapter in reversed(adapters_of(self)):
@@ -95,10 +97,26 @@ def _forward(plain: type[nn.Module]) -> Any:
     return forward
 
 
+def _refuse_compiling(adapter: Adapter) -> None:
+    """torch.compile would trace through tensors that are cut and through collectives, for many minutes."""
+    if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
+        raise ValueError(compiled(adapter.name))
+
+
+def compiled(name: str) -> str:
+    return (
+        f"{name or 'the model'} is compiled by torch.compile, which cannot compile modules on a grid; leave "
+        "torch.compile and module.compile() out and use ff.parallelize(model, grid, policy=ff.Policy(compile=True)), which compiles "
+        "the computation between collectives"
+    )
+
+
 def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In the precision that the adapter computes in: casts that torch makes in forward alone would not fit backward."""
     device = adapter.run.grid.device.type
     autocast = torch.is_autocast_enabled(device)
+    if autocast:
+        _require_policy_of_autocast(adapter, torch.get_autocast_dtype(device))
     dtype = adapter.takes(autocast=autocast)
     if dtype is not None:
         args, kwargs = tree_map_only(Tensor, functools.partial(_cast, dtype=dtype), (args, kwargs))
@@ -106,6 +124,17 @@ def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args:
         return adapter(module, inside, *args, **kwargs)
     with torch.autocast(device, enabled=False):
         return adapter(module, inside, *args, **kwargs)
+
+
+def _require_policy_of_autocast(adapter: Adapter, dtype: torch.dtype) -> None:
+    """Layers on the grid have gathered weights and messages in the policy's dtype, which autocast cannot change."""
+    if adapter.run.policy.compute != dtype:
+        raise ValueError(
+            f"torch.autocast to {dtype} is on, but the model was parallelised with Policy(compute="
+            f"{adapter.run.policy.compute}), and its layers would not follow; use ff.parallelize(model, grid, "
+            f"policy=ff.Policy(compute={dtype})), with which autocast may stay on (accelerate's mixed_precision, the "
+            "Trainer's bf16=True and Fabric's precision turn it on), or leave autocast off"
+        )
 
 
 def _cast(a: Tensor, dtype: torch.dtype) -> Tensor:
