@@ -106,8 +106,8 @@ def _refuse_compiling(adapter: Adapter) -> None:
 def compiled(name: str) -> str:
     return (
         f"{name or 'the model'} is compiled by torch.compile, which cannot compile modules on a grid; leave "
-        "torch.compile and module.compile() out and use ff.parallelize(model, grid, policy=ff.Policy(compile=True)), which compiles "
-        "the computation between collectives"
+        "torch.compile and module.compile() out and use ff.parallelize(model, grid, "
+        "policy=ff.Policy(compile=True)), which compiles the computation between collectives"
     )
 
 
