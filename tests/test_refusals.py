@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -86,3 +87,25 @@ def test_what_cannot_work_is_refused_in_one_line_with_a_way_out(ranks) -> None:
     for said in ranks(2).run(refuse, Shape(x=2)):
         for name, text in said.items():
             assert re.search(REFUSED[name][0], text) and "\n" not in text, f"{name}: {text}"
+
+
+def feed(shape: Shape, cut: bool) -> list[str]:
+    """The warnings of two training passes, after one without gradients, with the batch cut over places or not."""
+    grid = grid_of(shape)
+    model, batch = ff.parallelize(gpt(), grid), tokens(4, torch.Generator().manual_seed(0))
+    given = rows(grid) if cut else batch
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            model(*given)
+        for _ in range(2):
+            model(*given)[1].backward()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_batch_that_was_not_cut_is_warned_of_once(ranks) -> None:
+    first, *others = ranks(2).run(feed, Shape(z=2), False)
+    assert len(first) == 1 and "the same rows" in first[0] and "ff.local_rows(batch, grid)" in first[0], first
+    assert others == [[]]
+    assert ranks(2).run(feed, Shape(z=2), True) == [[]] * 2
+    assert ranks(2).run(feed, Shape(x=2), True) == [[]] * 2  # one place
