@@ -18,7 +18,7 @@ slow: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
 
 # all cases of all tests, pages in a shell, the package in an empty environment, the tour, families of transformers and
-# convolutional networks on many grids, operations on parts in every way, checkpoints between every pair of grids, a hundred
+# convolutional networks on many grids, models and loops as people write them, operations on parts in every way, checkpoints between every pair of grids, a hundred
 # killed ranks, runs that are watched without faults and with (these need root), overlap bit
 # for bit over 20 steps, dry runs of the largest models, loss curves of 200 steps, then every grid with every combination
 # of options, for days; SOAK_SECONDS=N stops these after about that long
@@ -29,6 +29,7 @@ soak: .venv/installed
 	$(BIN)/python tests/soak_demo.py
 	$(BIN)/python tests/soak_families.py
 	$(BIN)/python tests/soak_images.py
+	$(BIN)/python tests/soak_people.py
 	$(BIN)/python tests/soak_operations.py
 	$(BIN)/python tests/soak_checkpoint.py
 	$(BIN)/python tests/soak_kills.py

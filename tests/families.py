@@ -88,7 +88,21 @@ VIT = dict(
     hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, image_size=12, patch_size=4,
     num_labels=CLASSES,
 )  # fmt: skip
+EAGER = dict(experts_implementation="eager")
+EXPERTS = dict(
+    num_key_value_heads=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1,
+    mlp_only_layers=[0], norm_topk_prob=True,
+)  # fmt: skip
+LATENT = dict(
+    num_key_value_heads=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1,
+    first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
+    n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
+)  # fmt: skip
 SLIDING = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+FALCON = dict(
+    vocab_size=VOCAB, hidden_size=48, ffn_hidden_size=96, num_hidden_layers=2, num_attention_heads=8,
+    max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 NEOX = dict(LLAMA, rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.34))
 PHI = dict(LLAMA, rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.67))
 
@@ -128,6 +142,116 @@ FAMILIES: dict[str, Family] = {
     "opt": Family("OPTForCausalLM", OPT, fp32=HF_LOSS),
     "bert": Family("BertForMaskedLM", BERT, "masked", generates=False),
     "bert-classes": Family("BertForSequenceClassification", dict(BERT, num_labels=CLASSES), "classes", generates=False),
+    "bloom": Family(
+        "BloomForCausalLM",
+        dict(
+            vocab_size=VOCAB,
+            hidden_size=48,
+            n_layer=2,
+            n_head=8,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        fp32=HF_LOSS + ", bloom/modeling_bloom.py (softmax)",
+        eager=True,
+        extra=True,
+    ),
+    "rwkv": Family(
+        "RwkvForCausalLM",
+        dict(
+            vocab_size=VOCAB,
+            context_length=32,
+            hidden_size=48,
+            num_hidden_layers=2,
+            intermediate_size=96,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        fp32=HF_LOSS + ", rwkv/modeling_rwkv.py (its state)",
+        generates=False,
+        extra=True,
+    ),
+    "llama4": Family(
+        "Llama4ForCausalLM",
+        dict(
+            LLAMA,
+            **EAGER,
+            num_key_value_heads=4,
+            head_dim=8,
+            intermediate_size_mlp=96,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            interleave_moe_layer_step=1,
+            attention_chunk_size=8,
+        ),
+        fp32=rms("llama4", 96),
+        generates=False,
+        extra=True,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        dict(LLAMA, **EAGER, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2),
+        fp32=rms("mixtral", 130),
+        generates=False,
+        extra=True,
+    ),
+    "qwen2-moe": Family(
+        "Qwen2MoeForCausalLM",
+        dict(LLAMA, **EAGER, **EXPERTS, shared_expert_intermediate_size=24),
+        fp32=rms("qwen2_moe", 60),
+        generates=False,
+        extra=True,
+    ),
+    "qwen3-moe": Family(
+        "Qwen3MoeForCausalLM",
+        dict(LLAMA, **EAGER, **EXPERTS, head_dim=8),
+        fp32=rms("qwen3_moe", 60),
+        generates=False,
+        extra=True,
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2ForCausalLM",
+        dict(LLAMA, **EAGER, **LATENT, topk_method="greedy"),
+        fp32=rms("deepseek_v2", 60),
+        generates=False,
+        extra=True,
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3ForCausalLM",
+        dict(LLAMA, **EAGER, **LATENT),
+        fp32=rms("deepseek_v3", 60),
+        generates=False,
+        extra=True,
+    ),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        dict(
+            LLAMA,
+            **EAGER,
+            **SLIDING,
+            num_key_value_heads=4,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+        fp32=rms("gpt_oss", 60),
+        eager=True,
+        generates=False,
+        extra=True,
+    ),
+    "phi-moe": Family(
+        "PhimoeForCausalLM",
+        dict(
+            LLAMA, **EAGER, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0
+        ),
+        fp32=HF_LOSS + ", phimoe/modeling_phimoe.py (router)",
+        generates=False,
+        extra=True,
+    ),
     "vit": Family("ViTForImageClassification", VIT, "images", generates=False),
     "t5": Family(
         "T5ForConditionalGeneration",
@@ -142,6 +266,16 @@ FAMILIES: dict[str, Family] = {
         "translation",
         fp32="t5/modeling_t5.py:65 (variance)",
         layers=0.15,
+    ),
+    "falcon": Family("FalconForCausalLM", dict(FALCON, new_decoder_architecture=True, num_kv_heads=4), fp32=HF_LOSS),
+    "falcon-one-kv-head": Family(
+        "FalconForCausalLM", dict(FALCON, multi_query=True, bias=True), fp32=HF_LOSS, extra=True
+    ),
+    "falcon-alibi": Family(
+        "FalconForCausalLM",
+        dict(FALCON, multi_query=False, alibi=True, parallel_attn=False),
+        fp32=HF_LOSS,
+        extra=True,
     ),
     "deberta-v2": Family("DebertaV2ForMaskedLM", DEBERTA, "masked", generates=False),
     "llama-biases": Family(
@@ -225,7 +359,10 @@ class Widened(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.float, Tensor.to, functional.softmax) and args[0].dtype == torch.float64:
+        if (
+            func in (Tensor.float, Tensor.to, Tensor.type, functional.softmax, Tensor.softmax)
+            and args[0].dtype == torch.float64
+        ):
             if func is Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
@@ -239,6 +376,7 @@ def build(name: str) -> Any:
 
     transformers.logging.set_verbosity_error()
     family = FAMILIES[name]
+    torch.manual_seed(SEED)  # vectors are drawn around the model's own initial values
     with warnings.catch_warnings():  # transformers' DeBERTa decorates functions with torch.jit.script
         warnings.simplefilter("ignore", DeprecationWarning)
         kind = getattr(transformers, family.model)

@@ -133,9 +133,7 @@ def with_cut(func: Callable, m: Operands) -> Any:
 
 def binary_in_place(func: Callable, m: Operands) -> Any:
     found = []
-    # division by a tensor is refused where there is padding, other layouts where layers lie side by side
-    few = "div" in func.__name__ or m.kind == "fused"
-    for other in (3.0, m.plain()) if few else (*others(m), m.a(), m.a(kind="rest"), 3.0):
+    for other in (*others(m), m.a(), m.a(kind="rest"), 3.0):
         b = m.a() * 1
         found += [func(b, other), b]
     return found
@@ -236,6 +234,8 @@ def turned(func: Callable, m: Operands) -> Any:
 
 def expand(func: Callable, m: Operands) -> Any:
     a, b = m.a(), m.a(1, 5, 6, kind="blocks 2")
+    if func.__name__ == "broadcast_to":
+        return func(a, (2, 3, 5, 6)), func(b, (3, 5, 6)), func(b, size=(3, -1, 6))
     if func.__name__ == "expand_as":
         return func(a, torch.empty(2, 3, 5, 6)), func(b, a), func(m.plain(6), a)
     return func(a, 2, 3, 5, 6), func(a, (2, -1, 5, -1)), func(b, 3, -1, 6), func(b, size=(3, 5, 6))
@@ -251,6 +251,7 @@ def index(func: Callable, m: Operands) -> Any:
         (0, None, 1),
     ]
     keys += [torch.tensor([2, 0]), (slice(None), torch.tensor([1, 1])), torch.tensor([True, False, True]), [0, 2]]
+    keys += [[1], (slice(None), [-1]), (Ellipsis, [2], slice(None)), (slice(None), slice(1, 3), [-2]), (0, [1])]
     keys += [(slice(None), slice(None, None, 2)), (Ellipsis, slice(None, -2)), (slice(0, 3), 2, slice(1, 5))]
     return [func(a, key) for key in keys]
 
@@ -266,6 +267,27 @@ def joined(func: Callable, m: Operands) -> Any:
         func(dim=2, tensors=[b, a]),
         func([empty, a, plain], 1),
     )
+
+
+def einsum(func: Callable, m: Operands) -> Any:
+    a = m.a()
+    by_head = m.a(3, 4, 5, 6, kind="blocks 1")
+    return [
+        func("bsk,khd->bshd", a, m.plain(6, 4, 2)),
+        func("bsk,khd->hdbs", a, m.plain(6, 6, 2)),
+        func("bsk,sn,bn->bkn", a, m.plain(5, 4), m.plain(3, 4)),
+        func("bsk,bsk->bk", a, m.a()),
+        func("bsk,btk->bst", a, m.plain(3, 2, 6)),
+        func("bhsk,bhtk->bhst", by_head, m.a(3, 4, 2, 6, kind="blocks 1")),
+        func("bhsk,hkn,bm->bsnm", by_head, m.plain(4, 6, 3), m.plain(3, 2)),
+        func("bhsk,bsk->bhs", by_head, a),
+        func("bhsk -> bs", by_head),
+        func("bsk,...k->bs...", a, m.plain(2, 6)),
+        func("bsk,bst", a, m.plain(3, 5, 2)),
+        func("bsk,bok->bs", a, m.plain(3, 1, 6)),
+        func("bss->bs", m.a(3, 6, 6, kind="blocks 1")),
+        func("bsk,nk->bsn", m.plain(3, 2, 6), m.a(4, 6, kind="blocks 0")),
+    ]
 
 
 def matmul(func: Callable, m: Operands) -> Any:
@@ -416,7 +438,7 @@ CALLS: dict[str, list[Call]] = {
         name: [binary_in_place]
         for name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "add_", "sub_", "mul_", "div_")
     },
-    **{name: [in_place] for name in ("relu_", "tanh_", "sigmoid_", "silu_")},
+    **{name: [in_place] for name in ("relu_", "tanh_", "sigmoid_", "silu_", "detach_")},
     **{name: [like] for name in ("zeros_like", "ones_like")},
     **{name: [reduction] for name in ("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin")},
     **{name: [split] for name in ("split", "chunk", "split_with_sizes", "tensor_split")},
@@ -424,9 +446,10 @@ CALLS: dict[str, list[Call]] = {
     **{name: [as_other] for name in ("view_as", "reshape_as")},
     **{name: [permutation] for name in ("transpose", "permute", "movedim", "swapaxes", "swapdims", "moveaxis")},
     **{name: [joined] for name in ("cat", "concat", "concatenate")},
+    "einsum": [einsum],
     **{name: [matmul] for name in ("matmul", "bmm", "__matmul__")},
     **{name: [soft] for name in ("softmax", "log_softmax")},
-    **{name: [expand] for name in ("expand", "expand_as")},
+    **{name: [expand] for name in ("expand", "expand_as", "broadcast_to")},
     **{name: [three] for name in ("lerp", "addcmul", "addcdiv")},
     **{name: [bounds] for name in ("clamp", "clip", "clamp_min", "clamp_max", "clamp_")},
     **{name: [mask] for name in ("masked_fill", "masked_fill_")},

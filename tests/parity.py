@@ -260,7 +260,8 @@ def errors(case: Case, one: dict[str, Any], ranks: list[dict[str, Any]]) -> dict
         ids, logits = found["logits"]
         rows = local_block(one["logits"], case.shape, found["coords"]).flatten(0, 1)[:, ids.start : ids.stop]
         compare("logits", logits, rows, one["logits"].abs().max())
-        stream = stream_block(one["stream"], case, found["coords"])
+        # what reaches the stream is, as under DDP, the gradient of the place's own loss: the average is still to come
+        stream = stream_block(one["stream"], case, found["coords"]) * case.shape.places
         compare("input gradient", torch.as_tensor(found["stream"])[: len(stream)], stream, one["stream"].abs().max())
     return worst
 

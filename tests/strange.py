@@ -549,8 +549,6 @@ class Changes(nn.Module):
                 self.a.weight.data.clamp_(min=0)
             elif self.how == "attribute":
                 self.w = nn.Parameter(torch.zeros(8))
-            elif self.how == "item":
-                h[0] = 1
         return h * self.w
 
 

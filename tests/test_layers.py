@@ -152,7 +152,8 @@ def test_global_mean_is_the_mean_over_all_places(ranks) -> None:
     values = [float(value) for place in range(4) for value in range(1, place + 2)]
     for loss, *gradient, count in ranks(4).run(means):
         assert abs(loss - sum(values) / len(values)) < 1e-12
-        assert all(abs(share - 1 / len(values)) < 1e-12 for share in gradient)
+        # each place has its own share times the number of places: gradients are averaged over them (E6)
+        assert all(abs(share - 4 / len(values)) < 1e-12 for share in gradient)
         assert count == 0 + 1 + 2 + 3
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fourfold.nn.loss import count_targets, global_mean
     from fourfold.overlap import Overlap
     from fourfold.parallelize import explain, parallelize
+    from fourfold.parallelize.rows import whole_batch
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "nn",
     "optim",
     "parallelize",
+    "whole_batch",
 ]
 
 _HOMES = {
@@ -54,6 +56,7 @@ _HOMES = {
     "global_mean": "nn.loss",
     "local_rows": "data.rows",
     "parallelize": "parallelize",
+    "whole_batch": "parallelize.rows",
 }
 """The module of each name; the others are modules themselves."""
 

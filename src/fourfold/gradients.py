@@ -1,21 +1,25 @@
 """Gradients from a product's dw to a complete `parameter.grad`: owed sums, accumulation, norm and clip.
 
-Units hand in gradients that are already reduced over z (`Gradients.deposit`). What is still owed over the other axes
+Units hand in gradients that are already summed over z (`Gradients.deposit`). What is still owed over the other axes
 is summed in buckets that model and layout fix, each launched when the last of its gradients is final; when a backward
 pass ends its callback completes them all, so that gradients are complete when `backward()` returns. Inside
 `accumulate` nothing is summed: the gradients keep this replica's own part and the first backward pass outside pays
 for all of them at once.
 
-Invariant: gradients are summed, never averaged; a loss is this rank's share of the global mean.
+Invariant: a gradient is the average over places of what each place's loss gives, and a sum over the axes inside a place
+(E6). It is divided by the number of places once, as it is handed in; a sum that completes is never divided, since a
+later pass may add to it.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +30,11 @@ from fourfold import comm
 from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
 from fourfold.buckets import Bucket, fill_buckets
-from fourfold.grid import AXES, Grid
+from fourfold.grid import AXES, BATCH, Grid
 from fourfold.hooks import Hooks
-from fourfold.layout import Policy, Spec, chunk, pad_rows
+from fourfold.layout import GATHERED, Policy, Spec, boxed, chunk, pad_rows
 from fourfold.overlap import Engine
+from fourfold.parameter import leaf_of, own_storage
 from fourfold.pending import Pending
 
 REPLICA = "data"
@@ -66,13 +71,12 @@ class Gradients:
         self._in_order: Iterator[Bucket] = iter(())
         self._bucket: Bucket | None = None  # the next to be launched
         self._usual = False  # one forward, the same parameters trained: this pass is like those before it
+        self._watch_leaves()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Gradients:
-        """Those of a copied model. Copies of plain parameters have no gradients; so neither have these."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
+        """The gradients of a copied model; nothing of the original's is in flight there."""
         new = Gradients(self.grid, copy.deepcopy(self.parameters, memo), self.policy)
         new.engine = copy.deepcopy(self.engine, memo)  # which the copied clock has too
-        for parameter in new._names:
-            parameter.grad = None
         return new
 
     def knows(self, parameter: nn.Parameter) -> bool:
@@ -87,7 +91,16 @@ class Gradients:
             self.hooks.forget()
             self.engine.abandon()
         self._forwards += torch.is_grad_enabled()
+        self._watch_leaves()  # a parameter may be trained that was frozen before
         self.engine.begin(kind)
+
+    def _watch_leaves(self) -> None:
+        """Take what autograd itself finds for a parameter, where somebody computed with it beside its layer."""
+        for name, (parameter, spec) in self.parameters.items():
+            if parameter.requires_grad and parameter not in self.hooks.leaves:
+                parameter.label = name  # type: ignore[attr-defined]
+                leaf = self.hooks.leaves[parameter] = leaf_of(parameter)
+                leaf.register_prehook(partial(_hand_over, weakref.ref(self), name, parameter, spec))
 
     def expect_end(self) -> None:
         """Called inside a backward pass: something is on its way that must have arrived when it ends."""
@@ -106,8 +119,33 @@ class Gradients:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, this_pass))
         self._passes.add(this_pass)
 
-    def deposit(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add this rank's part of a gradient, reduced over z, in the shape of the local shard."""
+    def deposit(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        """Add this rank's parts of gradients, summed over z, in the shapes of the local shards and in any dtype.
+
+        The tensors are changed in place and kept.
+        """
+        if self.grid.shape.places > 1:  # before the cast: a parameter's dtype may be the narrower one
+            torch._foreach_div_(list(gradients), self.grid.shape.places)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            self._add(parameter, gradient.to(parameter.dtype))
+
+    def deposit_whole(self, name: str, parameter: nn.Parameter, spec: Spec, gradient: Tensor) -> None:
+        """Add a place's gradient of a whole parameter, which all of its ranks have found alike."""
+        self.expect_end()
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if any(self.grid.coords[axis] for axis in spec.owes if axis not in BATCH):
+            gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
+        box = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
+        own = boxed(gradient, box).to(self.policy.reduce or parameter.dtype, copy=True)
+        if GATHERED not in spec.storage.axes:
+            self.deposit([parameter], [own])
+            return
+        z, rows = self.grid.size(GATHERED), local_of(parameter).shape[0]
+        padded = pad_rows(own.contiguous(), -(-own.shape[0] // z) * z)
+        pending = comm.reduce_scatter_together([padded], self.grid, GATHERED, label=name)
+        self.engine.behind.defer(pending, padded.nbytes, lambda shards: self.deposit([parameter], [shards[0][:rows]]))
+
+    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         owed = self._owed.get(parameter)
         if owed is None:
             raise RuntimeError(
@@ -196,6 +234,22 @@ class Gradients:
         if not self.policy.shard_optimizer:
             return range(shard.shape[0])
         return chunk(shard.shape[0], self.grid.size(REPLICA), self.grid.coords[REPLICA])
+
+
+def _hand_over(
+    owner: weakref.ref[Gradients], name: str, parameter: nn.Parameter, spec: Spec, found: tuple[Tensor | None, ...]
+) -> tuple[None] | None:
+    """Stand before autograd's own accumulation: `Gradients` adds the gradient, in place of autograd."""
+    gradients, (gradient,) = owner(), found
+    if gradients is None or gradient is None:
+        return None
+    if isinstance(gradient, DTensor):
+        raise RuntimeError(
+            f"{name}: its gradient came as a DTensor, of which each rank knows its own part only (the loss read it "
+            "through to_local() or redistribute()); compute with the parameter itself, which is gathered for that"
+        )
+    gradients.deposit_whole(name, parameter, spec, gradient)
+    return (None,)
 
 
 class BucketSum:
@@ -347,21 +401,6 @@ def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_rep
     if cut_over_replicas:
         placements[REPLICA] = Shard(0)
     return DTensorSpec(spec.mesh, tuple(placements.values()), spec.tensor_meta)
-
-
-def own_storage(local: Tensor) -> Tensor:
-    """The same memory in a storage that holds nothing else.
-
-    A DTensor takes over its local tensor's offset, and with one torch's deepcopy mistakes it for a tensor that has
-    memory of its own. The memory lives as long as any part of it is used.
-    """
-    storage = local.untyped_storage()
-    if local.is_meta or local.numel() == 0 or storage.nbytes() == local.nbytes:
-        return local
-    first, size = local.storage_offset(), local.element_size()
-    last = first + sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
-    own = storage[first * size : (last + 1) * size]
-    return local.new_empty(0).set_(own, 0, local.shape, local.stride())  # type: ignore[arg-type]
 
 
 def is_owed(gradient: Tensor) -> bool:

@@ -37,6 +37,10 @@ T = TypeVar("T")
 AXES = ("x", "y", "z", "data")
 """Every axis, outermost cut of a tensor first."""
 
+BATCH = ("data", "z")
+"""The axes that cut the rows of a batch, outermost cut first. A place is a coordinate of these: its ranks hold the same
+rows."""
+
 CORES_FOR_TWO_LANES = 4
 """Cores that a rank must have before an axis that is alone gets two communicators on a GPU: over a network each keeps
 threads busy while anything is in flight, and with fewer cores the two are slower than one."""
@@ -79,6 +83,11 @@ class Shape:
     @property
     def world(self) -> int:
         return prod(self.sizes.values())
+
+    @property
+    def places(self) -> int:
+        """The number of places: sets of ranks that hold the same rows of a batch."""
+        return prod(self.sizes[axis] for axis in BATCH)
 
     @property
     def several(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from fourfold.arriving import local_of
@@ -33,8 +33,9 @@ class Hooks:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
-        self._nodes: dict[nn.Parameter, Node] = {}
-        """Where autograd would leave the gradients."""
+        self.leaves: dict[nn.Parameter, Node] = {}
+        """Where autograd would leave the gradients of trained parameters. They are held here: autograd forgets such a
+        node, and its hooks, if nobody holds it."""
         self._earlier: dict[nn.Parameter, Tensor] = {}
         """Complete gradients of earlier passes, which hooks on this pass's gradients do not see."""
 
@@ -49,12 +50,9 @@ class Hooks:
     def left_out(self) -> set[nn.Parameter]:
         """Parameters to which the backward pass that runs now leads no gradient: `backward(inputs=...)` leaves some
         out, `torch.autograd.grad(loss, inputs)` all."""
-        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
-        for parameter in trained:
-            if parameter not in self._nodes:
-                self._nodes[parameter] = get_gradient_edge(parameter).node
+        trained = [(p, leaf) for p, leaf in self.leaves.items() if p.requires_grad]
         try:
-            return {each for each in trained if not torch._C._will_engine_execute_node(self._nodes[each])}
+            return {parameter for parameter, leaf in trained if not torch._C._will_engine_execute_node(leaf)}
         except RuntimeError as error:
             raise RuntimeError(
                 "torch.autograd.grad(loss, parameters) cannot return gradients of parameters on a grid, which are "

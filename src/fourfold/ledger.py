@@ -157,12 +157,13 @@ class Ledger:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What a dry run inside the block records is not counted."""
-        kept = self.calls.copy(), self.wire_bytes.copy()
+        """What is launched inside the block is not counted, and not told to whoever watches."""
+        kept = self.calls.copy(), self.wire_bytes.copy(), self._watchers
+        self._watchers = []
         try:
             yield
         finally:
-            self.calls, self.wire_bytes = kept
+            self.calls, self.wire_bytes, self._watchers = kept
 
     @contextmanager
     def watch(self) -> Iterator[list[Collective]]:

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import Grid
-from fourfold.layout import Policy
+from fourfold.layout import Policy, Spec, Storage
 from fourfold.overlap import Engine
 from fourfold.pending import Pending
 
@@ -97,7 +97,7 @@ class Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, _: Tensor) -> Tensor:
         ctx.flight = flight
-        return flight.take()
+        return changeable(flight.take())
 
     @staticmethod
     @once_differentiable
@@ -228,13 +228,33 @@ def gather_blocks(block: Tensor, grid: Grid, axis: str, *, count: int, dim: int,
     return joined.then(lambda whole: whole if whole.shape[dim] == count else whole.narrow(dim, 0, count))
 
 
+def gather_shards(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
+    """The whole of a parameter from its shards, which may be uneven, the innermost cut first."""
+    for cut in reversed(range(len(spec.storage.cuts))):
+        axis, dim = spec.storage.cuts[cut]
+        outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
+        shard = gather_blocks(shard, grid, axis, count=len(outer[dim]), dim=dim, label=label).wait()
+    return shard
+
+
+def changeable(output: Tensor, *inputs: Tensor) -> Tensor:
+    """An autograd function's output that model code may change in place.
+
+    Autograd refuses that for views. One of a buffer that nobody else has is as good as a tensor of its own.
+    """
+    if not output._is_view():
+        return output
+    memory = output.untyped_storage()._cdata
+    return output if any(tensor.untyped_storage()._cdata == memory for tensor in inputs) else output.detach()
+
+
 class Conjugate(torch.autograd.Function):
     """An operator that is over where it begins: forward `there`, backward `back`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: Callable, back: Callable) -> Tensor:
         ctx.back = back
-        return there(tensor)
+        return changeable(there(tensor), tensor)
 
     @staticmethod
     @once_differentiable

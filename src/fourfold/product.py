@@ -29,17 +29,7 @@ from fourfold.pending import Pending
 from fourfold.unit import Member, Unit
 
 MEMORY = "_fourfold_memory"
-"""Attribute of the first of several weights that lie side by side: the `Memory` of all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Where several weights lie one after the other. A copy of the weights lies elsewhere, each weight by itself."""
-
-    tensor: Tensor | None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Memory:
-        return Memory(None)
+"""Attribute of the first of several weights that lie side by side: the memory of all of them. Copies do not have it."""
 
 
 class Gathered(NamedTuple):
@@ -169,7 +159,7 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     parts = [local_of(parameter).detach() for parameter in parameters]
     if len(parts) == 1:
         return parts[0]
-    memory = getattr(parameters[0], MEMORY, Memory(None)).tensor
+    memory = getattr(parameters[0], MEMORY, None)
     expected = -1 if memory is None else memory.data_ptr()
     for part in parts:
         if part.data_ptr() != expected or not part.is_contiguous():

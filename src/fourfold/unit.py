@@ -128,7 +128,10 @@ class Unit:
             self.scatter(complete)
 
     def scatter(self, gradients: Sequence[Tensor]) -> None:
-        """Reduce gradients in compute layout over z and deposit this rank's shards, some time before backward ends."""
+        """Sum gradients in compute layout over z and deposit this rank's shards, some time before backward ends.
+
+        The tensors must be the unit's own: `deposit` changes them in place.
+        """
         z = self.grid.size(GATHERED)
         wide = [gradient.to(self.reduce) for gradient in gradients]
         if z == 1:
@@ -139,9 +142,9 @@ class Unit:
         self.engine.behind.defer(pending, self.elements * self.reduce.itemsize, self._deposit)
 
     def _deposit(self, shards: Sequence[Tensor]) -> None:
-        for member, shard in zip(self.members, shards, strict=True):
-            own = shard[: local_of(member.parameter).shape[0]]
-            self.gradients.deposit(member.parameter, own.to(member.parameter.dtype))
+        parameters = [member.parameter for member in self.members]
+        own = [shard[: local_of(p).shape[0]] for p, shard in zip(parameters, shards, strict=True)]  # without padding
+        self.gradients.deposit(parameters, own)
 
     def only(self, members: Sequence[Member]) -> Unit:
         """A part of the unit, under the same label."""

@@ -15,6 +15,6 @@ def place_sampler(
     Give the DataLoader the rows of one place as its batch_size. Then each batch of all places together is that of one
     process with the sampler of a grid of one rank. `set_epoch` shuffles anew.
     """
-    places = grid.size("data") * grid.size("z")
+    places = grid.shape.places
     place = grid.coords["data"] * grid.size("z") + grid.coords["z"]
     return DistributedSampler(dataset, places, place, shuffle=shuffle, seed=seed, drop_last=drop_last)

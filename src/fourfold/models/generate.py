@@ -179,7 +179,7 @@ def _next_tokens(
 
 def _own_rows(count: int, grid: Grid) -> range:
     """The rows of this rank's place, as many on every place; those from `count` on are padding."""
-    places = grid.size("data") * grid.size("z")
+    places = grid.shape.places
     return chunk(-(-count // places) * places, places, grid.coords["data"] * grid.size("z") + grid.coords["z"])
 
 

@@ -19,13 +19,10 @@ from itertools import product
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.grid import AXES, Grid
+from fourfold.grid import AXES, BATCH, Grid
 from fourfold.layout import GATHERED, Cut, Storage, chunk
 from fourfold.operators import Conjugate, Flight, Landed, Site, gather_blocks, identity, pad_blocks
 from fourfold.pending import Pending
-
-BATCH = ("data", "z")
-"""The axes that cut the rows of a batch."""
 
 
 @dataclass(frozen=True, slots=True)

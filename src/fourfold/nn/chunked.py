@@ -18,8 +18,16 @@ from torch.autograd.function import once_differentiable
 from fourfold.grid import Grid
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import join
-from fourfold.nn.loss import Vocabulary, gradient_of_logits, log_sum_exp, on_device, sum_halves, sum_over_batch
-from fourfold.operators import Body, Conjugate, enter, spread_bodies
+from fourfold.nn.loss import (
+    Vocabulary,
+    gradient_of_logits,
+    log_sum_exp,
+    on_device,
+    sum_halves,
+    sum_of_places,
+    sum_over_batch,
+)
+from fourfold.operators import Body, enter, spread_bodies
 from fourfold.overlap import Turns
 from fourfold.product import Factor, matmul_into
 
@@ -103,6 +111,4 @@ def count_first(
 
 def show_sum(shares: Sequence[Tensor], grid: Grid, dtype: torch.dtype) -> Tensor:
     """The loss of the whole batch from the shares of this place's halves, each of which has the gradient of its own."""
-    return Conjugate.apply(sum_halves(shares), lambda own: sum_over_batch(own, grid, "loss").clone(), torch.clone).to(
-        torch.promote_types(dtype, torch.float32)
-    )
+    return sum_of_places(sum_halves(shares), grid, "loss").to(torch.promote_types(dtype, torch.float32))

@@ -158,10 +158,10 @@ class Head(Expand):
         """The first rank on y adds all of it to its partial sum, since padding may lie between the ids of two ranks."""
         return self.grid.coords["y"] == 0
 
-    def vocabulary(self, ignore_index: int = IGNORE_INDEX) -> Vocabulary:
+    def vocabulary(self, ignore_index: int = IGNORE_INDEX, *, of_place: bool = False) -> Vocabulary:
         """What the loss must know of this rank's logits."""
         cut = inner(self.policy.activations)
-        return Vocabulary(self.grid, cut, self.columns(), ignore_index, "loss", self.policy.compile)
+        return Vocabulary(self.grid, cut, self.columns(), ignore_index, "loss", self.policy.compile, of_place)
 
     @property
     def columns_held(self) -> int:

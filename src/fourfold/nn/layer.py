@@ -13,17 +13,16 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fourfold.gradients import Gradients, own_storage
+from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec
 from fourfold.nn.initial import fill_
 from fourfold.nn.moment import Clock
 from fourfold.operators import Site
 from fourfold.overlap import Engine
-from fourfold.product import MEMORY, Memory
+from fourfold.parameter import shard_parameter
+from fourfold.product import MEMORY
 from fourfold.unit import Member, Unit
 
 
@@ -120,7 +119,7 @@ def assemble(
             fill_(memory[name], box_of(spec, grid), spec.shape, spec.init, seed, name)
         parameter = shard_parameter(memory[name], spec, grid)
         if name in joined:
-            setattr(parameter, MEMORY, Memory(joined[name]))
+            setattr(parameter, MEMORY, joined[name])
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
     gradients = Gradients(grid, parameters, policy)
@@ -155,17 +154,3 @@ def reserve(
     whole = torch.empty(sum(prod(shape) for shape in shapes.values()), dtype=dtype, device=device)
     parts = whole.split([prod(shape) for shape in shapes.values()])
     return whole, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-
-
-def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
-    """This rank's shard as a parameter of the global shape."""
-    whole = torch.empty(spec.shape, dtype=local.dtype, device="meta")
-    lies = DTensorSpec(
-        grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    )
-    trained = local.is_floating_point() or local.is_complex()  # torch has no gradients of whole numbers
-    # `.data` counts its own changes: views of one memory count together, and what is gathered ahead would be gathered
-    # again when a neighbour changes
-    parameter = DTensor(own_storage(local).data, lies, requires_grad=trained)
-    parameter._is_param = True  # what nn.Parameter does, but for a detach, of which torch would derive the layout anew
-    return parameter  # type: ignore[return-value]

@@ -1,7 +1,8 @@
 """Cross-entropy over a vocabulary that is cut, and means over a batch that is cut.
 
-Gradients are summed over the axes they owe, so the loss of a rank is its share of the mean over the whole
-batch's unmasked tokens. The value that is shown is the whole mean, equal on all ranks.
+Gradients are averaged over places (E6): what a place computes from its own rows has the gradient that it has under DDP.
+The losses here are global. The value that they show is the mean over the whole batch's unmasked tokens, equal on all
+ranks, and their gradient is scaled by the number of places, so that the average is exactly the gradient of that mean.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fourfold import comm, local
-from fourfold.grid import AXES, Grid
+from fourfold.grid import AXES, BATCH, Grid
 from fourfold.layout import Cut
 from fourfold.operators import Conjugate
 
@@ -32,6 +33,8 @@ class Vocabulary:
     ignore_index: int
     label: str
     compiled: bool = False
+    of_place: bool = False
+    """Whether the loss is that of this place's rows alone, not the global one."""
 
     @property
     def whole(self) -> bool:
@@ -43,7 +46,7 @@ class CrossEntropy(torch.autograd.Function):
     """loss = sum over unmasked tokens of (lse - l_t) / count, with logits [m/z, V/(xy)] never gathered.
 
         E9   lse = log sum over all ranks of exp(l), from (max, sum of exp, l_t) of each rank, merged
-        E10  dl  = (exp(l - lse) - onehot_t) dloss / count, for this rank's columns
+        E10  dl  = (exp(l - lse) - onehot_t) dloss places / count, for this rank's columns
 
     `count` is that of the whole batch; without one it is counted here. The faults of all places are summed
     in the same message and come back beside the loss.
@@ -58,7 +61,9 @@ class CrossEntropy(torch.autograd.Function):
         sums = [nll, nll.new_full((), faults)]
         if count is None:
             sums.append(sum_halves([(aims != vocabulary.ignore_index).sum().double() for aims in targets]))
-        total = sum_over_batch(torch.stack(sums), vocabulary.grid, vocabulary.label)
+        total = torch.stack(sums)
+        if not vocabulary.of_place:
+            total = sum_over_batch(total, vocabulary.grid, vocabulary.label)
         count = total[2].clamp(min=1) if count is None else count
         ctx.vocabulary = vocabulary
         ctx.save_for_backward(count, *targets, *(kept for kept, _, _ in halves), *(lse for _, lse, _ in halves))
@@ -72,7 +77,7 @@ class CrossEntropy(torch.autograd.Function):
         count, *saved = ctx.saved_tensors
         parts = len(saved) // 3
         targets, kept, lse = saved[:parts], saved[parts : 2 * parts], saved[2 * parts :]
-        share = dloss / count
+        share = dloss * ((1 if ctx.vocabulary.of_place else ctx.vocabulary.grid.shape.places) / count)
         halves = zip(kept, targets, lse, strict=True)
         return (None, None, None, None, *(gradient_of_logits(ctx.vocabulary, *half, share) for half in halves))
 
@@ -84,7 +89,7 @@ def sum_halves(parts: Sequence[Tensor]) -> Tensor:
 def gradient_of_logits(
     vocabulary: Vocabulary, kept: Tensor, targets: Tensor, lse: Tensor | None, share: Tensor
 ) -> Tensor:
-    """E10, with `share` = dloss / count; 0 in columns of padding. Takes what `log_sum_exp` gave."""
+    """E10, with `share` = dloss places / count; 0 in columns of padding. Takes what `log_sum_exp` gave."""
     dtype = local.widen(kept[:0]).dtype
     scale = share.to(dtype) * (targets != vocabulary.ignore_index)
     if lse is None:
@@ -151,7 +156,7 @@ def on_device(number: Tensor | int | float, device: torch.device) -> Tensor:
 def sum_over_batch(tensor: Tensor, grid: Grid, label: str) -> Tensor:
     """Sum over the axes that cut the rows of a batch."""
     for axis in AXES:
-        if axis in ("z", "data"):
+        if axis in BATCH:
             tensor = comm.all_reduce(tensor, grid, axis, label=label).wait()
     return tensor
 
@@ -167,9 +172,21 @@ def count_targets(targets: Tensor, grid: Grid, *, ignore_index: int = IGNORE_IND
 def global_mean(loss: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     """Turn a mean over this place's `count` tokens into the mean over the whole batch.
 
-    For losses of one's own: every rank of a (data, z) place must have computed the same.
+    For losses of one's own whose counts differ between places: gradients are averaged over places, and the average of
+    local means is not the mean over all tokens where places have unequal counts. Every rank of a (data, z) place must
+    have computed the same.
     """
     own = on_device(count, loss.device)
     total = sum_over_batch(own.clone(), grid, "global mean").clamp(min=1)
-    share = loss * (own / total).to(loss.dtype)
-    return Conjugate.apply(share, lambda value: sum_over_batch(value, grid, "global mean").clone(), torch.clone)
+    return sum_of_places(loss * (own / total).to(loss.dtype), grid, "global mean")
+
+
+def sum_of_places(share: Tensor, grid: Grid, label: str) -> Tensor:
+    """Sum the places' shares of a global loss, and show the sum on all ranks.
+
+    Gradients are averaged over places, so that of a share is the sum's times the number of places (E6).
+    """
+    places = grid.shape.places
+    return Conjugate.apply(
+        share, lambda value: sum_over_batch(value, grid, label).clone(), lambda gradient: gradient * places
+    )

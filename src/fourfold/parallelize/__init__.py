@@ -2,6 +2,7 @@
 
 import fourfold.parallelize.along
 import fourfold.parallelize.attention
+import fourfold.parallelize.einsums
 import fourfold.parallelize.shapes
 import fourfold.parallelize.space  # noqa: F401  # these register what runs on parts
 from fourfold.parallelize.build import parallelize

@@ -17,17 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
-from fourfold.grid import Grid
-from fourfold.layout import Spec, Storage, boxed
+from fourfold.layout import Spec
 from fourfold.nn.layer import SPECS
-from fourfold.nn.norm import add_gradients
-from fourfold.operators import gather_blocks
+from fourfold.operators import gather_shards
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layers import Stored
 from fourfold.parallelize.placed import Layout, Placed, version_of
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.state import STORED, joined
-from fourfold.unit import Member, Unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +53,7 @@ class Borrowed(Layout):
         wholes = [ReadWhole.apply(self.run, self.name, spec, parameter) for parameter, spec in self.parts]
         return joined(wholes, self.stored)
 
-    def refuse_changes(self, operation: str) -> NoReturn:  # noqa: ARG002
+    def write(self, placed: Placed, whole: Tensor) -> NoReturn:  # noqa: ARG002
         raise RuntimeError(changes(self.name))
 
 
@@ -88,33 +85,13 @@ class ReadWhole(torch.autograd.Function):
         held = local_of(parameter).detach()
         if held.is_floating_point():
             held = held.to(run.policy.compute or held.dtype)
-        return gathered(held, spec, run.grid, name).clone()
+        return gather_shards(held, spec, run.grid, name).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        run, spec, parameter = ctx.run, ctx.spec, ctx.parameter
-        grid, gradient = run.grid, gradient.to_dense() if gradient.is_sparse else gradient
-        if any(grid.coords[axis] for axis in spec.owes if axis in ("x", "y")):
-            gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
-        if not spec.shape:
-            run.gradients.expect_end()
-            run.gradients.deposit(parameter, gradient.to(parameter.dtype).clone())
-            return None, None, None, None
-        box = spec.storage.compute.box(spec.shape, grid.shape.sizes, grid.coords)
-        own = boxed(gradient, box).contiguous()
-        unit = Unit(grid, run.policy, run.gradients, ctx.name, (Member.of(parameter, spec, grid),))
-        add_gradients(unit, [own], 1)
+        ctx.run.gradients.deposit_whole(ctx.name, ctx.parameter, ctx.spec, gradient)
         return None, None, None, None
-
-
-def gathered(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
-    """The whole of shards that may be uneven, the innermost cut first."""
-    for cut in reversed(range(len(spec.storage.cuts))):
-        axis, dim = spec.storage.cuts[cut]
-        outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
-        shard = gather_blocks(shard, grid, axis, count=len(outer[dim]), dim=dim, label=label).wait()
-    return shard
 
 
 def require_unchanged(run: Run) -> None:

@@ -13,6 +13,7 @@ from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec, inner
 from fourfold.nn.layer import SPECS
 from fourfold.nn.moment import Clock
+from fourfold.parallelize.computed import ComputedCloser, ComputedReader
 from fourfold.parallelize.gathered import Gathered, Spreader
 from fourfold.parallelize.images import channel_norm, convolution
 from fourfold.parallelize.layers import (
@@ -27,8 +28,10 @@ from fourfold.parallelize.layers import (
 from fourfold.parallelize.loops import answer_loops
 from fourfold.parallelize.lora import LowRank, adapted, merge_on_shards, prepare, show_sizes
 from fourfold.parallelize.low_rank import Narrower, Widener
+from fourfold.parallelize.multihead import Attention, Multihead
 from fourfold.parallelize.normal import formula_of
 from fourfold.parallelize.place import Placing
+from fourfold.parallelize.placed import give_functions_whole_tensors
 from fourfold.parallelize.plan import (
     ChannelNorm,
     Choice,
@@ -46,17 +49,14 @@ from fourfold.parallelize.plan import (
     resolve,
     whole_below,
 )
-from fourfold.parallelize.recipes import RECIPES
-from fourfold.parallelize.root import Block, Root
+from fourfold.parallelize.recipes import CONTRASTED, RECIPES
+from fourfold.parallelize.root import Block, Contrasted, Root
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.structure import (
     Found,
-    features_of,
     find,
     has_own,
     is_embedding,
-    is_linear,
-    is_transposed,
     sizes_of_parts,
 )
 from fourfold.parallelize.swap import adapters_of, compiled, convert
@@ -82,7 +82,9 @@ def parallelize(
     check_policy(policy)
     _refuse_compiled(model)
     run = _run_of(model, grid, policy)
-    prepare(model, {name: features_of(base) for name, _, base in adapted(model) if adapters_of(base)})
+    give_functions_whole_tensors()
+    forms = {name: adapters_of(base)[-1].form for name, _, base in adapted(model) if adapters_of(base)}
+    prepare(model, {name: (form.inputs, form.outputs) for name, form in forms.items() if form is not None})
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
     given = whole_below(resolve(plan or {}, fresh, "plan"), [name for name in fresh if has_own(fresh[name])])
     family = RECIPES.get(getattr(getattr(model, "config", None), "model_type", ""), {})
@@ -99,6 +101,9 @@ def parallelize(
     for name, features in found.blocks.items():
         if name in fresh and features % grid.size("y") == 0:
             convert(fresh[name], Block(name, run, "one of several equal blocks", features))
+    for name in CONTRASTED.get(getattr(getattr(model, "config", None), "model_type", ""), ()):
+        if name in fresh:
+            convert(fresh[name], Contrasted(name, run, "a recipe: its rows are compared with each other"))
     if not any(isinstance(adapter, Root) for adapter in adapters_of(model)):
         convert(model, Root("", run, "the module that was given"))
     _leave_replaced(model)
@@ -175,28 +180,33 @@ def _adapter(name: str, module: nn.Module, found: Found, run: Run) -> Adapter:
 
 
 def _linear(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:
-    if not is_linear(module):
+    form = found.forms.get(module)
+    if form is None:
         raise ValueError(f"{type(choice.word).__name__}() is for linear layers that use their weight as nn.Linear does")
-    (inputs, outputs), transposed = features_of(module), is_transposed(module)
-    bias, place = getattr(module, "bias", None) is not None, (run.grid, run.policy)
+    if form.computed:
+        kind = ComputedCloser if isinstance(choice.word, Contract) else ComputedReader
+        return kind(name, run, choice.why, module, form)
+    bias, place = form.bias is not None, (run.grid, run.policy)
     word = choice.word
     if isinstance(word, Contract):
-        return Closer(
-            name, run, choice.why, on_grid.Contract(*place, inputs, outputs, bias=bias), transposed=transposed
-        )
+        return Closer(name, run, choice.why, on_grid.Contract(*place, form.inputs, form.outputs, bias=bias), form)
     if isinstance(word, Head):
-        return Reader(name, run, choice.why, on_grid.Head(*place, inputs, outputs, bias=bias), transposed=transposed)
+        return Reader(name, run, choice.why, on_grid.Head(*place, form.inputs, form.outputs, bias=bias), form)
     counts = found.counts.get(name.rpartition(".")[0])
-    sizes = sizes_of_parts(word, outputs, counts)  # type: ignore[arg-type]
+    sizes = sizes_of_parts(word, form.outputs, counts)  # type: ignore[arg-type]
     if len(sizes) == 1 and word.parts not in (1, "qkv"):  # type: ignore[attr-defined]
-        raise ValueError(f"Expand(parts={word.parts}): {outputs} outputs are not so many equal layers")  # type: ignore[attr-defined]
-    layers = [on_grid.Expand(*place, inputs, size, bias=bias) for size in sizes]
+        raise ValueError(f"Expand(parts={word.parts}): {form.outputs} outputs are not so many equal layers")  # type: ignore[attr-defined]
+    layers = [on_grid.Expand(*place, form.inputs, size, bias=bias) for size in sizes]
     if len(layers) == 1:
-        return Reader(name, run, choice.why, layers[0], transposed=transposed)
+        return Reader(name, run, choice.why, layers[0], form)
     parts = inner(run.policy.activations).feature_parts(run.grid.shape.sizes)
     if word.parts != "qkv" or counts is None or not counts.lie_so(sizes, parts):  # type: ignore[attr-defined]
         counts = None
-    return FusedReader(name, run, choice.why, layers, transposed=transposed, counts=counts)
+    return FusedReader(name, run, choice.why, layers, form, counts=counts)
+
+
+def _multihead(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:  # noqa: ARG001
+    return Attention(name, run, choice.why, module)  # type: ignore[arg-type]
 
 
 def _embedding(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:  # noqa: ARG001
@@ -223,10 +233,12 @@ def _norm(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) 
     return Normer(name, run, choice.why, on_grid.Norm(run.grid, run.policy, formula.features, **options))  # type: ignore[arg-type]
 
 
-def _gathered(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:  # noqa: ARG001
+def _gathered(name: str, module: nn.Module, choice: Choice, found: Found, run: Run) -> Adapter:
     if isinstance(choice.word, Heads):
         return Spreader(name, run, choice.why, module)
-    return Gathered(name, run, choice.why, module, whole_inputs=choice.why.startswith("plan"))
+    made = Gathered(name, run, choice.why, module, whole_inputs=choice.why.startswith("plan"))
+    made.form = found.forms.get(module)
+    return made
 
 
 MAKERS: dict[type[Word], Callable[[str, nn.Module, Choice, Found, Run], Adapter]] = {
@@ -236,6 +248,7 @@ MAKERS: dict[type[Word], Callable[[str, nn.Module, Choice, Found, Run], Adapter]
     Embedding: _embedding,
     Norm: _norm,
     HeadNorm: _norm,
+    Multihead: _multihead,
     Heads: _gathered,
     Whole: _gathered,
     Convolution: convolution,

@@ -27,6 +27,8 @@ def explain(model: nn.Module) -> str:
     head = f"{type(model).__name__} on {run.grid}, {run.policy.activations} activations"
     lines = [head, *_table([("module", "kind", "layout", "communicates", "why"), *rows])]
     lines.append("batch in one part (halves=1): a module's own code runs it as one")
+    if run.unchecked:
+        lines.append(f"whether rows depend on each other could not be checked: {run.unchecked}")
     if run.made_whole:
         lines += ["", "Made whole in the last pass (the operation is right, and slower than on parts):"]
         lines += [f"  {count} x {operation} {place}" for (place, operation), count in run.made_whole.most_common()]

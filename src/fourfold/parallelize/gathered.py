@@ -43,7 +43,7 @@ class Gathered(Adapter):
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.run.where = self.name
-        if self.whole_inputs:
+        if self.whole_inputs or self.name in self.run.on_wholes:
             args, kwargs = tree_map_only(Placed, Placed.whole, (args, kwargs))
         if not self.layer.specs:
             return forward(*args, **kwargs)
@@ -52,6 +52,7 @@ class Gathered(Adapter):
         held = {name: module._parameters[name] for name in tensors}
         module._parameters.update(tensors)  # type: ignore[arg-type]
         self.run.running |= (names := {id(tensor): self._named(module, name) for name, tensor in tensors.items()})
+        self.run.inside.append(self.name)
         try:
             result = forward(*args, **kwargs)
         except RuntimeError as error:
@@ -61,6 +62,7 @@ class Gathered(Adapter):
                 ) from error
             raise
         finally:
+            self.run.inside.pop()
             replaced = [name for name in tensors if module._parameters.get(name) is not tensors[name]]
             module._parameters.update(held)
             self.run.running = {key: name for key, name in self.run.running.items() if key not in names}
@@ -94,6 +96,11 @@ class Gathered(Adapter):
     def describe(self) -> tuple[str, str]:
         if not self.layer.specs:
             return "its own code on whole tensors", "inputs made whole"
+        if operation := self.run.on_wholes.get(self.name):
+            return (
+                f"cut over z: its own code on whole tensors (it uses {operation})",
+                "parameters over z, inputs made whole",
+            )
         return "cut over z: its own code", "parameters over z"
 
 
@@ -118,7 +125,10 @@ class GatherParameters(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        dense = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+        # copies: autograd may hand the same tensor to others, and the unit changes what it is given; in the order of
+        # the parameter's own memory: a fused optimizer reads both as they lie, and einsum's gradients lie otherwise
+        own = torch.contiguous_format
+        dense = [None if g is None else g.to_dense() if g.is_sparse else g.clone(memory_format=own) for g in gradients]
         add_gradients(ctx.unit, dense, 1)
         return (None, *[None] * len(gradients))
 
@@ -137,7 +147,7 @@ class ReadScalar(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
         if ctx.parameter.requires_grad:
             ctx.layer.gradients.expect_end()
-            ctx.layer.gradients.deposit(ctx.parameter, gradient.to(ctx.parameter.dtype).clone())
+            ctx.layer.gradients.deposit([ctx.parameter], [gradient.clone()])  # autograd may hand it to others too
         return None, None
 
 

@@ -17,11 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fourfold import comm
 from fourfold.data.rows import local_rows
-from fourfold.grid import Grid
+from fourfold.grid import BATCH, Grid
 from fourfold.nn.initial import key_of
 from fourfold.nn.moment import drawing
-
-BATCH = ("data", "z")
 
 
 def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +29,7 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
             "generate on a grid gives token ids; return_dict_in_generate and streamer see the rows of one place only"
         )
     rows = _rows(args, kwargs)
-    places = grid.size("data") * grid.size("z")
+    places = grid.shape.places
     missing = -rows % places
 
     def cut(value: Any) -> Any:

@@ -21,6 +21,7 @@ from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand
 from fourfold.nn.norm import HeadNorm, Norm
 from fourfold.parallelize.layouts import fused
+from fourfold.parallelize.linears import Form
 from fourfold.parallelize.placed import Blocks, Placed, Rest, laid, whole
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import HeadCounts, Together, at_rest
@@ -46,6 +47,9 @@ class Stored:
 class Adapter(ABC):
     """Runs a module on the grid."""
 
+    form: Form | None = None
+    """What the module computes, where it is a linear layer."""
+
     def __init__(self, name: str, run: Run, why: str) -> None:
         self.name, self.run, self.why = name, run, why
 
@@ -65,6 +69,11 @@ class Adapter(ABC):
         """The dtype of its floating-point inputs; None: as they come."""
         return None
 
+    def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        """Whether the adapter computes what the module does with these arguments; if not the module's own code runs,
+        and reads its parameters whole."""
+        return True
+
     @abstractmethod
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
@@ -80,9 +89,9 @@ class Single(Adapter, Generic[L]):
     """A module that is one layer with the same parameters. It computes in the policy's dtype or that of its
     parameters."""
 
-    def __init__(self, name: str, run: Run, why: str, layer: L, *, transposed: bool = False) -> None:
+    def __init__(self, name: str, run: Run, why: str, layer: L) -> None:
         super().__init__(name, run, why)
-        self.layer, self.transposed = layer, transposed
+        self.layer = layer
 
     @property
     def layers(self) -> Sequence[L]:
@@ -92,26 +101,43 @@ class Single(Adapter, Generic[L]):
         return self.run.policy.compute
 
     def parameters(self) -> Mapping[str, tuple[Layer, str, Stored]]:
-        return {
-            name: (self.layer, name, Stored(name, transposed=self.transposed and len(spec.shape) == 2))
-            for name, spec in self.layer.specs.items()
-        }
+        return {name: (self.layer, name, Stored(name)) for name in self.layer.specs}
 
 
-class Reader(Single[Expand]):
+class Linear(Single[L]):
+    """A module that is a linear layer, under whatever names it has its weight and its bias."""
+
+    form: Form  # type: ignore[assignment]
+
+    def __init__(self, name: str, run: Run, why: str, layer: L, form: Form) -> None:
+        super().__init__(name, run, why, layer)
+        self.form = form
+
+    def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        return self.form.takes(args, kwargs)
+
+    def parameters(self) -> Mapping[str, tuple[Layer, str, Stored]]:
+        return {self.form.names[inside]: (self.layer, inside, self.stored(inside)) for inside in self.layer.specs}
+
+    def stored(self, inside: str, rows: range | None = None) -> Stored:
+        return Stored(self.form.names[inside], rows, transposed=self.form.transposed and inside == "weight")
+
+
+class Reader(Linear[Expand]):
     """A linear layer from rest to inner, or several in one weight."""
 
     together: Together
 
-    def __init__(self, name: str, run: Run, why: str, layer: Expand, *, transposed: bool = False) -> None:
-        super().__init__(name, run, why, layer, transposed=transposed)
+    def __init__(self, name: str, run: Run, why: str, layer: Expand, form: Form) -> None:
+        super().__init__(name, run, why, layer, form)
         Together([self])
 
     def joined(self, outs: Sequence[Placed]) -> Placed:
         return outs[0]
 
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Placed:  # noqa: ARG002
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Placed:  # noqa: ARG002
         self.run.where = self.name
+        (input,) = (*args, *kwargs.values())
         return self.together.read(self, input)
 
     def describe(self) -> tuple[str, str]:
@@ -124,9 +150,9 @@ class FusedReader(Reader):
     """Several layers whose weights the plain module has in one, each cut by itself."""
 
     def __init__(
-        self, name: str, run: Run, why: str, layers: Sequence[Expand], *, transposed: bool, counts: HeadCounts | None
+        self, name: str, run: Run, why: str, layers: Sequence[Expand], form: Form, *, counts: HeadCounts | None
     ) -> None:
-        super().__init__(name, run, why, layers[0], transposed=transposed)
+        super().__init__(name, run, why, layers[0], form)
         self.pieces = tuple(layers)
         self.together.counts = counts
 
@@ -140,9 +166,8 @@ class FusedReader(Reader):
         for index, layer in enumerate(self.pieces):
             rows = range(first, first + layer.out_features)
             first = rows.stop
-            for name, spec in layer.specs.items():
-                stored = Stored(name, rows, transposed=self.transposed and len(spec.shape) == 2)
-                found[f"{name}_{index}"] = (layer, name, stored)
+            for inside in layer.specs:
+                found[f"{self.form.names[inside]}_{index}"] = (layer, inside, self.stored(inside, rows))
         return found
 
     def joined(self, outs: Sequence[Placed]) -> Placed:
@@ -153,11 +178,12 @@ class FusedReader(Reader):
         return f"w[({sizes})/x, k/y]/z: rest -> inner", "one enter over x, w over z, one spread over y"
 
 
-class Closer(Single[Contract]):
+class Closer(Linear[Contract]):
     """A linear layer from inner to rest."""
 
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Placed:  # noqa: ARG002
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Placed:  # noqa: ARG002
         self.run.where = self.name
+        (input,) = (*args, *kwargs.values())
         layout = Blocks(self.run, input.dim() - 1, self.run.over)
         a = input.laid(layout) if isinstance(input, Placed) else laid(input, layout)
         leading = a.shape[:-1]

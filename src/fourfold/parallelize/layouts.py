@@ -38,6 +38,9 @@ class Columns(Blocks):
     def padded(self, shape: Size) -> bool:
         return self.head.columns_held * self.parts != shape[self.dim]
 
+    def uncut(self, local: Tensor, shape: Size) -> Tensor:
+        return local.narrow(self.dim, 0, shape[self.dim])
+
     def _join(self, local: Tensor, dim: int, length: int) -> Tensor:  # noqa: ARG002
         flat = local.movedim(dim, -1)
         whole = self.head.join(flat.reshape(-1, flat.shape[-1]))
@@ -134,6 +137,13 @@ class Fused(Layout):
     @property
     def axes(self) -> tuple[str, ...]:
         return self.pieces[0].placement.axes
+
+    def locals_of(self, placed: Placed) -> tuple[Tensor, ...]:  # noqa: ARG002
+        return tuple(part for piece in self.pieces for part in piece.placement.locals_of(piece))
+
+    def write(self, placed: Placed, whole: Tensor) -> None:  # noqa: ARG002
+        for piece, values in zip(self.pieces, whole.split([p.shape[-1] for p in self.pieces], dim=-1), strict=True):
+            piece.placement.write(piece, values)
 
     @property
     def edges(self) -> list[int]:

@@ -1,8 +1,10 @@
 """What a model's own code calls and must mean something else on the grid: losses, and `.data` of parameters.
 
-Rows of a batch lie on all (data, z) places. While a model runs, torch's own loss functions with reduction="mean" divide
-by the count of all places and show the mean of all, and with "sum" they show the sum of all; gradients are this place's
-share either way. Logits that are cut over the vocabulary are never gathered for it.
+Rows of a batch lie on all (data, z) places. While a model runs, torch's own loss functions with reduction="mean" are
+global: they show the mean over the targets of all places, and their gradient is that of this mean. With "sum" they are
+this place's own, as whatever else a model computes from its rows, for people divide sums by counts of their own; but
+where a Hugging Face model is told the batch's count (`num_items_in_batch`) its sums are global as well. Logits that are
+cut over the vocabulary are never gathered for a loss.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from fourfold.nn.loss import cross_entropy, sum_over_batch
-from fourfold.operators import Conjugate
+from fourfold.layout import inner
+from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layouts import Columns
-from fourfold.parallelize.placed import Placed, whole
+from fourfold.parallelize.placed import Placed, settle, whole
+from fourfold.parallelize.rows import gather_rows, whole_batch
 from fourfold.parallelize.run import Run
 
 BY_CLASS = {
@@ -67,11 +70,17 @@ class GlobalLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is whole_batch:
+            rows, sample = whole(args[0]), self.run.sample
+            return gather_rows(rows, self.run.grid) if sample is None else sample.whole_batch(rows, self.run.grid)
         if func in BY_CLASS or func in BY_ELEMENT:
             return global_loss(self.run, func, args, kwargs)
         if func in DATA and id(args[0]) in self.run.running:
             return parameter_data(self.run, func, args[0])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.run.copies:
+            settle(self.run)
+        return result
 
 
 DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[missing-attribute]
@@ -87,20 +96,28 @@ def parameter_data(run: Run, func: Callable, parameter: Tensor) -> Tensor:
 def global_loss(run: Run, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     named = _bound(func, args, kwargs)
     reduction = named["reduction"]
+    of_place = reduction == "sum" and not run.counted
     if reduction not in ("mean", "sum", "batchmean"):
         return func(*args, **kwargs)
     if func is functional.cross_entropy and _is_cut(named):
         run.reads_logits = True
         input, targets = named["input"], whole(named["target"]).long()
-        vocabulary = input.placement.head.vocabulary(named["ignore_index"])
+        vocabulary = input.placement.head.vocabulary(named["ignore_index"], of_place=of_place)
         count = 1 if reduction == "sum" else None
         return cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
+    if of_place:
+        return func(*args, **kwargs)
+    if func is functional.cross_entropy and not run.cuts and _by_id(named) and named["input"].numel():
+        input = named["input"]
+        ids = range(input.shape[1])
+        vocabulary = Vocabulary(run.grid, inner(run.policy.activations), ids, named["ignore_index"], "loss")
+        return cross_entropy([input], [named["target"].long()], vocabulary, count=1 if reduction == "sum" else None)[0]
     named = tree_map_only(Placed, Placed.whole, named)
     total, count = (_by_class if func in BY_CLASS else _by_element)(func, named)
     if reduction != "sum":
         everyones = sum_over_batch(count, run.grid, "loss")
         total = total / torch.where(everyones == 0, 1, everyones).to(total.dtype)  # a batch without targets has loss 0
-    return Conjugate.apply(total, lambda share: sum_over_batch(share, run.grid, "loss").clone(), torch.clone)
+    return sum_of_places(total, run.grid, "loss")
 
 
 @cache
@@ -131,10 +148,15 @@ def _lost_weight() -> Tensor | None:
 
 def _is_cut(named: dict[str, Any]) -> bool:
     """Whether the logits [m, V] are cut over the vocabulary and the targets are ids."""
-    input, target = named["input"], named["target"]
-    if not isinstance(input, Placed) or not isinstance(input.placement, Columns) or target.is_floating_point():
-        return False
-    return named["weight"] is None and named["label_smoothing"] == 0 and input.dim() == 2 and input.placement.dim == 1
+    input = named["input"]
+    columns = isinstance(input, Placed) and isinstance(input.placement, Columns) and input.placement.dim == 1
+    return columns and _by_id(named)
+
+
+def _by_id(named: dict[str, Any]) -> bool:
+    """Whether it is the cross-entropy of [m, V] with an id for each row, and nothing else."""
+    plain = named["weight"] is None and named["label_smoothing"] == 0
+    return plain and named["input"].dim() == 2 and not named["target"].is_floating_point()
 
 
 def _by_class(func: Callable, named: dict[str, Any]) -> tuple[Tensor, Tensor]:

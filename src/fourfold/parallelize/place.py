@@ -10,12 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Grid
 from fourfold.layout import Spec, boxed
-from fourfold.nn.layer import SPECS, Layer, box_of, reserve, shard_parameter
+from fourfold.nn.layer import SPECS, Layer, box_of, reserve
 from fourfold.parallelize.gathered import Gathered
 from fourfold.parallelize.layers import Adapter, Reader
 from fourfold.parallelize.state import cut_buffer, translate_buffers, translate_state
 from fourfold.parallelize.values import Values
-from fourfold.product import MEMORY, Memory
+from fourfold.parameter import shard_parameter
+from fourfold.product import MEMORY
 
 Reserved = tuple[Tensor, Tensor | None]
 """For a shard, and for the first of several that lie side by side all of it."""
@@ -99,7 +100,7 @@ class Placing:
             layers = [layer for reader in adapter.together.readers for layer in reader.layers]
             if len(layers) == 1:
                 continue
-            dtype = self.model.get_submodule(name).weight.dtype
+            dtype = self.model.get_submodule(name)._parameters[adapter.form.weight].dtype  # type: ignore[union-attr]
             specs = {str(index): layer.specs["weight"] for index, layer in enumerate(layers)}
             whole, parts = reserve(list(specs), specs, self.grid, dtype, self.grid.device)  # type: ignore[arg-type]
             for index, layer in enumerate(layers):
@@ -113,5 +114,5 @@ def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: Reserved | None) -> nn.P
     own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory
     parameter = shard_parameter(own.copy_(part), spec, grid)
     if joint is not None:
-        setattr(parameter, MEMORY, Memory(joint))
+        setattr(parameter, MEMORY, joint)
     return parameter

@@ -12,13 +12,14 @@ tensor was broadcast over parts.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Size, Tensor
@@ -46,16 +47,17 @@ class Layout(ABC):
     def whole(self, local: Tensor, shape: Size) -> Tensor:
         """The whole tensor, whose gradient goes back to the parts."""
 
+    @abstractmethod
+    def write(self, placed: Placed, whole: Tensor) -> None:
+        """Give a cut tensor the values of a whole one, in place."""
+
+    def locals_of(self, placed: Placed) -> tuple[Tensor, ...]:
+        """The local tensors that hold its values."""
+        return (placed._local,)
+
     def padded(self, shape: Size) -> bool:  # noqa: ARG002
         """Whether some rank's local tensor has entries that stand for nothing. Their gradient is 0."""
         return False
-
-    def refuse_changes(self, operation: str) -> NoReturn:
-        # no TypeError, which a + b would take for an operand that it does not know
-        raise RuntimeError(
-            f"{operation} changes a tensor made {self.run.label} in place that is cut over the grid; write it without "
-            "changing in place, or give the module a plan of Whole(), which hands it whole tensors"
-        )
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,24 @@ class Parted(Layout):
         one."""
 
     def whole(self, local: Tensor, shape: Size) -> Tensor:
+        if all(self.run.grid.size(axis) == 1 for axis in self.axes):
+            return self.uncut(local, shape)
         return Conjugate.apply(
             local,
             lambda part: self.join(part, shape).contiguous(),  # as the plain model has it, which may `view` it
             lambda gradient: self.take(gradient, shape),
         )
+
+    def write(self, placed: Placed, whole: Tensor) -> None:
+        placed._local.copy_(self.part(whole, placed.shape))
+
+    def uncut(self, local: Tensor, shape: Size) -> Tensor:
+        """The whole tensor where its axes have one rank: a view of the local one."""
+        return local.view(shape)
+
+    def flat(self, plain: Tensor) -> Tensor:
+        """The local tensor of a plain one, on a grid where nothing is cut."""
+        return plain
 
     def sum(self, gradient: Tensor, axes: tuple[str, ...]) -> Tensor:
         for axis in axes:
@@ -110,6 +125,9 @@ class Rest(Parted):
 
     def padded(self, shape: Size) -> bool:
         return prod(shape[:-1]) % self.tokens_cut != 0
+
+    def flat(self, plain: Tensor) -> Tensor:
+        return plain.reshape(-1, plain.shape[-1])
 
     def join(self, local: Tensor, shape: Size) -> Tensor:
         grid, label = self.run.grid, self.run.label
@@ -239,34 +257,22 @@ class Placed(Tensor):
     """A tensor of `shape` of which this rank holds `local`, cut as `placement` says."""
 
     placement: Layout
+    made: str
+    """Where it was made: after which layer."""
     _shape: Size
     _local: Tensor
-    _lent: list[tuple[weakref.ref[Tensor], int | None]]
-    """Whole copies of which somebody may hold views, and the state that they were in."""
-    read: dict[object, Any]
-    """What layers that read it together have found for each other."""
 
     @staticmethod
     def __new__(cls, local: Tensor, placement: Layout, shape: Size | tuple[int, ...]) -> Placed:
         new = Tensor._make_wrapper_subclass(cls, Size(shape), dtype=local.dtype, device=local.device)
-        new._shape, new._local, new.placement, new.read, new._lent = Size(shape), local, placement, {}, []
+        new._shape, new._local, new.placement, new.made = Size(shape), local, placement, placement.run.label
         return new
 
     @property
     def local(self) -> Tensor:
-        if self._lent:
-            self._require_unchanged()
+        if self.placement.run.copies:
+            settle(self.placement.run)
         return self._local
-
-    def _require_unchanged(self) -> None:
-        for lent, version in self._lent:
-            copy = lent()
-            if copy is not None and version_of(copy) != version:
-                raise RuntimeError(
-                    f"a view of a tensor made {self.placement.run.label} was changed in place, and the tensor, which "
-                    "is cut over the grid, does not see it; write it without changing in place, or give the module a "
-                    "plan of Whole(), which hands it whole tensors"
-                )
 
     def like(self, local: Tensor) -> Placed:
         """Another local tensor that lies as this one does."""
@@ -298,7 +304,11 @@ class Placed(Tensor):
                 refuse_inside_functions(placed.placement.run, trained=placed.requires_grad)
         rule = RULES.get(func)
         result = NotImplemented if rule is None else rule(func, args, kwargs)
-        return on_wholes(func, args, kwargs) if result is NotImplemented else result
+        if result is NotImplemented:
+            return on_wholes(func, args, kwargs)
+        if isinstance(result, Placed) and args and isinstance(args[0], Placed):
+            result.made = args[0].made
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -310,6 +320,8 @@ class Placed(Tensor):
 
 def laid(plain: Tensor, layout: Parted) -> Placed:
     """A plain tensor in that layout."""
+    if not layout.run.cuts:
+        return Placed(layout.flat(plain), layout, plain.shape)
     return Placed(layout.part(plain, plain.shape), layout, plain.shape)
 
 
@@ -319,34 +331,94 @@ def whole(value: Any) -> Any:
 
 
 def on_wholes(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The operation as it stands, on whole tensors."""
+    """Run an operation as it stands, on whole tensors.
+
+    What it changes in place is written back to the cut tensor. Where its result is a view of a whole tensor, the cut
+    tensor and the view are kept in agreement (`settle`), as a tensor and its views are.
+    """
     name = getattr(func, "__name__", str(func))
     found = placed_in((args, kwargs))
     run = found[0].placement.run
-    if args and isinstance(args[0], Placed) and changes_in_place(name):
-        args[0].placement.refuse_changes(name)
-    for placed in placed_in(kwargs.get("out")):
-        placed.placement.refuse_changes(name)
+    if name == "__set__" or placed_in(kwargs.get("out")):
+        raise RuntimeError(refusal(name, found[0]))
     run.made_whole[run.label, name] += len(found)
     wholes = {id(placed): placed.whole() for placed in found}
+    changed = operand_changed(name, args, kwargs)
+    if isinstance(changed, Placed):
+        wholes[id(changed)] = wholes[id(changed)].clone()  # one that autograd lets change
     versions = {key: version_of(whole) for key, whole in wholes.items()}
     args, kwargs = tree_map_only(Placed, lambda placed: wholes[id(placed)], (args, kwargs))
-    try:
-        result = func(*args, **kwargs)
-    except RuntimeError as error:
-        if Conjugate.__name__ in str(error):  # torch refuses to change what such a function gave
-            found[0].placement.refuse_changes(name)
-        raise
-    for placed in found:
-        if version_of(wholes[id(placed)]) != versions[id(placed)]:
-            placed.placement.refuse_changes(name)
-    memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if is_strided(leaf)}
+    result = func(*args, **kwargs)
     for placed in found:
         whole = wholes[id(placed)]
-        if whole.untyped_storage()._cdata in memory:
-            # views hold on to the tensor at their bottom, not to those between
-            placed._lent.append((weakref.ref(whole if whole._base is None else whole._base), version_of(whole)))
+        if whole.shape != placed.shape:
+            raise RuntimeError(refusal(name, placed))
+        if version_of(whole) != versions[id(placed)]:
+            run.changes_in_place(name)
+            placed.placement.write(placed, whole)
+    if isinstance(changed, Placed) and result is wholes[id(changed)]:
+        return changed
+    memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if is_strided(leaf)}
+    for placed in found:
+        own = {part.untyped_storage()._cdata for part in placed.placement.locals_of(placed)}
+        if wholes[id(placed)].untyped_storage()._cdata in memory - own:
+            run.copies.append(WholeCopy(placed, wholes[id(placed)]))
     return result
+
+
+def operand_changed(name: str, args: tuple, kwargs: dict) -> Any:
+    """The argument that an operation changes in place, if it is one that does."""
+    if changes_in_place(name) or kwargs.get("inplace"):
+        return args[0] if args else kwargs.get("input")
+    return None
+
+
+class WholeCopy:
+    """A whole copy of a cut tensor of which model code holds views, and the states in which the two agree."""
+
+    def __init__(self, placed: Placed, whole: Tensor) -> None:
+        self.placed, self._whole = placed, weakref.ref(whole)
+        self.agree(whole)
+
+    def agree(self, whole: Tensor) -> None:
+        self.version, self.versions = version_of(whole), self._now()
+
+    def _now(self) -> list[int | None]:
+        return [version_of(part) for part in self.placed.placement.locals_of(self.placed)]
+
+    @property
+    def whole(self) -> Tensor | None:
+        """None once nobody holds a view of it: views hold the tensor that they are of."""
+        return self._whole()
+
+    @property
+    def cut_changed(self) -> bool:
+        return self._now() != self.versions
+
+
+def settle(run: Run) -> None:
+    """After a change in place let cut tensors and whole copies of them agree again, as views of one memory do."""
+    copies, run.copies = run.copies, []  # reading a tensor settles too
+    alive = [(copy, whole) for copy in copies if (whole := copy.whole) is not None]
+    for copy, whole in alive:
+        if version_of(whole) != copy.version:
+            if copy.cut_changed:
+                raise RuntimeError(refusal("a change of two overlapping views", copy.placed))
+            copy.placed.placement.write(copy.placed, whole)
+            copy.agree(whole)
+    for copy, whole in alive:
+        if copy.cut_changed:
+            whole.copy_(copy.placed.whole())
+            copy.agree(whole)
+    run.copies = [copy for copy, _ in alive]
+
+
+def refusal(operation: str, placed: Placed) -> str:
+    # raised as a RuntimeError: a + b would take a TypeError for an operand that it does not know
+    return (
+        f"{operation} changes a tensor made {placed.made} in a way that is not possible while it is cut over the grid; "
+        "write it without changing the tensor in place, or give the module a plan of Whole(), which hands it whole ones"
+    )
 
 
 def is_strided(value: Any) -> bool:
@@ -372,25 +444,45 @@ IN_PLACE = {
 
 
 def refuse_inside_functions(run: Run, *, trained: bool = True) -> None:
-    """An autograd function of one's own cannot see that a tensor is cut: its gradient would be lost."""
+    """Layers cannot run inside an autograd function of somebody else's: autograd records nothing there."""
     if torch.is_grad_enabled() or not run.grad_enabled or not run.depth or not trained:
         return
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is APPLY:
             name = getattr(frame.f_locals.get("cls"), "__qualname__", "")
-            remedy = REMEDIES.get(name, "give the module that calls it a plan of Whole(), which hands it whole tensors")
+            remedy = REMEDIES.get(name, "call the layers outside of it, and hand it their results")
             raise RuntimeError(
-                f"an autograd function ({name}) reads a tensor made {run.label} that is cut over the grid, and its "
-                f"gradient would be lost; {remedy}"
+                f"an autograd function ({name}) runs layers of the model, or reads a tensor made {run.label} that was "
+                f"not given to it as an argument, and the gradient would be lost; {remedy}"
             )
         frame = frame.f_back
 
 
-REMEDIES = {
-    "CheckpointFunction": "use checkpointing with use_reentrant=False",
-    "BackwardHookFunction": "put backward hooks on the whole model, or on a module with a plan of Whole()",
-}
+REMEDIES = {"CheckpointFunction": "use checkpointing with use_reentrant=False"}
 """By the name of an autograd function of torch's own."""
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 """What every autograd function's forward runs under."""
+
+
+def give_functions_whole_tensors() -> None:
+    """From now on autograd functions are given whole tensors in place of cut ones, for the whole process.
+
+    torch has no hook for a call of an autograd function: it reads tensors past Python, where it would take a cut tensor
+    for one without a gradient. So `Function.apply` is wrapped; calls without cut tensors pass through it unchanged.
+    """
+    plain = torch.autograd.Function.__dict__["apply"].__func__
+    if getattr(plain, "gives_whole_tensors", False):
+        return
+
+    @functools.wraps(plain)
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if found := [value for value in args if isinstance(value, Placed)]:
+            run = found[0].placement.run
+            run.made_whole[run.label, cls.__qualname__] += len(found)
+            run.changes_in_place(cls.__qualname__)
+            args = tuple(value.whole() if isinstance(value, Placed) else value for value in args)
+        return plain(cls, *args, **kwargs)
+
+    apply.gives_whole_tensors = True  # type: ignore[attr-defined]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from fourfold.parallelize.layers import REPEATED, Adapter
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.losses import GlobalLosses
 from fourfold.parallelize.placed import Placed, version_of
+from fourfold.parallelize.rows import Sample, check_rows, whole_batch
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
 
@@ -32,7 +33,8 @@ COUNT = "num_items_in_batch"
 about the rows of one place."""
 
 
-LOSS = "loss"
+CONTRASTIVE = "return_loss"
+"""What Hugging Face's models of images and texts are told where their loss compares all rows with each other."""
 EVERYWHERE = "the same rows everywhere"
 """In `Root.compared`: whether all places were given the same rows has been looked at."""
 
@@ -43,6 +45,8 @@ class Root(Adapter):
     def __init__(self, name: str, run: Run, why: str) -> None:
         super().__init__(name, run, why)
         self.compared: set[str] = set()
+        self.checked: set[tuple[str, ...]] = set()
+        """The kinds of calls of which the rows were checked for depending on each other."""
         self.evaluations = 0
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,59 +55,63 @@ class Root(Adapter):
             return forward(*args, **kwargs)
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
+        suspicious = self._check_rows(module, forward, args, kwargs)
         if module.training:
             run.clock.advance()
         run.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
-        if kwargs.get(COUNT) is not None:
-            kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
-        with self._pass(module):
-            result = forward(*args, **kwargs)
-            for group in list(run.shared):
-                group.part()
-            result = self._given(result)
-        self._require_global_loss(result)
-        return result
-
-    def _require_global_loss(self, result: Any) -> None:
-        """What a model calls its loss is that of the whole batch, or an error: checked in the first training pass."""
-        loss = result.get("loss") if isinstance(result, Mapping) else None
-        if (
-            not isinstance(loss, Tensor)
-            or loss.dim()
-            or not loss.requires_grad
-            or loss.is_meta
-            or LOSS in self.compared
-        ):
-            return
-        self.compared.add(LOSS)
-        if not equal_along(key_of(loss.item()), self.run.grid, ("z", "data")):
-            raise ValueError(
-                "the loss that the model returns differs between (data, z) places: a part of it is not made by torch's "
-                "loss functions (a router's loss, or a sum divided by hand), and its gradient would be a sum over the "
-                "places; leave that part out of the model, or make it with ff.global_mean(mean, count, grid)"
-            )
-
-    @contextmanager
-    def _pass(self, module: nn.Module) -> Iterator[None]:
-        run = self.run
-        run.require_own_modules()
-        run.require_own_parameters()
-        run.begin()
         buffers = module.named_buffers() if module.training else ()
         before = {name: (buffer, version_of(buffer)) for name, buffer in buffers}
         # in step on all ranks of a place, so that they drop the same of what they all hold
         self.evaluations += not module.training
         name = self.name if module.training else f"{self.name} evaluation {self.evaluations}"
-        random = in_step(run.clock.key(name, run.grid, REPEATED), run.grid.device)
-        try:
-            with GlobalLosses(run), random:
-                yield
-            require_unchanged(run)
-        finally:
-            run.depth = 0
-            run.lent.clear()
+        with in_step(run.clock.key(name, run.grid, REPEATED), run.grid.device):
+            result = self._pass(forward, args, kwargs)
         if before:
             self._require_same_buffers(module, before)
+        if suspicious:
+            _refuse_losses(module, result, suspicious)
+        return result
+
+    def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        run = self.run
+        run.counted, run.compares_rows = kwargs.get(COUNT) is not None, bool(kwargs.get(CONTRASTIVE))
+        if run.counted:
+            kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
+        run.require_own_modules()
+        run.require_own_parameters()
+        run.begin()
+        try:
+            with GlobalLosses(run), counted_changes(run):
+                result = forward(*args, **kwargs)
+                for group in list(run.shared):
+                    group.part()
+                result = self._given(result)
+            require_unchanged(run)
+        finally:
+            run.end()
+        return result
+
+    def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
+        """Before the first training pass of each kind of call, see whether rows need each other (rows.py)."""
+        run = self.run
+        asked = (
+            str(len(args)),
+            *sorted(name for name, value in kwargs.items() if value is not None and value is not False),
+        )
+        trains = module.training and torch.is_grad_enabled() and run.grid.shape.places > 1 and not run.grid.muted
+        if not trains or asked in self.checked:
+            return set()
+        self.checked.add(asked)
+
+        def on_sample(sample: Sample, args: tuple, kwargs: dict) -> Any:
+            run.sample = sample
+            try:
+                run.gradients.begin_forward("check of rows")
+                return self._pass(forward, args, kwargs)
+            finally:
+                run.sample = None
+
+        return check_rows(run, module, on_sample, args, kwargs)
 
     def _given(self, value: Any) -> Any:
         """Whole tensors in place of placed ones; logits of which a loss was made stay cut until somebody reads them."""
@@ -141,13 +149,13 @@ class Root(Adapter):
     def _warn_of_same_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Once, in the first training pass: a loop that forgot to cut its batch computes it in every place again."""
         grid, trains = self.run.grid, module.training and torch.is_grad_enabled()
-        if not trains or EVERYWHERE in self.compared or grid.muted or grid.size("z") * grid.size("data") == 1:
+        if not trains or EVERYWHERE in self.compared or grid.muted or grid.shape.places == 1:
             return
         self.compared.add(EVERYWHERE)
         tensors = _tensors((args, kwargs))
         if tensors and equal_along(key_of(*map(_digest_of_order, tensors)), grid, ("z", "data")) and grid.rank == 0:
             warnings.warn(
-                f"all {grid.size('z') * grid.size('data')} (data, z) places of the grid {grid} were given the same rows "
+                f"all {grid.shape.places} (data, z) places of the grid {grid} were given the same rows "
                 "and compute the same; give each place its own with ff.local_rows(batch, grid)",
                 stacklevel=2,
             )
@@ -175,6 +183,18 @@ class Root(Adapter):
         return "rows of the place in, whole tensors for them out", "losses over z and data"
 
 
+def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None:
+    """A scalar of the whole batch that is no mean over rows, and is trained, needs the whole batch."""
+    leaves = tree_leaves(result)
+    trained = [at for at in suspicious if isinstance(leaves[at], Tensor) and leaves[at].requires_grad]
+    if trained:
+        raise RuntimeError(
+            f"{type(module).__name__}: its scalar output {trained[0]} is no mean over rows, and what places find for "
+            "their own rows does not average to what the whole batch gives; gather the rows that it needs with "
+            "ff.whole_batch(tensor) inside forward, or compute it outside of the model, which averages it as DDP does"
+        )
+
+
 def _of_all_places(count: Any, grid: Grid) -> Tensor:
     own = torch.as_tensor(count, device=grid.device)
     return sum_over_batch(own.double(), grid, "count targets").to(own.dtype)
@@ -196,6 +216,13 @@ def _digest(tensor: Tensor) -> int:
     return key_of(tuple(whole.shape), whole.double().nan_to_num().sum().item())
 
 
+def counted_changes(run: Run) -> AbstractContextManager[Any]:
+    """Torch counts no changes in place under inference_mode; where tensors are cut the count is needed (`settle`)."""
+    if not run.cuts or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
+
+
 @contextmanager
 def in_step(key: int, device: torch.device) -> Iterator[None]:
     """Inside the block torch draws from `key`, on the host and on that device."""
@@ -206,6 +233,17 @@ def in_step(key: int, device: torch.device) -> Iterator[None]:
 def _drawing(key: int, device: torch.device, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with in_step(key, device):
         return forward(*args, **kwargs)
+
+
+class Contrasted(Adapter):
+    """A module whose rows a contrastive loss compares: where there is such a loss, it gives the rows of all places."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        out = forward(*args, **kwargs)
+        return whole_batch(out) if self.run.compares_rows else out
+
+    def describe(self) -> tuple[str, str]:
+        return "with return_loss: the rows of all places", "rows over z and data"
 
 
 class Block(Adapter):
@@ -220,7 +258,7 @@ class Block(Adapter):
             args = (self._resting(args[0]), *args[1:])
         elif "hidden_states" in kwargs:
             kwargs = {**kwargs, "hidden_states": self._resting(kwargs["hidden_states"])}
-        if module.training:  # drawn alike when it is computed again
+        if module.training and self.run.sample is None:  # drawn alike when it is computed again
             key = int(torch.randint(1 << 62, (), device="cpu"))
             forward = partial(_drawing, key, self.run.grid.device, forward)
         if self.run.policy.recompute == "block" and module.training and torch.is_grad_enabled():
@@ -228,6 +266,8 @@ class Block(Adapter):
         return forward(*args, **kwargs)
 
     def _resting(self, a: Any) -> Any:
+        if not self.run.cuts:
+            return a
         stream = isinstance(a, Tensor) and a.dim() > 1 and a.shape[-1] == self.features and a.is_floating_point()
         return at_rest(a, self.run) if stream else a
 

@@ -240,6 +240,15 @@ def requires_grad(func: Callable, args: tuple, kwargs: dict) -> Any:
     return a
 
 
+@rule(Tensor.detach_)
+def detach_in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
+    a = args[0]
+    if isinstance(a.placement, Fused):
+        return _by_pieces(func, args, kwargs, a)
+    a._local = a.local.detach()
+    return a
+
+
 @rule(Tensor.backward, Tensor.retain_grad)
 def refused(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
     raise RuntimeError(

@@ -29,6 +29,8 @@ class Run:
 
     def __init__(self, grid: Grid, policy: Policy) -> None:
         self.grid, self.policy = grid, policy
+        self.cuts = grid.size("x") > 1 or grid.size("y") > 1
+        """Whether tensors inside the model are cut at all; where they are not, model code gets plain ones."""
         self.where = ""
         """The layer that ran last, for labels and errors."""
         self.grad_enabled = False
@@ -42,9 +44,28 @@ class Run:
         """Layers that were read together in this pass and of which some were not asked for yet."""
         self.reads_logits = False
         """Whether a loss of this pass took logits that are cut."""
+        self.counted = False
+        """Whether the pass was given the count of the batch's targets, by which the model divides a sum of losses."""
         self.lent: dict[tuple[str, bool], tuple[Tensor, int | None]] = {}
         """Parameters that code beside their layer has read in this pass, whole, by name and whether gradients were on,
         and the state that they were in."""
+        self.compares_rows = False
+        """Whether the pass was asked for a loss that compares all rows with each other."""
+        self.sample: Any = None
+        """The sample of rows that the pass runs on, while the check of rows runs (`rows.Sample`)."""
+        self.unchecked = ""
+        """Why rows could not be checked for depending on each other."""
+        self.copies: list[Any] = []
+        """Whole copies of cut tensors of which model code may hold views (`placed.WholeCopy`)."""
+        self.reads: dict[Group, tuple[Tensor, object, dict]] = {}
+        """What layers that read a tensor together have found for each other: the tensor, its state, a result each."""
+        self.cast: tuple[Tensor, object, Tensor] | None = None
+        """The tensor that was cast last for a layer, what it was cast to and in which state, and the result."""
+        self.inside: list[str] = []
+        """Modules whose own code runs now with gathered parameters, innermost last."""
+        self.on_wholes: dict[str, str] = {}
+        """Those that are handed whole tensors because of what they did to a cut one, and what that was. All ranks of a
+        place run the same code on the same rows, so they switch alike; other places need not."""
         self.running: dict[int, str] = {}
         """Gathered parameters of modules whose own code runs now, by `id`."""
         self.held: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = []
@@ -55,10 +76,15 @@ class Run:
 
     def begin(self) -> None:
         """A pass begins."""
+        self.end()
         self.depth, self.where, self.grad_enabled, self.reads_logits = 1, "", torch.is_grad_enabled(), False
         self.made_whole.clear()
-        self.shared.clear()
-        self.lent.clear()
+
+    def end(self) -> None:
+        """Let go of what one pass keeps for its layers."""
+        self.depth, self.cast = 0, None
+        for kept in (self.shared, self.lent, self.copies, self.reads):
+            kept.clear()
 
     def require_own_parameters(self) -> None:
         """A parameter that somebody replaced would be trained, or loaded, and not used."""
@@ -68,6 +94,12 @@ class Run:
                     f"{name} was replaced after the model was parallelised; change parameters in place (copy_ on their "
                     "shards, load_state_dict without assign=True), or replace them before"
                 )
+
+    def changes_in_place(self, operation: str) -> None:
+        """Model code changed a cut tensor in place, or called an autograd function on one: from now on the module whose
+        code it is, where that holds parameters, is handed whole tensors."""
+        if self.inside:
+            self.on_wholes.setdefault(self.inside[-1], operation)
 
     def require_own_modules(self) -> None:
         """A module or parameter that somebody put in is not on the grid: nobody would reduce its gradient."""

@@ -86,7 +86,7 @@ def permuted(a: Placed, act: Callable[[Tensor], Tensor]) -> Any:
     return Placed(act(a.local), a.placement.moved(dims.index(a.placement.dim)), shape)
 
 
-@rule(*every("expand", "expand_as"))
+@rule(*every("expand", "expand_as", "broadcast_to"))
 def expand(func: Callable, args: tuple, kwargs: dict) -> Any:
     a = args[0]
     if func.__name__ == "expand_as":
@@ -109,6 +109,11 @@ def expand(func: Callable, args: tuple, kwargs: dict) -> Any:
 @rule(Tensor.__getitem__)
 def getitem(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
     a, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+    if isinstance(a, Placed) and (sliced := _as_slice(index)) is not None:
+        part = getitem(func, (a, sliced), {})
+        if part is NotImplemented or not part.shape.numel():  # an entry that is not there: torch says so
+            return NotImplemented
+        return part.clone()  # a list takes a copy
     if not isinstance(a, Placed) or not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
         return NotImplemented
     named = sum(i is not None and i is not Ellipsis for i in index)
@@ -131,6 +136,16 @@ def getitem(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
     dim = sum(not isinstance(i, int) for i in index[:at])
     shape = torch.empty(a.shape, device="meta")[index].shape
     return Placed(a.local[own], a.placement.moved(dim), shape)
+
+
+def _as_slice(index: tuple) -> tuple | None:
+    """An index with one list of one number, and slices besides, by slices alone; None of any other."""
+    lists = [i for i in index if isinstance(i, list)]
+    if len(lists) != 1 or len(lists[0]) != 1 or type(at := lists[0][0]) is not int:
+        return None
+    if not all(i is None or i is Ellipsis or isinstance(i, (slice, list)) for i in index):
+        return None
+    return tuple(slice(at, at + 1 or None) if isinstance(i, list) else i for i in index)
 
 
 def _is_full(index: Any, size: int) -> bool:

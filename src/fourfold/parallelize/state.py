@@ -19,8 +19,9 @@ from fourfold import comm
 from fourfold.arriving import local_of
 from fourfold.grid import Grid
 from fourfold.layout import Spec, Storage, boxed
-from fourfold.nn.layer import SPECS, box_of, shard_parameter
+from fourfold.nn.layer import SPECS, box_of
 from fourfold.parallelize.layers import REPEATED, Stored
+from fourfold.parameter import shard_parameter
 
 STORED = "_fourfold_stored"
 """Attribute of a converted module: what its parameters are of the plain module's."""

@@ -6,7 +6,7 @@ that the choice did not foresee makes it whole. So names may be taken as hints h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -14,7 +14,9 @@ from torch import nn
 from fourfold.grid import Grid
 from fourfold.layout import Policy, inner
 from fourfold.parallelize.alternate import find_images
+from fourfold.parallelize.linears import Form, Trials, has_hooks
 from fourfold.parallelize.lora import find_pairs, inside, plain_names
+from fourfold.parallelize.multihead import Multihead
 from fourfold.parallelize.normal import formula_of
 from fourfold.parallelize.plan import (
     Choice,
@@ -68,10 +70,33 @@ class Found:
     """Features of the stream, by the block's name."""
     plain: Mapping[str, str] = field(default_factory=dict)
     """What every module would be called without peft's around layers."""
+    forms: dict[nn.Module, Form] = field(default_factory=dict)
+    """How each linear layer computes."""
 
 
-def is_linear(module: nn.Module) -> bool:
-    return (runs(module, (nn.Linear,)) or is_transposed(module)) and not is_computed(module)
+def forms_of(modules: Iterable[nn.Module]) -> dict[nn.Module, Form]:
+    """The linear layers among the modules: those of torch, and those that a trial finds."""
+    trials = Trials()
+    return {module: form for module in modules if (form := form_of(module, trials)) is not None}
+
+
+def form_of(module: nn.Module, trials: Trials) -> Form | None:
+    adapters = adapters_of(module)
+    if adapters:
+        return adapters[-1].form
+    if runs(module, (nn.Embedding,)):
+        return None
+    if not isinstance(module, nn.Linear):
+        return trials.form_of(module)
+    if is_computed(module):
+        # torch's own forward asks for the weight by its name and for nothing else
+        known = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+        known = known and dict(module.named_children()).keys() <= {"parametrizations"}
+        return Form(module.in_features, module.out_features, computed=True) if known else None
+    if runs(module, (nn.Linear,)):
+        outputs, inputs = (int(size) for size in module.weight.shape)
+        return Form(inputs, outputs, bias=None if module.bias is None else "bias")
+    return trials.form_of(module)
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -83,33 +108,24 @@ def is_computed(module: nn.Module) -> bool:
     return module._parameters.get("weight") is None and not adapters_of(module)
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer whose weight is [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def features_of(module: nn.Module) -> tuple[int, int]:
-    """In and out."""
-    rows, columns = (int(size) for size in module.weight.shape)  # type: ignore[union-attr]
-    return (rows, columns) if is_transposed(module) else (columns, rows)
-
-
 def find(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, Choice]) -> Found:
     """Every module with parameters of its own gets a word; what is `given` goes before what is found."""
     plain = plain_names(model)
     layers = {plain[name]: name for name, module in model.named_modules() if inside(module) is module}
     modules = {name: model.get_submodule(layer) for name, layer in layers.items()}
     choices = find_images(model, given) | find_pairs(model) | dict(given)
-    found = Found({plain[name]: choice for name, choice in choices.items()}, plain=plain)
+    forms = forms_of(modules.values())
+    found = Found({plain[name]: choice for name, choice in choices.items()}, plain=plain, forms=forms)
     parts = inner(policy.activations).feature_parts(grid.shape.sizes)
     for name, module in modules.items():
         # a module that stands in two places is found in the first
         own = {child: kind for child, kind in children_of(module).items() if f"{name}.{child}".lstrip(".") in modules}
-        children = {child: kind for child, kind in own.items() if is_linear(kind)}
+        children = {child: kind for child, kind in own.items() if kind in forms}
+        _find_multihead(found, name, module, grid.size("y"), parts)
         _find_attention(found, name, module, children, parts)
         _find_gates(found, name, children)
     _find_blocks(found, modules)
-    tokens = _token_tables(model, modules)
+    tokens = _token_tables(model, modules, forms)
     for name, module in modules.items():
         if name in found.choices or not has_own(module) or adapters_of(module):
             continue
@@ -133,30 +149,52 @@ def _named(children: Mapping[str, nn.Module], names: tuple[str, ...]) -> str | N
     return next((name for name in names if name in children), None)
 
 
+def _find_multihead(found: Found, name: str, module: nn.Module, y: int, parts: int) -> None:
+    """torch's attention, whose own code reads the weight of the layer that leads out of it."""
+    if not isinstance(module, nn.MultiheadAttention) or adapters_of(module) or name in found.choices:
+        return
+    out = module.out_proj
+    plain = type(module).forward is nn.MultiheadAttention.forward and "forward" not in vars(module)
+    if not plain or out not in found.forms or found.forms[out].computed or has_hooks(out):
+        return
+    if module.embed_dim % parts or any(size % y for size in (module.embed_dim, module.kdim, module.vdim)):
+        return
+    found.choices[name] = Choice(Multihead(), "torch's attention: queries, keys and values by head")
+    found.choices.setdefault(f"{name}.out_proj".lstrip("."), Choice(Contract(), "leads out of attention"))
+
+
 def _find_attention(found: Found, name: str, module: nn.Module, children: Mapping[str, nn.Module], parts: int) -> None:
     query, key, value = (_named(children, names) for names in (QUERY, KEY, VALUE))
     packed = next((child for child in children if FUSED.get(child) == "qkv"), None)
     if query and key and value:
-        q, k = features_of(children[query])[1], features_of(children[key])[1]
+        forms = {child: found.forms[children[child]] for child in (query, key, value)}
+        q, k = forms[query].outputs, forms[key].outputs
         why = "reads the same tensor as its neighbours"
         for child in (query, key, value):
             found.choices.setdefault(f"{name}.{child}".lstrip("."), Choice(Expand(), f"attention: {why}"))
         members = (query, key, value)
-        if any(word in name.lower() for word in LOOKING_ELSEWHERE) or not _read_alike(children[c] for c in members):
+        if any(word in name.lower() for word in LOOKING_ELSEWHERE) or not _read_alike(
+            found, [children[c] for c in members]
+        ):
             members = (key, value)
-        counts = _counts(found, name, module, q, k, features_of(children[query])[0])
-        sizes = [features_of(children[child])[1] for child in members]
+        counts = _counts(found, name, module, q, k, forms[query].inputs)
+        sizes = [forms[child].outputs for child in members]
         group = tuple(f"{name}.{child}".lstrip(".") for child in members)
-        if _read_alike(children[c] for c in members) and all(found.choices[one].word == Expand() for one in group):
+        alike = _read_alike(found, [children[c] for c in members])
+        if alike and all(found.choices[one].word == Expand() for one in group):
             found.groups[group] = counts if counts is not None and counts.lie_so(sizes, parts) else None
     elif packed:
-        inputs, outputs = features_of(children[packed])
-        _counts(found, name, module, outputs if outputs < 3 * inputs else inputs, None, inputs)
+        form = found.forms[children[packed]]
+        _counts(found, name, module, form.outputs if form.outputs < 3 * form.inputs else form.inputs, None, form.inputs)
 
 
-def _read_alike(layers: Iterable[nn.Module]) -> bool:
+def _read_alike(found: Found, layers: Sequence[nn.Module]) -> bool:
     """Whether one tensor can be what all of these read."""
-    return len({(features_of(layer)[0], layer.weight.dtype) for layer in layers}) == 1  # type: ignore[union-attr]
+    forms = [found.forms[layer] for layer in layers]
+    if any(form.computed for form in forms):
+        return False
+    kinds = {(form.inputs, getattr(layer, form.weight).dtype) for form, layer in zip(forms, layers, strict=True)}
+    return len(kinds) == 1
 
 
 def _counts(found: Found, name: str, module: nn.Module, q: int, k: int | None, features: int) -> HeadCounts | None:
@@ -177,11 +215,14 @@ def _counts(found: Found, name: str, module: nn.Module, q: int, k: int | None, f
 
 def _find_gates(found: Found, name: str, children: Mapping[str, nn.Module]) -> None:
     gate, up = _named(children, GATE), _named(children, UP)
-    if gate and up and features_of(children[gate]) == features_of(children[up]):
+    if not gate or not up:
+        return
+    one, two = found.forms[children[gate]], found.forms[children[up]]
+    if (one.inputs, one.outputs) == (two.inputs, two.outputs):
         group = tuple(f"{name}.{child}".lstrip(".") for child in (gate, up))
         for member in group:
             found.choices.setdefault(member, Choice(Expand(), "gate and up read the same tensor"))
-        alike = _read_alike((children[gate], children[up]))
+        alike = _read_alike(found, (children[gate], children[up]))
         if alike and all(found.choices[member].word == Expand() for member in group):
             found.groups[group] = None
 
@@ -192,25 +233,22 @@ def _find_blocks(found: Found, modules: Mapping[str, nn.Module]) -> None:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) == 0:
             continue
         blocks = dict(module.named_children())
-        if len({type(block) for block in blocks.values()}) > 1 or is_linear(next(iter(blocks.values()))):
+        if len({type(block) for block in blocks.values()}) > 1 or next(iter(blocks.values())) in found.forms:
             continue
         for own, block in blocks.items():
-            linear = [child for child in block.modules() if is_linear(child)]
+            linear = [found.forms[child] for child in block.modules() if child in found.forms]
             if len(linear) > 1:
-                found.blocks[f"{name}.{own}".lstrip(".")] = features_of(linear[0])[0]
+                found.blocks[f"{name}.{own}".lstrip(".")] = linear[0].inputs
 
 
-def _token_tables(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
+def _token_tables(model: nn.Module, modules: Mapping[str, nn.Module], forms: Mapping[nn.Module, Form]) -> set[int]:
     """The parameters that embed tokens, and heads tied to them."""
     named = [module for name, module in modules.items() if name.rpartition(".")[2] in TOKENS]
-    tables, embeddings, linear = (
-        {id(module._parameters.get("weight")) for module in those if isinstance(module, kind)}
-        for those, kind in (
-            ((*named, _input_embedding(model)), nn.Embedding),
-            (modules.values(), nn.Embedding),
-            (modules.values(), nn.Linear),
-        )
+    tables, embeddings = (
+        {id(module._parameters.get("weight")) for module in those if isinstance(module, nn.Embedding)}
+        for those in ((*named, _input_embedding(model)), modules.values())
     )
+    linear = {id(module._parameters.get(form.weight)) for module, form in forms.items() if not form.transposed}
     return (tables | (embeddings & linear)) - {id(None)}
 
 
@@ -227,7 +265,7 @@ def _choose(name: str, module: nn.Module, modules: Mapping[str, nn.Module], foun
         if id(module.weight) in tokens:
             return Choice(Embedding(), "embeds tokens")
         return Choice(Whole(), "a table that every rank looks up alike")
-    if is_linear(module):
+    if module in found.forms:
         return _choose_linear(name, module, modules, found, tokens)
     formula = formula_of(module)
     if formula is not None:
@@ -246,8 +284,9 @@ def _choose_linear(
     parent, _, own = name.rpartition(".")
     if name and isinstance(modules.get(parent), nn.MultiheadAttention):
         return Choice(Whole(), "the attention around it reads its weight itself")
-    inputs, outputs = features_of(module)
-    if id(module.weight) in tokens or own in ("lm_head", "embed_out", "score", "classifier"):
+    form = found.forms[module]
+    inputs, outputs = form.inputs, form.outputs
+    if id(module._parameters.get(form.weight)) in tokens or own in ("lm_head", "embed_out", "score", "classifier"):
         return Choice(Head(), "reads logits out")
     if own in FUSED and (FUSED[own] == "qkv" or outputs % int(FUSED[own]) == 0):
         return Choice(Expand(parts=FUSED[own]), f"holds several layers ({own})")
@@ -276,18 +315,58 @@ def _mend(found: Found, modules: Mapping[str, nn.Module], y: int, parts: int) ->
     """Words that a layer's sizes do not allow give way to one that they do, unless they were asked for."""
     for name, choice in found.choices.items():
         module = modules.get(name)
-        if module is not None and is_linear(module) and not choice.why.startswith("plan"):
+        if module in found.forms and not choice.why.startswith("plan"):
             counts = found.counts.get(name.rpartition(".")[0])
-            found.choices[name] = _allowed(choice, *features_of(module), counts, y, parts)
+            found.choices[name] = _allowed(choice, found.forms[module], counts, y, parts)
         elif isinstance(choice.word, (Norm, Embedding)) and module is not None and module.weight.shape[-1] % y:  # type: ignore[union-attr]
             found.choices[name] = Choice(Whole(), f"{choice.why}, but its features do not divide by y={y}")
+    _mend_shared(found, modules)
     for group in list(found.groups):
         if any(found.choices[name].word != Expand() for name in group):
             del found.groups[group]
 
 
-def _allowed(choice: Choice, inputs: int, outputs: int, counts: HeadCounts | None, y: int, parts: int) -> Choice:
-    word = choice.word
+def _mend_shared(found: Found, modules: Mapping[str, nn.Module]) -> None:
+    """A parameter that several modules have is cut in one way: where their words would cut it in several, those that a
+    trial found keep their own code. A weight that is shared is stored in one piece."""
+    users: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(name)
+    for names in (names for names in users.values() if len(names) > 1):
+        for name in names:
+            choice = found.choices.get(name)
+            if choice is not None and isinstance(choice.word, Expand) and not choice.why.startswith("plan"):
+                found.choices[name] = Choice(Expand(), choice.why)
+        cuts = {_cut_of(name, found, modules) for name in names}
+        for name in names:
+            form, choice = found.forms.get(modules[name]), found.choices.get(name)
+            tried = form is not None and form.dims is not None
+            mixed = len(cuts) > 1 and tried and choice is not None and not choice.why.startswith("plan")
+            if mixed or (choice is not None and isinstance(choice.word, Multihead)):
+                found.choices[name] = Choice(Whole(), "a module that uses it in another way has the same parameter")
+
+
+def _cut_of(name: str, found: Found, modules: Mapping[str, nn.Module]) -> tuple[str, bool] | None:
+    """What two modules that share a parameter must have in common."""
+    choice, form = found.choices.get(name), found.forms.get(modules[name])
+    if choice is None or isinstance(choice.word, Whole):
+        return None
+    kind = "Head" if isinstance(choice.word, Embedding) else type(choice.word).__name__
+    return kind, form is not None and form.transposed
+
+
+def _allowed(choice: Choice, form: Form, counts: HeadCounts | None, y: int, parts: int) -> Choice:
+    word, inputs, outputs = choice.word, form.inputs, form.outputs
+    if form.computed and not isinstance(word, (Contract, Whole)):  # its weight is cut as one, and nothing is padded
+        choice = Choice(Expand(), choice.why)
+        word = choice.word
+    if form.computed and isinstance(word, (Expand, Contract)):
+        allowed = (inputs, outputs) if isinstance(word, Expand) else (outputs, inputs)
+        if allowed[0] % y or allowed[1] % parts:
+            return Choice(Whole(), f"{choice.why}, but {inputs} x {outputs} features do not divide by {y} and {parts}")
+        return choice
     if isinstance(word, (Expand, Head)) and inputs % y:
         return Choice(Whole(), f"{choice.why}, but {inputs} inputs do not divide by y={y}")
     if isinstance(word, Expand) and any(size % parts for size in sizes_of_parts(word, outputs, counts)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fourfold.parallelize.borrow import borrow
 from fourfold.parallelize.generate import generate_on_grid
 from fourfold.parallelize.layers import Adapter
 from fourfold.parallelize.placed import Placed, refuse_inside_functions
+from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import state_of
 
 ADAPTERS = "_fourfold_adapters"
@@ -119,11 +121,11 @@ def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args:
         _require_policy_of_autocast(adapter, torch.get_autocast_dtype(device))
     dtype = adapter.takes(autocast=autocast)
     if dtype is not None:
-        args, kwargs = tree_map_only(Tensor, functools.partial(_cast, dtype=dtype), (args, kwargs))
-    if not autocast or dtype is None:
-        return adapter(module, inside, *args, **kwargs)
-    with torch.autocast(device, enabled=False):
-        return adapter(module, inside, *args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, functools.partial(_cast, adapter.run, dtype=dtype), (args, kwargs))
+    call = functools.partial(adapter, module, inside) if adapter.accepts(args, kwargs) else inside
+    with torch.autocast(device, enabled=False) if autocast and dtype is not None else nullcontext():
+        out = call(*args, **kwargs)
+    return out.whole() if isinstance(out, Placed) and not adapter.run.cuts else out
 
 
 def _require_policy_of_autocast(adapter: Adapter, dtype: torch.dtype) -> None:
@@ -137,16 +139,14 @@ def _require_policy_of_autocast(adapter: Adapter, dtype: torch.dtype) -> None:
         )
 
 
-def _cast(a: Tensor, dtype: torch.dtype) -> Tensor:
-    """Once for all layers that read it: they find what they read together on the tensor that they are given."""
+def _cast(run: Run, a: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a tensor once for all layers that read it one after the other: they know it by its identity."""
     if not a.is_floating_point() or a.dtype == dtype:
         return a
-    if not isinstance(a, Placed):
-        return a.to(dtype)
     key = dtype, state_of(a)
-    if key not in a.read:
-        a.read[key] = a.to(dtype)
-    return a.read[key]
+    if run.cast is None or run.cast[0] is not a or run.cast[1] != key:
+        run.cast = a, key, a.to(dtype)
+    return run.cast[2]
 
 
 def _getattr(plain: type[nn.Module]) -> Any:

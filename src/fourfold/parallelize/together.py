@@ -1,7 +1,7 @@
 """Layers that read the same tensor: one `enter`, one product, one `spread` for all of them.
 
-Model code calls them one after the other. The first call reads for all; the others find their result on the tensor
-that they are given. Where one of them is given another tensor after all, as in attention that looks at an encoder,
+Model code calls them one after the other. The first call reads for all, and the others find their result if they are
+given the same tensor. Where one of them is given another tensor after all, as in attention that looks at an encoder,
 the group is parted when the pass ends and does so no more.
 """
 
@@ -17,7 +17,7 @@ from torch import Size, Tensor
 
 from fourfold.nn.attention import Heads, read_heads
 from fourfold.nn.embedding import Head
-from fourfold.nn.linear import Expand, expand_in_turns
+from fourfold.nn.linear import Expand, expand_in_turns, read
 from fourfold.parallelize.layouts import Columns, Shared
 from fourfold.parallelize.placed import Blocks, Layout, Placed, Rest, laid, version_of
 from fourfold.parallelize.run import Run
@@ -65,17 +65,23 @@ class Together:
             reader.together = self
 
     def read(self, reader: Reads, a: Tensor) -> Placed:
+        run = reader.run
+        if len(self.readers) == 1 and len(reader.layers) > 1 and not run.cuts:
+            return read_side_by_side(run, reader.layers, a)
         if len(self.readers) == 1:
-            return reader.joined(read_all(reader.run, reader.layers, a, self.counts))
-        if not isinstance(a, Placed):  # a result could not be left on it
-            return reader.joined(read_all(reader.run, reader.layers, a, None))
-        key = self, state_of(a)
-        found = a.read.get(key, {})
-        if reader not in found:
-            found = a.read[key] = self._read_all(a)
+            return reader.joined(read_all(run, reader.layers, a, self.counts))
+        state = state_of(a)
+        read, read_in, found = run.reads.get(self, (None, None, {}))
+        if read is not a or read_in != state or reader not in found:
+            found = self._read_all(a)
+            run.reads[self] = a, state, found
             self.claimed = set()
         self.claimed.add(reader)
-        (reader.run.shared.discard if len(self.claimed) == len(self.readers) else reader.run.shared.add)(self)
+        if len(self.claimed) == len(self.readers):
+            run.shared.discard(self)
+            del run.reads[self]
+        else:
+            run.shared.add(self)
         return found.pop(reader)
 
     def part(self) -> None:
@@ -83,14 +89,14 @@ class Together:
         Together([reader for reader in self.readers if reader in self.claimed])
         Together([reader for reader in self.readers if reader not in self.claimed])
 
-    def _read_all(self, a: Placed) -> dict[Reads, Placed]:
+    def _read_all(self, a: Tensor) -> dict[Reads, Placed]:
         outs = iter(read_all(self.readers[0].run, [layer for r in self.readers for layer in r.layers], a, self.counts))
         return {reader: reader.joined([next(outs) for _ in reader.layers]) for reader in self.readers}
 
 
-def state_of(a: Placed) -> tuple[bool, int | None]:
+def state_of(a: Tensor) -> tuple[bool, int | None]:
     """What was found for a tensor holds as long as nobody changes it, and with the gradients that were on."""
-    return torch.is_grad_enabled(), version_of(a.local)
+    return torch.is_grad_enabled(), version_of(a.local if isinstance(a, Placed) else a)
 
 
 def at_rest(a: Tensor, run: Run) -> Placed:
@@ -116,6 +122,14 @@ def read_all(run: Run, layers: Sequence[Expand], a: Tensor, counts: HeadCounts |
         for layer in layers
     ]
     return [_placed(*each, leading) for each in zip(outs, layouts, layers, strict=True)]
+
+
+def read_side_by_side(run: Run, layers: Sequence[Expand], a: Tensor) -> Placed:
+    """What the layers of one weight make of a tensor, as one: on a grid where nothing is cut it need not be parted."""
+    resting = at_rest(a, run)
+    leading = resting.shape[:-1]
+    out = run.engine.alone(read(layers, resting.local, prod(leading)))
+    return Placed(out, Blocks(run, len(leading), run.over), (*leading, out.shape[-1]))
 
 
 def _placed(out: Tensor, layout: Layout, layer: Expand, leading: Size) -> Placed:

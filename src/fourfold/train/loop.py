@@ -111,7 +111,7 @@ class Run:
             share * unigram_entropy(source, self.model_config.vocab, held_out=data.held_out, seq=batch.seq)
             for share, source in zip(shares, self.sources, strict=True)
         )
-        self.local_rows = batch.rows // batch.micro_steps // (grid.size("data") * grid.size("z"))
+        self.local_rows = batch.rows // batch.micro_steps // grid.shape.places
         self.meter = Meter(grid)
         self.profile = Profile(profile, grid, out / "profile")
         self.sinks: list[Sink] = []
