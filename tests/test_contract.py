@@ -29,6 +29,8 @@ ORDER = [
     "arriving",
     "buckets",
     "hooks",
+    "optimizers",
+    "once",
     "operators",
     "parameter",
     "gradients",

@@ -177,8 +177,8 @@ def _boxed(whole: Tensor, spec: Spec, grid: Grid) -> Tensor:
 
 
 def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor]:
-    """Every parameter, or every gradient (0 where there is none), or the whole "state" with buffers: whole tensors under
-    the names of the plain model's `state_dict`.
+    """Every parameter, or every gradient (0 where there is none), or the "state" with buffers: whole tensors under the
+    names of the plain model's `state_dict`.
 
     All ranks call it. For saving, comparing and inspecting models that fit on one device.
     """

@@ -89,7 +89,7 @@ def _forward(plain: type[nn.Module]) -> Any:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _refuse_compiling(adapters_of(self)[0])
+        _refuse_transforms(adapters_of(self)[0])
         refuse_inside_functions(adapters_of(self)[0].run)
         run = functools.partial(own, self)
         for adapter in reversed(adapters_of(self)):
@@ -99,10 +99,17 @@ def _forward(plain: type[nn.Module]) -> Any:
     return forward
 
 
-def _refuse_compiling(adapter: Adapter) -> None:
-    """torch.compile would trace through tensors that are cut and through collectives, for many minutes."""
+def _refuse_transforms(adapter: Adapter) -> None:
+    """torch.compile would trace through tensors that are cut and through collectives, for many minutes; torch.func's
+    transforms replace tensors by ones that neither can take."""
     if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
         raise ValueError(compiled(adapter.name))
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ValueError(
+            f"{adapter.name or 'the model'} is called inside torch.vmap, torch.func.grad or another transform of "
+            "torch.func, which cannot pass through modules on a grid; call the model on a batch of rows, and use "
+            "loss.backward() and parameter.grad"
+        )
 
 
 def compiled(name: str) -> str:
