@@ -64,8 +64,9 @@ INSIDE = {
         "samples", "loader",
     ],
     "parallelize": [
-        "run", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space", "together", "linears",
-        "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed", "root", "generate", "swap",
+        "run", "precision", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space",
+        "together", "linears", "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed",
+        "root", "generate", "swap",
         "normal", "plan", "multihead", "recipes", "lora", "loops", "alternate", "structure", "images", "values",
         "place", "explain", "build", "__init__",
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -38,6 +39,22 @@ def under_autocast(grid: Grid, **options: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(*rows(grid))[1]
     loss.backward()
+
+
+def with_accelerate(grid: Grid, **options: Any) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    before = dict(os.environ)
+    os.environ |= dict(RANK=str(grid.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    try:
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        model = accelerator.prepare(ff.parallelize(gpt(), grid, policy=Policy(**options)))
+        accelerator.backward(model(*rows(grid))[1])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def compile_around(grid: Grid) -> None:
@@ -139,6 +156,7 @@ TRANSFORMED = "is called inside torch.vmap, torch.func.grad.*use loss.backward"
 PICKLED = r"torch.save and pickle would write.*whole_tensors\(model, 'state'\).*torch.distributed.checkpoint"
 REFUSED: dict[str, tuple[str, Callable[[Grid], object]]] = {
     "autocast": (r"torch.autocast to torch.bfloat16 is on.*Policy\(compute=torch.bfloat16\)\)", under_autocast),
+    "accelerate": (r"mixed_precision='bf16' .*is on.*Policy\(compute=torch.bfloat16\)\)", with_accelerate),
     "compiled around": (f"the model {COMPILED}", compile_around),
     "compiled itself": (f"the model {COMPILED}", compile_itself),
     "compiled before": (f"the model {COMPILED}", compile_before),
@@ -163,6 +181,7 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], object]]] = {
 """What is said, and what is done."""
 ALLOWED: dict[str, Callable[[Grid], object]] = {
     "autocast as the policy": lambda grid: under_autocast(grid, compute=torch.bfloat16),
+    "accelerate as the policy": lambda grid: with_accelerate(grid, compute=torch.bfloat16),
     "the size that it has": lambda grid: resize(grid, tokens=53),
 }
 

@@ -24,6 +24,7 @@ from fourfold.parallelize.layers import REPEATED, Adapter
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.losses import GlobalLosses
 from fourfold.parallelize.placed import Placed, version_of
+from fourfold.parallelize.precision import require_precision
 from fourfold.parallelize.rows import Sample, check_rows, whole_batch
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
@@ -53,6 +54,7 @@ class Root(Adapter):
         run = self.run
         if run.depth:
             return forward(*args, **kwargs)
+        require_precision(run)
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
         suspicious = self._check_rows(module, forward, args, kwargs)

@@ -16,6 +16,7 @@ from fourfold.parallelize.borrow import borrow
 from fourfold.parallelize.generate import generate_on_grid
 from fourfold.parallelize.layers import Adapter
 from fourfold.parallelize.placed import Placed, refuse_inside_functions
+from fourfold.parallelize.precision import require_same_as_autocast
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import state_of
 
@@ -125,7 +126,7 @@ def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args:
     device = adapter.run.grid.device.type
     autocast = torch.is_autocast_enabled(device)
     if autocast:
-        _require_policy_of_autocast(adapter, torch.get_autocast_dtype(device))
+        require_same_as_autocast(adapter.run, torch.get_autocast_dtype(device))
     dtype = adapter.takes(autocast=autocast)
     if dtype is not None:
         args, kwargs = tree_map_only(Tensor, functools.partial(_cast, adapter.run, dtype=dtype), (args, kwargs))
@@ -133,17 +134,6 @@ def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args:
     with torch.autocast(device, enabled=False) if autocast and dtype is not None else nullcontext():
         out = call(*args, **kwargs)
     return out.whole() if isinstance(out, Placed) and not adapter.run.cuts else out
-
-
-def _require_policy_of_autocast(adapter: Adapter, dtype: torch.dtype) -> None:
-    """Layers on the grid have gathered weights and messages in the policy's dtype, which autocast cannot change."""
-    if adapter.run.policy.compute != dtype:
-        raise ValueError(
-            f"torch.autocast to {dtype} is on, but the model was parallelised with Policy(compute="
-            f"{adapter.run.policy.compute}), and its layers would not follow; use ff.parallelize(model, grid, "
-            f"policy=ff.Policy(compute={dtype})), with which autocast may stay on (accelerate's mixed_precision, the "
-            "Trainer's bf16=True and Fabric's precision turn it on), or leave autocast off"
-        )
 
 
 def _cast(run: Run, a: Tensor, dtype: torch.dtype) -> Tensor:
