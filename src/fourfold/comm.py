@@ -113,13 +113,15 @@ def all_gather_together(
 ) -> Pending[list[Tensor]]:
     """Join several shards along dim 0 in one message, each into its own contiguous buffer where given."""
     ranks, record = _open_together("all_gather", shards, grid, axis, label)
-    if record is None:
+    if ranks == 1:
         wholes = list(shards) if into is None else [b.copy_(s) for s, b in zip(shards, into, strict=True)]
         return Pending(lambda: wholes)
     if into is None:
         wholes = [shard.new_empty((ranks * shard.shape[0], *shard.shape[1:])) for shard in shards]
     else:
         wholes = list(into)
+    if record is None:  # shards without an element: an axis has more ranks than the dim that it cuts has entries
+        return Pending(lambda: wholes)
     if _stays(shards[0], grid):
         return Pending(lambda: (shards, wholes)[1], record, grid)
     link = Link.of(record, grid)
@@ -276,7 +278,7 @@ def _launch_all_reduce(total: Tensor, link: Link) -> Callable[[], Tensor]:
     ranks = link.group.size()
     if _one_round(total.nbytes * ranks, total):
         finish = _launch_all_gather(total.new_empty((ranks, *total.shape)), total, link)
-        return lambda: torch.sum(finish(), dim=0, out=total)
+        return lambda: total.copy_(_add_up(finish()))
     work = link.watch(dist.all_reduce(total, group=link.group, async_op=True))
     return lambda: (_wait(work), total)[1]
 
@@ -291,8 +293,16 @@ def _launch_reduce_scatter(parts: Tensor, link: Link) -> Callable[[], Tensor]:
     if _one_round(parts.nbytes, parts):
         arrived = torch.empty_like(parts)
         work = link.watch(dist.all_to_all_single(arrived, parts, group=link.group, async_op=True))
-        return lambda: (_wait(work), arrived.sum(0, dtype=arrived.dtype))[1]
+        return lambda: (_wait(work), _add_up(arrived))[1]
     return _Ring(parts, link).finish
+
+
+def _add_up(parts: Tensor) -> Tensor:
+    """Sum over dim 0, in order. -0.0 everywhere stays -0.0, as in every other reduction; `torch.sum` begins at 0.0."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 class _Ring:

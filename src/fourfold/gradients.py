@@ -190,8 +190,8 @@ class Gradients:
         first rank of those that hold copies adds it, and where replicas are cut each adds its own rows."""
         cut = self.policy.shard_optimizer
         if all(self.grid.coords[axis] == 0 for axis in owes if not (cut and axis == REPLICA)):
-            rows = self.own_rows(gradient)
-            gradient[rows.start : rows.stop].add_(before)
+            rows = self.own_rows(gradient) if gradient.dim() else range(0)
+            (gradient[rows.start : rows.stop] if gradient.dim() else gradient).add_(before)
 
     def _finish(self, this_pass: int) -> None:
         """Runs when a backward pass ends."""
@@ -257,8 +257,9 @@ def _hand_over(
 class BucketSum:
     """A bucket on its way to completion: the axes that it owes, one message after another.
 
-    A parameter that took no part counts as zero and stays as it is, so that every rank sends the same message
-    whatever it used.
+    Every rank sends the same message whatever it used. A parameter that took no part here counts as -0.0, which is
+    the one number that changes no sum: where the sum is -0.0 throughout nobody used the parameter, and it keeps no
+    gradient; where it is not, some place did, and all places get the sum.
     """
 
     def __init__(self, gradients: Gradients, bucket: Bucket) -> None:
@@ -268,12 +269,19 @@ class BucketSum:
         """A gradient came after it was complete."""
         self.own = [None if p.grad is None or not is_owed(p.grad) else local_of(p.grad) for p in self.parameters]
         self.sums = [
-            torch.zeros_like(local_of(parameter)) if gradient is None else gradient
+            self._of_earlier_passes(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self.parameters, self.own, strict=True)
         ]
         self._axes = list(bucket.owes)
         self._pending: Pending[list[Tensor]] | None = None
         self._launch()
+
+    def _of_earlier_passes(self, parameter: nn.Parameter) -> Tensor:
+        """What a parameter that took no part adds to the sum: its complete gradient, which counts once, or nothing."""
+        nothing = torch.full_like(local_of(parameter), -0.0)
+        if parameter.grad is not None:
+            self.gradients._add_complete(nothing, local_of(parameter.grad), self.bucket.owes)
+        return nothing
 
     def _launch(self) -> None:
         axis, grid, label = self._axes.pop(0), self.gradients.grid, self.bucket.label
@@ -293,10 +301,18 @@ class BucketSum:
             self._launch()
             return True
         for parameter, gradient, total in zip(self.parameters, self.own, self.sums, strict=True):
-            if gradient is not None:
+            complete = self.gradients._complete[parameter]
+            if gradient is not None or parameter.grad is not None:
                 parameter.grad._local_tensor = own_storage(total)  # type: ignore[union-attr]
-                parameter.grad._spec = self.gradients._complete[parameter]  # type: ignore[union-attr]
+                parameter.grad._spec = complete  # type: ignore[union-attr]
+            elif self._used_elsewhere(total):
+                parameter.grad = DTensor(own_storage(total), complete, requires_grad=False)
         return False
+
+    def _used_elsewhere(self, total: Tensor) -> bool:
+        """Whether another rank sent a gradient; the host waits for the sum, but only of a parameter unused here."""
+        alone = all(self.gradients.grid.size(axis) == 1 for axis in self.bucket.owes)
+        return not alone and not total.is_meta and not bool((total.signbit() & (total == 0)).all())
 
     def complete(self) -> None:
         """For a gradient that comes late: this sum counts as an earlier pass's, and another one follows."""

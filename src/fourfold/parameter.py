@@ -43,7 +43,7 @@ class ShardedParameter(DTensor):
         kwargs = kwargs or {}
         if func in ON_SHARDS or func._schema.is_mutable or not _recorded():
             return DTensor.__torch_dispatch__(func, types, args, kwargs)
-        args, kwargs = tree_map_only(DTensor, _whole, (args, kwargs))
+        args, kwargs = tree_map_only(DTensor, whole_tensor, (args, kwargs))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
@@ -71,7 +71,7 @@ def _recorded() -> bool:
     return node is not None and node.name() != "torch::autograd::AccumulateGrad"  # whose hooks may run an optimizer
 
 
-def _whole(tensor: DTensor) -> Tensor:
+def whole_tensor(tensor: DTensor) -> Tensor:
     """Gather a parameter, or what was computed from shards, on every rank of a place."""
     if not isinstance(tensor, ShardedParameter):
         return tensor.full_tensor()

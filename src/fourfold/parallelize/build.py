@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -71,17 +71,22 @@ def parallelize(
     policy: Policy = Policy(),
     plan: Mapping[str, Word | str] | None = None,
     seed: int = 0,
+    rows_dim: int | None = None,
 ) -> nn.Module:
     """Turn a plain module into its form on the grid, in place, and return it.
 
     Parameters keep their names and become shards; the module's own code runs on. Afterwards every rank gives it the
     rows of its (data, z) place; it returns what the plain module would for these rows, and losses that it computes are
     means over the whole batch. `plan` says of modules, by name, what they are; the rest is found (`explain` tells).
-    On the meta device initial values depend on `seed` and the modules' names.
+    On the meta device initial values depend on `seed` and the modules' names. Rows lie along the first dim of the
+    inputs, or along `rows_dim`: 1 for a model that takes the sequence first.
     """
     check_policy(policy)
     _refuse_compiled(model)
-    run = _run_of(model, grid, policy)
+    rows_dims = (rows_dim,) if rows_dim is not None else (0,)
+    if rows_dim is None and not all(getattr(module, "batch_first", True) for module in model.modules()):
+        rows_dims = (0, 1)  # torch's own modules may have the sequence first, and the model with them
+    run = _run_of(model, grid, policy, rows_dims)
     give_functions_whole_tensors()
     forms = {name: adapters_of(base)[-1].form for name, _, base in adapted(model) if adapters_of(base)}
     prepare(model, {name: (form.inputs, form.outputs) for name, form in forms.items() if form is not None})
@@ -128,18 +133,16 @@ def check_policy(policy: Policy) -> None:
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    dynamo = sys.modules.get(
-        "torch._dynamo.eval_frame"
-    )  # without it nothing is compiled, and importing it takes seconds
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled; importing it takes seconds
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule)):
             raise ValueError(compiled(name))
 
 
-def _run_of(model: nn.Module, grid: Grid, policy: Policy) -> Run:
+def _run_of(model: nn.Module, grid: Grid, policy: Policy, rows_dims: Sequence[int]) -> Run:
     """That of the parts that are on the grid already, or a new one. Parts that were parallelised apart join it."""
     adapters = [(name, adapter) for name, module in model.named_modules() for adapter in adapters_of(module)]
-    run = adapters[0][1].run if adapters else Run(grid, policy)
+    run = adapters[0][1].run if adapters else Run(grid, policy, rows_dims)
     for name, adapter in adapters:
         if adapter.run.grid is not grid or adapter.run.policy != policy:
             raise ValueError(
@@ -280,12 +283,12 @@ def _register(model: nn.Module, run: Run, seed: int) -> None:
         parameters[name] = parameter, spec
     run.gradients = Gradients(run.grid, parameters, run.policy)
     run.clock = Clock(seed, run.engine)
-    run.held = [
-        (f"{name}.{own}".lstrip("."), module._parameters, own, layer._parameters, inside)
-        for name, module in model.named_modules()
-        for adapter in adapters_of(module)
-        for own, (layer, inside, _) in adapter.parameters().items()
-    ]
+    run.held = []
+    for name, module in model.named_modules():
+        for adapter in adapters_of(module):
+            adapter.held = [(own, layer._parameters, at) for own, (layer, at, _) in adapter.parameters().items()]
+            full = f"{name}.".lstrip(".")
+            run.held += [(f"{full}{own}", module._parameters, own, table, at) for own, table, at in adapter.held]
     run.modules = [
         (name, module, [*module._modules.values()], [*module._parameters]) for name, module in model.named_modules()
     ]

@@ -52,6 +52,13 @@ class Adapter(ABC):
 
     def __init__(self, name: str, run: Run, why: str) -> None:
         self.name, self.run, self.why = name, run, why
+        self.held: list[tuple[str, dict[str, Any], str]] = []
+        """Where it has each parameter of the module: its name there, and the layer's table with the name in that."""
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the module's parameters are those that the adapter computes with, not what `functional_call` put in
+        their place for this call."""
+        return all(module._parameters.get(own) is table[inside] for own, table, inside in self.held)
 
     @property
     def layers(self) -> Sequence[Layer]:

@@ -17,17 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold.layout import inner
 from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layouts import Columns
-from fourfold.parallelize.placed import Placed, settle, whole
+from fourfold.parallelize.placed import Placed, changes_in_place, settle, whole
 from fourfold.parallelize.rows import gather_rows, whole_batch
 from fourfold.parallelize.run import Run
+from fourfold.parameter import whole_tensor
 
 BY_CLASS = {
     getattr(functional, name)
@@ -77,10 +79,22 @@ class GlobalLosses(TorchFunctionMode):
             return global_loss(self.run, func, args, kwargs)
         if func in DATA and id(args[0]) in self.run.running:
             return parameter_data(self.run, func, args[0])
+        if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in args):
+            args, kwargs = _whole_beside_plain(func, args, kwargs)
         result = func(*args, **kwargs)
         if self.run.copies:
             settle(self.run)
         return result
+
+
+def _whole_beside_plain(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Gather parameters that meet plain tensors. Where gradients are off, what `parameters()` gives is an ordinary
+    DTensor, which torch does not mix with plain tensors."""
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    mixed = any(not isinstance(tensor, DTensor) for tensor in tensors)
+    if not mixed or changes_in_place(getattr(func, "__name__", "")):
+        return args, kwargs
+    return tree_map_only(DTensor, whole_tensor, (args, kwargs))
 
 
 DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[missing-attribute]

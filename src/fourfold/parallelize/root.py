@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import DTensor
 
 from fourfold.comm import equal_along
 from fourfold.grid import Grid
@@ -25,9 +25,10 @@ from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.losses import GlobalLosses
 from fourfold.parallelize.placed import Placed, version_of
 from fourfold.parallelize.precision import require_precision
-from fourfold.parallelize.rows import Sample, check_rows, whole_batch
+from fourfold.parallelize.rows import Sample, check_rows, leaves_of, whole_batch
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
+from fourfold.parameter import whole_tensor
 
 COUNT = "num_items_in_batch"
 """What Hugging Face's models divide the sum of a batch's losses by. Like all else that a model is given here it is
@@ -117,6 +118,8 @@ class Root(Adapter):
 
     def _given(self, value: Any) -> Any:
         """Whole tensors in place of placed ones; logits of which a loss was made stay cut until somebody reads them."""
+        if isinstance(value, DTensor):  # computed from parameters alone, without gradients
+            return whole_tensor(value)
         if isinstance(value, Placed):
             unread = isinstance(value.placement, Columns) and self.run.reads_logits and self.run.grad_enabled
             return value if unread else value.whole()
@@ -187,7 +190,7 @@ class Root(Adapter):
 
 def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None:
     """A scalar of the whole batch that is no mean over rows, and is trained, needs the whole batch."""
-    leaves = tree_leaves(result)
+    leaves = leaves_of(result)
     trained = [at for at in suspicious if isinstance(leaves[at], Tensor) and leaves[at].requires_grad]
     if trained:
         raise RuntimeError(
@@ -203,7 +206,7 @@ def _of_all_places(count: Any, grid: Grid) -> Tensor:
 
 
 def _tensors(inputs: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_meta]
+    return [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and not leaf.is_meta]
 
 
 def _digest_of_order(tensor: Tensor) -> int:
@@ -218,11 +221,14 @@ def _digest(tensor: Tensor) -> int:
     return key_of(tuple(whole.shape), whole.double().nan_to_num().sum().item())
 
 
-def counted_changes(run: Run) -> AbstractContextManager[Any]:
+@contextmanager
+def counted_changes(run: Run) -> Iterator[None]:
     """Torch counts no changes in place under inference_mode; where tensors are cut the count is needed (`settle`)."""
     if not run.cuts or not torch.is_inference_mode_enabled():
-        return nullcontext()
-    return torch.inference_mode(False)
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # the former alone would turn gradients on
+        yield
 
 
 @contextmanager

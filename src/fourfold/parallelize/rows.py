@@ -11,9 +11,11 @@ check takes chance out of the model and puts back whatever state the model's cod
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fourfold import comm
 from fourfold.grid import BATCH, Grid
@@ -145,12 +146,11 @@ def check_rows(run: Run, model: nn.Module, forward: Forward, args: tuple, kwargs
     gradients are on.
     """
     verdicts = []
-    for dim in (0, 1):  # rows lie along the first dim, or, with the sequence first, along the second
+    for dim in run.rows_dims:
         if not rows_along(dim, args, kwargs):
             continue
-        comparison = Comparison(run, model, forward, args, kwargs, dim)
         try:
-            verdicts.append(comparison.verdict())
+            verdicts.append(Comparison(run, model, forward, args, kwargs, dim).verdict())
         except Exception as error:  # code of anybody's, which may be written for one number of rows
             run.unchecked = f"the model does not run on other numbers of rows ({type(error).__name__}: {error})"
             continue
@@ -161,13 +161,14 @@ def check_rows(run: Run, model: nn.Module, forward: Forward, args: tuple, kwargs
     raise RuntimeError(
         f"{type(model).__name__}: {verdicts[0].depends} depends on the other rows of its batch, and a (data, z) place "
         "has its own rows alone; gather what they need of each other with ff.whole_batch(tensor) in forward (before "
-        "a similarity, a mean over the batch, ...), or compute it outside of the model"
+        "a similarity, a mean over the batch, ...), or compute it outside of the model; if rows do not lie along dim "
+        f"{run.rows_dims[0]} of the inputs, say so: ff.parallelize(..., rows_dim={1 - run.rows_dims[0]})"
     )
 
 
 def rows_along(dim: int, args: Any, kwargs: Any) -> int:
     """How many rows the inputs have if they lie along this dim; 0 where that cannot be."""
-    leaves = tree_leaves((args, kwargs))
+    leaves = leaves_of((args, kwargs))
     if not all(leaf is None or isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype)) for leaf in leaves):
         return 0  # an object that may hide tensors cannot be cut
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -196,17 +197,19 @@ class Comparison:
         if not comm.equal_along(self.few, grid, BATCH):
             self.few = 1
         self.place = (grid.coords["data"] * grid.size("z") + grid.coords["z"]) % self.places
+        self._cut: list[Tensor] = []
+        """The inputs that were cut; the others are handed on as they are."""
 
     def verdict(self) -> Verdict:
-        together = tree_map(self._rows_of_all, self.inputs)
-        own = tree_map(self._rows_of_one, self.inputs, together)
-        alone, shape = self._outputs(own, joint=False)
-        joint, same_shape = self._outputs(together, joint=True)
-        if shape != same_shape:
+        together = map_tensors(self._rows_of_all, self.inputs)
+        own = map_tensors(self._rows_of_one, together)
+        alone = self._outputs(own, joint=False)
+        joint = self._outputs(together, joint=True)
+        if len(alone) != len(joint):
             return Verdict("the structure of its result", set())
         depends = self._first_that_differs(alone, joint)
         if depends:
-            again, _ = self._outputs(own, joint=False, seed=1)
+            again = self._outputs(own, joint=False, seed=1)
             if self._first_that_differs(alone, again):
                 self.run.unchecked = "the model draws random numbers"
                 return Verdict("", set())
@@ -214,18 +217,20 @@ class Comparison:
         scalars = [(at, a, b) for at, a, b in _floats(alone, joint) if not a.dim() and not b.dim()]
         return Verdict(depends, {at for at, a, b in scalars if not self._is_mean(a, b, counts)})
 
-    def _rows_of_all(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() <= self.dim or value.shape[self.dim] != self.rows:
+    def _rows_of_all(self, value: Tensor) -> Tensor:
+        if value.dim() <= self.dim or value.shape[self.dim] != self.rows:
             return value
         first = value.detach().narrow(self.dim, 0, self.few).movedim(self.dim, 0)
-        return gather_rows(first, self.run.grid)[: self.places * self.few].movedim(0, self.dim).contiguous()
+        rows = gather_rows(first, self.run.grid)[: self.places * self.few].movedim(0, self.dim).contiguous()
+        self._cut.append(rows)
+        return rows
 
-    def _rows_of_one(self, value: Any, of_all: Any) -> Any:
-        if of_all is value:
+    def _rows_of_one(self, value: Tensor) -> Tensor:
+        if not any(value is rows for rows in self._cut):
             return value
-        return of_all.narrow(self.dim, self.place * self.few, self.few).contiguous()
+        return value.narrow(self.dim, self.place * self.few, self.few).contiguous()
 
-    def _outputs(self, inputs: Any, *, joint: bool, seed: int = 0) -> tuple[list[Any], Any]:
+    def _outputs(self, inputs: Any, *, joint: bool, seed: int = 0) -> list[Any]:
         grid = self.run.grid
         devices = [grid.device] if grid.device.type == "cuda" else []
         with (
@@ -238,7 +243,7 @@ class Comparison:
         ):
             warnings.simplefilter("ignore")  # of a statistic over one row, say: these rows are not the user's batch
             torch.manual_seed(seed)
-            return tree_flatten(self.forward(Sample(self.few, self.places, joint), *inputs))
+            return leaves_of(self.forward(Sample(self.few, self.places, joint), *inputs))
 
     def _first_that_differs(self, alone: list[Any], other: list[Any]) -> str:
         """The first output whose rows differ on some place, the same text on all ranks of the place; empty: none."""
@@ -284,6 +289,40 @@ class Comparison:
             stacklevel=2,
         )
         return True
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same mappings, sequences and dataclasses with other tensors in them."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)
+        for key in value:
+            new[key] = map_tensors(function, value[key])
+        return new
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(new, field.name, map_tensors(function, getattr(value, field.name)))
+        return new
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, entry) for entry in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(function, entry) for entry in value)
+    return value
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Everything inside mappings, sequences and dataclasses, in their order."""
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, (list, tuple)):
+        inside = list(value)
+    else:
+        return [value]
+    return [leaf for entry in inside for leaf in leaves_of(entry)]
 
 
 def _floats(alone: list[Any], other: list[Any]) -> list[tuple[int, Tensor, Tensor]]:

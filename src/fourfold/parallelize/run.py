@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,10 @@ class Run:
     gradients: Gradients
     clock: Clock
 
-    def __init__(self, grid: Grid, policy: Policy) -> None:
+    def __init__(self, grid: Grid, policy: Policy, rows_dims: Sequence[int] = (0,)) -> None:
         self.grid, self.policy = grid, policy
+        self.rows_dims = tuple(rows_dims)
+        """The dim of the model's inputs along which the rows of a batch lie; several where that is not known."""
         self.cuts = grid.size("x") > 1 or grid.size("y") > 1
         """Whether tensors inside the model are cut at all; where they are not, model code gets plain ones."""
         self.where = ""
@@ -92,8 +95,8 @@ class Run:
             if module.get(own) is not layer[inside]:
                 raise RuntimeError(
                     f"{name} was replaced after the model was parallelised; change parameters in place (copy_ on their "
-                    "shards, load_state_dict without assign=True), or replace them before; torch.func.functional_call, "
-                    "which replaces them for one call, cannot be used"
+                    "shards, load_state_dict without assign=True), or replace them before; torch.func.functional_call "
+                    "on the whole model, which replaces them for one call, cannot be used"
                 )
 
     def changes_in_place(self, operation: str) -> None:

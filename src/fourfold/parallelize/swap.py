@@ -130,7 +130,8 @@ def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args:
     dtype = adapter.takes(autocast=autocast)
     if dtype is not None:
         args, kwargs = tree_map_only(Tensor, functools.partial(_cast, adapter.run, dtype=dtype), (args, kwargs))
-    call = functools.partial(adapter, module, inside) if adapter.accepts(args, kwargs) else inside
+    known = adapter.holds(module) and adapter.accepts(args, kwargs)
+    call = functools.partial(adapter, module, inside) if known else inside
     with torch.autocast(device, enabled=False) if autocast and dtype is not None else nullcontext():
         out = call(*args, **kwargs)
     return out.whole() if isinstance(out, Placed) and not adapter.run.cuts else out
