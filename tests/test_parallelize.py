@@ -216,7 +216,8 @@ def try_policies(shape: Shape) -> dict[str, float]:
         inputs = rows_of(grid, 5, size, dtype=torch.float32)
         expected = gradients_with(wide, grid, inputs)
         with torch.autocast(grid.device.type, torch.bfloat16):
-            under = gradients_with(ff.parallelize(build(kind).float(), grid), grid, inputs)
+            both = ff.parallelize(build(kind).float(), grid, policy=Policy(compute=torch.bfloat16))
+            under = gradients_with(both, grid, inputs)
         for label, (loss, gradients) in (("bf16", gradients_with(narrow, grid, inputs)), ("autocast", under)):
             worst = max(
                 ((gradients[name] - value).abs().max() / value.abs().max()).item()

@@ -33,6 +33,7 @@ from fourfold.buckets import Bucket, fill_buckets
 from fourfold.grid import AXES, BATCH, Grid
 from fourfold.hooks import Hooks
 from fourfold.layout import GATHERED, Policy, Spec, boxed, chunk, pad_rows
+from fourfold.optimizers import refuse_unfit_optimizers
 from fourfold.overlap import Engine
 from fourfold.parameter import leaf_of, own_storage
 from fourfold.pending import Pending
@@ -60,6 +61,7 @@ class Gradients:
         self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
         self._names = {p: name for name, (p, _) in self.parameters.items()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
+        refuse_unfit_optimizers()
         self.hooks = Hooks({name: parameter for name, (parameter, _) in self.parameters.items()})
         self._left_out: set[nn.Parameter] = set()  # of this pass, by backward(inputs=...)
         self._new: set[nn.Parameter] = set()  # have had deposits since hooks were called

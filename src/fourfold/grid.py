@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -263,6 +263,14 @@ class Grid:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Grid:
         return self  # a copy of a model lives on the same grid
+
+    def __reduce__(self) -> NoReturn:
+        """Every DTensor on the grid leads here, through its mesh, when it is pickled."""
+        raise TypeError(
+            "torch.save and pickle would write this rank's shards alone, which fit nowhere else; on all ranks call "
+            "state = fourfold.parallelize.whole_tensors(model, 'state') and save that on one of them (load_state_dict "
+            "takes it on any grid), or save model.state_dict() and the optimizer's with torch.distributed.checkpoint"
+        )
 
     def size(self, axis: str) -> int:
         return self.shape.sizes[axis]

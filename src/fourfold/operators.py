@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec, Storage
+from fourfold.once import once_differentiable
 from fourfold.overlap import Engine
 from fourfold.pending import Pending
 

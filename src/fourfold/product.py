@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fourfold import local
 from fourfold.arriving import local_of
 from fourfold.layout import GATHERED
+from fourfold.once import once_differentiable
 from fourfold.operators import Body, Site, collect, enter, identity
 from fourfold.overlap import Turns
 from fourfold.pending import Pending

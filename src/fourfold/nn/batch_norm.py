@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fourfold import comm, local
@@ -24,6 +23,7 @@ from fourfold.grid import Grid
 from fourfold.layout import Policy, Spec
 from fourfold.nn.channel_norm import ChannelNorm, find_da, normalize, sums_over_space
 from fourfold.nn.channels import BATCH, Channels, gather, require_block, take
+from fourfold.once import once_differentiable
 from fourfold.pending import Pending
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fourfold import local
 from fourfold.grid import Grid
@@ -27,6 +26,7 @@ from fourfold.layout import Init, Policy, Spec
 from fourfold.nn.channels import Channels, embed, join, require_block, take, whole_groups, within
 from fourfold.nn.layer import Layer
 from fourfold.nn.norm import add_gradients
+from fourfold.once import once_differentiable
 from fourfold.operators import Site
 from fourfold.unit import Unit
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fourfold.grid import Grid
 from fourfold.nn.embedding import Head
@@ -27,6 +26,7 @@ from fourfold.nn.loss import (
     sum_of_places,
     sum_over_batch,
 )
+from fourfold.once import once_differentiable
 from fourfold.operators import Body, enter, spread_bodies
 from fourfold.overlap import Turns
 from fourfold.product import Factor, matmul_into

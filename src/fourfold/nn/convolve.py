@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fourfold.arriving import local_of
 from fourfold.nn.channels import embed, take
 from fourfold.nn.norm import add_gradients
+from fourfold.once import once_differentiable
 from fourfold.operators import Body, identity
 from fourfold.pending import Pending
 from fourfold.unit import Unit

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fourfold import comm
@@ -31,6 +30,7 @@ from fourfold.layout import (
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Expand, require_divisible
 from fourfold.nn.loss import IGNORE_INDEX, Vocabulary
+from fourfold.once import once_differentiable
 from fourfold.operators import Conjugate, Flight, Landed, leave
 from fourfold.unit import Member, Unit
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fourfold import comm, local
 from fourfold.grid import AXES, BATCH, Grid
 from fourfold.layout import Cut
+from fourfold.once import once_differentiable
 from fourfold.operators import Conjugate
 
 IGNORE_INDEX = -100

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fourfold import comm, local
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, WHOLE, Init, Policy, Spec, inner, rest
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import require_divisible
+from fourfold.once import once_differentiable
 from fourfold.unit import Unit
 
 

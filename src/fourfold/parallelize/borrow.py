@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Size, Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
 from fourfold.layout import Spec
 from fourfold.nn.layer import SPECS
+from fourfold.once import once_differentiable
 from fourfold.operators import gather_shards
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layers import Stored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
@@ -58,7 +59,7 @@ from fourfold.parallelize.structure import (
     is_embedding,
     sizes_of_parts,
 )
-from fourfold.parallelize.swap import adapters_of, convert
+from fourfold.parallelize.swap import adapters_of, compiled, convert
 from fourfold.parallelize.together import Together
 from fourfold.parallelize.values import Values
 
@@ -81,6 +82,7 @@ def parallelize(
     inputs, or along `rows_dim`: 1 for a model that takes the sequence first.
     """
     check_policy(policy)
+    _refuse_compiled(model)
     rows_dims = (rows_dim,) if rows_dim is not None else (0,)
     if rows_dim is None and not all(getattr(module, "batch_first", True) for module in model.modules()):
         rows_dims = (0, 1)  # torch's own modules may have the sequence first, and the model with them
@@ -128,6 +130,13 @@ def check_policy(policy: Policy) -> None:
         )
     if policy.recompute == "attention":
         raise ValueError("recompute='attention' knows the reference models only; use 'block' or 'none'")
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled; importing it takes seconds
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule)):
+            raise ValueError(compiled(name))
 
 
 def _run_of(model: nn.Module, grid: Grid, policy: Policy, rows_dims: Sequence[int]) -> Run:

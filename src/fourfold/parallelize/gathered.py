@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from fourfold.arriving import local_of
 from fourfold.layout import WHOLE, Spec, Storage
 from fourfold.nn.layer import Layer
 from fourfold.nn.norm import add_gradients
+from fourfold.once import once_differentiable
 from fourfold.parallelize.layers import REPEATED, Adapter, Stored
 from fourfold.parallelize.placed import Blocks, Placed, laid, version_of
 from fourfold.parallelize.run import Run

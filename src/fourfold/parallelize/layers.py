@@ -93,8 +93,8 @@ L = TypeVar("L", bound=Layer)
 
 
 class Single(Adapter, Generic[L]):
-    """A module that is one layer with the same parameters. It computes in the policy's dtype or that of its parameters,
-    under autocast too."""
+    """A module that is one layer with the same parameters. It computes in the policy's dtype or that of its
+    parameters."""
 
     def __init__(self, name: str, run: Run, why: str, layer: L) -> None:
         super().__init__(name, run, why)
@@ -104,9 +104,8 @@ class Single(Adapter, Generic[L]):
     def layers(self) -> Sequence[L]:
         return (self.layer,)
 
-    def takes(self, *, autocast: bool) -> torch.dtype | None:
-        first = next(self.layer.parameters(), None) if autocast else None
-        return self.run.policy.compute or (None if first is None else first.dtype)
+    def takes(self, *, autocast: bool) -> torch.dtype | None:  # noqa: ARG002
+        return self.run.policy.compute
 
     def parameters(self) -> Mapping[str, tuple[Layer, str, Stored]]:
         return {name: (self.layer, name, Stored(name)) for name in self.layer.specs}

@@ -21,6 +21,7 @@ from fourfold.parallelize.rules import rule
 from fourfold.parallelize.state import joined_shards
 
 SAVES = "save_pretrained"
+RESIZES = "resize_token_embeddings"
 
 
 def answer_loops(model: nn.Module, grid: Grid) -> None:
@@ -33,6 +34,8 @@ def answer_loops(model: nn.Module, grid: Grid) -> None:
             vars(module)["_is_distributed_loading_by_transformers"] = True
         if callable(save := getattr(type(module), SAVES, None)):
             vars(module)[SAVES] = partial(_save_pretrained, module, partial(save, module), grid)
+        if callable(getattr(type(module), RESIZES, None)):
+            vars(module)[RESIZES] = partial(_keep_size, module)
 
 
 def _save_pretrained(module: nn.Module, save: Callable[..., Any], grid: Grid, directory: Any, **options: Any) -> None:
@@ -48,6 +51,21 @@ def _save_pretrained(module: nn.Module, save: Callable[..., Any], grid: Grid, di
             whole[name] = tensor.cpu()
     whole_options = options | dict(state_dict=whole, is_main_process=True)
     grid.first_alone(f"save_pretrained({str(directory)!r})", lambda: save(directory, **whole_options))
+
+
+def _keep_size(module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:
+    """Loops ask for the size that the table has as well."""
+    table = module.get_input_embeddings()
+    size = table.weight.shape[0]
+    wanted = size if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of is not None:
+        wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+    if wanted != size:
+        raise ValueError(
+            f"{RESIZES}({wanted}): the table of {size} tokens is cut over the grid and keeps its size; call "
+            f"{RESIZES} before ff.parallelize"
+        )
+    return table
 
 
 @rule(Tensor.register_hook)

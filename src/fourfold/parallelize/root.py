@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from fourfold.comm import equal_along
 from fourfold.grid import Grid
@@ -24,6 +24,7 @@ from fourfold.parallelize.layers import REPEATED, Adapter
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.losses import GlobalLosses
 from fourfold.parallelize.placed import Placed, version_of
+from fourfold.parallelize.precision import require_precision
 from fourfold.parallelize.rows import Sample, check_rows, leaves_of, whole_batch
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import at_rest
@@ -36,6 +37,8 @@ about the rows of one place."""
 
 CONTRASTIVE = "return_loss"
 """What Hugging Face's models of images and texts are told where their loss compares all rows with each other."""
+EVERYWHERE = "the same rows everywhere"
+"""In `Root.compared`: whether all places were given the same rows has been looked at."""
 
 
 class Root(Adapter):
@@ -52,7 +55,9 @@ class Root(Adapter):
         run = self.run
         if run.depth:
             return forward(*args, **kwargs)
+        require_precision(run)
         self._require_same_rows(args, kwargs)
+        self._warn_of_same_rows(module, args, kwargs)
         suspicious = self._check_rows(module, forward, args, kwargs)
         if module.training:
             run.clock.advance()
@@ -139,11 +144,25 @@ class Root(Adapter):
         if "" in self.compared:
             return
         self.compared.add("")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_meta]
+        tensors = _tensors((args, kwargs))
         if tensors and not equal_along(key_of(*map(_digest, tensors)), self.run.grid, ("x", "y")):
             raise ValueError(
                 "ranks of one (data, z) place were given different rows; all ranks that differ in x and y alone read "
                 "the same ones (ff.local_rows cuts a batch so)"
+            )
+
+    def _warn_of_same_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Once, in the first training pass: a loop that forgot to cut its batch computes it in every place again."""
+        grid, trains = self.run.grid, module.training and torch.is_grad_enabled()
+        if not trains or EVERYWHERE in self.compared or grid.muted or grid.shape.places == 1:
+            return
+        self.compared.add(EVERYWHERE)
+        tensors = _tensors((args, kwargs))
+        if tensors and equal_along(key_of(*map(_digest_of_order, tensors)), grid, ("z", "data")) and grid.rank == 0:
+            warnings.warn(
+                f"all {grid.shape.places} (data, z) places of the grid {grid} were given the same rows "
+                "and compute the same; give each place its own with ff.local_rows(batch, grid)",
+                stacklevel=2,
             )
 
     def _require_same_buffers(self, module: nn.Module, before: dict[str, tuple[Tensor, int | None]]) -> None:
@@ -184,6 +203,17 @@ def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None
 def _of_all_places(count: Any, grid: Grid) -> Tensor:
     own = torch.as_tensor(count, device=grid.device)
     return sum_over_batch(own.double(), grid, "count targets").to(own.dtype)
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and not leaf.is_meta]
+
+
+def _digest_of_order(tensor: Tensor) -> int:
+    """Of the numbers and their order, which the sum of small ids would not tell."""
+    flat = tensor.detach().double().nan_to_num().flatten()
+    weights = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
+    return key_of(tuple(tensor.shape), (flat * weights).sum().item())
 
 
 def _digest(tensor: Tensor) -> int:

@@ -95,7 +95,8 @@ class Run:
             if module.get(own) is not layer[inside]:
                 raise RuntimeError(
                     f"{name} was replaced after the model was parallelised; change parameters in place (copy_ on their "
-                    "shards, load_state_dict without assign=True), or replace them before"
+                    "shards, load_state_dict without assign=True), or replace them before; torch.func.functional_call "
+                    "on the whole model, which replaces them for one call, cannot be used"
                 )
 
     def changes_in_place(self, operation: str) -> None:

@@ -177,13 +177,19 @@ def _boxed(whole: Tensor, spec: Spec, grid: Grid) -> Tensor:
 
 
 def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor]:
-    """Every parameter, or every gradient (0 where there is none), whole and under the names of the plain model's
-    `state_dict`.
+    """Every parameter, or every gradient (0 where there is none), or the "state" with buffers: whole tensors under the
+    names of the plain model's `state_dict`.
 
-    All ranks call it. For comparing and inspecting models that fit on one device.
+    All ranks call it. For saving, comparing and inspecting models that fit on one device.
     """
-    if kind not in ("parameter", "gradient"):
-        raise ValueError(f"kind={kind!r} is none of 'parameter', 'gradient'")
+    if kind not in ("parameter", "gradient", "state"):
+        raise ValueError(f"kind={kind!r} is none of 'parameter', 'gradient', 'state'")
+    if kind == "state":
+        state = model.state_dict()
+        return {
+            name: joined_shards(value, Grid.of(value)) if isinstance(value, DTensor) else value
+            for name, value in state.items()
+        }
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for original, names in originals(vars(module).get(STORED, {})).items():

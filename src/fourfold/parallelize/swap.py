@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_map_only
 
 from fourfold.parallelize.borrow import borrow
 from fourfold.parallelize.generate import generate_on_grid
 from fourfold.parallelize.layers import Adapter
 from fourfold.parallelize.placed import Placed, refuse_inside_functions
+from fourfold.parallelize.precision import require_same_as_autocast
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import state_of
 
@@ -88,6 +90,7 @@ def _forward(plain: type[nn.Module]) -> Any:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _refuse_transforms(adapters_of(self)[0])
         refuse_inside_functions(adapters_of(self)[0].run)
         run = functools.partial(own, self)
         for adapter in reversed(adapters_of(self)):
@@ -97,10 +100,33 @@ def _forward(plain: type[nn.Module]) -> Any:
     return forward
 
 
+def _refuse_transforms(adapter: Adapter) -> None:
+    """torch.compile would trace through tensors that are cut and through collectives, for many minutes; torch.func's
+    transforms replace tensors by ones that neither can take."""
+    if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
+        raise ValueError(compiled(adapter.name))
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ValueError(
+            f"{adapter.name or 'the model'} is called inside torch.vmap, torch.func.grad or another transform of "
+            "torch.func, which cannot pass through modules on a grid; call the model on a batch of rows, and use "
+            "loss.backward() and parameter.grad"
+        )
+
+
+def compiled(name: str) -> str:
+    return (
+        f"{name or 'the model'} is compiled by torch.compile, which cannot compile modules on a grid; leave "
+        "torch.compile and module.compile() out and use ff.parallelize(model, grid, "
+        "policy=ff.Policy(compile=True)), which compiles the computation between collectives"
+    )
+
+
 def _run(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In the precision that the adapter computes in: casts that torch makes in forward alone would not fit backward."""
     device = adapter.run.grid.device.type
     autocast = torch.is_autocast_enabled(device)
+    if autocast:
+        require_same_as_autocast(adapter.run, torch.get_autocast_dtype(device))
     dtype = adapter.takes(autocast=autocast)
     if dtype is not None:
         args, kwargs = tree_map_only(Tensor, functools.partial(_cast, adapter.run, dtype=dtype), (args, kwargs))
