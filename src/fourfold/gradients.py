@@ -56,6 +56,8 @@ class Gradients:
         self.policy = policy
         self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1)
         self.accumulating = False
+        self.guarded = False
+        """Whether ranks make sure, in a model's first pass, that they gather the same parameters."""
         self._owed = {p: (spec.owes, spec_like(p, owes=spec.owes)) for p, spec in self.parameters.values()}
         cut = policy.shard_optimizer
         self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
@@ -85,8 +87,9 @@ class Gradients:
         """Whether it is a parameter of the model as it was built."""
         return parameter in self._names
 
-    def begin_forward(self, kind: Hashable) -> None:
+    def begin_forward(self, kind: Hashable, *, guarded: bool = False) -> None:
         """A model's forward pass begins; `kind` tells passes apart that use other weights."""
+        self.guarded = guarded
         if self._passes and not in_backward():  # a pass failed, and its callback with it
             self._passes.clear()
             self._new.clear()

@@ -6,6 +6,7 @@ them. Gradients are added up over the halves, reduced behind the rest of backwar
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -97,6 +98,8 @@ class Unit:
     def gather(self, into: Sequence[Tensor] | None = None) -> Pending[list[Tensor]]:
         """Launch the gather of all members, into these buffers where given. Cast before the wire."""
         z = self.grid.size(GATHERED)
+        if z > 1 and self.gradients.guarded:
+            self._require_company()
         locals_ = [local_of(member.parameter) for member in self.members]
         if z == 1 and into is not None:  # copying casts as well
             return Pending(lambda: [place.copy_(held) for place, held in zip(into, locals_, strict=True)])
@@ -115,6 +118,17 @@ class Unit:
             return wholes if into is None else [b.copy_(whole) for b, whole in zip(into, wholes, strict=True)]
 
         return comm.all_gather_together(shards, self.grid, GATHERED, label=self.label).then(crop)
+
+    def _require_company(self) -> None:
+        """All ranks along z must be about to gather these parameters: a rank that is not would be sent them all the
+        same, in place of others."""
+        name = zlib.crc32(self.label.encode())
+        if not comm.equal_along(name, self.grid, (GATHERED,)):
+            raise RuntimeError(
+                f"this place is about to use {self.label}, and another place of axis z another layer: parameters are "
+                "gathered over z, so all places must use the same layers in the same order (as under FSDP); let every "
+                "place run the layer, on no rows if need be, or use a grid with z=1"
+            )
 
     def add(self, gradients: list[Tensor], *, turns: int) -> None:
         """Gradients in compute layout from one of so many halves; the last one's call sends the sum of all."""

@@ -58,10 +58,11 @@ class Root(Adapter):
         require_precision(run)
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
-        suspicious = self._check_rows(module, forward, args, kwargs)
+        first = self._trains_first(module, args, kwargs)
+        suspicious = self._check_rows(module, forward, args, kwargs) if first else set()
         if module.training:
             run.clock.advance()
-        run.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
+        run.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation", guarded=first)
         buffers = module.named_buffers() if module.training else ()
         before = {name: (buffer, version_of(buffer)) for name, buffer in buffers}
         # in step on all ranks of a place, so that they drop the same of what they all hold
@@ -94,22 +95,25 @@ class Root(Adapter):
             run.end()
         return result
 
-    def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
-        """Before the first training pass of each kind of call, see whether rows need each other (rows.py)."""
+    def _trains_first(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether this is the first training pass of its kind: with these arguments given."""
         run = self.run
-        asked = (
-            str(len(args)),
-            *sorted(name for name, value in kwargs.items() if value is not None and value is not False),
-        )
+        given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
+        asked = (str(len(args)), *given)
         trains = module.training and torch.is_grad_enabled() and run.grid.shape.places > 1 and not run.grid.muted
         if not trains or asked in self.checked:
-            return set()
+            return False
         self.checked.add(asked)
+        return True
+
+    def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
+        """See whether rows need each other (rows.py)."""
+        run = self.run
 
         def on_sample(sample: Sample, args: tuple, kwargs: dict) -> Any:
             run.sample = sample
             try:
-                run.gradients.begin_forward("check of rows")
+                run.gradients.begin_forward("check of rows", guarded=True)
                 return self._pass(forward, args, kwargs)
             finally:
                 run.sample = None

@@ -271,18 +271,21 @@ class Comparison:
         a, b = alone[finite], other[finite]
         return not a.numel() or bool((a - b).abs().amax() <= _tolerance(b) * b.abs().amax())
 
-    def _is_mean(self, alone: Tensor, joint: Tensor, count: Tensor | None) -> bool:
+    def _is_mean(self, alone: Tensor, joint: Tensor, counts: list[Tensor]) -> bool:
         """Whether a scalar of all rows is the mean or the sum of the places' own, plain or by counts of targets."""
         each, wanted = gather_rows(alone.double().view(1), self.run.grid)[: self.places], joint.double()
         within = _tolerance(joint) * torch.cat([each, wanted.view(1)]).abs().amax()
         if any((candidate - wanted).abs() <= within for candidate in (each.mean(), each.sum())):
             return True
-        if count is None:
+        for count in counts:
+            weights = gather_rows(count.double().view(1), self.run.grid)[: self.places]
+            weighted = (each.nan_to_num() * weights).sum() / weights.sum().clamp(min=1)
+            if (weighted - wanted).abs() <= within:
+                break
+        else:
             return False
-        counts = gather_rows(count.view(1), self.run.grid)[: self.places]
-        weighted = (each.nan_to_num() * counts).sum() / counts.sum().clamp(min=1)
-        if not (weighted - wanted).abs() <= within:
-            return False
+        if self.run.grid.rank:
+            return True  # one rank says it
         warnings.warn(
             "the model's loss is a mean over the targets of each place's own rows, and places have unequal numbers of "
             "them; it is averaged over places, as under DDP (ff.global_mean gives the mean over all targets)",
@@ -336,7 +339,12 @@ def _tolerance(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps ** 0.5
 
 
-def _count_targets(own_rows: Any) -> Tensor | None:
-    """How many targets this place's rows have, where the inputs say so in the way that Hugging Face's do."""
-    labels = own_rows[1].get("labels")
-    return (labels != -100).sum().double() if isinstance(labels, Tensor) and not labels.is_floating_point() else None
+def _count_targets(own_rows: Any) -> list[Tensor]:
+    """How many targets this place's rows may have: what a mask among the inputs keeps, or ids that are no padding."""
+    counts = []
+    for tensor in (leaf for leaf in leaves_of(own_rows) if isinstance(leaf, Tensor) and leaf.dim()):
+        if tensor.is_floating_point() or tensor.is_complex():
+            counts.append(tensor.count_nonzero())  # a mask of zeros and ones, if it is one
+        else:
+            counts += [(tensor != padding).sum() for padding in (-100, -1, 0)]
+    return counts

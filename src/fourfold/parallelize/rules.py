@@ -249,9 +249,9 @@ def detach_in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
     return a
 
 
-@rule(Tensor.backward, Tensor.retain_grad)
-def refused(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
+@rule(Tensor.backward, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward)
+def refused(func: Callable, args: tuple, kwargs: dict) -> Any:
     raise RuntimeError(
-        f"{func.__name__} on a tensor made {args[0].placement.run.label} that is cut over the grid; "
-        "use it on the model's result or its parameters"
+        f"{func.__name__} on a tensor made {placed_in((args, kwargs))[0].made} that is cut over the grid; use it on "
+        "the model's result or parameters, outside of forward, or keep the module that needs it out of ff.parallelize"
     )
