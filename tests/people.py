@@ -163,6 +163,10 @@ def combined(case: Case, draws: Random) -> Case:
     )
 
 
+BY_PLACE = {"early exit", "experts that nobody asked are left out"}
+"""Blocks that use other layers on some places than on others, as the rows there ask for."""
+
+
 def fitting(case: Case, draws: Random) -> Case:
     """The same with sizes that its blocks can be built for, and without what cannot stand together."""
     widths = sorted({case.width, 6, 8, 12}, key=lambda width: (width != case.width, width))
@@ -177,6 +181,8 @@ def fitting(case: Case, draws: Random) -> Case:
     if case.ending == "outside: gradient penalty":  # attention of torch's cannot be differentiated twice
         case = replace(case, blocks=(draws.choice(("mlp", "film", "norm by hand", "many operations")),), penalty="")
         case = replace(case, stem=case.stem if case.stem in GIVEN else "linear")
+    if case.shape.z > 1 and set(case.blocks) & BY_PLACE:  # as under FSDP places must use the same layers
+        case = replace(case, blocks=tuple(block for block in case.blocks if block not in BY_PLACE) or ("mlp",))
     if "energy and forces" in case.blocks and case.loop == "evaluated first":  # no gradients in inference mode
         case = replace(case, loop="evaluated between")
     if "teacher in buffers" in case.blocks and (case.loop == "two forwards" or case.shared):  # torch refuses it too

@@ -87,15 +87,20 @@ class Net(nn.Module):
 
 
 class Forces(nn.Module):
-    """Differentiates its own result, as models of energies do."""
+    """Differentiates its own result, as models of energies do: by what it was given, or by what a layer made of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, embeds: bool) -> None:
         super().__init__()
+        self.embed, self.embeds = nn.Linear(6, 6), embeds
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
+        x = self.embed(x) if self.embeds else x.requires_grad_()
         return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
+
+
+def take_forces(grid: Grid, *, embeds: bool) -> None:
+    ff.parallelize(Forces(embeds=embeds).double(), grid)(numbers(grid))
 
 
 def net(grid: Grid) -> nn.Module:
@@ -171,7 +176,11 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], object]]] = {
     "torch.func.grad": (f"the model {TRANSFORMED}", differentiate_functionally),
     "functional_call": ("up.weight was replaced.*functional_call.*cannot be used", call_functionally),
     "gradients of gradients": ("create_graph=True: .*keep the module that needs it out", differentiate_twice),
-    "gradients in forward": ("create_graph=True", lambda grid: ff.parallelize(Forces().double(), grid)(numbers(grid))),
+    "gradients by inputs in forward": ("create_graph=True", partial(take_forces, embeds=False)),
+    "gradients in forward": (
+        "torch.autograd.grad on a tensor made after .*beside the model",
+        partial(take_forces, embeds=True),
+    ),
     "torch.save": (PICKLED, lambda grid: torch.save(net(grid).state_dict(), io.BytesIO())),
     "torch.save of an optimizer": (
         PICKLED,

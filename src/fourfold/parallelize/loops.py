@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
@@ -66,6 +68,17 @@ def _keep_size(module: Any, new_num_tokens: int | None = None, pad_to_multiple_o
             f"{RESIZES} before ff.parallelize"
         )
     return table
+
+
+@rule(torch.autograd.grad)
+def refuse_grad(func: Callable, args: tuple, kwargs: dict) -> NoReturn:  # noqa: ARG001
+    """Cut tensors make up their wholes anew for every reader: one whole is not in the graph of another."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placed))
+    raise RuntimeError(
+        f"torch.autograd.grad on a tensor made {next(tensors).placement.run.label}, inside the model: gradients of "
+        "tensors that are cut cannot be taken there; keep the module that needs it out of ff.parallelize and call it "
+        "beside the model"
+    )
 
 
 @rule(Tensor.register_hook)
