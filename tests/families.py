@@ -317,11 +317,15 @@ class Case:
     loads: bool = True
     """The plain model's state dict into the trained one: seconds, as torch derives anew for each mesh and shape how a
     DTensor is copied."""
+    accumulates: bool = False
+    """Two micro-steps a step, the first inside `ff.accumulate`."""
+    checkpoints: bool = False
+    """The model's own gradient checkpointing, non-reentrant, where the family has it."""
     through_dtensors: bool = False
     """torch's AdamW steps the DTensors themselves, instead of their shards: seconds dearer, see LocalAdamW."""
 
     def __str__(self) -> str:
-        words = [name for name in ("padded", "widened") if getattr(self, name)]
+        words = [name for name in ("padded", "widened", "accumulates", "checkpoints") if getattr(self, name)]
         return " ".join([self.name, str(self.shape), self.activations, *words])
 
     @property
@@ -341,8 +345,21 @@ class Case:
     def alone(self) -> Case:
         """The same on one process: equal for all cases of the same model and batch."""
         shape = Shape() if self.rows == 8 else Shape(z=3)
-        same = dict(activations="sharded", generates=True, loads=True, through_dtensors=False)
+        if self.accumulates:  # which rows a micro-step has depends on how many places there are
+            shape = Shape(data=self.shape.places)
+        same = dict(activations="sharded", generates=True, loads=True, through_dtensors=False, checkpoints=False)
         return replace(self, shape=shape, **same)
+
+    def micro_steps(self, inputs: dict[str, Tensor], places: int) -> list[dict[str, Tensor]]:
+        """The rows of each micro-step: of the whole batch, or with `places` = 1 of a place's own."""
+        if not self.accumulates:
+            return [inputs]
+        halves = [{name: [] for name in inputs} for _ in range(2)]
+        for name, rows in inputs.items():
+            for own in rows.chunk(places):
+                for half, part in zip(halves, own.chunk(2), strict=True):
+                    half[name].append(part)
+        return [{name: torch.cat(parts) for name, parts in half.items()} for half in halves]
 
     @property
     def adam(self) -> dict[str, float]:

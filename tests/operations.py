@@ -488,7 +488,8 @@ requires_grad_ cuda new_zeros new_ones new_full new_empty new_tensor
 DRAWN = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 DRAWN += ("uniform_", "normal_", "bernoulli_", "exponential_")
 """What draws numbers: its laws are others."""
-HOOKS = ("backward", "retain_grad", "register_hook")
+HOOKS = ("backward", "retain_grad", "register_hook", "grad", "whole_batch")
+"""What is no operation on numbers: tests of their own hold these."""
 
 
 FALLBACK: list[Callable[[Operands], Any]] = [

@@ -4,8 +4,9 @@
     python tests/soak_families.py --families llama,t5 --grids x=2,z=2:x=3     # some of them
     python tests/soak_families.py --start 120                                 # go on where a run ended
 
-One line a case, then a summary; the exit status is 1 where a case failed. Padding, fp64 all through, and whose hands
-the optimizer steps through, take turns. The order is fixed: numbers of ranks in turn, then grids, then families.
+One line a case, then a summary; the exit status is 1 where a case failed. Padding, fp64 all through, accumulation,
+checkpointing, and whose hands the optimizer steps through, take turns. The order is fixed: numbers of ranks in turn,
+then grids, then families. Then each family once with bf16 parameters: at most twice the error of one process in bf16.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
-from families import FAMILIES, Case
+import torch
+
+import fourfold as ff
+from families import FAMILIES, Case, batch, build
 from fourfold.grid import Shape
-from harness import close_pools, pool
-from test_families import check
+from fourfold.parallelize import whole_tensors
+from harness import close_pools, grid_of, pool
+from test_families import arrays, check
 
 GRIDS = [
     Shape(x=2),
@@ -47,13 +53,63 @@ def all_cases(families: list[str], grids: list[Shape]) -> list[Case]:
     for shape in sorted(grids, key=lambda shape: shape.world):
         for number, name in enumerate(families):
             for turn, activations in enumerate(("sharded", "replicated")):
-                # three bits of a number that differs from case to case, so that all eight combinations occur
+                # bits of a number that differs from case to case, so that their combinations occur
                 bits = len(cases) + len(cases) // 8 + number + turn
                 padded = bool(bits & 1) and FAMILIES[name].batch != "images"
                 cases.append(
-                    Case(name, shape, activations, padded, widened=bool(bits & 2), through_dtensors=bool(bits & 4))
+                    Case(
+                        name,
+                        shape,
+                        activations,
+                        padded,
+                        widened=bool(bits & 2),
+                        through_dtensors=bool(bits & 4),
+                        accumulates=bits % 5 == 0 and shape.places in (2, 4),
+                        checkpoints=bits % 3 == 0,
+                    )
                 )
     return cases
+
+
+def narrow_step(name: str, dtype: torch.dtype, grid: ff.Grid | None) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of one step with weights that were rounded to bf16, computed in that dtype."""
+    model = build(name).bfloat16().to(dtype)
+    inputs = batch(Case(name, Shape(), "sharded", padded=False), 0)
+    inputs = {own: rows.to(dtype) if rows.is_floating_point() else rows for own, rows in inputs.items()}
+    if grid is not None:
+        model = ff.parallelize(model, grid)
+        inputs = {own: ff.local_rows(rows, grid) for own, rows in inputs.items()}
+    loss = model(**inputs).loss
+    loss.backward()
+    if grid is not None:
+        found = {own: gradient.float() for own, gradient in whole_tensors(model, "gradient").items()}
+    else:
+        found = {own: p.grad.float() for own, p in model.named_parameters(remove_duplicate=False)}
+    return loss.item(), arrays(found)
+
+
+def narrow_on_ranks(name: str, shape: Shape) -> tuple[float, dict[str, Any]]:
+    return narrow_step(name, torch.bfloat16, grid_of(shape))
+
+
+def narrow_error(found: tuple[float, dict[str, Any]], wanted: tuple[float, dict[str, Any]]) -> float:
+    """The relative error of all gradients together, and of the loss."""
+    own, exact = (
+        torch.cat([torch.as_tensor(g).flatten() for _, g in sorted(side[1].items())]) for side in (found, wanted)
+    )
+    return max(((own - exact).norm() / exact.norm()).item(), abs(found[0] - wanted[0]) / abs(wanted[0]))
+
+
+def check_narrow(name: str, shape: Shape) -> str:
+    """What bf16 costs on the grid and on one process, beside fp32; raises where the grid's error is more than twice."""
+    exact, alone = narrow_step(name, torch.float32, None), narrow_step(name, torch.bfloat16, None)
+    usual = narrow_error(alone, exact)
+    worst = max(
+        narrow_error(found, exact) for found in pool(shape.world).run(narrow_on_ranks, name, shape, timeout=300)
+    )
+    if not worst <= 2 * usual + 1e-3:
+        raise ValueError(f"{worst:.1e}, where one process has {usual:.1e}")
+    return f"{worst:.1e}, one process {usual:.1e}"
 
 
 def shape_of(text: str) -> Shape:
@@ -94,6 +150,13 @@ def main() -> int:
             continue
         worst[case.tolerance] = max(worst[case.tolerance], error)
         print(f"{number} {case}: {error:.1e} of {case.tolerance:.0e}, {time.monotonic() - since:.1f} s", flush=True)
+    narrow = [(name, chosen.grids[number % len(chosen.grids)]) for number, name in enumerate(chosen.families)]
+    for name, shape in narrow if not chosen.start else []:
+        try:
+            print(f"bf16 {name} {shape}: {check_narrow(name, shape)}", flush=True)
+        except Exception as fault:
+            failed.append(f"bf16 {name} {shape}")
+            print(f"bf16 {name} {shape}: FAILED: {fault}", flush=True)
     close_pools()
     largest = ", ".join(f"{error:.1e} of {tolerance:.0e}" for tolerance, error in worst.items())
     print(f"{len(cases) - chosen.start} cases, {len(failed)} failed, largest errors {largest}")

@@ -160,7 +160,8 @@ def errors(shape: Shape, policy: Policy, name: str) -> dict[str, float]:
     specs = specs_of(stack)
     for label, parameter in plain.named_parameters():
         local = local_of(stack.get_parameter(label).grad)
-        found[label] = off_by(join_shards(local, specs[label], grid), parameter.grad)
+        average = parameter.grad / shape.places  # each place's loss is its own share of a sum
+        found[label] = off_by(join_shards(local, specs[label], grid), average)
     for label, buffer in plain.named_buffers():
         layer, _, own = label.rpartition(".")
         held = stack.get_buffer(label)

@@ -8,6 +8,7 @@ generation, the smaller with loading, and the others one of the two by turns.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -104,13 +105,17 @@ def on_one_process(case: Case) -> dict[str, Any]:
     found["tokens"] = generate(model, case)
     optimizer = torch.optim.AdamW(model.parameters(), **case.adam, fused=True)
     for step in range(STEPS):
-        with case.arithmetic(case.padded):
-            output = model(**batch(case, step))
-        output.loss.backward()
+        loss = 0.0
+        micro_steps = case.micro_steps(batch(case, step), case.shape.places)
+        for inputs in micro_steps:
+            with case.arithmetic(case.padded):
+                output = model(**inputs)
+            (output.loss / len(micro_steps)).backward()
+            loss += output.loss.item() / len(micro_steps)
         if step == 0:
             found["logits"] = output.logits.detach()
             found["gradients"] = {name: p.grad.clone() for name, p in named(model)}
-        found["losses"].append(output.loss.item())
+        found["losses"].append(loss)
         optimizer.step()
         optimizer.zero_grad()
     found["parameters"] = {name: p.detach() for name, p in named(model)}
@@ -126,19 +131,26 @@ def on_ranks(case: Case) -> dict[str, Any]:
     grid = grid_of(case.shape)
     model = build(case.name)
     plain = {name: value.clone() for name, value in model.state_dict().items()}
+    if case.checkpoints and model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = ff.parallelize(model, grid, policy=Policy(activations=case.activations))
     found: dict[str, Any] = {"losses": [], "coords": grid.coords, "shapes": shapes(model.state_dict())}
     found["tokens"] = generate(model, case) if case.generates else None
     optimizer = adamw(model, case)
     for step in range(STEPS):
-        inputs = {name: ff.local_rows(rows, grid).to(grid.device) for name, rows in batch(case, step).items()}
-        with case.arithmetic(case.padded):
-            output = model(**inputs)
-        output.loss.backward()
+        own = {name: ff.local_rows(rows, grid).to(grid.device) for name, rows in batch(case, step).items()}
+        micro_steps, loss = case.micro_steps(own, 1), 0.0
+        for number, inputs in enumerate(micro_steps):
+            last = number == len(micro_steps) - 1
+            with contextlib.nullcontext() if last else ff.accumulate(model):
+                with case.arithmetic(case.padded):
+                    output = model(**inputs)
+                (output.loss / len(micro_steps)).backward()
+            loss += output.loss.item() / len(micro_steps)
         if step == 0:
             found["logits"] = array(output.logits)
             found["gradients"] = arrays(whole_tensors(model, "gradient"))
-        found["losses"].append(output.loss.item())
+        found["losses"].append(loss)
         optimizer.step()
         model.zero_grad()
     found["parameters"] = arrays(whole_tensors(model, "parameter"))

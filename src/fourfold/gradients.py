@@ -35,7 +35,7 @@ from fourfold.hooks import Hooks
 from fourfold.layout import GATHERED, Policy, Spec, boxed, chunk, pad_rows
 from fourfold.optimizers import refuse_unfit_optimizers
 from fourfold.overlap import Engine
-from fourfold.parameter import leaf_of, own_storage
+from fourfold.parameter import ShardedParameter, adopt, leaf_of, own_storage
 from fourfold.pending import Pending
 
 REPLICA = "data"
@@ -102,6 +102,9 @@ class Gradients:
     def _watch_leaves(self) -> None:
         """Take what autograd itself finds for a parameter, where somebody computed with it beside its layer."""
         for name, (parameter, spec) in self.parameters.items():
+            if type(parameter) is not ShardedParameter:  # the model was moved or cast since
+                adopt(parameter, spec, self.grid)
+                self.hooks.leaves.pop(parameter, None)
             if parameter.requires_grad and parameter not in self.hooks.leaves:
                 parameter.label = name  # type: ignore[attr-defined]
                 leaf = self.hooks.leaves[parameter] = leaf_of(parameter)

@@ -78,6 +78,12 @@ def whole_tensor(tensor: DTensor) -> Tensor:
     return gather_shards(local_of(tensor), tensor.spec, tensor.grid, label=tensor.label)
 
 
+def adopt(parameter: nn.Parameter, spec: Spec, grid: Grid) -> None:
+    """Make a DTensor a parameter on the grid. `module.to(...)` leaves one in the place of each parameter."""
+    parameter.__class__ = ShardedParameter
+    parameter.spec, parameter.grid = spec, grid  # type: ignore[attr-defined]
+
+
 def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     """This rank's shard as a parameter of the global shape."""
     whole = torch.empty(spec.shape, dtype=local.dtype, device="meta")
@@ -88,7 +94,7 @@ def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
     # `.data` counts its own changes: views of one memory count together, and what is gathered ahead would be gathered
     # again when a neighbour changes
     parameter = ShardedParameter(own_storage(local).data, lies, requires_grad=trained)
-    parameter.spec, parameter.grid = spec, grid
+    adopt(parameter, spec, grid)  # type: ignore[arg-type]
     parameter._is_param = True  # what nn.Parameter does, but for a detach, of which torch would derive the layout anew
     return parameter  # type: ignore[return-value]
 
