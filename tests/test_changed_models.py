@@ -12,6 +12,7 @@ import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.parallelize import whole_tensors
 from harness import grid_of
+from share import share
 from strange import NanoGPT, tokens
 
 TOLERANCE = 1e-9
@@ -104,7 +105,7 @@ def _errors(plain: nn.Module, model: nn.Module, grid: ff.Grid, rows: list[torch.
     return {name: error for name, error in errors.items() if not error <= TOLERANCE}
 
 
-@pytest.mark.parametrize("shape", [Shape(x=2), Shape(z=2), Shape(x=2, z=2)], ids=str)
+@pytest.mark.parametrize("shape", share([Shape(x=2), Shape(z=2), Shape(x=2, z=2)], 3), ids=str)
 def test_module_that_was_replaced_is_refused_until_the_model_is_parallelised_again(ranks, shape: Shape) -> None:
     assert ranks(shape.world).run(replace_and_parallelize_again, shape) == [{}] * shape.world
 

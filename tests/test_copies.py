@@ -16,6 +16,7 @@ from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.parallelize import whole_tensors
 from harness import grid_of
+from share import share
 from strange import NanoGPT, tokens
 
 TOLERANCE = 1e-9
@@ -85,7 +86,7 @@ def compare_copies(shape: Shape) -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error <= TOLERANCE}
 
 
-@pytest.mark.parametrize("shape", [Shape(x=2, z=2), Shape(y=2, data=2)], ids=str)
+@pytest.mark.parametrize("shape", share([Shape(x=2, z=2), Shape(y=2, data=2)], 2), ids=str)
 def test_copies_and_averages_of_a_model_are_those_of_one_process(ranks, shape: Shape) -> None:
     assert ranks(shape.world).run(compare_copies, shape) == [{}] * shape.world
 

@@ -18,6 +18,7 @@ from fourfold.parallelize.placed import Blocks
 from people import ALONE, GRIDS, LOOPS, OPTIMIZERS, STEMS, WRAPS, Case, Verdict, check, check_all, fitting, joint
 from people_blocks import BLOCKS
 from people_losses import ENDINGS, PENALTIES
+from share import share
 
 Z, DATA, XZ, YD = Shape(z=2), Shape(data=2), Shape(x=2, z=2), Shape(y=2, data=2)
 KEPT = [
@@ -100,7 +101,7 @@ def verdicts(ranks: Callable, cases: list[Case], timeout: float = 30) -> list[Ve
     return [joint(case, own) for case, own in zip(cases, zip(*found, strict=True), strict=True)]
 
 
-@pytest.mark.parametrize("shape", GRIDS, ids=str)
+@pytest.mark.parametrize("shape", share(GRIDS, 2), ids=str)
 def test_what_people_write_is_exact_or_refused(ranks, shape: Shape) -> None:
     cases = [case for case in covering() if case.shape == shape]
     found = verdicts(ranks, cases)
@@ -109,7 +110,7 @@ def test_what_people_write_is_exact_or_refused(ranks, shape: Shape) -> None:
     assert sum(verdict.kind == "exact" for verdict in found) > len(found) / 2
 
 
-@pytest.mark.parametrize("case", KEPT, ids=str)
+@pytest.mark.parametrize("case", share(KEPT, 2), ids=str)
 def test_what_once_failed(ranks, case: Case) -> None:
     (verdict,) = verdicts(ranks, [case])
     assert not verdict.fault, f"{verdict.kind}: {verdict.said}"

@@ -147,7 +147,7 @@ SHAPES = [Shape(z=2), Shape(data=2), Shape(x=2, z=2), Shape(z=2, data=2), Shape(
 CASES = [(body.__name__, shape) for body in NEEDS for shape in SHAPES]
 
 
-@pytest.mark.parametrize(("body", "shape"), share(CASES, 3), ids=str)
+@pytest.mark.parametrize(("body", "shape"), share(CASES, 6), ids=str)
 def test_rows_that_need_each_other(ranks, body: str, shape: Shape) -> None:
     for found in ranks(shape.world).run(train, shape, body, False):
         assert "ff.whole_batch(tensor) in" in found.get("said", "nothing was said"), found
@@ -231,7 +231,7 @@ def hugging_face_on(shape: Shape, name: str) -> tuple[float, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), share([(n, s) for n in ("CLIP", "Siglip") for s in SHAPES[1:4]], 2), ids=str
+    ("name", "shape"), share([(n, s) for n in ("CLIP", "Siglip") for s in SHAPES[1:4]], 4), ids=str
 )
 def test_contrastive_models_of_hugging_face(ranks, name: str, shape: Shape) -> None:
     loss, gradients = hugging_face(name, None)
