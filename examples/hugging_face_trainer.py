@@ -54,6 +54,8 @@ def arguments(folder: str, rows: int) -> TrainingArguments:
     options = dict(gradient_accumulation_steps=2, max_grad_norm=1.0, learning_rate=1e-2, num_train_epochs=1)
     quiet = dict(logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", eval_strategy="epoch")
     on_gpu = torch.cuda.is_available()
+    # the losses are means over all places already: the Trainer must not scale them by the number of processes
+    options |= dict(average_tokens_across_devices=False)
     sizes = dict(per_device_train_batch_size=rows, per_device_eval_batch_size=rows)
     return TrainingArguments(folder, use_cpu=not on_gpu, dataloader_pin_memory=on_gpu, **sizes, **options, **quiet)
 

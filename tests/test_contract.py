@@ -66,8 +66,8 @@ INSIDE = {
     "parallelize": [
         "run", "precision", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space",
         "together", "linears", "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed",
-        "root", "generate", "swap",
-        "normal", "plan", "multihead", "recipes", "lora", "loops", "alternate", "structure", "images", "values",
+        "loops", "root", "generate", "swap",
+        "normal", "plan", "multihead", "recipes", "lora", "alternate", "structure", "images", "values",
         "place", "explain", "build", "__init__",
     ],
     "checkpoint": [

@@ -228,6 +228,28 @@ def gather_blocks(block: Tensor, grid: Grid, axis: str, *, count: int, dim: int,
     return joined.then(lambda whole: whole if whole.shape[dim] == count else whole.narrow(dim, 0, count))
 
 
+def take_apart(a: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Cut dim 1 into tensors of these widths that can each be changed in place.
+
+    Autograd does not allow that for the views that `split` gives, since they share a count of changes; what they hold
+    does not overlap, so here each has its own.
+    """
+    return list(TakeApart.apply(a, list(widths)))
+
+
+class TakeApart(torch.autograd.Function):
+    """`split` along dim 1; backward joins the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, widths: list[int]) -> tuple[Tensor, ...]:  # noqa: ARG004
+        return tuple(part.data for part in a.split(widths, dim=1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # noqa: ARG004
+        return torch.cat(gradients, dim=1), None
+
+
 def gather_shards(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
     """The whole of a parameter from its shards, which may be uneven, the innermost cut first."""
     for cut in reversed(range(len(spec.storage.cuts))):

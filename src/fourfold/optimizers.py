@@ -25,7 +25,17 @@ def refuse_unfit_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse)
 
 
+REPLACED = "_fourfold_replaced"
+"""Attribute of a plain parameter for which `parallelize` put shards into the model."""
+
+
 def _refuse(optimizer: Optimizer, *_: Any) -> None:
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(hasattr(parameter, REPLACED) for parameter in held):
+        raise RuntimeError(
+            "this optimizer was made before ff.parallelize and steps parameters that the model no longer has; make it "
+            "after, from model.parameters()"
+        )
     kinds = [kind for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED]
     if not any(kind.__module__.partition(".")[0] in HOMES for kind in kinds):
         return

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from fourfold.arriving import local_of
 from fourfold.grid import Grid
-from fourfold.layout import Spec
+from fourfold.layout import Spec, boxed
 from fourfold.operators import gather_shards
 
 aten = torch.ops.aten
@@ -45,6 +45,23 @@ class ShardedParameter(DTensor):
             return DTensor.__torch_dispatch__(func, types, args, kwargs)
         args, kwargs = tree_map_only(DTensor, whole_tensor, (args, kwargs))
         return func(*args, **kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """This rank's shard as a DTensor that autograd does not follow."""
+        return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Copy other values into the shard: those of a DTensor that is cut alike, or of a whole tensor."""
+        if value.shape != self.shape:
+            raise ValueError(f"{self.label}: .data of shape {tuple(self.shape)} cannot become {tuple(value.shape)}")
+        with torch.no_grad():
+            if isinstance(value, DTensor):
+                local_of(self).copy_(local_of(value.redistribute(self.device_mesh, self.placements)))
+            else:
+                box = self.spec.storage.box(self.spec.shape, self.grid.shape.sizes, self.grid.coords)
+                local_of(self).copy_(boxed(value, box))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
@@ -80,7 +97,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
 
 def adopt(parameter: nn.Parameter, spec: Spec, grid: Grid) -> None:
     """Make a DTensor a parameter on the grid. `module.to(...)` leaves one in the place of each parameter."""
-    parameter.__class__ = ShardedParameter
+    parameter.__class__ = ShardedParameter  # type: ignore[assignment,bad-argument-type]
     parameter.spec, parameter.grid = spec, grid  # type: ignore[attr-defined]
 
 

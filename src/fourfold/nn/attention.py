@@ -23,7 +23,7 @@ from fourfold.nn.linear import Contract, Expand, expand_in_turns, label_of, read
 from fourfold.nn.moment import drawing
 from fourfold.nn.norm import HeadNorm
 from fourfold.nn.recompute import recompute
-from fourfold.operators import spread, whole_over_x, whole_over_y
+from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
 from fourfold.overlap import Turns
 
 
@@ -186,13 +186,13 @@ def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) ->
     site = query.site(tokens).named(label_of(layers))
     widths = [key.width, value.width]
     out = yield from read(layers, a, tokens)
-    q, kv = out.split([query.width, sum(widths)], dim=1)
+    q, kv = take_apart(out, [query.width, sum(widths)])
     spreading, sharing = spread(q, site, [query.width]), whole_over_y(kv, site)
     yield
     q, kv = spreading.land(), sharing.land()
     if held.over_x:
         kv = whole_over_x(kv, site, widths).land()
-    k, v = kv.chunk(2, dim=1)
+    k, v = take_apart(kv, [kv.shape[1] // 2] * 2)
     return q, k, v
 
 

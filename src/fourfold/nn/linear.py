@@ -30,7 +30,7 @@ from fourfold.layout import (
     inner,
 )
 from fourfold.nn.layer import Layer
-from fourfold.operators import Flight, Landed, leave, spread
+from fourfold.operators import Flight, Landed, leave, spread, take_apart
 from fourfold.overlap import Turns
 from fourfold.product import Factor, contract, expand
 from fourfold.unit import Member, Unit
@@ -201,7 +201,7 @@ def expand_in_turns(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[l
     if len(layers) == 1:
         return [out]  # taking a tensor apart costs a copy in backward, also where there is one part
     cuts = sum(widths) // out.shape[1]
-    return list(out.split([width // cuts for width in widths], dim=1))
+    return take_apart(out, [width // cuts for width in widths])
 
 
 def label_of(layers: Sequence[Layer]) -> str:

@@ -7,6 +7,8 @@ forward pass is run again.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -75,3 +77,22 @@ def drawing(key: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+@contextmanager
+def drawing_outside_torch(key: int) -> Iterator[None]:
+    """Inside the block Python's `random` draws from `key`, and numpy's where it is imported; afterwards as before.
+
+    Model code may use them, and ranks that compute parts of one tensor must draw the same.
+    """
+    numpy = sys.modules.get("numpy")
+    state, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
+    random.seed(key)
+    if numpy is not None:
+        numpy.random.seed(key % (1 << 32))
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None and numpys is not None:
+            numpy.random.set_state(numpys)

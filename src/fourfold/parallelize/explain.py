@@ -27,6 +27,10 @@ def explain(model: nn.Module) -> str:
     head = f"{type(model).__name__} on {run.grid}, {run.policy.activations} activations"
     lines = [head, *_table([("module", "kind", "layout", "communicates", "why"), *rows])]
     lines.append("batch in one part (halves=1): a module's own code runs it as one")
+    if run.own_losses:
+        lines.append(
+            "torch's losses inside the model are each place's own: they are called once per row, or by some places"
+        )
     if run.unchecked:
         lines.append(f"whether rows depend on each other could not be checked: {run.unchecked}")
     if run.made_whole:

@@ -6,6 +6,7 @@ saving have their usual names.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -79,6 +80,25 @@ def refuse_grad(func: Callable, args: tuple, kwargs: dict) -> NoReturn:  # noqa:
         "tensors that are cut cannot be taken there; keep the module that needs it out of ff.parallelize and call it "
         "beside the model"
     )
+
+
+def require_unscaled_count() -> None:
+    """A model is told the batch's count: refuse a Trainer that scales losses by the number of processes because of it.
+
+    What the model is told is about one place, and its loss is already that of the whole batch.
+    """
+    if "transformers.trainer" not in sys.modules:
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        arguments = getattr(frame.f_locals.get("self"), "args", None)
+        if frame.f_code.co_name == "compute_loss" and getattr(arguments, "average_tokens_across_devices", False):
+            raise ValueError(
+                "the Trainer's average_tokens_across_devices=True multiplies losses by the number of processes, and "
+                "those of a parallelised model are means over the whole batch already; use "
+                "TrainingArguments(average_tokens_across_devices=False)"
+            )
+        frame = frame.f_back
 
 
 @rule(Tensor.register_hook)

@@ -22,8 +22,11 @@ from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fourfold.comm import equal_along
+from fourfold.grid import BATCH
 from fourfold.layout import inner
 from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
+from fourfold.operators import Conjugate
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.placed import Placed, changes_in_place, settle, whole
@@ -74,9 +77,17 @@ class GlobalLosses(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is whole_batch:
             rows, sample = whole(args[0]), self.run.sample
+            if self.run.gradients.guarded and not equal_along(len(rows), self.run.grid, BATCH):
+                raise ValueError(
+                    f"ff.whole_batch gathers equally many rows of each place, and this one has {len(rows)}, another "
+                    "more or fewer; pad the rows, or give all places the same number"
+                )
             return gather_rows(rows, self.run.grid) if sample is None else sample.whole_batch(rows, self.run.grid)
         if func in BY_CLASS or func in BY_ELEMENT:
-            return global_loss(self.run, func, args, kwargs)
+            self.run.losses += 1
+            if self.run.own_losses:
+                return func(*args, **kwargs)
+            return shared(self.run, global_loss(self.run, func, args, kwargs))
         if func in DATA and id(args[0]) in self.run.running:
             return parameter_data(self.run, func, args[0])
         if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in args):
@@ -107,6 +118,16 @@ def parameter_data(run: Run, func: Callable, parameter: Tensor) -> Tensor:
     return parameter.detach()
 
 
+def shared(run: Run, loss: Tensor) -> Tensor:
+    """A global loss that is part of every place's loss: its gradient is the average of what the places find for it,
+    which differ where one multiplies it by something of its own."""
+    if run.grid.shape.places == 1 or not loss.requires_grad or loss.dim():
+        return loss
+    return Conjugate.apply(
+        loss, torch.clone, lambda gradient: sum_over_batch(gradient, run.grid, "loss") / run.grid.shape.places
+    )
+
+
 def global_loss(run: Run, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     named = _bound(func, args, kwargs)
     reduction = named["reduction"]
@@ -121,7 +142,7 @@ def global_loss(run: Run, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         return cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
     if of_place:
         return func(*args, **kwargs)
-    if func is functional.cross_entropy and not run.cuts and _by_id(named) and named["input"].numel():
+    if func is functional.cross_entropy and not run.cuts and _by_id(named):
         input = named["input"]
         ids = range(input.shape[1])
         vocabulary = Vocabulary(run.grid, inner(run.policy.activations), ids, named["ignore_index"], "loss")

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.grid import Grid
 from fourfold.layout import Spec, boxed
 from fourfold.nn.layer import SPECS, Layer, box_of, reserve
+from fourfold.optimizers import REPLACED
 from fourfold.parallelize.gathered import Gathered
 from fourfold.parallelize.layers import Adapter, Reader
 from fourfold.parallelize.state import cut_buffer, translate_buffers, translate_state
@@ -69,6 +70,9 @@ class Placing:
                 parameter.requires_grad_(original.requires_grad)
                 self._placed[original] = parameter, specs[own], full
             layer._parameters[inside] = made[own]
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                setattr(parameter, REPLACED, True)
         module._parameters.clear()
         module._parameters.update(made)
         vars(module)[SPECS] = specs

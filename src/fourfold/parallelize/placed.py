@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Size, Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -30,6 +31,7 @@ from fourfold import comm
 from fourfold.layout import chunk, rest
 from fourfold.operators import Conjugate, gather_blocks
 from fourfold.parallelize.run import Run
+from fourfold.parameter import whole_tensor
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,9 @@ class Placed(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(value, DTensor) for value in args):  # a parameter, by code that no pass runs
+            gather = torch.clone if torch.is_grad_enabled() else whole_tensor
+            args = tuple(gather(value) if isinstance(value, DTensor) else value for value in args)
         if not torch.is_grad_enabled():
             for placed in placed_in((args, kwargs)):
                 refuse_inside_functions(placed.placement.run, trained=placed.requires_grad)

@@ -17,11 +17,12 @@ from fourfold.comm import equal_along
 from fourfold.grid import Grid
 from fourfold.nn.initial import key_of
 from fourfold.nn.loss import sum_over_batch
-from fourfold.nn.moment import drawing
+from fourfold.nn.moment import drawing, drawing_outside_torch
 from fourfold.nn.recompute import recompute
 from fourfold.parallelize.borrow import require_unchanged
 from fourfold.parallelize.layers import REPEATED, Adapter
 from fourfold.parallelize.layouts import Columns
+from fourfold.parallelize.loops import require_unscaled_count
 from fourfold.parallelize.losses import GlobalLosses
 from fourfold.parallelize.placed import Placed, version_of
 from fourfold.parallelize.precision import require_precision
@@ -79,6 +80,9 @@ class Root(Adapter):
     def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         run = self.run
         run.counted, run.compares_rows = kwargs.get(COUNT) is not None, bool(kwargs.get(CONTRASTIVE))
+        if run.counted and run.grid.shape.world > 1 and COUNT not in self.compared:
+            self.compared.add(COUNT)
+            require_unscaled_count()
         if run.counted:
             kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
         run.require_own_modules()
@@ -98,9 +102,10 @@ class Root(Adapter):
     def _trains_first(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether this is the first training pass of its kind: with these arguments given."""
         run = self.run
+        flags = [str(value) if isinstance(value, (bool, str)) else "given" for value in args]
         given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
-        asked = (str(len(args)), *given)
-        trains = module.training and torch.is_grad_enabled() and run.grid.shape.places > 1 and not run.grid.muted
+        asked = (str(module.training), *flags, *given)
+        trains = torch.is_grad_enabled() and run.grid.shape.places > 1 and not run.grid.muted
         if not trains or asked in self.checked:
             return False
         self.checked.add(asked)
@@ -237,8 +242,9 @@ def counted_changes(run: Run) -> Iterator[None]:
 
 @contextmanager
 def in_step(key: int, device: torch.device) -> Iterator[None]:
-    """Inside the block torch draws from `key`, on the host and on that device."""
-    with drawing(key, torch.device("cpu")), drawing(key, device) if device.type != "cpu" else nullcontext():
+    """Inside the block torch draws from `key`, on the host and on that device, and so do Python and numpy."""
+    on_device = drawing(key, device) if device.type != "cpu" else nullcontext()
+    with drawing(key, torch.device("cpu")), on_device, drawing_outside_torch(key):
         yield
 
 

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from fourfold import comm
 from fourfold.grid import BATCH, Grid
+from fourfold.nn.moment import drawing_outside_torch
 from fourfold.operators import Conjugate
-from fourfold.parallelize.placed import RULES, whole
+from fourfold.parallelize.placed import RULES, version_of, whole
 from fourfold.parallelize.run import Run
 
 LABEL = "whole batch"
@@ -116,23 +119,53 @@ class WithoutChance(TorchFunctionMode):
 @contextmanager
 def state_restored(model: nn.Module) -> Iterator[None]:
     """Afterwards the modules' attributes and buffers are as they were: a counter, say, that forward advances."""
-    modules = [(module, dict(vars(module))) for module in model.modules()]
-    containers = [
-        (value, value.copy()) for _, own in modules for value in own.values() if isinstance(value, (dict, list, set))
-    ]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    known = {id(value) for value in (*model.modules(), *model.parameters())}
+    restores: list[Callable[[], None]] = []
+    for module in model.modules():
+        _keep(vars(module), known, restores)
     try:
         yield
     finally:
-        for module, own in modules:
-            vars(module).clear()
-            vars(module).update(own)
-        for container, before in containers:  # the objects stay: others may hold them
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(before)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for restore in restores:
+                restore()
+
+
+def _keep(value: Any, known: set[int], restores: list[Callable[[], None]]) -> None:
+    """Find out how to restore a value of somebody's module: tensors, containers, and objects of their own classes."""
+    if id(value) in known:
+        return
+    known.add(id(value))
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, DTensor):
+            return
+        version, kept = version_of(value), value.detach().clone()
+
+        def put_back() -> None:  # only what was changed: a graph may hold the tensor
+            if version_of(value) != version:
+                value.copy_(kept)
+
+        restores.append(put_back)
+    elif isinstance(value, (dict, list, set, deque)):
+        before = value.copy()
+
+        def refill() -> None:  # the object stays: others may hold it
+            value.clear()
+            (value.extend if isinstance(value, (list, deque)) else value.update)(before)
+
+        restores.append(refill)
+        for entry in before.values() if isinstance(before, dict) else before:
+            _keep(entry, known, restores)
+    elif hasattr(value, "__dict__") and not callable(value) and _is_own(value):
+        _keep(vars(value), known, restores)
+
+
+def _is_own(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] not in LIBRARIES
+
+
+LIBRARIES = ("builtins", "torch", "fourfold", "transformers", "peft")
+"""Whose objects forward does not change in a way that a second forward would notice."""
 
 
 Forward = Callable[[Sample, tuple, dict], Any]
@@ -146,6 +179,9 @@ def check_rows(run: Run, model: nn.Module, forward: Forward, args: tuple, kwargs
     gradients are on.
     """
     verdicts = []
+    if hidden := next((leaf for leaf in leaves_of((args, kwargs)) if not isinstance(leaf, PLAIN)), None):
+        run.unchecked = f"an input of type {type(hidden).__name__} may hide tensors"
+        return set()
     for dim in run.rows_dims:
         if not rows_along(dim, args, kwargs):
             continue
@@ -158,6 +194,9 @@ def check_rows(run: Run, model: nn.Module, forward: Forward, args: tuple, kwargs
             return verdicts[-1].losses
     if not verdicts:
         return set()
+    if any(sum(isinstance(leaf, Tensor) for leaf in leaves_of(value)) > 1 for value in args if type(value) is list):
+        run.unchecked = "a list of tensors may hold rows in an order of its own"
+        return set()
     raise RuntimeError(
         f"{type(model).__name__}: {verdicts[0].depends} depends on the other rows of its batch, and a (data, z) place "
         "has its own rows alone; gather what they need of each other with ff.whole_batch(tensor) in forward (before "
@@ -166,12 +205,13 @@ def check_rows(run: Run, model: nn.Module, forward: Forward, args: tuple, kwargs
     )
 
 
+PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+"""What an input may be beside mappings, sequences and dataclasses of these, if it is to be cut."""
+
+
 def rows_along(dim: int, args: Any, kwargs: Any) -> int:
     """How many rows the inputs have if they lie along this dim; 0 where that cannot be."""
-    leaves = leaves_of((args, kwargs))
-    if not all(leaf is None or isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype)) for leaf in leaves):
-        return 0  # an object that may hide tensors cannot be cut
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(tensor.is_meta for tensor in tensors):
         return 0
     return next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), 0)
@@ -204,7 +244,11 @@ class Comparison:
         together = map_tensors(self._rows_of_all, self.inputs)
         own = map_tensors(self._rows_of_one, together)
         alone = self._outputs(own, joint=False)
+        calls = self.run.losses
         joint = self._outputs(together, joint=True)
+        if not self.run.own_losses and not self._same_calls(calls):
+            self.run.own_losses = True
+            return self.verdict()
         if len(alone) != len(joint):
             return Verdict("the structure of its result", set())
         depends = self._first_that_differs(alone, joint)
@@ -216,6 +260,10 @@ class Comparison:
         counts = _count_targets(own)
         scalars = [(at, a, b) for at, a, b in _floats(alone, joint) if not a.dim() and not b.dim()]
         return Verdict(depends, {at for at, a, b in scalars if not self._is_mean(a, b, counts)})
+
+    def _same_calls(self, calls: int) -> bool:
+        """Whether all passes called equally many of torch's losses; a loop over rows calls one for each."""
+        return comm.equal_along(calls, self.run.grid, BATCH) and calls == self.run.losses
 
     def _rows_of_all(self, value: Tensor) -> Tensor:
         if value.dim() <= self.dim or value.shape[self.dim] != self.rows:
@@ -238,6 +286,7 @@ class Comparison:
             torch.no_grad(),
             grid.ledger.aside(),
             torch.random.fork_rng(devices),
+            drawing_outside_torch(seed),
             warnings.catch_warnings(),
             WithoutChance(),
         ):
@@ -335,8 +384,8 @@ def _floats(alone: list[Any], other: list[Any]) -> list[tuple[int, Tensor, Tenso
 
 
 def _tolerance(tensor: Tensor) -> float:
-    """Other shapes round otherwise: half of the digits must agree, which companions would not leave unchanged."""
-    return torch.finfo(tensor.dtype).eps ** 0.5
+    """Other shapes round otherwise: half of the digits must agree, or five; companions would change more."""
+    return max(torch.finfo(tensor.dtype).eps ** 0.5, 1e-5)
 
 
 def _count_targets(own_rows: Any) -> list[Tensor]:

@@ -47,6 +47,11 @@ class Run:
         """Layers that were read together in this pass and of which some were not asked for yet."""
         self.reads_logits = False
         """Whether a loss of this pass took logits that are cut."""
+        self.losses = 0
+        """How often the pass called one of torch's losses."""
+        self.own_losses = False
+        """Whether these are each place's own: a model calls one for each row, so that the calls of places do not belong
+        together."""
         self.counted = False
         """Whether the pass was given the count of the batch's targets, by which the model divides a sum of losses."""
         self.lent: dict[tuple[str, bool], tuple[Tensor, int | None]] = {}
@@ -82,6 +87,7 @@ class Run:
         self.end()
         self.depth, self.where, self.grad_enabled, self.reads_logits = 1, "", torch.is_grad_enabled(), False
         self.made_whole.clear()
+        self.losses = 0
 
     def end(self) -> None:
         """Let go of what one pass keeps for its layers."""

@@ -53,6 +53,7 @@ def _on_grid(plain: type[nn.Module]) -> type[nn.Module]:
     takes) keeps it: what stands in for the parent's then comes after it.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__getattr__": _getattr(plain)}
+    names["_apply"] = _apply(plain)
     for parent in PARENTS:
         if asks_parent(plain, parent):
             between = type(parent.__name__, (parent,), {"forward": _forward(parent)})
@@ -157,6 +158,22 @@ def _getattr(plain: type[nn.Module]) -> Any:
         return own(self, name) if lent is None else lent
 
     return getattribute
+
+
+def _apply(plain: type[nn.Module]) -> Any:
+    own = plain._apply
+
+    @functools.wraps(own)
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """`to(...)`. Inside forward, where a graph holds the parameters, one that changes nothing is left out."""
+        first = next((parameter for parameter in self._parameters.values() if parameter is not None), None)
+        if adapters_of(self)[0].run.depth and first is not None:
+            tried = torch.empty(0, dtype=first.dtype, device=first.device)
+            if (made := fn(tried)).dtype == tried.dtype and made.device == tried.device:
+                return self
+        return own(self, fn, recurse)
+
+    return apply
 
 
 def _generate(plain: type[nn.Module]) -> Any:
