@@ -105,6 +105,7 @@ def _errors(plain: nn.Module, model: nn.Module, grid: ff.Grid, rows: list[torch.
     return {name: error for name, error in errors.items() if not error <= TOLERANCE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", share([Shape(x=2), Shape(z=2), Shape(x=2, z=2)], 3), ids=str)
 def test_module_that_was_replaced_is_refused_until_the_model_is_parallelised_again(ranks, shape: Shape) -> None:
     assert ranks(shape.world).run(replace_and_parallelize_again, shape) == [{}] * shape.world

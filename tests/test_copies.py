@@ -86,6 +86,7 @@ def compare_copies(shape: Shape) -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error <= TOLERANCE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", share([Shape(x=2, z=2), Shape(y=2, data=2)], 2), ids=str)
 def test_copies_and_averages_of_a_model_are_those_of_one_process(ranks, shape: Shape) -> None:
     assert ranks(shape.world).run(compare_copies, shape) == [{}] * shape.world

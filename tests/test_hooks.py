@@ -116,6 +116,7 @@ def compare(shape: Shape) -> dict[str, Any]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", share(SHAPES, 3), ids=str)
 def test_hooks_and_inputs_do_what_they_do_on_one_process(ranks, shape: Shape) -> None:
     assert ranks(shape.world).run(compare, shape) == [{}] * shape.world

@@ -101,6 +101,7 @@ def verdicts(ranks: Callable, cases: list[Case], timeout: float = 30) -> list[Ve
     return [joint(case, own) for case, own in zip(cases, zip(*found, strict=True), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", share(GRIDS, 2), ids=str)
 def test_what_people_write_is_exact_or_refused(ranks, shape: Shape) -> None:
     cases = [case for case in covering() if case.shape == shape]

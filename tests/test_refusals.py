@@ -209,6 +209,7 @@ def refuse(shape: Shape) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # on a CPU without bf16
 def test_what_cannot_work_is_refused_in_one_line_with_a_way_out(ranks) -> None:
     for said in ranks(2).run(refuse, Shape(x=2)):

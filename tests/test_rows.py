@@ -230,6 +230,7 @@ def hugging_face_on(shape: Shape, name: str) -> tuple[float, dict[str, Any]]:
     return hugging_face(name, grid_of(shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"), share([(n, s) for n in ("CLIP", "Siglip") for s in SHAPES[1:4]], 4), ids=str
 )

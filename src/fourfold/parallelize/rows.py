@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from fourfold import comm
+from fourfold.arriving import local_of
 from fourfold.grid import BATCH, Grid
 from fourfold.nn.moment import drawing_outside_torch
 from fourfold.operators import Conjugate
@@ -136,28 +137,38 @@ def _keep(value: Any, known: set[int], restores: list[Callable[[], None]]) -> No
     if id(value) in known:
         return
     known.add(id(value))
-    if isinstance(value, Tensor):
-        if type(value) not in (Tensor, DTensor):
-            return
-        version, kept = version_of(value), value.detach().clone()
-
-        def put_back() -> None:  # only what was changed: a graph may hold the tensor
-            if version_of(value) != version:
-                value.copy_(kept)
-
-        restores.append(put_back)
+    if isinstance(value, DTensor):
+        restores.append(_contents(local_of(value)))  # what layers write to
+    elif type(value) is Tensor:
+        restores.append(_contents(value))
     elif isinstance(value, (dict, list, set, deque)):
-        before = value.copy()
-
-        def refill() -> None:  # the object stays: others may hold it
-            value.clear()
-            (value.extend if isinstance(value, (list, deque)) else value.update)(before)
-
-        restores.append(refill)
-        for entry in before.values() if isinstance(before, dict) else before:
+        restores.append(_entries(value))
+        for entry in list(value.values() if isinstance(value, dict) else value):
             _keep(entry, known, restores)
-    elif hasattr(value, "__dict__") and not callable(value) and _is_own(value):
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor) and not callable(value) and _is_own(value):
         _keep(vars(value), known, restores)
+
+
+def _contents(tensor: Tensor) -> Callable[[], None]:
+    """How to restore a tensor, if it was changed: a graph may hold one that was not."""
+    version, before = version_of(tensor), tensor.detach().clone()
+
+    def copy_back() -> None:
+        if version_of(tensor) != version:
+            tensor.copy_(before)
+
+    return copy_back
+
+
+def _entries(container: Any) -> Callable[[], None]:
+    """How to restore a container. The object stays: others may hold it."""
+    before = container.copy()
+
+    def refill() -> None:
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+    return refill
 
 
 def _is_own(value: object) -> bool:
