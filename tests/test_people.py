@@ -52,6 +52,7 @@ KEPT = [
     Case(19, Z, ending="inside: contrastive", wrap="dict"),
     Case(20, Z, blocks=("rows that attend to rows, whole batch",)),
     Case(21, XZ, ending="inside: contrastive, whole batch", wrap="dict"),
+    Case(32, Z, ending="inside, by hand: sum over count", wrap="tuple"),
 ]
 """Cases that once differed in silence or failed without a way out."""
 

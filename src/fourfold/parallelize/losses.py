@@ -87,7 +87,7 @@ class GlobalLosses(TorchFunctionMode):
             self.run.losses += 1
             if self.run.own_losses:
                 return func(*args, **kwargs)
-            return shared(self.run, global_loss(self.run, func, args, kwargs))
+            return global_loss(self.run, func, args, kwargs)
         if func in DATA and id(args[0]) in self.run.running:
             return parameter_data(self.run, func, args[0])
         if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in args):
@@ -121,7 +121,7 @@ def parameter_data(run: Run, func: Callable, parameter: Tensor) -> Tensor:
 def shared(run: Run, loss: Tensor) -> Tensor:
     """A global loss that is part of every place's loss: its gradient is the average of what the places find for it,
     which differ where one multiplies it by something of its own."""
-    if run.grid.shape.places == 1 or not loss.requires_grad or loss.dim():
+    if run.grid.shape.places == 1 or not loss.requires_grad:
         return loss
     return Conjugate.apply(
         loss, torch.clone, lambda gradient: sum_over_batch(gradient, run.grid, "loss") / run.grid.shape.places
@@ -139,20 +139,22 @@ def global_loss(run: Run, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         input, targets = named["input"], whole(named["target"]).long()
         vocabulary = input.placement.head.vocabulary(named["ignore_index"], of_place=of_place)
         count = 1 if reduction == "sum" else None
-        return cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
+        loss = cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
+        return loss if of_place else shared(run, loss)
     if of_place:
         return func(*args, **kwargs)
     if func is functional.cross_entropy and not run.cuts and _by_id(named):
         input = named["input"]
         ids = range(input.shape[1])
         vocabulary = Vocabulary(run.grid, inner(run.policy.activations), ids, named["ignore_index"], "loss")
-        return cross_entropy([input], [named["target"].long()], vocabulary, count=1 if reduction == "sum" else None)[0]
+        count = 1 if reduction == "sum" else None
+        return shared(run, cross_entropy([input], [named["target"].long()], vocabulary, count=count)[0])
     named = tree_map_only(Placed, Placed.whole, named)
     total, count = (_by_class if func in BY_CLASS else _by_element)(func, named)
     if reduction != "sum":
         everyones = sum_over_batch(count, run.grid, "loss")
         total = total / torch.where(everyones == 0, 1, everyones).to(total.dtype)  # a batch without targets has loss 0
-    return sum_of_places(total, run.grid, "loss")
+    return shared(run, sum_of_places(total, run.grid, "loss"))
 
 
 @cache
