@@ -184,10 +184,41 @@ def uneven_rows(grid: Grid) -> None:
     model(rows(grid)[0][: 1 + grid.coords["z"]])
 
 
+class Scaling:
+    """What the Trainer does around a model's pass: it scales the loss by the number of processes afterwards."""
+
+    args = SimpleNamespace(average_tokens_across_devices=True)
+
+    def compute_loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, num_items_in_batch=torch.tensor(4)) * 2
+
+
+def scaled_count(grid: Grid) -> None:
+    import transformers.trainer  # noqa: F401
+
+    model = ff.parallelize(Counted().double(), grid)
+    Scaling().compute_loss(model, rows(grid)[0])
+
+
+class Counted(nn.Module):
+    """Takes the count and does not use it, as Hugging Face's classifiers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return self.out(x).square().mean()
+
+
 REFUSED: dict[str, tuple[str, Callable[[Grid], None]]] = {
     "in evaluation": ("depends on the other rows.*ff.whole_batch", in_evaluation),
     "by a flag": ("depends on the other rows.*ff.whole_batch", by_a_flag),
     "optimizer before": ("made before ff.parallelize.*make it after", optimizer_before),
+    "scaled count": (
+        "average_tokens_across_devices=True multiplies.*average_tokens_across_devices=False",
+        scaled_count,
+    ),
     "uneven rows": ("equally many rows of each place.*pad the rows", uneven_rows),
 }
 

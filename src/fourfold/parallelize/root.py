@@ -57,6 +57,7 @@ class Root(Adapter):
         if run.depth:
             return forward(*args, **kwargs)
         require_precision(run)
+        self._require_unscaled_count(kwargs)
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
         first = self._trains_first(module, args, kwargs)
@@ -80,9 +81,6 @@ class Root(Adapter):
     def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         run = self.run
         run.counted, run.compares_rows = kwargs.get(COUNT) is not None, bool(kwargs.get(CONTRASTIVE))
-        if run.counted and run.grid.shape.world > 1 and COUNT not in self.compared:
-            self.compared.add(COUNT)
-            require_unscaled_count()
         if run.counted:
             kwargs = {**kwargs, COUNT: _of_all_places(kwargs[COUNT], run.grid)}
         run.require_own_modules()
@@ -147,6 +145,12 @@ class Root(Adapter):
         if type(value) is list or type(value) is tuple:
             return type(value)(self._given(entry) for entry in value)
         return value
+
+    def _require_unscaled_count(self, kwargs: Any) -> None:
+        """Once, and before the check of rows, which passes over what a model's code raises."""
+        if kwargs.get(COUNT) is not None and self.run.grid.shape.world > 1 and COUNT not in self.compared:
+            self.compared.add(COUNT)
+            require_unscaled_count()
 
     def _require_same_rows(self, args: Any, kwargs: Any) -> None:
         """Once is enough for a loop that reads its rows wrongly."""
