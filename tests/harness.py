@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -205,6 +205,18 @@ def grid_of(shape: Shape) -> Grid:
         share_cores()
     _grids[shape] = _grids.pop(shape)  # the last used is the last to go
     return _grids[shape]
+
+
+def what_is_said(acts: Mapping[str, Callable[[Grid], Any]], grid: Grid) -> dict[str, str]:
+    """The message of the error that each act raises."""
+    said = {}
+    for name, act in acts.items():
+        try:
+            act(grid)
+            said[name] = "nothing was said"
+        except Exception as error:
+            said[name] = str(error)
+    return said
 
 
 class Largest(TorchDispatchMode):

@@ -19,7 +19,7 @@ import fourfold as ff
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.parallelize import Contract, Expand, Head, Norm, Whole, whole_tensors
-from harness import grid_of
+from harness import grid_of, what_is_said
 from parity import LocalAdamW
 from share import share
 from strange import (
@@ -457,14 +457,7 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], Any]]] = {
 
 
 def refusals() -> dict[str, str]:
-    grid, found = grid_of(Shape(x=2)), {}
-    for name, (_, act) in REFUSED.items():
-        try:
-            act(grid)
-            found[name] = "nothing was said"
-        except Exception as error:
-            found[name] = str(error)
-    return found
+    return what_is_said({name: act for name, (_, act) in REFUSED.items()}, grid_of(Shape(x=2)))
 
 
 def test_what_cannot_work_is_refused_with_a_way_out(ranks) -> None:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -144,14 +145,34 @@ class Gradients:
         if any(self.grid.coords[axis] for axis in spec.owes if axis not in BATCH):
             gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
         box = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
-        own = boxed(gradient, box).to(self.policy.reduce or parameter.dtype, copy=True)
+        own = boxed(gradient, box).to(self.policy.reduce or parameter.dtype, copy=True).contiguous()
         if GATHERED not in spec.storage.axes:
             self.deposit([parameter], [own])
             return
-        z, rows = self.grid.size(GATHERED), local_of(parameter).shape[0]
-        padded = pad_rows(own.contiguous(), -(-own.shape[0] // z) * z)
-        pending = comm.reduce_scatter_together([padded], self.grid, GATHERED, label=name)
-        self.engine.behind.defer(pending, padded.nbytes, lambda shards: self.deposit([parameter], [shards[0][:rows]]))
+        largest = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, dict.fromkeys(AXES, 0))
+        nbytes = prod(len(part) for part in largest) * own.element_size()
+        self.scatter([parameter], [own], nbytes, label=name)
+
+    def scatter(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], nbytes: int, *, label: str
+    ) -> None:
+        """Sum gradients that are whole over z, and deposit this rank's shards some time before backward ends.
+
+        `nbytes` is what the rank with the most sends, the same number on all ranks, so that they wait alike. The
+        tensors must be the caller's own: `deposit` changes them in place.
+        """
+        z = self.grid.size(GATHERED)
+        if z == 1:
+            self.deposit(parameters, gradients)
+            return
+
+        def land(shards: Sequence[Tensor]) -> None:
+            own = [shard[: local_of(p).shape[0]] for p, shard in zip(parameters, shards, strict=True)]  # no padding
+            self.deposit(parameters, own)
+
+        padded = [pad_rows(gradient, -(-gradient.shape[0] // z) * z) for gradient in gradients]
+        pending = comm.reduce_scatter_together(padded, self.grid, GATHERED, label=label)
+        self.engine.behind.defer(pending, nbytes, land)
 
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         owed = self._owed.get(parameter)
@@ -196,8 +217,10 @@ class Gradients:
         first rank of those that hold copies adds it, and where replicas are cut each adds its own rows."""
         cut = self.policy.shard_optimizer
         if all(self.grid.coords[axis] == 0 for axis in owes if not (cut and axis == REPLICA)):
-            rows = self.own_rows(gradient) if gradient.dim() else range(0)
-            (gradient[rows.start : rows.stop] if gradient.dim() else gradient).add_(before)
+            if gradient.dim():
+                rows = self.own_rows(gradient)
+                gradient = gradient[rows.start : rows.stop]
+            gradient.add_(before)
 
     def _finish(self, this_pass: int) -> None:
         """Runs when a backward pass ends."""

@@ -121,6 +121,13 @@ class Shape:
             rank = rank * self.sizes[axis] + coords[axis]
         return rank
 
+    def place(self, rank: int) -> int:
+        """The number of the place that a rank is in; data is the outer cut of a batch, z the inner."""
+        coords, place = self.coords(rank), 0
+        for axis in BATCH:
+            place = place * self.sizes[axis] + coords[axis]
+        return place
+
     def ranks_along(self, axis: str, rank: int) -> list[int]:
         """The ranks that share every coordinate with `rank` except the one on `axis`."""
         here = self.coords(rank)

@@ -142,23 +142,10 @@ class Unit:
             self.scatter(complete)
 
     def scatter(self, gradients: Sequence[Tensor]) -> None:
-        """Sum gradients in compute layout over z and deposit this rank's shards, some time before backward ends.
-
-        The tensors must be the unit's own: `deposit` changes them in place.
-        """
-        z = self.grid.size(GATHERED)
+        """Sum gradients in compute layout over z and deposit this rank's shards (`Gradients.scatter`)."""
         wide = [gradient.to(self.reduce) for gradient in gradients]
-        if z == 1:
-            self._deposit(wide)
-            return
-        padded = [pad_rows(gradient, -(-gradient.shape[0] // z) * z) for gradient in wide]
-        pending = comm.reduce_scatter_together(padded, self.grid, GATHERED, label=self.label)
-        self.engine.behind.defer(pending, self.elements * self.reduce.itemsize, self._deposit)
-
-    def _deposit(self, shards: Sequence[Tensor]) -> None:
         parameters = [member.parameter for member in self.members]
-        own = [shard[: local_of(p).shape[0]] for p, shard in zip(parameters, shards, strict=True)]  # without padding
-        self.gradients.deposit(parameters, own)
+        self.gradients.scatter(parameters, wide, self.elements * self.reduce.itemsize, label=self.label)
 
     def only(self, members: Sequence[Member]) -> Unit:
         """A part of the unit, under the same label."""

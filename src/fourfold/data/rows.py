@@ -27,7 +27,6 @@ def rows_of(shape: Shape, rank: int, rows: int, micro_steps: int = 1) -> list[ra
             f"a batch of {rows} rows cannot be cut over {over}; "
             f"use a multiple of {parts} rows, such as {max(1, -(-rows // parts)) * parts}"
         )
-    coords = shape.coords(rank)
-    first = (coords["data"] * z + coords["z"]) * micro_steps
+    first = shape.place(rank) * micro_steps
     count = rows // parts
     return [range(part * count, (part + 1) * count) for part in range(first, first + micro_steps)]

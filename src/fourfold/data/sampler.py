@@ -16,5 +16,5 @@ def place_sampler(
     process with the sampler of a grid of one rank. `set_epoch` shuffles anew.
     """
     places = grid.shape.places
-    place = grid.coords["data"] * grid.size("z") + grid.coords["z"]
+    place = grid.shape.place(grid.rank)
     return DistributedSampler(dataset, places, place, shuffle=shuffle, seed=seed, drop_last=drop_last)

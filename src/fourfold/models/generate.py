@@ -180,7 +180,7 @@ def _next_tokens(
 def _own_rows(count: int, grid: Grid) -> range:
     """The rows of this rank's place, as many on every place; those from `count` on are padding."""
     places = grid.shape.places
-    return chunk(-(-count // places) * places, places, grid.coords["data"] * grid.size("z") + grid.coords["z"])
+    return chunk(-(-count // places) * places, places, grid.shape.place(grid.rank))
 
 
 def _point(seed: int, row: int, position: int) -> float:

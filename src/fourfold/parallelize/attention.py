@@ -13,14 +13,15 @@ from fourfold.parallelize.layouts import Shared
 from fourfold.parallelize.placed import Blocks, Placed, whole
 from fourfold.parallelize.rules import key_of_parts, rule
 
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""Those that `scaled_dot_product_attention` takes by position; torch gives no signature of it."""
 HEADS = 1
 """The dim of heads in [rows, heads, seq, head_dim]."""
 
 
 @rule(functional.scaled_dot_product_attention)
 def attend(func: Callable, args: tuple, kwargs: dict) -> Any:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    named = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
     query, key, value = named.pop("query"), named.pop("key"), named.pop("value")
     if not isinstance(query, Placed) or type(query.placement) is not Blocks or query.dim() != 4:
         return NotImplemented

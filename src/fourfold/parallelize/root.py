@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.comm import equal_along
-from fourfold.grid import Grid
+from fourfold.grid import BATCH, Grid
 from fourfold.nn.initial import key_of
 from fourfold.nn.loss import sum_over_batch
 from fourfold.nn.moment import drawing, drawing_outside_torch
@@ -70,7 +70,8 @@ class Root(Adapter):
         # in step on all ranks of a place, so that they drop the same of what they all hold
         self.evaluations += not module.training
         name = self.name if module.training else f"{self.name} evaluation {self.evaluations}"
-        with in_step(run.clock.key(name, run.grid, REPEATED), run.grid.device):
+        key = run.clock.key(name, run.grid, REPEATED)
+        with in_step(key, run.grid.device), drawing_outside_torch(key):
             result = self._pass(forward, args, kwargs)
         if before:
             self._require_same_buffers(module, before)
@@ -171,7 +172,7 @@ class Root(Adapter):
             return
         self.compared.add(EVERYWHERE)
         tensors = _tensors((args, kwargs))
-        if tensors and equal_along(key_of(*map(_digest_of_order, tensors)), grid, ("z", "data")) and grid.rank == 0:
+        if tensors and equal_along(key_of(*map(_digest_of_order, tensors)), grid, BATCH) and grid.rank == 0:
             warnings.warn(
                 f"all {grid.shape.places} (data, z) places of the grid {grid} were given the same rows "
                 "and compute the same; give each place its own with ff.local_rows(batch, grid)",
@@ -188,7 +189,7 @@ class Root(Adapter):
             if (buffer is old and version_of(buffer) == version) or name in self.compared or buffer.is_meta:
                 continue
             self.compared.add(name)
-            if not equal_along(key_of(_digest(buffer)), self.run.grid, ("z", "data")):
+            if not equal_along(key_of(_digest(buffer)), self.run.grid, BATCH):
                 owner, _, own = name.rpartition(".")
                 raise RuntimeError(
                     f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "
@@ -246,14 +247,16 @@ def counted_changes(run: Run) -> Iterator[None]:
 
 @contextmanager
 def in_step(key: int, device: torch.device) -> Iterator[None]:
-    """Inside the block torch draws from `key`, on the host and on that device, and so do Python and numpy."""
-    on_device = drawing(key, device) if device.type != "cpu" else nullcontext()
-    with drawing(key, torch.device("cpu")), on_device, drawing_outside_torch(key):
+    """Inside the block torch draws from `key`, on the host and on that device."""
+    with drawing(key, torch.device("cpu")), drawing(key, device) if device.type != "cpu" else nullcontext():
         yield
 
 
-def _drawing(key: int, device: torch.device, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with in_step(key, device):
+def _drawing(
+    key: int, device: torch.device, again: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a block that draws alike when it is computed again; outside torch only if it will be, for that is slow."""
+    with in_step(key, device), drawing_outside_torch(key) if again else nullcontext():
         return forward(*args, **kwargs)
 
 
@@ -280,10 +283,11 @@ class Block(Adapter):
             args = (self._resting(args[0]), *args[1:])
         elif "hidden_states" in kwargs:
             kwargs = {**kwargs, "hidden_states": self._resting(kwargs["hidden_states"])}
-        if module.training and self.run.sample is None:  # drawn alike when it is computed again
+        again = self.run.policy.recompute == "block" and module.training and torch.is_grad_enabled()
+        if module.training and self.run.sample is None:
             key = int(torch.randint(1 << 62, (), device="cpu"))
-            forward = partial(_drawing, key, self.run.grid.device, forward)
-        if self.run.policy.recompute == "block" and module.training and torch.is_grad_enabled():
+            forward = partial(_drawing, key, self.run.grid.device, again, forward)
+        if again:
             return recompute(partial(forward, **kwargs), self.run.clock, *args)
         return forward(*args, **kwargs)
 

@@ -16,10 +16,10 @@ import dataclasses
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from fourfold.arriving import local_of
 from fourfold.grid import BATCH, Grid
 from fourfold.nn.moment import drawing_outside_torch
 from fourfold.operators import Conjugate
+from fourfold.parallelize.attention import ARGUMENTS
 from fourfold.parallelize.placed import RULES, version_of, whole
 from fourfold.parallelize.run import Run
 
@@ -79,9 +80,8 @@ RULES[whole_batch] = lambda _, args, kwargs: gather_rows(whole(args[0]), args[0]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The rows on which the check compares: `rows` of each of the first `places` places; the others repeat theirs."""
+    """The rows on which the check compares: a few of each of the first `places` places; the others repeat theirs."""
 
-    rows: int
     places: int
     joint: bool
     """Whether every place runs the rows of all of them, or one place's rows."""
@@ -100,19 +100,20 @@ class WithoutChance(TorchFunctionMode):
         *(functional.dropout, functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
         *(functional.dropout1d, functional.dropout2d, functional.dropout3d),
     )
-    ATTENTION = (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
+    ATTENTION: ClassVar[dict[Callable, Sequence[str]]] = {
+        functional.scaled_dot_product_attention: ARGUMENTS,
+        functional.multi_head_attention_forward: list(
+            inspect.signature(functional.multi_head_attention_forward).parameters
+        ),
+    }
+    """The names of their arguments, in order."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self.DROPS:
             return args[0] if args else kwargs["input"]
         if func in self.ATTENTION:
-            names = (
-                list(inspect.signature(func).parameters)
-                if func is functional.multi_head_attention_forward
-                else ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
-            )
-            kwargs = dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0}
+            kwargs = dict(zip(self.ATTENTION[func], args, strict=False)) | kwargs | {"dropout_p": 0.0}
             args = ()
         return func(*args, **kwargs)
 
@@ -247,7 +248,7 @@ class Comparison:
         self.few = 2 if self.rows >= 2 * self.places else 1
         if not comm.equal_along(self.few, grid, BATCH):
             self.few = 1
-        self.place = (grid.coords["data"] * grid.size("z") + grid.coords["z"]) % self.places
+        self.place = grid.shape.place(grid.rank) % self.places
         self._cut: list[Tensor] = []
         """The inputs that were cut; the others are handed on as they are."""
 
@@ -303,7 +304,7 @@ class Comparison:
         ):
             warnings.simplefilter("ignore")  # of a statistic over one row, say: these rows are not the user's batch
             torch.manual_seed(seed)
-            return leaves_of(self.forward(Sample(self.few, self.places, joint), *inputs))
+            return leaves_of(self.forward(Sample(self.places, joint), *inputs))
 
     def _first_that_differs(self, alone: list[Any], other: list[Any]) -> str:
         """The first output whose rows differ on some place, the same text on all ranks of the place; empty: none."""
