@@ -28,12 +28,12 @@ import torch
 import fourfold as ff
 from bed import Bed, multi_process_service
 from fourfold.arriving import local_of
-from fourfold.cost.kept import Alive
-from fourfold.cost.memory import peak_memory
-from fourfold.cost.share import Share
 from fourfold.layout import Policy
 from fourfold.models.config import Config
 from fourfold.nn import layer
+from fourfold.planner.kept import Alive
+from fourfold.planner.memory import peak_memory
+from fourfold.planner.share import Share
 
 RANKS = 4
 STEPS = 3

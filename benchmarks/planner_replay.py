@@ -10,14 +10,14 @@ from math import inf, log
 
 import torch
 
-from fourfold.cost.machine import Machine, load_machine
-from fourfold.cost.price import Choice, Task, memory_of, timeline
-from fourfold.cost.published import published_ranking
-from fourfold.cost.simulate import Totals
 from fourfold.grid import Shape
 from fourfold.layout import Policy
 from fourfold.models.config import config
 from fourfold.overlap import Overlap
+from fourfold.planner.machine import Machine, load_machine
+from fourfold.planner.price import Choice, Task, memory_of, timeline
+from fourfold.planner.published import published_ranking
+from fourfold.planner.simulate import Totals
 from planner_points import FITTED, POINTS, ROWS, SEQ, Fit, Point, Step
 
 FEW_LAYERS = 2

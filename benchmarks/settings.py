@@ -15,11 +15,11 @@ import torch
 
 import cluster
 import fourfold as ff
-from fourfold.cost.machine import Machine
-from fourfold.cost.price import Task
-from fourfold.cost.published import published_ranking
-from fourfold.cost.seconds import spread_of
 from fourfold.grid import AXES, shapes_of
+from fourfold.planner.machine import Machine
+from fourfold.planner.price import Task
+from fourfold.planner.published import published_ranking
+from fourfold.planner.seconds import spread_of
 from sides import Line, Size
 
 POLICY = ff.Policy(keep_gathered=True)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
-from fourfold.cost.dry import Dry, dry_run, fake_ranks
-from fourfold.cost.kept import kept_bytes
-from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
 from fourfold.models import Config
 from fourfold.models.outside import read_model
 from fourfold.overlap import Overlap
+from fourfold.planner.dry import Dry, dry_run, fake_ranks
+from fourfold.planner.kept import kept_bytes
+from fourfold.planner.volume import Volume
 
 LLAMA = ff.models.config(
     "llama-3-8b", layers=2, hidden=4032, heads=96, kv_heads=12, head_dim=84, mlp_hidden=14400, qk_norm=True

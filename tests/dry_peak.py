@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.cost.kept import Alive
 from fourfold.grid import Shape
 from fourfold.layout import Policy
 from fourfold.models.config import Config
+from fourfold.planner.kept import Alive
 
 
 @dataclass(frozen=True)

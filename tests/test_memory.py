@@ -18,13 +18,13 @@ from dry_peak import Case, Found, dry_peaks
 from fourfold import comm
 from fourfold.arriving import local_of
 from fourfold.comm import join_shards
-from fourfold.cost.memory import Memory, kept_for_backward, peak_memory
-from fourfold.cost.share import Share
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.initial import BLOCK_ELEMENTS
 from fourfold.nn.layer import specs_of
 from fourfold.overlap import Overlap
+from fourfold.planner.memory import Memory, kept_for_backward, peak_memory
+from fourfold.planner.share import Share
 from harness import Largest, grid_of
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))

@@ -18,10 +18,10 @@ import fourfold as ff
 import plain
 from fourfold.arriving import local_of
 from fourfold.comm import join_shards
-from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
+from fourfold.planner.volume import Volume
 from harness import grid_of
 
 SEED = 5

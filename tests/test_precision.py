@@ -9,10 +9,10 @@ import torch
 import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.comm import join_shards
-from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
+from fourfold.planner.volume import Volume
 from harness import grid_of
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)

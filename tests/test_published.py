@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cost.machine import Link, Machine, load_machine
-from fourfold.cost.price import Choice, Task, price, timeline
-from fourfold.cost.published import (
+from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.models.config import config
+from fourfold.planner.machine import Link, Machine, load_machine
+from fourfold.planner.price import Choice, Task, price, timeline
+from fourfold.planner.published import (
     Layer,
     layer_elements,
     layers_of,
@@ -20,8 +22,6 @@ from fourfold.cost.published import (
     published_ranking,
     published_seconds,
 )
-from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.models.config import config
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 

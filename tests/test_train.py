@@ -36,11 +36,11 @@ from fourfold import models
 from fourfold.arriving import local_of
 from fourfold.checkpoint.record import read_record
 from fourfold.checkpoint.weights import weights_of
-from fourfold.cost.volume import Volume
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import AXES, Shape
 from fourfold.overlap import Overlap
+from fourfold.planner.volume import Volume
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run

@@ -16,9 +16,9 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
-from fourfold.cost.calibrate import Calibration
-from fourfold.cost.machine import Machine, parse_machine, to_toml
 from fourfold.grid import Grid
+from fourfold.planner.calibrate import Calibration
+from fourfold.planner.machine import Machine, parse_machine, to_toml
 from fourfold.train.command import close
 from fourfold.train.launch import cores, launch, share_cores
 from fourfold.train.options import chosen_device

@@ -13,12 +13,12 @@ from difflib import get_close_matches
 
 import torch
 
-from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
-from fourfold.cost.price import Priced, Task
-from fourfold.cost.search import Space, search
 from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
 from fourfold.models.config import Config
+from fourfold.planner.machine import DTYPES, Machine, load_machine, machine_names
+from fourfold.planner.price import Priced, Task
+from fourfold.planner.search import Space, search
 from fourfold.report.units import duration
 from fourfold.train.launch import cores
 

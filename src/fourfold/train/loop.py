@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 import fourfold
-from fourfold.cost.flops import flops_per_token
-from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader
 from fourfold.data.samples import unigram_entropy
 from fourfold.gradients import accumulate
@@ -32,6 +30,8 @@ from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
 from fourfold.pending import FAILED
+from fourfold.planner.flops import flops_per_token
+from fourfold.planner.kept import kept_bytes
 from fourfold.train.config import Config
 from fourfold.train.guard import Unguarded
 from fourfold.train.launch import LOST_PEER

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from fourfold import models
-from fourfold.cost.explain import model_facts, plan_document, reasons
-from fourfold.cost.machine import DTYPES, Machine, load_machine
-from fourfold.cost.modules import search_module
-from fourfold.cost.price import Price, Task
-from fourfold.cost.search import Plan, Space, search
-from fourfold.cost.simulate import chrome_trace
 from fourfold.grid import Shape
 from fourfold.models.config import Config as ModelConfig
 from fourfold.models.outside import PLAIN, Builder, only_over_data, read_model
 from fourfold.models.sizes import SIZES
 from fourfold.overlap import Overlap
+from fourfold.planner.explain import model_facts, plan_document, reasons
+from fourfold.planner.machine import DTYPES, Machine, load_machine
+from fourfold.planner.modules import search_module
+from fourfold.planner.price import Price, Task
+from fourfold.planner.search import Plan, Space, search
+from fourfold.planner.simulate import chrome_trace
 from fourfold.report.plan import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
 from fourfold.train.config import Config

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from fourfold import __version__
-from fourfold.cost.calibrate import product
+from fourfold.planner.calibrate import product
 from fourfold.train.job import memory_bytes
 from fourfold.train.launch import cores
 from fourfold.watch.preflight import Disk, Rank

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.cost.candidates import Estimated
-from fourfold.cost.price import Priced, Task, memory_of
-from fourfold.cost.search import Plan
-from fourfold.cost.seconds import Seconds
 from fourfold.grid import AXES
 from fourfold.models.config import Config
+from fourfold.planner.candidates import Estimated
+from fourfold.planner.price import Priced, Task, memory_of
+from fourfold.planner.search import Plan
+from fourfold.planner.seconds import Seconds
 
 
 def model_facts(config: Config, name: str) -> dict[str, Any]:

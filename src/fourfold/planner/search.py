@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.cost.candidates import Candidates, Estimated
-from fourfold.cost.estimate import LEVERS, Cell, Estimates, Lever
-from fourfold.cost.memory import Memory, kept_for_backward
-from fourfold.cost.price import Choice, Price, Priced, Task, memory_of, price
-from fourfold.cost.seconds import Seconds
 from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.layout import Activations, Policy
+from fourfold.planner.candidates import Candidates, Estimated
+from fourfold.planner.estimate import LEVERS, Cell, Estimates, Lever
+from fourfold.planner.memory import Memory, kept_for_backward
+from fourfold.planner.price import Choice, Price, Priced, Task, memory_of, price
+from fourfold.planner.seconds import Seconds
 
 GIB = 2**30
 SIMULATED_GRIDS, ONE_IN = 10, 32

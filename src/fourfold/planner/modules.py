@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from fourfold.cost.dry import Dry, dry_run
-from fourfold.cost.flops import Flops
-from fourfold.cost.price import Choice, Priced, Task, without_arrivals
-from fourfold.cost.search import GIB, Plan, Refused
-from fourfold.cost.seconds import Seconds
-from fourfold.cost.simulate import Timeline, simulate
-from fourfold.cost.work import Attention, Product
 from fourfold.grid import Shape, shapes_of
 from fourfold.layout import Policy
 from fourfold.models.outside import Builder, only_over_data
+from fourfold.planner.dry import Dry, dry_run
+from fourfold.planner.flops import Flops
+from fourfold.planner.price import Choice, Priced, Task, without_arrivals
+from fourfold.planner.search import GIB, Plan, Refused
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import Timeline, simulate
+from fourfold.planner.work import Attention, Product
 
 LONGEST = 60.0
 """Seconds after which no further grid is tried."""

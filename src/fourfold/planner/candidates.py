@@ -10,12 +10,12 @@ from typing import get_args
 
 import torch
 
-from fourfold.cost.estimate import LEVERS, Lever
-from fourfold.cost.machine import Machine
-from fourfold.cost.price import Choice
-from fourfold.cost.seconds import Route, Seconds
 from fourfold.grid import Shape
 from fourfold.layout import Recompute
+from fourfold.planner.estimate import LEVERS, Lever
+from fourfold.planner.machine import Machine
+from fourfold.planner.price import Choice
+from fourfold.planner.seconds import Route, Seconds
 
 RECOMPUTE = get_args(Recompute)
 """The more of it the less memory."""
