@@ -23,8 +23,8 @@ from emulated import Result, Run
 from fourfold.grid import Shape
 from fourfold.planner.machine import Machine
 from fourfold.planner.price import Choice, Task, price
-from fourfold.planner.published import published_seconds
 from markdown_table import table
+from published import published_seconds
 from settings import FOURFOLD, PLANNED, POLICY, Setting, grids_of
 from sides import Line
 

@@ -16,9 +16,9 @@ from fourfold.models.config import config
 from fourfold.overlap import Overlap
 from fourfold.planner.machine import Machine, load_machine
 from fourfold.planner.price import Choice, Task, memory_of, timeline
-from fourfold.planner.published import published_ranking
 from fourfold.planner.simulate import Totals
 from planner_points import FITTED, POINTS, ROWS, SEQ, Fit, Point, Step
+from published import published_ranking
 
 FEW_LAYERS = 2
 """From so many layers and one more a step is drawn on: without sums over data behind backward that is exact."""

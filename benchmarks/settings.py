@@ -18,8 +18,8 @@ import fourfold as ff
 from fourfold.grid import AXES, shapes_of
 from fourfold.planner.machine import Machine
 from fourfold.planner.price import Task
-from fourfold.planner.published import published_ranking
 from fourfold.planner.seconds import spread_of
+from published import published_ranking
 from sides import Line, Size
 
 POLICY = ff.Policy(keep_gathered=True)

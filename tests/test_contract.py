@@ -77,7 +77,7 @@ INSIDE = {
     "planner": [
         "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds",
         "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate",
-        "candidates", "search", "modules", "explain", "published",
+        "candidates", "search", "modules", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "siblings", "alarm", "straggle", "replicas", "spikes", "preflight"],
     "report": [

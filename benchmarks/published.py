@@ -30,7 +30,7 @@ GRADIENT_ITEMSIZE = 4
 """... and gradients over data in fp32."""
 
 
-class Layer(NamedTuple):
+class PublishedLayer(NamedTuple):
     """A product with weights [k, n]; in a transposed one x cuts the in-features and y the out-features."""
 
     k: int
@@ -45,15 +45,15 @@ class Ranked(NamedTuple):
     seconds: float
 
 
-def layers_of(config: Config) -> list[Layer]:
+def layers_of(config: Config) -> list[PublishedLayer]:
     """The layers of one block, ordinary and transposed ones in turn."""
     heads, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     up = config.mlp_hidden * (2 if config.mlp == "swiglu" else 1)
     return [
-        Layer(config.hidden, heads + 2 * kv),
-        Layer(heads, config.hidden, transposed=True),
-        Layer(config.hidden, up),
-        Layer(config.mlp_hidden, config.hidden, transposed=True),
+        PublishedLayer(config.hidden, heads + 2 * kv),
+        PublishedLayer(heads, config.hidden, transposed=True),
+        PublishedLayer(config.hidden, up),
+        PublishedLayer(config.mlp_hidden, config.hidden, transposed=True),
     ]
 
 
@@ -74,7 +74,7 @@ def published_bandwidth(machine: Machine, shape: Shape, axis: str) -> float:
     return machine.between.bandwidth / min(machine.devices_per_node, stride)
 
 
-def layer_elements(layer: Layer, shape: Shape, m: float) -> dict[str, float]:
+def layer_elements(layer: PublishedLayer, shape: Shape, m: float) -> dict[str, float]:
     """What a rank sends for one layer, by axis; m tokens of a replica."""
     x, y, z, data = shape.x, shape.y, shape.z, shape.data
     one, other = ("x", "y") if not layer.transposed else ("y", "x")
