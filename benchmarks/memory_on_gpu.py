@@ -31,9 +31,9 @@ from fourfold.arriving import local_of
 from fourfold.layout import Policy
 from fourfold.models.config import Config
 from fourfold.nn import layer
-from fourfold.planner.kept import Alive
 from fourfold.planner.memory import peak_memory
-from fourfold.planner.share import Share
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.trace import StorageCounter
 
 RANKS = 4
 STEPS = 3
@@ -150,7 +150,7 @@ def one_step(model: torch.nn.Module, optimizer: ff.optim.AdamW, tokens: torch.Te
         take_step(model, optimizer, tokens)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
-    with Alive() as alive:
+    with StorageCounter() as alive:
         take_step(model, optimizer, tokens)
     return alive.peak_nbytes
 
@@ -167,7 +167,7 @@ def run(bed: Bed, size: Size, device: str, lines: Sequence[Line]) -> list[Result
         began = time.monotonic()
         measured = max(bed.run(measure, line, size, timeout=TIMEOUT))
         rows = size.rows // (line.shape.z * line.shape.data)
-        memory = peak_memory(Share(size.config, line.shape, line.policy, rows, size.seq))
+        memory = peak_memory(LocalSizes(size.config, line.shape, line.policy, rows, size.seq))
         result = Result(line.name, memory.kinds, memory.at, memory.total, measured, time.monotonic() - began)
         results.append(result)
         judged = verdict(result) if device == "cuda" else "not judged on the CPU"

@@ -22,7 +22,7 @@ from cluster import NotHereError, ending_in_order
 from emulated import Result, Run
 from fourfold.grid import Shape
 from fourfold.planner.machine import Machine
-from fourfold.planner.price import Choice, Task, price
+from fourfold.planner.price import Candidate, Task, price
 from markdown_table import table
 from published import published_seconds
 from settings import FOURFOLD, PLANNED, POLICY, Setting, grids_of
@@ -49,7 +49,7 @@ def lines_of(setting: Setting, machine: Machine) -> list[Line]:
 
 def predicted_seconds(task: Task, shape: Shape) -> float:
     """Of a step on that grid with the policy of the lines."""
-    return price(task, Choice(shape, POLICY, task.rows // (shape.z * shape.data), 1)).seconds
+    return price(task, Candidate(shape, POLICY, task.rows // (shape.z * shape.data), 1)).seconds
 
 
 def published_total(task: Task, shape: Shape) -> float:

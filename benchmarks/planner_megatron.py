@@ -18,11 +18,11 @@ from fourfold.grid import Shape, shapes_of
 from fourfold.layout import Policy, Recompute
 from fourfold.models.config import config
 from fourfold.overlap import Overlap
-from fourfold.planner.flops import flops_per_token
 from fourfold.planner.machine import load_machine
 from fourfold.planner.memory import kept_for_backward
-from fourfold.planner.price import Choice, Task, memory_of, price
+from fourfold.planner.price import Candidate, Task, memory_of, price
 from fourfold.planner.search import Space, search
+from fourfold.planner.transformer import flops_per_token
 from planner_points import ROWS, SEQ
 from planner_replay import choices_of, replays
 
@@ -73,15 +73,15 @@ def compare() -> tuple[list[Side], list[str]]:
     sides.append(pipeline("tensor parallelism and a pipeline", get_args(Recompute)))
     sides.append(pipeline("the same, all recomputed", ("block",)))
     replayed = replays(task(), choices_of(MACHINE, MODEL, DEVICES))[0]
-    micro_steps = f"{replayed.choice.micro_steps} micro-steps"
-    sides.append(Side("the published system", f"{replayed.choice.shape}, {micro_steps}", replayed.totals.seconds))
+    micro_steps = f"{replayed.candidate.micro_steps} micro-steps"
+    sides.append(Side("the published system", f"{replayed.candidate.shape}, {micro_steps}", replayed.totals.seconds))
     sides.append(planned("Fourfold's best", Space()))
     return sides, refused
 
 
 def planned(name: str, space: Space) -> Side:
     best = search(task(), DEVICES, space=space).best
-    choice, policy = best.choice, best.choice.policy
+    choice, policy = best.candidate, best.candidate.policy
     how = f"{choice.shape}, {policy.activations}, recompute {policy.recompute}, {choice.micro_steps} micro-steps"
     return Side(name, how, best.seconds)
 
@@ -93,7 +93,7 @@ def planned(name: str, space: Space) -> Side:
 class Staged:
     """Tensor-parallel stages, and what a step takes."""
 
-    choice: Choice
+    choice: Candidate
     """Of one stage."""
     stages: int
     seconds: float
@@ -102,7 +102,7 @@ class Staged:
 
     @property
     def how(self) -> str:
-        choice = self.choice
+        choice = self.candidate
         return (
             f"{choice.shape}, {self.stages} stages, recompute {choice.policy.recompute}, {choice.micro_steps} "
             f"micro-steps of {choice.rows} rows"
@@ -131,7 +131,7 @@ def fastest_pipeline(whole: Task, devices: int, recompute: Sequence[Recompute]) 
     return best
 
 
-def _pipelines(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Iterator[tuple[Choice, int]]:
+def _pipelines(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Iterator[tuple[Candidate, int]]:
     """All that cut devices and batch evenly, whether they fit or not: a stage, and how many."""
     per_node = whole.machine.devices_per_node
     for x, stages in product(range(1, per_node + 1), range(2, whole.config.layers + 1)):
@@ -141,15 +141,15 @@ def _pipelines(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Ite
         for rows, policy in product(ROWS_OF_MICRO_STEPS, map(megatron_policy, recompute)):
             micro_steps, rest = divmod(whole.rows, shape.data * rows)
             if rest == 0 and micro_steps:
-                yield Choice(shape, policy, rows, micro_steps), stages
+                yield Candidate(shape, policy, rows, micro_steps), stages
 
 
-def _least_seconds(whole: Task, devices: int, choice: Choice, stages: int) -> float:
+def _least_seconds(whole: Task, devices: int, choice: Candidate, stages: int) -> float:
     flops = flops_per_token(whole.config, whole.seq, choice.policy.recompute).hardware * whole.tokens
     return flops / (devices * whole.machine.gemm[whole.dtype]) * _with_bubble(choice, stages)
 
 
-def _with_bubble(choice: Choice, stages: int) -> float:
+def _with_bubble(choice: Candidate, stages: int) -> float:
     return (choice.micro_steps + stages - 1) / choice.micro_steps
 
 
@@ -159,13 +159,13 @@ def megatron_policy(recompute: Recompute) -> Policy:
     return Policy(recompute=recompute, compute=torch.bfloat16, shard_optimizer=True, overlap=overlap)
 
 
-def _fits(whole: Task, choice: Choice, stages: int) -> bool:
+def _fits(whole: Task, choice: Candidate, stages: int) -> bool:
     stage = replace(whole, config=replace(whole.config, layers=ceil(whole.config.layers / stages)))
-    waiting = (stages - 1) * kept_for_backward(choice.volume(stage))
+    waiting = (stages - 1) * kept_for_backward(choice.sizes(stage))
     return memory_of(stage, choice).total + waiting <= whole.machine.memory - whole.machine.reserve
 
 
-def _staged(whole: Task, choice: Choice, stages: int) -> Staged:
+def _staged(whole: Task, choice: Candidate, stages: int) -> Staged:
     few, more = (
         price(replace(whole, config=replace(whole.config, layers=layers)), choice).totals for layers in (FEW, MORE)
     )

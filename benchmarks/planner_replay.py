@@ -15,7 +15,7 @@ from fourfold.layout import Policy
 from fourfold.models.config import config
 from fourfold.overlap import Overlap
 from fourfold.planner.machine import Machine, load_machine
-from fourfold.planner.price import Choice, Task, memory_of, timeline
+from fourfold.planner.price import Candidate, Task, memory_of, timeline
 from fourfold.planner.simulate import Totals
 from planner_points import FITTED, POINTS, ROWS, SEQ, Fit, Point, Step
 from published import published_ranking
@@ -36,7 +36,7 @@ PHASES = ("forward", "backward", "optimizer")
 class Replay:
     """A choice of the published system with what it takes."""
 
-    choice: Choice
+    choice: Candidate
     totals: Totals
     place: int
     """Of its grid in the published list, from 1 on."""
@@ -60,7 +60,7 @@ def policy_of(*, behind_products: bool = True, defer: bool = True, prefetch: boo
     )
 
 
-def ablated(choice: Choice, step: Step) -> Choice:
+def ablated(choice: Candidate, step: Step) -> Candidate:
     policy = policy_of(behind_products=step.behind_products, defer=step.defer, prefetch=step.prefetch)
     return replace(choice, policy=policy)
 
@@ -81,7 +81,7 @@ def fitted_machine(machine: Machine, fit: Fit) -> Machine:
 # --- seconds
 
 
-def replay(task: Task, choice: Choice) -> Totals:
+def replay(task: Task, choice: Candidate) -> Totals:
     """A step in which gathers run ahead in forward alone: backward is that of the same choice without prefetch."""
     forward, backward = passes(task, choice)
     overlap = choice.policy.overlap
@@ -91,7 +91,7 @@ def replay(task: Task, choice: Choice) -> Totals:
     return forward.plus(backward)
 
 
-def passes(task: Task, choice: Choice) -> tuple[Totals, Totals]:
+def passes(task: Task, choice: Candidate) -> tuple[Totals, Totals]:
     """All forward passes of a step, and all that comes after each of them; layers beyond a few repeat."""
     few, more = (_passes(task, choice, layers) for layers in (FEW_LAYERS, FEW_LAYERS + 1))
     beyond = task.config.layers - FEW_LAYERS
@@ -99,7 +99,7 @@ def passes(task: Task, choice: Choice) -> tuple[Totals, Totals]:
     return forward, backward
 
 
-def _passes(task: Task, choice: Choice, layers: int) -> tuple[Totals, Totals]:
+def _passes(task: Task, choice: Candidate, layers: int) -> tuple[Totals, Totals]:
     line = timeline(task, choice, layers=layers, micro_steps=min(choice.micro_steps, 2))
     marks = [*line.marks, ("end", line.totals)]
     spans = [(name, after.plus(before, -1.0)) for (name, before), (_, after) in pairwise(marks)]
@@ -112,21 +112,21 @@ def _passes(task: Task, choice: Choice, layers: int) -> tuple[Totals, Totals]:
 # --- grids
 
 
-def fewest_micro_steps(task: Task, shape: Shape, policy: Policy) -> Choice | None:
+def fewest_micro_steps(task: Task, shape: Shape, policy: Policy) -> Candidate | None:
     """The largest micro-batch on that grid that fits into memory; None: not even one row does."""
     rows = task.rows // (shape.z * shape.data)
     for micro_steps in (number for number in range(1, rows + 1) if rows % number == 0):
-        choice = Choice(shape, policy, rows // micro_steps, micro_steps)
+        choice = Candidate(shape, policy, rows // micro_steps, micro_steps)
         if memory_of(task, choice).total <= task.machine.memory - task.machine.reserve:
             return choice
     return None
 
 
 @cache
-def choices_of(machine: str, model: str, devices: int) -> list[tuple[int, Choice]]:
+def choices_of(machine: str, model: str, devices: int) -> list[tuple[int, Candidate]]:
     """The first grids of the published list that fit, by the constants of the machine file, with their places."""
     task = Task(config(model), load_machine(machine), ROWS, SEQ)
-    found: list[tuple[int, Choice]] = []
+    found: list[tuple[int, Candidate]] = []
     for place, ranked in enumerate(published_ranking(task.config, devices, ROWS, SEQ, task.machine), start=1):
         choice = fewest_micro_steps(task, ranked.shape, policy_of())
         if choice is not None:
@@ -136,7 +136,7 @@ def choices_of(machine: str, model: str, devices: int) -> list[tuple[int, Choice
     return found
 
 
-def replays(task: Task, choices: Sequence[tuple[int, Choice]]) -> list[Replay]:
+def replays(task: Task, choices: Sequence[tuple[int, Candidate]]) -> list[Replay]:
     """The fastest first."""
     found = [Replay(choice, replay(task, choice), place) for place, choice in choices]
     return sorted(found, key=lambda one: one.totals.seconds)
@@ -154,7 +154,7 @@ def fit(machine: str, report: Callable[[str], None]) -> Fit:
     found = Fit(1.0, 1.0)
     for _ in range(2):
         shortlists = [
-            (point, [(one.place, one.choice) for one in _all_replays(point, found)[:SHORTLIST]])
+            (point, [(one.place, one.candidate) for one in _all_replays(point, found)[:SHORTLIST]])
             for point in POINTS
             if point.machine == machine and point.fitted
         ]
@@ -167,7 +167,7 @@ def _all_replays(point: Point, tried: Fit) -> list[Replay]:
     return replays(task_of(point, tried), choices_of(point.machine, point.model, point.devices))
 
 
-def _squares(tried: Fit, shortlists: Sequence[tuple[Point, list[tuple[int, Choice]]]]) -> float:
+def _squares(tried: Fit, shortlists: Sequence[tuple[Point, list[tuple[int, Candidate]]]]) -> float:
     return sum(
         log(replays(task_of(point, tried), choices)[0].totals.seconds / point.seconds) ** 2
         for point, choices in shortlists

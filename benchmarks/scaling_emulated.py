@@ -23,7 +23,7 @@ from compare import planned_line
 from emulated import Result
 from fourfold import Shape as Grid
 from fourfold.planner.machine import Machine
-from fourfold.planner.price import Choice, price
+from fourfold.planner.price import Candidate, price
 from scaling_measured import KINDS, Measured
 from settings import MINIMAL, SIZES, Setting, published_of
 from sides import Line
@@ -62,7 +62,7 @@ def measure(kind: str, setting: Setting, options: argparse.Namespace) -> list[Me
     if ours.compute is None:
         raise RuntimeError(f"{ours.name} was not measured on {setting}: {ours.error}")
     rows = lines[0].shape.z * lines[0].shape.data
-    choice = Choice(lines[0].shape, lines[0].policy, setting.size.rows // rows, 1)
+    choice = Candidate(lines[0].shape, lines[0].policy, setting.size.rows // rows, 1)
     predicted = price(setting.task(machine), choice).seconds
     return [
         _measured(one, kind, setting, predicted if one is ours else None, ours.compute)

@@ -17,10 +17,10 @@ from fourfold.grid import Shape, shapes_of
 from fourfold.layout import Policy, Recompute
 from fourfold.models.config import config
 from fourfold.overlap import Overlap
-from fourfold.planner.flops import flops_per_token
 from fourfold.planner.machine import load_machine
-from fourfold.planner.price import Choice, Task
+from fourfold.planner.price import Candidate, Task
 from fourfold.planner.search import SHOWN, Space, search
+from fourfold.planner.transformer import flops_per_token
 from planner_megatron import Staged, fastest_pipeline, megatron_policy
 from planner_points import FITTED, ROWS, SEQ
 from planner_replay import choices_of, fitted_machine, replays
@@ -136,7 +136,7 @@ def published(case: Case) -> Found:
     if not choices:
         raise ValueError(f"{case.model} fits on no grid of the published list of {case.devices} devices")
     best = replays(case.task(), choices)[0]
-    return _of_choice(best.choice, best.totals.seconds, best.totals.compute)
+    return _of_choice(best.candidate, best.totals.seconds, best.totals.compute)
 
 
 SIDES: dict[str, Callable[[Case], Found]] = {
@@ -167,7 +167,7 @@ def _searched(case: Case, space: Space, top: int = SHOWN) -> Found:
     if space.shapes == ():
         raise ValueError(f"{case.devices} devices make no grid of this family")
     best = search(case.task(), case.devices, space=space, top=top).best
-    return _of_choice(best.choice, best.seconds, best.totals.compute)
+    return _of_choice(best.candidate, best.seconds, best.totals.compute)
 
 
 def _inside_a_node(case: Case) -> Iterator[Shape]:
@@ -184,7 +184,7 @@ def _torch_policies(*, keep_gathered: bool) -> Iterator[Policy]:
         yield replace(base, recompute=recompute, keep_weights=keep_weights)
 
 
-def _of_choice(choice: Choice, seconds: float, compute: float) -> Found:
+def _of_choice(choice: Candidate, seconds: float, compute: float) -> Found:
     kept = [name for name in ("keep_gathered", "keep_weights") if getattr(choice.policy, name)]
     parts: Sequence[str] = [choice.policy.activations, f"recompute {choice.policy.recompute}", *kept]
     how = f"{', '.join(parts)}, {choice.micro_steps} x {choice.rows} rows"
@@ -192,7 +192,7 @@ def _of_choice(choice: Choice, seconds: float, compute: float) -> Found:
 
 
 def _of_staged(staged: Staged) -> Found:
-    choice = staged.choice
+    choice = staged.candidate
     how = f"recompute {choice.policy.recompute}, {choice.micro_steps} x {choice.rows} rows"
     grid = f"{choice.shape} " if choice.shape.world > 1 else ""
     return Found(f"{grid}pipe={staged.stages}", how, staged.seconds, staged.compute)

@@ -28,7 +28,8 @@ import torch
 import fourfold as ff
 import plain
 from fourfold.layout import Policy
-from fourfold.planner.flops import PEAK_FLOPS, flops_per_token
+from fourfold.planner.machine import PEAK_FLOPS
+from fourfold.planner.transformer import flops_per_token
 
 CPU_CASES = [
     "gpt-125m,layers=4,hidden=512,heads=8,kv_heads=8,head_dim=64,mlp_hidden=2048,vocab=8192:8x256",

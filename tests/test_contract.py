@@ -75,9 +75,8 @@ INSIDE = {
         "names", "exchange", "dcp_metadata", "dcp",
     ],
     "planner": [
-        "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds",
-        "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate",
-        "candidates", "search", "modules", "explain",
+        "__init__", "machine", "seconds", "sizes", "program", "transformer", "memory", "trace", "simulate",
+        "calibrate", "price", "estimate", "search", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "siblings", "alarm", "straggle", "replicas", "spikes", "preflight"],
     "report": [

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fourfold as ff
 from fourfold.models import Config
-from fourfold.planner.flops import Flops, flops_per_token
+from fourfold.planner.transformer import Flops, flops_per_token
 
 
 def test_by_hand() -> None:

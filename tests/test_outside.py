@@ -156,7 +156,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 def test_functions() -> None:
     assert open_model("dry:plain") is dry.plain
-    assert "replicated over data alone" in only_over_data(open_model("dry:plain"))
+    assert "which no grid cuts" in only_over_data(open_model("dry:plain"))
     assert only_over_data(open_model("dry:on_the_grid")) == only_over_data(open_model("gpt-5b")) == ""
     for text, why in (
         ("dry:plane", r"dry has no 'plane' \(did you mean 'plain'\?\)"),

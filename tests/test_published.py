@@ -12,8 +12,8 @@ import pytest
 
 from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.models.config import config
-from fourfold.planner.machine import Link, Machine, load_machine
-from fourfold.planner.price import Choice, Task, price, timeline
+from fourfold.planner.machine import LinkSpeed, Machine, load_machine
+from fourfold.planner.price import Candidate, Task, price, timeline
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -35,7 +35,7 @@ from validate_planner import Compared, Judge
 def flat(bandwidth: float = 1e9) -> Machine:
     """All devices on one node, every ring as fast as any other."""
     machine = load_machine("frontier")
-    return replace(machine, devices_per_node=1 << 20, inside={(1, 2): Link(bandwidth, 0.0)}, between=None)
+    return replace(machine, devices_per_node=1 << 20, inside={(1, 2): LinkSpeed(bandwidth, 0.0)}, between=None)
 
 
 def test_bytes_of_one_layer_are_the_published_ones() -> None:
@@ -128,9 +128,9 @@ def test_faster_links_scale_the_seconds() -> None:
 # --- the published system on our simulator
 
 
-def published_run(micro_steps: int, **overlaps: bool) -> tuple[Task, Choice]:
+def published_run(micro_steps: int, **overlaps: bool) -> tuple[Task, Candidate]:
     task = Task(config("gpt-5b"), load_machine("perlmutter"), 16 * 4 * micro_steps, 2048)
-    return task, Choice(Shape(x=4, z=4, data=4), planner_replay.policy_of(**overlaps), 4, micro_steps)
+    return task, Candidate(Shape(x=4, z=4, data=4), planner_replay.policy_of(**overlaps), 4, micro_steps)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])

@@ -36,8 +36,8 @@ Model = Config | Builder
 
 FORMS = "a published size, the path of a config.json or of its folder, the path of a .toml, or package.module:function"
 PLAIN = (
-    "a function without arguments builds a plain module, which no grid cuts: it is replicated over data alone "
-    "(x=y=z=1); to cut it take function(grid, policy) and ff.parallelize, or the layers of fourfold.nn"
+    "a function without arguments builds a plain module, which no grid cuts; take function(grid, policy) and "
+    "return ff.parallelize(module, grid, policy=policy), or build it of the layers of fourfold.nn"
 )
 TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 """What a field may hold, by its annotation; all others are texts."""
