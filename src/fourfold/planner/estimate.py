@@ -130,7 +130,7 @@ class WorkForm:
         self.ends = ProgramWork(ends_program(structure), matrix)
         self.sizes = matrix.tensor()
         """Coefficients of all sizes: [size, name]."""
-        self.values = SizeReader(matrix.columns)
+        self.values = SizeReader(list(matrix.columns))
         """Reads the sizes that have these names."""
 
 

@@ -64,19 +64,13 @@ def peak_memory(
     sizes: LocalSizes, *, micro_steps: int = 1, optimizer_bytes_per_parameter: float = ADAM_NBYTES
 ) -> Memory:
     """Return one rank's peak in a step that is not the first, so that the optimizer's state is there."""
-    return _Reading(sizes, micro_steps).memory(optimizer_bytes_per_parameter)
+    return MemoryReading(sizes, micro_steps, optimizer_bytes_per_parameter).memory()
 
 
 def kept_for_backward(sizes: LocalSizes) -> int:
     """Return the bytes that a forward pass of one micro-step leaves for backward."""
-    layers, ends = _Part(live_layers(sizes.structure), sizes), _Part(live_ends(sizes.structure), sizes)
-    return sum(ends.kept) + sizes.config.layers * sum(layers.kept) // REHEARSED_LAYERS
-
-
-def least_memory(sizes: LocalSizes) -> int:
-    """Return bytes that a rank needs in any case, which are found more quickly than the peak."""
-    replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
-    return kept_for_backward(sizes) + sizes.parameter_nbytes + int(sizes.parameters / replicas * ADAM_NBYTES)
+    reading = MemoryReading(sizes)
+    return sum(reading.ends.kept) + reading.kept_by_layers
 
 
 # --- live bytes through a program, with names in place of sizes
@@ -145,7 +139,7 @@ class LiveBytes:
                 sent = self.gathers if item.record.op == "all_gather" else self.reductions
                 sent.append(tuple((self._column(name), times) for name, times in item.record.nbytes.parts.items()))  # type: ignore[attr-defined]
         self._add(part)
-        self.values = SizeReader(self._columns)
+        self.values = SizeReader(list(self._columns))
         """Reads the sizes that have these names."""
 
     def _column(self, name: Name) -> int:
@@ -245,10 +239,16 @@ class _Part:
     """Moments of a program that may be the peak, for one candidate."""
 
     def __init__(self, live: LiveBytes, sizes: LocalSizes) -> None:
-        self.moments, self.values = live.moments, live.values(sizes)
-        self.gathers = [evaluate(row, self.values) for row in live.gathers]
-        self.reductions = [evaluate(row, self.values) for row in live.reductions]
+        self.moments, self.values, self._form = live.moments, live.values(sizes), live
         self.kept = [evaluate(row, self.values) for row in live.kept]
+
+    @cached_property
+    def gathers(self) -> list[int]:
+        return [evaluate(row, self.values) for row in self._form.gathers]
+
+    @cached_property
+    def reductions(self) -> list[int]:
+        return [evaluate(row, self.values) for row in self._form.reductions]
 
     @cached_property
     def live(self) -> list[tuple[int, int]]:
@@ -277,34 +277,45 @@ class _Peak(NamedTuple):
     """Bytes of activations that are kept from before the layers."""
 
 
-class _Reading:
-    """The peak of one candidate."""
+class MemoryReading:
+    """The memory of one candidate."""
 
-    def __init__(self, sizes: LocalSizes, micro_steps: int) -> None:
-        self.sizes, self.layers, structure = sizes, sizes.config.layers, sizes.structure
-        self.block, self.ends = _Part(live_layers(structure), sizes), _Part(live_ends(structure), sizes)
+    def __init__(self, sizes: LocalSizes, micro_steps: int = 1, optimizer_nbytes: float = ADAM_NBYTES) -> None:
+        self.sizes, self.layers = sizes, sizes.config.layers
+        self.block = _Part(live_layers(sizes.structure), sizes)
         self.parameters, item = sizes.parameter_nbytes, sizes.dtype.itemsize
         self.least_gradients = self.parameters if micro_steps > 1 else 0
         """Bytes of gradients that are there from the first micro-step on."""
         self.replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
+        self.optimizer = ceil(sizes.parameters / self.replicas * optimizer_nbytes)
         self.layer_gradients = sizes.layer_shard * item
-        self.head_gradients = sizes.shard_elements((structure.table,)) * item
+        self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item
         self.kept_layer = [nbytes // REHEARSED_LAYERS for nbytes in self.block.kept]
-        self.first = self.block.begin("first layer")
-        gathered, reduced = self.block.moments[self.first].after
-        self.cycle, self.reduced = self.block.gathers[gathered:], self.block.reductions[reduced:][::-1]
+        self.kept_by_layers = self.layers * sum(self.kept_layer)
+
+    @property
+    def least(self) -> int:
+        """Bytes that the candidate needs in any case; they are found more quickly than its peak."""
+        return self.kept_by_layers + self.parameters + self.optimizer
+
+    @cached_property
+    def ends(self) -> _Part:
+        return _Part(live_ends(self.sizes.structure), self.sizes)
+
+    def _peak(self) -> _Peak:
+        """Find the largest moment of the step."""
+        ends, layers, sizes, block = self.ends, self.layers, self.sizes, self.block
+        self.first, embedding = block.begin("first layer"), ends.begin("embedding")
+        gathered, reduced = block.moments[self.first].after
+        self.cycle, self.reduced = block.gathers[gathered:], block.reductions[reduced:][::-1]
         """Bytes of the gathers of one layer's backward in order, and of its reductions, the latest first."""
-        overlap, travels = sizes.policy.overlap, structure.gathers_weights
+        overlap, travels = sizes.policy.overlap, sizes.structure.gathers_weights
         self.ahead = self.behind = 0
         """Bytes that may be gathered ahead, and that may be in flight behind."""
         if travels and overlap.prefetch:
-            self.ahead = overlap.most_in_flight(max(*self.ends.gathers, *self.block.gathers))
+            self.ahead = overlap.most_in_flight(max(*ends.gathers, *block.gathers))
         if travels and overlap.defer:
-            self.behind = overlap.most_in_flight(max(*self.ends.reductions, *self.block.reductions))
-
-    def peak(self) -> _Peak:
-        """Find the largest moment of the step."""
-        ends, layers, embedding = self.ends, self.layers, self.ends.begin("embedding")
+            self.behind = overlap.most_in_flight(max(*ends.reductions, *block.reductions))
         gradients = layers * self.layer_gradients
         found = [
             self._largest(ends, 0, embedding, layers=layers, below=layers),
@@ -315,8 +326,9 @@ class _Reading:
         at_end = self._scattered(self.parameters)
         return max(*found, _Peak(at_end, ends, gradients=at_end), key=lambda peak: peak.total)
 
-    def memory(self, optimizer_nbytes: float) -> Memory:
-        peak = self.peak()
+    def memory(self) -> Memory:
+        """Return the peak by kind."""
+        peak = self._peak()
         kinds, at = dict.fromkeys(KINDS, 0), "optimizer"
         if peak.moment is not None:
             largest = max(
@@ -328,7 +340,7 @@ class _Reading:
         return Memory(
             parameters=self.parameters,
             gradients=peak.gradients,
-            optimizer=ceil(self.sizes.parameters / self.replicas * optimizer_nbytes),
+            optimizer=self.optimizer,
             weights_in_flight=kinds["weights"] + peak.in_flight,
             activations=kinds["activations"] + peak.before,
             logits=kinds["logits"],

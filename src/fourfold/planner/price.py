@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from fourfold.layout import Policy
 from fourfold.models.config import Config
 from fourfold.planner.machine import DTYPES, Machine
 from fourfold.planner.memory import Memory, peak_memory
+from fourfold.planner.program import Program
 from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import Timeline, Totals, simulate
 from fourfold.planner.sizes import LocalSizes
@@ -205,7 +206,15 @@ def without_arrivals(first: Totals) -> Totals:
 def timeline(
     task: Task, candidate: Candidate, *, layers: int | None = None, micro_steps: int | None = None, trace: bool = False
 ) -> Timeline:
-    """A step as it would run, whole unless told otherwise."""
-    program = step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps or candidate.micro_steps)
+    """Simulate a step, whole unless told otherwise."""
+    # how ranks walk the axes changes where rank 0's groups lie, but not what it does
+    anyhow = replace(candidate, shape=replace(candidate.shape, order=AXES), micro_steps=1)
+    program = _program(task, anyhow, layers, micro_steps or candidate.micro_steps)
     seconds = Seconds(task.machine, candidate.shape)
     return simulate(program.work, seconds, task.dtype, phases=program.phases, trace=trace)
+
+
+@lru_cache(maxsize=128)
+def _program(task: Task, candidate: Candidate, layers: int | None, micro_steps: int) -> Program:
+    """Return the program of a step; the search asks for it in one rank order after another."""
+    return step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)

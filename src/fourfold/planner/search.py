@@ -27,7 +27,7 @@ from fourfold.grid import AXES, Shape, shapes_of
 from fourfold.layout import Activations, Policy, Recompute
 from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine
-from fourfold.planner.memory import Memory, least_memory
+from fourfold.planner.memory import Memory, MemoryReading
 from fourfold.planner.price import Candidate, Price, Priced, Task, memory_of, price, without_arrivals
 from fourfold.planner.program import Program
 from fourfold.planner.seconds import Route, Seconds
@@ -393,15 +393,15 @@ class _Search:
     def _fit(self, candidate: Candidate, lever: Lever) -> Candidate | None:
         """Return the candidate with the lever if it fits, with logits in chunks where only that fits."""
         wanted = replace(candidate, policy=lever.on(candidate.policy))
-        chunked = replace(wanted, policy=replace(wanted.policy, loss_chunk=wanted.policy.loss_chunk or LOSS_CHUNK))
-        if least_memory(chunked.sizes(self.task)) > self.limit:
+        reading = MemoryReading(wanted.sizes(self.task), wanted.micro_steps)
+        if reading.least > self.limit:
             return None  # true of most that do not fit
-        tried, memory = self._frugal(wanted)
+        tried, memory = self._frugal(wanted, reading)
         return tried if memory.total <= self.limit else None
 
-    def _frugal(self, candidate: Candidate) -> tuple[Candidate, Memory]:
+    def _frugal(self, candidate: Candidate, reading: MemoryReading | None = None) -> tuple[Candidate, Memory]:
         """Return a candidate and its memory, with logits in chunks where it does not fit and they take less."""
-        memory = memory_of(self.task, candidate)
+        memory = memory_of(self.task, candidate) if reading is None else reading.memory()
         in_chunks = self.space.policies is None and candidate.rows * self.task.seq > LOSS_CHUNK
         if in_chunks and memory.total > self.limit >= memory.total - memory.logits:
             chunked = replace(candidate, policy=replace(candidate.policy, loss_chunk=LOSS_CHUNK))

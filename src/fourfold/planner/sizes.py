@@ -15,7 +15,7 @@ count elements, or bytes if their name ends in `nbytes`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -359,7 +359,8 @@ class LocalSizes:
         if number == 1:
             return [self]
         rows = [part(self.rows, number, index) for index in range(number)]
-        made = {each: replace(self, rows=each, number_of_halves=1) for each in set(rows)}
+        whole = self.config, self.shape, self.policy
+        made = {each: LocalSizes(*whole, each, self.seq, self.dtype, self.rank, 1) for each in set(rows)}
         return [made[each] for each in rows]
 
     @property
@@ -417,7 +418,7 @@ class LocalSizes:
 
     @cached_property
     def _parameters(self) -> ParameterTable:
-        return _parameter_table(self.config, self.policy.activations, self.shape, self.rank)
+        return _parameter_table(self.config, self.shape, self.rank)
 
     def parameter(self, name: str) -> ParameterSizes:
         return self._parameters.sizes[in_first_layer(name)]
@@ -523,8 +524,9 @@ class ParameterTable:
 
 
 @lru_cache(maxsize=4096)
-def _parameter_table(config: Config, activations: Activations, shape: Shape, rank: int) -> ParameterTable:
-    return ParameterTable(parameter_specs(config, activations), shape.sizes, shape.coords(rank))
+def _parameter_table(config: Config, shape: Shape, rank: int) -> ParameterTable:
+    specs = parameter_specs(config, "sharded")  # how activations are cut changes what a gradient owes, but no shard
+    return ParameterTable(specs, shape.sizes, shape.coords(rank))
 
 
 # --- names in place of sizes
@@ -541,9 +543,9 @@ class Name(NamedTuple):
 
     def getter(self) -> Callable[[LocalSizes], int]:
         """Return a function that reads this size of a half."""
-        if self.arguments is None:
-            return attrgetter(self.attribute)
         attribute, arguments = self.attribute, self.arguments
+        if arguments is None:
+            return attrgetter(attribute)
         if not any(isinstance(one, Term) for one in arguments):
             return methodcaller(attribute, *arguments)
         return lambda half: getattr(half, attribute)(
@@ -557,12 +559,28 @@ WHOLE = -1
 class SizeReader:
     """Reads the sizes that have certain names."""
 
-    def __init__(self, names: Iterable[Name]) -> None:
-        self._getters = [(name.half, name.getter()) for name in names]
+    def __init__(self, names: Sequence[Name]) -> None:
+        self._number = len(names)
+        self._methods = [
+            (place, name.half, name.getter()) for place, name in enumerate(names) if name.arguments is not None
+        ]
+        self._attributes = []
+        for half in {name.half for name in names}:
+            places = [place for place, name in enumerate(names) if name.half == half and name.arguments is None]
+            if len(places) > 1:  # one call for all of them
+                self._attributes.append((half, places, attrgetter(*(names[place].attribute for place in places))))
+            else:
+                self._methods += [(place, half, names[place].getter()) for place in places]
 
     def __call__(self, sizes: LocalSizes) -> list[int]:
         parts = [*sizes.halves, sizes]  # WHOLE is the last
-        return [get(parts[half]) for half, get in self._getters]
+        values = [0] * self._number
+        for half, places, get in self._attributes:
+            for place, value in zip(places, get(parts[half]), strict=True):
+                values[place] = value
+        for place, half, get in self._methods:
+            values[place] = get(parts[half])
+        return values
 
 
 class Term:
