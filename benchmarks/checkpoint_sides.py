@@ -27,7 +27,7 @@ from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training import OPTIMIZER, RANDOM, training_tensors
 from fourfold.checkpoint.write import Held
-from fourfold.layout import Policy
+from fourfold.policy import Policy
 from memory_on_gpu import Line, Size, build
 from stage import Rank
 

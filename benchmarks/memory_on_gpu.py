@@ -31,9 +31,9 @@ from fourfold.arriving import local_of
 from fourfold.cost.kept import Alive
 from fourfold.cost.memory import peak_memory
 from fourfold.cost.share import Share
-from fourfold.layout import Policy
 from fourfold.models.config import Config
 from fourfold.nn import layer
+from fourfold.policy import Policy
 
 RANKS = 4
 STEPS = 3

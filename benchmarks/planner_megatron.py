@@ -20,9 +20,8 @@ from fourfold.cost.memory import kept_for_backward
 from fourfold.cost.price import Choice, Task, memory_of, price
 from fourfold.cost.search import Space, search
 from fourfold.grid import Shape, shapes_of
-from fourfold.layout import Policy, Recompute
 from fourfold.models.config import config
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap, Policy, Recompute
 from planner_points import ROWS, SEQ
 from planner_replay import choices_of, replays
 

@@ -15,9 +15,8 @@ from fourfold.cost.price import Choice, Task, memory_of, timeline
 from fourfold.cost.published import published_ranking
 from fourfold.cost.simulate import Totals
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.models.config import config
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap, Policy
 from planner_points import FITTED, POINTS, ROWS, SEQ, Fit, Point, Step
 
 FEW_LAYERS = 2

@@ -18,9 +18,8 @@ from fourfold.cost.machine import load_machine
 from fourfold.cost.price import Choice, Task
 from fourfold.cost.search import SHOWN, Space, search
 from fourfold.grid import Shape, shapes_of
-from fourfold.layout import Policy, Recompute
 from fourfold.models.config import config
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap, Policy, Recompute
 from planner_megatron import Staged, fastest_pipeline, megatron_policy
 from planner_points import FITTED, ROWS, SEQ
 from planner_replay import choices_of, fitted_machine, replays

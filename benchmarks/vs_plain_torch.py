@@ -28,7 +28,7 @@ import torch
 import fourfold as ff
 import plain
 from fourfold.cost.flops import PEAK_FLOPS, flops_per_token
-from fourfold.layout import Policy
+from fourfold.policy import Policy
 
 CPU_CASES = [
     "gpt-125m,layers=4,hidden=512,heads=8,kv_heads=8,head_dim=64,mlp_hidden=2048,vocab=8192:8x256",

@@ -12,11 +12,10 @@ import fourfold as ff
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training import RANDOM, training_tensors
-from fourfold.comm import join_shards
 from fourfold.grid import Grid, Shape
 from fourfold.layout import PRODUCT, Spec
 from fourfold.optim import AdamW
-from harness import grid_of
+from harness import grid_of, join_shards
 
 ROWS, SEQ = 8, 8
 MODELS: dict[str, dict[str, Any]] = {

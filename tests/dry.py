@@ -21,7 +21,7 @@ from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
 from fourfold.models import Config
 from fourfold.models.outside import read_model
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap
 
 LLAMA = ff.models.config(
     "llama-3-8b", layers=2, hidden=4032, heads=96, kv_heads=12, head_dim=84, mlp_hidden=14400, qk_norm=True

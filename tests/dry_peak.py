@@ -15,8 +15,8 @@ import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.cost.kept import Alive
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.models.config import Config
+from fourfold.policy import Policy
 
 
 @dataclass(frozen=True)

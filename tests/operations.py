@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fourfold.layout import inner
+from fourfold.layout import FEATURES, inner
 from fourfold.nn.embedding import Head
 from fourfold.parallelize.layouts import Columns, Shared, fused
-from fourfold.parallelize.placed import Blocks, Layout, Rest, laid
+from fourfold.parallelize.placed import Blocks, PlacedLayout, Rest, laid
 from fourfold.parallelize.run import Run
 
 SHAPE = (3, 5, 6)
@@ -26,8 +26,8 @@ SHAPE = (3, 5, 6)
 KINDS = ("rest", "blocks 0", "blocks 1", "blocks 2", "columns", "columns 0", "shared 1", "shared 2", "fused")
 
 
-def layout_of(kind: str, run: Run) -> Layout:
-    over = inner(run.policy.activations).features
+def layout_of(kind: str, run: Run) -> PlacedLayout:
+    over = inner(run.policy.activations).over(FEATURES)
     name, _, dim = kind.partition(" ")
     if name == "rest":
         return Rest(run)
@@ -81,7 +81,7 @@ class Operands:
         if self.run is None:
             return plain
         if kind == "fused":
-            over = inner(self.run.policy.activations).features
+            over = inner(self.run.policy.activations).over(FEATURES)
             parts = [laid(part, Blocks(self.run, plain.dim() - 1, over)) for part in plain.split([2, 4], dim=-1)]
             return fused(parts)
         return laid(plain, layout_of(kind, self.run))

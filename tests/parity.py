@@ -20,9 +20,8 @@ import fourfold as ff
 import plain
 from fourfold.arriving import local_of
 from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.layout import Policy
 from fourfold.ledger import Collective
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap, Policy
 from harness import grid_of
 
 MAX_NORM = 0.5

@@ -36,8 +36,8 @@ from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import simulate
 from fourfold.cost.volume import Volume
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective
+from fourfold.policy import Policy
 from fourfold.train.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.train.launch import share_cores
 from harness import grid_of

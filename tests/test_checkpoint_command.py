@@ -18,14 +18,14 @@ from fourfold import cli
 from fourfold.checkpoint.files import write_file
 from fourfold.checkpoint.record import RECORD, Entry, Record, file_of, write_record
 from fourfold.grid import Shape
-from fourfold.layout import Storage
+from fourfold.layout import Layout
 
 GRID = Shape(x=2, z=2)
 TENSORS = {
-    "model/a.weight": (torch.arange(24.0).view(4, 6), Storage((("x", 0), ("y", 1), ("z", 0)))),
-    "model/a.bias": (torch.arange(6.0), Storage(())),
-    "optimizer/exp_avg/a.weight": (torch.full((4, 6), 0.5), Storage((("x", 0), ("z", 0)))),
-    "optimizer/step/a.weight": (torch.tensor(3.0), Storage(())),
+    "model/a.weight": (torch.arange(24.0).view(4, 6), Layout((("x", 0), ("y", 1), ("z", 0)))),
+    "model/a.bias": (torch.arange(6.0), Layout(())),
+    "optimizer/exp_avg/a.weight": (torch.full((4, 6), 0.5), Layout((("x", 0), ("z", 0)))),
+    "optimizer/step/a.weight": (torch.tensor(3.0), Layout(())),
 }
 STATE = {"config": {"model": {"name": "gpt-tiny"}}, "saved": "2026-11-15T12:00:00+00:00", "data": {"sample": 12}}
 

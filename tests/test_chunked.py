@@ -12,7 +12,7 @@ import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
+from fourfold.policy import Policy
 from harness import Largest, grid_of
 from share import share
 

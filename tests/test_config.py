@@ -15,7 +15,7 @@ import pytest
 from fourfold import models
 from fourfold.commands.parser import grid, setting
 from fourfold.cost.machine import load_machine
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap
 from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.job import Job
 from fourfold.train.predicted import predict

@@ -16,7 +16,7 @@ from fourfold.cost.dry import Dry
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.work import Attention, Kernel, Launch, Product, Wait
 from fourfold.grid import Shape
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap
 from share import share
 
 # --- against closed forms

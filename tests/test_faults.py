@@ -12,11 +12,10 @@ from torch.distributed import checkpoint
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
-from harness import grid_of
+from fourfold.policy import Policy
+from harness import grid_of, join_shards
 from parity import rotating_cases
 
 

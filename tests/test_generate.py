@@ -12,8 +12,8 @@ import torch
 import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.models.generate import NO_CHOICE, Sampling, generate
+from fourfold.policy import Policy
 from harness import DEVICE, grid_of
 from share import share
 

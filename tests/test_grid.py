@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 import fourfold as ff
 from fourfold import comm
 from fourfold.grid import AXES, Grid, Shape, _fewest_cores, environment, first_node, shapes_of
-from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Policy, Spec
+from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Spec
+from fourfold.policy import Policy
 
 ORDERS = [
     ("x", "y", "z", "data"),

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 import fourfold as ff
 from fourfold.grid import AXES, Grid, Shape
-from fourfold.layout import Policy
 from fourfold.parallelize import ChannelNorm, Contract, Convolution, Whole, whole_tensors
 from fourfold.parallelize.swap import adapters_of
+from fourfold.policy import Policy
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from plain_images import MobileNet, ResNet, UNet

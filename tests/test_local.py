@@ -19,10 +19,10 @@ import fourfold as ff
 from fourfold import local
 from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.linear import Expand, join
 from fourfold.nn.norm import Norm, NormSpec
 from fourfold.optim import AdamW
+from fourfold.policy import Policy
 from fourfold.product import side_by_side
 from harness import grid_of
 

@@ -19,9 +19,9 @@ import fourfold as ff
 from families import VOCAB, Case, batch, build
 from fourfold.arriving import local_of
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
 from fourfold.parallelize import whole_tensors
+from fourfold.policy import Policy
 from harness import grid_of
 from parity import LocalAdamW
 from share import share

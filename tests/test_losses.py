@@ -17,10 +17,9 @@ from torch.nn import functional
 import fourfold as ff
 from families import Widened
 from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.grid import Grid, Shape
 from fourfold.parallelize import whole_tensors
-from harness import grid_of
+from harness import grid_of, join_shards
 from share import share
 
 VOCAB = 23

@@ -17,15 +17,13 @@ import fourfold as ff
 from dry_peak import Case, Found, dry_peaks
 from fourfold import comm
 from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.cost.memory import Memory, kept_for_backward, peak_memory
 from fourfold.cost.share import Share
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.initial import BLOCK_ELEMENTS
 from fourfold.nn.layer import specs_of
-from fourfold.overlap import Overlap
-from harness import Largest, grid_of
+from fourfold.policy import Overlap, Policy
+from harness import Largest, grid_of, join_shards
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 

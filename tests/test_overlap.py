@@ -15,9 +15,8 @@ import torch
 import fourfold as ff
 from fourfold.arriving import Arriving, local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective, Event
-from fourfold.overlap import WORTH_HIDING_NBYTES, Overlap, choose_halves
+from fourfold.policy import WORTH_HIDING_NBYTES, Overlap, Policy, choose_halves
 from harness import RankFailed, Ranks, grid_of
 from share import share
 

@@ -17,12 +17,11 @@ from torch.nn import functional
 import fourfold as ff
 import plain
 from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
-from harness import grid_of
+from fourfold.policy import Policy
+from harness import grid_of, join_shards
 
 SEED = 5
 LENGTHS = ((5, 6), (11,), (1, 1, 9), (3, 7, 1))

@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import Layer, assemble
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap, Policy
 from harness import RankFailed, grid_of
 
 CONFIG = ff.models.config("gpt-tiny", layers=2, hidden=24, heads=4, kv_heads=4, head_dim=6, mlp_hidden=24, vocab=53)

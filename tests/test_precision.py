@@ -8,12 +8,11 @@ import torch
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
-from harness import grid_of
+from fourfold.policy import Policy
+from harness import grid_of, join_shards
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
 SHAPE = Shape(x=2, z=2)

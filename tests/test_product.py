@@ -10,8 +10,8 @@ import torch
 import fourfold as ff
 from fourfold.cost.volume import Volume
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective
+from fourfold.policy import Policy
 from harness import grid_of
 
 

@@ -19,8 +19,7 @@ from fourfold.cost.program import step_program
 from fourfold.cost.volume import Volume
 from fourfold.cost.work import Attention, Launch, Product, Wait, Work
 from fourfold.grid import Shape
-from fourfold.layout import Policy
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap, Policy
 
 ROWS, SEQ = 4, 16
 MODELS = {

@@ -13,7 +13,7 @@ import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.cost.volume import Volume
 from fourfold.grid import Shape
-from fourfold.layout import Policy
+from fourfold.policy import Policy
 from harness import grid_of
 
 CONFIG = ff.models.config("llama-tiny", layers=2, qk_norm=True, vocab=53)

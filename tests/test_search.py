@@ -23,7 +23,7 @@ from fourfold.cost.program import step_program
 from fourfold.cost.search import Space, search
 from fourfold.cost.work import Launch
 from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.layout import Policy
+from fourfold.policy import Policy
 from fourfold.train.config import read_config, resolve
 from fourfold.train.plan import rows_of
 from share import share

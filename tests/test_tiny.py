@@ -8,7 +8,7 @@ import torch
 
 import fourfold as ff
 from fourfold.cost.volume import Volume
-from fourfold.layout import Policy
+from fourfold.policy import Policy
 from harness import grid_of
 
 SHAPE = ff.Shape(x=2, z=2)

@@ -40,7 +40,7 @@ from fourfold.cost.volume import Volume
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import AXES, Shape
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run

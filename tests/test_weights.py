@@ -19,16 +19,15 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.checkpoint import write
-from fourfold.checkpoint.files import FileEntry, Layout
+from fourfold.checkpoint.files import FileEntry, TensorTypes
 from fourfold.checkpoint.read import read_tensors
 from fourfold.checkpoint.record import _digest
 from fourfold.checkpoint.weights import load_weights, save_weights, weights_of
 from fourfold.checkpoint.write import Held, Tensors, Writing
-from fourfold.comm import join_shards
 from fourfold.grid import FailedElsewhereError, Grid, Shape
-from fourfold.layout import PRODUCT, Spec, Storage
+from fourfold.layout import PRODUCT, Layout, Spec
 from fourfold.nn.initial import key_of
-from harness import DEVICE, Largest, grid_of
+from harness import DEVICE, Largest, grid_of, join_shards
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53, qk_norm=True, tied=False)
 
@@ -123,12 +122,12 @@ def test_a_rank_opens_only_the_files_that_it_needs(ranks, tmp_path: Path) -> Non
 def odd_tensors(grid: Grid) -> dict[str, Held]:
     """Shards that are uneven or empty, a tensor that data cuts as well, and one without a dim."""
     cuts = {
-        "short": ((3,), Storage((("z", 0),))),
-        "uneven": ((5, 3), Storage((("x", 0), ("y", 1), ("z", 0)))),
-        "state": ((7, 2), Storage((("y", 1), ("z", 0), ("data", 0)))),
-        "everywhere": ((2, 2), Storage(())),
-        "number": ((), Storage(())),
-        "nothing": ((0, 4), Storage((("x", 0),))),
+        "short": ((3,), Layout((("z", 0),))),
+        "uneven": ((5, 3), Layout((("x", 0), ("y", 1), ("z", 0)))),
+        "state": ((7, 2), Layout((("y", 1), ("z", 0), ("data", 0)))),
+        "everywhere": ((2, 2), Layout(())),
+        "number": ((), Layout(())),
+        "nothing": ((0, 4), Layout((("x", 0),))),
     }
     return {
         name: Held(
@@ -165,7 +164,7 @@ def failing_save(folder: Path) -> dict[str, Any]:
     stamp = os.stat(folder / "checkpoint.json").st_mtime_ns
     real = write.write_file
 
-    def full_disk(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> FileEntry:
+    def full_disk(path: Path, layout: TensorTypes, tensors: Iterable[Tensor]) -> FileEntry:
         real(path, layout, tensors)
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -367,7 +366,7 @@ def test_what_is_not_on_the_grid_is_refused(tmp_path: Path) -> None:
         save_weights(model, tmp_path / "w")
     with pytest.raises(ValueError, match="meta device"):
         save_weights(ff.models.build(CONFIG, alone(), device="meta"), tmp_path / "w")
-    tensors = {"a": Held(torch.zeros(3), (4,), Storage(()))}
+    tensors = {"a": Held(torch.zeros(3), (4,), Layout(()))}
     with pytest.raises(ValueError, match=r"holds \(3,\), but its part of \(4,\) is \(4,\)"):
         Writing(tensors, alone(), tmp_path / "w", {})
     assert entries(tmp_path) == []

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from fourfold.data.rows import local_rows
     from fourfold.gradients import accumulate, clip_grad_norm_
     from fourfold.grid import Grid, Shape
-    from fourfold.layout import Policy
     from fourfold.nn.loss import count_targets, global_mean
-    from fourfold.overlap import Overlap
     from fourfold.parallelize import explain, parallelize
     from fourfold.parallelize.rows import whole_batch
+    from fourfold.policy import Overlap, Policy
 
 __version__ = "0.1.0"
 
@@ -45,8 +44,8 @@ __all__ = [
 
 _HOMES = {
     "Grid": "grid",
-    "Overlap": "overlap",
-    "Policy": "layout",
+    "Overlap": "policy",
+    "Policy": "policy",
     "Shape": "grid",
     "accumulate": "gradients",
     "clip_grad_norm_": "gradients",

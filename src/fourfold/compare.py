@@ -139,7 +139,7 @@ class _Side:
             local = local_of(parameter).detach()
             if kind == "gradient":  # none is zero
                 local = torch.zeros_like(local) if parameter.grad is None else local_of(parameter.grad)
-            yield name, comm.join_shards(local, specs[name], self.grid)
+            yield name, comm.join(local, specs[name].storage, specs[name].shape, self.grid, counted=False)
 
 
 def _compare_values(step: int, kind: str, values: Sequence[Tensor], grid: Grid) -> list[Difference]:

@@ -33,11 +33,12 @@ from fourfold.arriving import local_of
 from fourfold.buckets import Bucket, fill_buckets
 from fourfold.grid import AXES, BATCH, Grid
 from fourfold.hooks import Hooks
-from fourfold.layout import GATHERED, Policy, Spec, boxed, chunk, pad_rows
+from fourfold.layout import GATHERED, Spec, chunk
 from fourfold.optimizers import refuse_unfit_optimizers
 from fourfold.overlap import Engine
 from fourfold.parameter import ShardedParameter, adopt, leaf_of, own_storage
 from fourfold.pending import Pending
+from fourfold.policy import Policy
 
 REPLICA = "data"
 """The axis over which every parameter and every complete gradient is equal."""
@@ -144,8 +145,8 @@ class Gradients:
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if any(self.grid.coords[axis] for axis in spec.owes if axis not in BATCH):
             gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
-        box = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
-        own = boxed(gradient, box).to(self.policy.reduce or parameter.dtype, copy=True).contiguous()
+        part = spec.storage.compute.take(gradient, self.grid)
+        own = part.to(self.policy.reduce or parameter.dtype, copy=True).contiguous()
         if GATHERED not in spec.storage.axes:
             self.deposit([parameter], [own])
             return
@@ -161,18 +162,11 @@ class Gradients:
         `nbytes` is what the rank with the most sends, the same number on all ranks, so that they wait alike. The
         tensors must be the caller's own: `deposit` changes them in place.
         """
-        z = self.grid.size(GATHERED)
-        if z == 1:
+        if self.grid.size(GATHERED) == 1:
             self.deposit(parameters, gradients)
             return
-
-        def land(shards: Sequence[Tensor]) -> None:
-            own = [shard[: local_of(p).shape[0]] for p, shard in zip(parameters, shards, strict=True)]  # no padding
-            self.deposit(parameters, own)
-
-        padded = [pad_rows(gradient, -(-gradient.shape[0] // z) * z) for gradient in gradients]
-        pending = comm.reduce_scatter_together(padded, self.grid, GATHERED, label=label)
-        self.engine.behind.defer(pending, nbytes, land)
+        pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
+        self.engine.behind.defer(pending, nbytes, partial(self.deposit, parameters))
 
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         owed = self._owed.get(parameter)
@@ -351,11 +345,7 @@ class BucketSum:
 
     def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> Pending[list[Tensor]]:
         """This replica's rows of each sum."""
-        ranks = self.gradients.grid.size(REPLICA)
-        own = [len(self.gradients.own_rows(total)) for total in sums]
-        padded = [pad_rows(total, -(-total.shape[0] // ranks) * ranks) for total in sums]
-        pending = comm.reduce_scatter_together(padded, self.gradients.grid, REPLICA, label=label)
-        return pending.then(lambda parts: [part[:rows] for part, rows in zip(parts, own, strict=True)])
+        return comm.reduce_scatter_together(sums, self.gradients.grid, REPLICA, label=label)
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import Grid
-from fourfold.layout import Policy, Spec, Storage
 from fourfold.once import once_differentiable
 from fourfold.overlap import Engine
 from fourfold.pending import Pending
+from fourfold.policy import Policy
 
 Body = Callable[[Tensor], Pending[Tensor]]
 
@@ -215,19 +215,6 @@ def whole_over_x(a: Tensor, site: Site, widths: Sequence[int]) -> Flight | Lande
     return site.fly(a, "x", gather, partial(site.scatter_features, widths=whole, axis="x"))
 
 
-def pad_blocks(a: Tensor, count: int, dim: int) -> Tensor:
-    """Zeros at the end of `dim`, where uneven blocks leave a rank with fewer entries than the message has."""
-    missing = count - a.shape[dim]
-    return functional.pad(a, [0, 0] * (a.dim() - 1 - dim) + [0, missing]) if missing else a
-
-
-def gather_blocks(block: Tensor, grid: Grid, axis: str, *, count: int, dim: int, label: str) -> Pending[Tensor]:
-    """All `count` entries of `dim`, from blocks as torch.chunk cuts them over the axis: the last ones may be short."""
-    padded = pad_blocks(block, -(-count // grid.size(axis)), dim)
-    joined = comm.all_gather(padded, grid, axis, dim=dim, label=label)
-    return joined.then(lambda whole: whole if whole.shape[dim] == count else whole.narrow(dim, 0, count))
-
-
 def take_apart(a: Tensor, widths: Sequence[int]) -> list[Tensor]:
     """Cut dim 1 into tensors of these widths that can each be changed in place.
 
@@ -248,15 +235,6 @@ class TakeApart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # noqa: ARG004
         return torch.cat(gradients, dim=1), None
-
-
-def gather_shards(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
-    """The whole of a parameter from its shards, which may be uneven, the innermost cut first."""
-    for cut in reversed(range(len(spec.storage.cuts))):
-        axis, dim = spec.storage.cuts[cut]
-        outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
-        shard = gather_blocks(shard, grid, axis, count=len(outer[dim]), dim=dim, label=label).wait()
-    return shard
 
 
 def changeable(output: Tensor, *inputs: Tensor) -> Tensor:

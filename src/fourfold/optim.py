@@ -20,7 +20,6 @@ from fourfold.arriving import await_use, local_of, restore
 from fourfold.buckets import Bucket
 from fourfold.gradients import REPLICA, gradients_of, is_owed, measure_norms, scale_gradients
 from fourfold.grid import AXES, Grid
-from fourfold.layout import pad_rows
 from fourfold.pending import Pending
 
 Decay = Literal["cosine", "stable", "constant"]
@@ -151,16 +150,16 @@ class Arrival:
 
     def __init__(self, optimizer: AdamW, bucket: Bucket) -> None:
         gradients = optimizer.gradients
-        ranks = gradients.grid.size(REPLICA)
         self.parameters = [gradients.parameters[name][0] for name in bucket.names]
         self.wholes = [local_of(parameter) for parameter in self.parameters]
-        shards = [
-            pad_rows(optimizer.parts[name].detach(), -(-whole.shape[0] // ranks))
-            for name, whole in zip(bucket.names, self.wholes, strict=True)
-        ]
-        even = all(whole.shape[0] % ranks == 0 for whole in self.wholes)
+        rows = [whole.shape[0] for whole in self.wholes]
         self._pending: Pending[list[Tensor]] | None = comm.all_gather_together(
-            shards, gradients.grid, REPLICA, into=self.wholes if even else None, label=f"parameters {bucket.span}"
+            [optimizer.parts[name].detach() for name in bucket.names],
+            gradients.grid,
+            REPLICA,
+            rows=rows,
+            into=self.wholes,
+            label=f"parameters {bucket.span}",
         )
 
     @torch.no_grad()
@@ -169,9 +168,8 @@ class Arrival:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        for parameter, whole, found in zip(self.parameters, self.wholes, pending.wait(), strict=True):
-            if found is not whole:
-                whole.copy_(found[: whole.shape[0]])
+        pending.wait()
+        for parameter, whole in zip(self.parameters, self.wholes, strict=True):
             torch.autograd.graph.increment_version(whole)
             restore(parameter)
 

@@ -13,75 +13,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from fourfold.ahead import Ahead, Awaited, Buffers, in_backward
+from fourfold.policy import Overlap
 
 T = TypeVar("T")
 
 Turns = Generator[None, None, T]
 """Work that pauses wherever another half may use the device while its own message is on its way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """How much communication runs behind computation. Only `halves` may change a result, by rounding."""
-
-    prefetch: bool = True
-    """Gather weights over z ahead of their use, in the order recorded in the first pass."""
-    defer: bool = True
-    """Reduce dw over z behind the rest of backward."""
-    behind_products: bool = True
-    """In backward run dw's product while the collective that da needs is in flight."""
-    halves: int | None = None
-    """Parts of the local batch that take turns, so that one's collectives over x and y run behind the other's
-    products; None: 2 where that is worth it, else 1."""
-    data: bool = True
-    """Sum gradients over data as soon as they are final; gather what the sharded optimizer stepped behind the next
-    forward. Who reads a parameter meanwhile waits for it; tensors that were taken from it before the step do not."""
-    bytes_in_flight: int | None = None
-    """Bound on weights gathered ahead, and on gradients being reduced; None: twice the largest message."""
-
-    def __post_init__(self) -> None:
-        if self.halves is not None and self.halves not in (1, 2):
-            raise ValueError(f"halves={self.halves} must be 1 or 2, or None for the policy to choose")
-        if self.bytes_in_flight is not None and self.bytes_in_flight < 1:
-            raise ValueError(f"bytes_in_flight={self.bytes_in_flight} must be at least 1, or None")
-
-    def most_in_flight(self, largest: int) -> int:
-        """Bytes that may be in flight: two messages keep a link busy, one travels while the other is used."""
-        return 2 * largest if self.bytes_in_flight is None else self.bytes_in_flight
-
-    @classmethod
-    def off(cls, *, halves: int = 1) -> Overlap:
-        """Every collective is waited for where it is launched."""
-        return cls(prefetch=False, defer=False, behind_products=False, halves=halves, data=False)
-
-
-class Halves(NamedTuple):
-    """Into how many parts a batch is cut, and why."""
-
-    number: int
-    reason: str
-
-
-WORTH_HIDING_NBYTES = 1 << 20
-"""A message of half a batch below this takes its time for latency, which two of them pay twice."""
-
-
-def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
-    """Cut `rows` rows, whose messages over x or y have up to `nbytes` bytes (0 where nothing travels)?"""
-    if rows < 2:
-        return Halves(1, f"{rows} row cannot be cut")
-    if policy.halves is not None:
-        return Halves(policy.halves, f"the policy says halves={policy.halves}")
-    if nbytes == 0:
-        return Halves(1, "nothing travels over x or y")
-    if nbytes // 2 < WORTH_HIDING_NBYTES:
-        return Halves(1, f"messages over x or y of at most {nbytes} bytes are too small to be cut")
-    return Halves(2, f"messages over x or y of {nbytes} bytes are worth hiding")
 
 
 @dataclass(frozen=True, slots=True)

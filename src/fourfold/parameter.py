@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
+from fourfold import comm
 from fourfold.arriving import local_of
 from fourfold.grid import Grid
-from fourfold.layout import Spec, boxed
-from fourfold.operators import gather_shards
+from fourfold.layout import Spec
 
 aten = torch.ops.aten
 
@@ -60,8 +60,7 @@ class ShardedParameter(DTensor):
             if isinstance(value, DTensor):
                 local_of(self).copy_(local_of(value.redistribute(self.device_mesh, self.placements)))
             else:
-                box = self.spec.storage.box(self.spec.shape, self.grid.shape.sizes, self.grid.coords)
-                local_of(self).copy_(boxed(value, box))
+                local_of(self).copy_(self.spec.storage.take(value, self.grid))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
@@ -92,7 +91,8 @@ def whole_tensor(tensor: DTensor) -> Tensor:
     """Gather a parameter, or what was computed from shards, on every rank of a place."""
     if not isinstance(tensor, ShardedParameter):
         return tensor.full_tensor()
-    return gather_shards(local_of(tensor), tensor.spec, tensor.grid, label=tensor.label)
+    spec = tensor.spec
+    return comm.join(local_of(tensor), spec.storage, spec.shape, tensor.grid, label=tensor.label)
 
 
 def adopt(parameter: nn.Parameter, spec: Spec, grid: Grid) -> None:

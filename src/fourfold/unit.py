@@ -22,9 +22,10 @@ from fourfold.ahead import Gathering
 from fourfold.arriving import local_of
 from fourfold.gradients import Gradients
 from fourfold.grid import AXES, Grid
-from fourfold.layout import GATHERED, Policy, Spec, pad_rows
+from fourfold.layout import GATHERED, Spec
 from fourfold.overlap import Engine
 from fourfold.pending import Pending
+from fourfold.policy import Policy
 
 T = TypeVar("T")
 
@@ -104,20 +105,13 @@ class Unit:
         if z == 1 and into is not None:  # copying casts as well
             return Pending(lambda: [place.copy_(held) for place, held in zip(into, locals_, strict=True)])
         rows = [member.rows for member in self.members]
-        shards = [pad_rows(held.to(self.compute), -(-length // z)) for held, length in zip(locals_, rows, strict=True)]
-        if self.even:
-            if into is None and z > 1:
-                into = [
-                    self.engine.buffers.take((length, *shard.shape[1:]), shard.dtype, shard.device)
-                    for shard, length in zip(shards, rows, strict=True)
-                ]
-            return comm.all_gather_together(shards, self.grid, GATHERED, into=into, label=self.label)
-
-        def crop(wholes: list[Tensor]) -> list[Tensor]:
-            wholes = [whole[:length] for whole, length in zip(wholes, rows, strict=True)]
-            return wholes if into is None else [b.copy_(whole) for b, whole in zip(into, wholes, strict=True)]
-
-        return comm.all_gather_together(shards, self.grid, GATHERED, label=self.label).then(crop)
+        shards = [held.to(self.compute) for held in locals_]
+        if into is None and z > 1 and self.even:
+            into = [
+                self.engine.buffers.take((length, *shard.shape[1:]), shard.dtype, shard.device)
+                for shard, length in zip(shards, rows, strict=True)
+            ]
+        return comm.all_gather_together(shards, self.grid, GATHERED, rows=rows, into=into, label=self.label)
 
     def _require_company(self) -> None:
         """All ranks along z must be about to gather these parameters: a rank that is not would be sent them all the

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.files import File, Layout, write_file
+from fourfold.checkpoint.files import File, TensorTypes, write_file
 from fourfold.checkpoint.folder import Place, flush
 from fourfold.checkpoint.names import FAMILIES, HEAD, Piece, match, pieces_of, shapes_of
 from fourfold.checkpoint.record import Record, require_same_names
@@ -204,7 +204,7 @@ def _join(checkpoint: Path, record: Record, name: str, piece: Piece, dtype: torc
     return cast
 
 
-def _shards(layout: Layout, most: int) -> list[list[str]]:
+def _shards(layout: TensorTypes, most: int) -> list[list[str]]:
     """Names in order, as many to a file as fit."""
     shards: list[list[str]] = []
     held = 0

@@ -44,7 +44,7 @@ PIECE = 16 << 20
 LONGEST_HEADER = 100 << 20
 """What safetensors reads of one at most."""
 
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape by key, in the order in which the tensors come."""
 
 
@@ -89,7 +89,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def write_file(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> FileEntry:
+def write_file(path: Path, layout: TensorTypes, tensors: Iterable[Tensor]) -> FileEntry:
     """Write tensors in the order of the layout, each before the next is asked for, through to the disk."""
     header = _header(layout, dict.fromkeys(layout, _shown(0)))  # checksums follow; they are as long
     sums: dict[str, str] = {}
@@ -139,7 +139,7 @@ def _telling(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
 
 
-def _header(layout: Layout, sums: Mapping[str, str]) -> bytes:
+def _header(layout: TensorTypes, sums: Mapping[str, str]) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **sums}}  # some readers ask for a format
     offset = 0
     for key, (dtype, shape) in layout.items():

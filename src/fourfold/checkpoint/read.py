@@ -14,9 +14,10 @@ from pathlib import Path
 
 from fourfold.checkpoint.files import File, Stored
 from fourfold.checkpoint.folder import Place
-from fourfold.checkpoint.record import RECORD, Box, Record, file_of, overlap, read_record
+from fourfold.checkpoint.record import RECORD, Record, file_of, read_record
 from fourfold.checkpoint.write import Tensors, require_own_part
 from fourfold.grid import Grid
+from fourfold.layout import Box, overlap
 
 
 @dataclass(frozen=True, slots=True)

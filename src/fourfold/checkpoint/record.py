@@ -29,7 +29,7 @@ import torch
 
 from fourfold.checkpoint.files import CODES, FileEntry
 from fourfold.grid import AXES, Shape
-from fourfold.layout import Storage, chunk
+from fourfold.layout import Box, Layout
 
 FORMAT, VERSION = "fourfold-checkpoint", 1
 RECORD = "checkpoint.json"
@@ -39,8 +39,6 @@ MOST_RANKS = 1 << 17
 """What a record may claim: its arithmetic takes as long as its grid is large."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
-Box = tuple[range, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -48,7 +46,7 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    storage: Storage
+    storage: Layout
 
     @property
     def nbytes(self) -> int:
@@ -88,24 +86,10 @@ class Record:
 
     def parts(self, name: str, within: Box | None = None) -> Iterator[tuple[int, Box]]:
         """The ranks that write a tensor and their boxes; of those that meet a box, where one is given."""
-        entry = self.tensors[name]
-        whole = tuple(range(length) for length in entry.shape)
-        yield from self._below(self._writers[name], whole, entry.storage.cuts, whole if within is None else within)
-
-    def _below(
-        self, coords: dict[str, int], held: Box, cuts: Sequence[tuple[str, int]], within: Box
-    ) -> Iterator[tuple[int, Box]]:
-        """The same of the ranks at these coordinates, whose part `held` the further cuts divide."""
-        if not cuts:
-            if all(held):
-                yield self.shape.rank(coords), held
-            return
-        (axis, dim), *others = cuts
-        for place in range(self.shape.sizes[axis]):
-            part = chunk(len(held[dim]), self.shape.sizes[axis], place)
-            cut = held[dim][part.start : part.stop]
-            if cut and overlap(cut, within[dim]):
-                yield from self._below({**coords, axis: place}, (*held[:dim], cut, *held[dim + 1 :]), others, within)
+        entry, writers = self.tensors[name], self._writers[name]
+        for coords, box in entry.storage.boxes(entry.shape, self.shape.sizes, within):
+            if all(box):
+                yield self.shape.rank({**writers, **coords}), box
 
     def own(self, coords: Mapping[str, int]) -> list[str]:
         """The tensors of which the rank at these coordinates writes its part."""
@@ -115,10 +99,6 @@ class Record:
             if all(coords[axis] == place for axis, place in self._writers[name].items())
             and all(entry.box(self.shape, coords))
         ]
-
-
-def overlap(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def file_of(rank: int) -> str:
@@ -208,7 +188,7 @@ def _entry(name: str, found: Mapping[str, Any]) -> Entry:
     cuts = tuple((axis, dim) for axis, dim in found["cuts"])
     if not all(axis in AXES and type(dim) is int and 0 <= dim < len(shape) for axis, dim in cuts):
         raise ValueError(f"{name!r} of shape {shape} is cut by {cuts}")
-    return Entry(shape, DTYPES[found["dtype"]], Storage(cuts))
+    return Entry(shape, DTYPES[found["dtype"]], Layout(cuts))
 
 
 def require_same_names(wanted: Mapping[str, object], found: Mapping[str, object], folder: object) -> None:

@@ -15,11 +15,11 @@ from fourfold.checkpoint.weights import weights_of
 from fourfold.checkpoint.write import Held
 from fourfold.gradients import REPLICA
 from fourfold.grid import AXES, Grid
-from fourfold.layout import Storage
+from fourfold.layout import Layout
 from fourfold.optim import AdamW
 
 OPTIMIZER, RANDOM = "optimizer/", "random/"
-RANKS = Storage(tuple((axis, 0) for axis in AXES))
+RANKS = Layout(tuple((axis, 0) for axis in AXES))
 """A row for every rank."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNT = "step"
@@ -75,8 +75,8 @@ def _state_of(optimizer: AdamW, name: str, state: dict[str, Tensor]) -> dict[str
     cuts = spec.storage.cuts
     if optimizer.gradients.policy.shard_optimizer:
         cuts = (*cuts, (REPLICA, 0))
-    found = {f"{OPTIMIZER}{key}/{name}": Held(state[key], spec.shape, Storage(cuts)) for key in MOMENTS}
-    return {**found, f"{OPTIMIZER}{COUNT}/{name}": Held(state[COUNT], (), Storage(()))}
+    found = {f"{OPTIMIZER}{key}/{name}": Held(state[key], spec.shape, Layout(cuts)) for key in MOMENTS}
+    return {**found, f"{OPTIMIZER}{COUNT}/{name}": Held(state[COUNT], (), Layout(()))}
 
 
 def parameters_with_state(names: list[str]) -> set[str]:

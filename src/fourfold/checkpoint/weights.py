@@ -13,7 +13,7 @@ from fourfold.checkpoint.read import read_tensors
 from fourfold.checkpoint.record import Record, require_same_names
 from fourfold.checkpoint.write import Held, Tensors, Writing
 from fourfold.gradients import gradients_of
-from fourfold.layout import Storage
+from fourfold.layout import Layout
 from fourfold.nn.layer import specs_of
 
 MODEL = "model/"
@@ -73,6 +73,6 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Held]]:
             if name in module._non_persistent_buffers_set:
                 continue
             cut = isinstance(buffer, DTensor)
-            storage = Storage.of(buffer.placements) if cut else Storage(())
+            storage = Layout.of(buffer.placements) if cut else Layout(())
             held = Held(local_of(buffer) if cut else buffer, tuple(buffer.shape), storage)
             yield f"{prefix}.{name}".lstrip("."), held

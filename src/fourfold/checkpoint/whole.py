@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.files import Layout, write_file
+from fourfold.checkpoint.files import TensorTypes, write_file
 from fourfold.checkpoint.folder import Place
 from fourfold.checkpoint.read import opened, verify_share
 from fourfold.checkpoint.record import Entry, Record, file_of, read_record, write_record
 from fourfold.grid import Shape
-from fourfold.layout import Storage, boxed
+from fourfold.layout import Layout, boxed
 
 
 def read_whole(folder: Path, record: Record, name: str) -> Tensor:
@@ -32,10 +32,10 @@ def read_whole(folder: Path, record: Record, name: str) -> Tensor:
     return whole
 
 
-def write_whole(folder: Path, layout: Layout, tensors: Iterable[Tensor], state: dict[str, Any]) -> None:
+def write_whole(folder: Path, layout: TensorTypes, tensors: Iterable[Tensor], state: dict[str, Any]) -> None:
     """Write a checkpoint as a grid of one rank would, from tensors that come in the order of the layout."""
     with Place(folder.resolve()).filling() as partial:
-        entries = {name: Entry(shape, dtype, Storage(())) for name, (dtype, shape) in layout.items()}
+        entries = {name: Entry(shape, dtype, Layout(())) for name, (dtype, shape) in layout.items()}
         files = {file_of(0): write_file(partial / file_of(0), layout, tensors)} if layout else {}
         write_record(partial, Record(Shape(), state, entries, files))
 

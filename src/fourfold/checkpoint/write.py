@@ -27,7 +27,7 @@ from fourfold.checkpoint.files import FileEntry, write_file
 from fourfold.checkpoint.folder import Place
 from fourfold.checkpoint.record import Entry, Record, file_of, write_record
 from fourfold.grid import Grid
-from fourfold.layout import Storage
+from fourfold.layout import Layout
 
 PATIENCE = 1800.0
 """Seconds that rank 0 waits for the slowest rank's file once its own is written."""
@@ -41,7 +41,7 @@ class Held:
 
     local: Tensor
     shape: tuple[int, ...]
-    storage: Storage
+    storage: Layout
     parameter: Tensor | None = None
     """Whose part it is, where that counts changes by itself."""
 

@@ -15,7 +15,7 @@ from fourfold.cost.machine import Machine
 from fourfold.cost.price import Choice
 from fourfold.cost.seconds import Route, Seconds
 from fourfold.grid import Shape
-from fourfold.layout import Recompute
+from fourfold.policy import Recompute
 
 RECOMPUTE = get_args(Recompute)
 """The more of it the less memory."""

@@ -30,7 +30,6 @@ from fourfold.cost.caught import Caught
 from fourfold.cost.work import Launch, Work
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective
 from fourfold.models.config import Config
 from fourfold.models.outside import Model, is_plain, make
@@ -38,6 +37,7 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
 from fourfold.parallelize.placed import RULES, placed_in
 from fourfold.pending import Pending
+from fourfold.policy import Policy
 
 MAX_NORM = 1.0
 

@@ -26,7 +26,7 @@ from fourfold.cost.machine import Machine
 from fourfold.cost.price import Choice, Task
 from fourfold.cost.seconds import Seconds, route_of
 from fourfold.grid import AXES
-from fourfold.layout import Policy, Recompute
+from fourfold.policy import Policy, Recompute
 
 FORWARD, BACKWARD, REREAD, REGATHER, AGAIN, STEP = range(6)
 """Parts of a step: the last is once a step, the others once a micro-step. REREAD is left out where gathered inputs are

@@ -27,9 +27,9 @@ from fourfold.cost.simulate import simulate
 from fourfold.cost.volume import Volume
 from fourfold.cost.work import Compute
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective
 from fourfold.models.config import config
+from fourfold.policy import Policy
 
 Group = tuple[int, int]
 """Stride and size."""

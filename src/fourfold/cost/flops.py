@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.layout import Recompute
 from fourfold.models.config import Config
+from fourfold.policy import Recompute
 
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.grid import Grid
-from fourfold.layout import Policy, Recompute
 from fourfold.models.config import Config
 from fourfold.models.transformer import Transformer
 from fourfold.nn.layer import assemble
+from fourfold.policy import Policy, Recompute
 
 
 class Alive(TorchDispatchMode):

@@ -19,8 +19,8 @@ from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import Timeline, simulate
 from fourfold.cost.work import Attention, Product
 from fourfold.grid import Shape, shapes_of
-from fourfold.layout import Policy
 from fourfold.models.outside import Builder, only_over_data
+from fourfold.policy import Policy
 
 LONGEST = 60.0
 """Seconds after which no further grid is tried."""

@@ -21,8 +21,8 @@ from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import Timeline, Totals, simulate
 from fourfold.cost.volume import Volume
 from fourfold.grid import AXES, Shape
-from fourfold.layout import Policy
 from fourfold.models.config import Config
+from fourfold.policy import Policy
 
 QUICK_LAYERS = 3, 4
 """From these two numbers of layers a price is drawn on; for comparisons."""

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from fourfold.cost.machine import Machine
 from fourfold.cost.seconds import inside_link
 from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.layout import Policy
 from fourfold.models.config import Config
+from fourfold.policy import Policy
 
 MESSAGE_ITEMSIZE = 2
 """Weights and activations travel in bf16, unless told otherwise ..."""

@@ -26,7 +26,7 @@ from fourfold.cost.memory import Memory, kept_for_backward
 from fourfold.cost.price import Choice, Price, Priced, Task, memory_of, price
 from fourfold.cost.seconds import Seconds
 from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.layout import Activations, Policy
+from fourfold.policy import Activations, Policy
 
 GIB = 2**30
 SIMULATED_GRIDS, ONE_IN = 10, 32

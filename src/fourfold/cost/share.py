@@ -10,9 +10,10 @@ from math import ceil
 import torch
 
 from fourfold.grid import Shape
-from fourfold.layout import Policy, chunk
+from fourfold.layout import chunk
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import Config, halves_of
+from fourfold.policy import Policy
 
 STATISTIC_NBYTES = 8
 """Sums of losses, counts and squared norms are fp64."""

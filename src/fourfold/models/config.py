@@ -9,9 +9,8 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from fourfold.grid import Shape, shapes_of
-from fourfold.layout import Policy
 from fourfold.models.sizes import SIZES
-from fourfold.overlap import Halves, choose_halves
+from fourfold.policy import Halves, Policy, choose_halves
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from fourfold.grid import Grid
-from fourfold.layout import Policy
 from fourfold.models.config import Config, config, nearest
 from fourfold.models.foreign import read_foreign
 from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import build
 from fourfold.nn.layer import SPECS, Layer
+from fourfold.policy import Policy
 
 Builder = Callable[..., nn.Module]
 Model = Config | Builder

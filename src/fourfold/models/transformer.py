@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fourfold.comm import equal_along
 from fourfold.grid import Grid
-from fourfold.layout import Init, Policy
+from fourfold.layout import Init
 from fourfold.models.config import Config, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.chunked import chunked_share, count_first, show_sum
@@ -29,7 +29,8 @@ from fourfold.nn.mlp import MLP
 from fourfold.nn.norm import Norm
 from fourfold.nn.recompute import recompute
 from fourfold.operators import Flight, Landed
-from fourfold.overlap import Halves, Turns
+from fourfold.overlap import Turns
+from fourfold.policy import Halves, Policy
 
 Rope = tuple[Tensor, Tensor] | None
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fourfold import local
 from fourfold.grid import Grid
-from fourfold.layout import Init, Policy, inner
+from fourfold.layout import Init, inner
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand, expand_in_turns, label_of, read
 from fourfold.nn.moment import drawing
@@ -25,6 +25,7 @@ from fourfold.nn.norm import HeadNorm
 from fourfold.nn.recompute import recompute
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
 from fourfold.overlap import Turns
+from fourfold.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
@@ -66,7 +67,7 @@ class Heads:
 
     @classmethod
     def of(cls, heads: int, kv_heads: int, grid: Grid, policy: Policy) -> Heads:
-        cuts = [axis for axis in ("x", "y") if axis in inner(policy.activations).features]
+        cuts = [axis for axis in ("x", "y") if axis in inner(policy.activations).axes]
         block, parts = 0, 1
         for axis in cuts:
             block, parts = block * grid.size(axis) + grid.coords[axis], parts * grid.size(axis)

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from fourfold import local
 from fourfold.grid import Grid
-from fourfold.layout import Init, Policy, Spec
+from fourfold.layout import Init, Spec
 from fourfold.nn.channels import Channels, embed, join, require_block, take, whole_groups, within
 from fourfold.nn.layer import Layer
 from fourfold.nn.norm import add_gradients
 from fourfold.once import once_differentiable
 from fourfold.operators import Site
+from fourfold.policy import Policy
 from fourfold.unit import Unit
 
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 from torch import Tensor
 
 from fourfold import comm
 from fourfold.grid import AXES, BATCH, Grid
-from fourfold.layout import GATHERED, Cut, Storage, chunk
-from fourfold.operators import Conjugate, Flight, Landed, Site, gather_blocks, identity, pad_blocks
+from fourfold.layout import GATHERED, Layout
+from fourfold.operators import Conjugate, Flight, Landed, Site, identity
 from fourfold.pending import Pending
 
 
@@ -32,31 +31,28 @@ class Channels:
     count: int
     axes: tuple[str, ...]
 
+    @property
+    def layout(self) -> Layout:
+        """The layout of a vector with an entry for each channel."""
+        return Layout.along(0, self.axes)
+
     def block(self, grid: Grid) -> range:
         """The channels of this rank."""
-        return self._block(grid.shape.sizes, grid.coords)
+        return self.layout.box((self.count,), grid.shape.sizes, grid.coords)[0]
 
     def blocks(self, grid: Grid) -> Iterator[range]:
         """The channels of every rank, in their order."""
-        sizes = grid.shape.sizes
-        for place in product(*(range(sizes[axis]) for axis in self.axes)):
-            yield self._block(sizes, dict(zip(self.axes, place, strict=True)))
-
-    def _block(self, sizes: dict[str, int], coords: dict[str, int]) -> range:
-        held = range(self.count)
-        for axis in self.axes:
-            part = chunk(len(held), sizes[axis], coords[axis])
-            held = held[part.start : part.stop]
-        return held
+        for _, (held,) in self.layout.boxes((self.count,), grid.shape.sizes):
+            yield held
 
     def outer(self, cuts: int) -> Channels:
         """The same before the cuts that follow the first ones."""
         return Channels(self.count, self.axes[:cuts])
 
     @property
-    def use(self) -> Cut:
+    def use(self) -> Layout:
         """How a computation is cut that is done for each of these channels by itself."""
-        return Cut(BATCH, self.axes)
+        return Layout.activation(BATCH, self.axes)
 
     @property
     def stored(self) -> Channels:
@@ -68,9 +64,9 @@ class Channels:
         return self.outer(cuts)
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> Layout:
         """Of that parameter."""
-        return Storage((*((axis, 0) for axis in self.stored.axes), (GATHERED, 0)))
+        return Layout.along(0, (*self.stored.axes, GATHERED))
 
     def part(self, grid: Grid) -> range:
         """Which rows of that parameter in its compute layout are those of this rank's channels."""
@@ -107,16 +103,12 @@ def embed(part: Tensor, held: range, rows: int) -> Tensor:
 
 def gather(part: Tensor, site: Site, axis: str, count: int) -> Pending[Tensor]:
     """[r, count/axis, ...] -> [r, count, ...]"""
-    return gather_blocks(part, site.grid, axis, count=count, dim=1, label=site.label)
+    return comm.all_gather(part, site.grid, axis, dim=1, length=count, label=site.label)
 
 
 def scatter(whole: Tensor, site: Site, axis: str) -> Pending[Tensor]:
     """[r, count, ...] {sum axis} -> [r, count/axis, ...]"""
-    ranks, count = site.grid.size(axis), whole.shape[1]
-    padded = pad_blocks(whole, -(-count // ranks) * ranks, 1)
-    own = len(chunk(count, ranks, site.grid.coords[axis]))
-    summed = comm.reduce_scatter(padded, site.grid, axis, dim=1, label=site.label)
-    return summed.then(lambda part: take(part, range(own)))
+    return comm.reduce_scatter(whole, site.grid, axis, dim=1, label=site.label)
 
 
 def sum_over(owed: Tensor, site: Site, axis: str) -> Pending[Tensor]:
@@ -167,11 +159,9 @@ def _recut(a: Tensor, here: Channels, aim: Channels, site: Site) -> Tensor:
 
 
 def join(a: Tensor, channels: Channels, cuts: int, site: Site) -> Tensor:
-    """Whole over all axes but the first `cuts`, the innermost gathered first; outside of autograd."""
-    for cut in range(len(channels.axes) - 1, cuts - 1, -1):
-        count = len(channels.outer(cut).block(site.grid))
-        a = gather(a, site, channels.axes[cut], count).wait()
-    return a
+    """Gather the channels over all axes but the first `cuts`; outside of autograd."""
+    shape = (a.shape[0], channels.count, *a.shape[2:])
+    return comm.join(a, Layout.along(1, channels.axes), shape, site.grid, keep=cuts, label=site.label)
 
 
 def require_block(a: Tensor, channels: Channels, grid: Grid, label: str) -> None:

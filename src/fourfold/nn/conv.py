@@ -18,12 +18,11 @@ from fourfold.layout import (
     CONTRACT_WEIGHT,
     EXPAND_BIAS,
     EXPAND_WEIGHT,
-    FEATURES,
     OUTPUT_OF_CONTRACT,
     PRODUCT,
+    RESIDUAL_VECTOR,
     WHOLE,
     Init,
-    Policy,
     Spec,
 )
 from fourfold.nn.channels import Channels, enter, gather, leave, require_block, take, whole_groups, within
@@ -32,6 +31,7 @@ from fourfold.nn.layer import Layer
 from fourfold.nn.linear import keeps_weights
 from fourfold.operators import Body, identity
 from fourfold.overlap import Turns
+from fourfold.policy import Policy
 
 Role = Literal["expand", "contract"]
 
@@ -123,7 +123,7 @@ class Conv(_Convolution):
         self.reads = Channels(in_channels, (self.s, self.t)[:cuts])
         self.gives = Channels(out_channels, (self.t, self.s)[:cuts])
         storage = EXPAND_WEIGHT if expands != geometry.transposed else CONTRACT_WEIGHT
-        vector = (EXPAND_BIAS, PRODUCT) if expands else (FEATURES, OUTPUT_OF_CONTRACT)
+        vector = (EXPAND_BIAS, PRODUCT) if expands else (RESIDUAL_VECTOR, OUTPUT_OF_CONTRACT)
         shape = geometry.weight_shape(in_channels, out_channels, 1)
         self.declare_all(Spec(shape, storage, PRODUCT, init), Spec((out_channels,), *vector) if bias else None)
 

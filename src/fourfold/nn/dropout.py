@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fourfold.grid import Grid
-from fourfold.layout import Policy, rest
+from fourfold.layout import rest
 from fourfold.nn.layer import Layer
 from fourfold.nn.moment import drawing
+from fourfold.policy import Policy
 
 
 class Dropout(Layer):

@@ -14,24 +14,13 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import Grid
-from fourfold.layout import (
-    EXPAND_WEIGHT,
-    HEAD_BIAS,
-    OUTPUT_OF_HEAD,
-    POSITIONS,
-    PRODUCT,
-    Init,
-    Policy,
-    Spec,
-    chunk,
-    inner,
-    rest,
-)
+from fourfold.layout import EXPAND_WEIGHT, HEAD_BIAS, OUTPUT_OF_HEAD, POSITIONS, PRODUCT, Init, Spec, chunk, inner, rest
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Expand, require_divisible
 from fourfold.nn.loss import IGNORE_INDEX, Vocabulary
 from fourfold.once import once_differentiable
 from fourfold.operators import Conjugate, Flight, Landed, leave
+from fourfold.policy import Policy
 from fourfold.unit import Member, Unit
 
 
@@ -105,7 +94,7 @@ class Positions(Layer):
 
     def forward(self, a: Tensor, seq: int, positions: Tensor | None = None) -> Tensor:
         """`positions` [rows, seq] are those of packed documents; otherwise every row counts from 0."""
-        first = self.grid.coords["x"] * a.shape[0] if "x" in rest(self.policy.activations).tokens else 0
+        first = self.grid.coords["x"] * a.shape[0] if "x" in rest(self.policy.activations).axes else 0
         tokens = torch.arange(first, first + a.shape[0], device=a.device)
         # what x pads reads any place
         places = tokens % seq if positions is None else positions.flatten()[tokens.clamp(max=positions.numel() - 1)]

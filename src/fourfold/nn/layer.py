@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
-from fourfold.layout import Policy, Spec
+from fourfold.layout import Spec
 from fourfold.nn.initial import fill_
 from fourfold.nn.moment import Clock
 from fourfold.operators import Site
 from fourfold.overlap import Engine
 from fourfold.parameter import shard_parameter
+from fourfold.policy import Policy
 from fourfold.product import MEMORY
 from fourfold.unit import Member, Unit
 
@@ -116,7 +117,7 @@ def assemble(
             memory |= reserve([name], specs, grid, dtype, device)[1]
         owner, _, own_name = name.rpartition(".")
         if not memory[name].is_meta:
-            fill_(memory[name], box_of(spec, grid), spec.shape, spec.init, seed, name)
+            fill_(memory[name], spec.box(grid), spec.shape, spec.init, seed, name)
         parameter = shard_parameter(memory[name], spec, grid)
         if name in joined:
             setattr(parameter, MEMORY, joined[name])
@@ -142,15 +143,11 @@ def specs_of(model: nn.Module) -> dict[str, Spec]:
     }
 
 
-def box_of(spec: Spec, grid: Grid) -> tuple[range, ...]:
-    return spec.storage.box(spec.shape, grid.shape.sizes, grid.coords)
-
-
 def reserve(
     names: Sequence[str], specs: Mapping[str, Spec], grid: Grid, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Memory for this rank's shards of these parameters, one after the other."""
-    shapes = {name: [len(part) for part in box_of(specs[name], grid)] for name in names}
+    shapes = {name: [len(part) for part in specs[name].box(grid)] for name in names}
     whole = torch.empty(sum(prod(shape) for shape in shapes.values()), dtype=dtype, device=device)
     parts = whole.split([prod(shape) for shape in shapes.values()])
     return whole, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

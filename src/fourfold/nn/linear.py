@@ -21,17 +21,17 @@ from fourfold.layout import (
     GATHERED,
     OUTPUT_OF_CONTRACT,
     PRODUCT,
-    Cut,
+    RESIDUAL_VECTOR,
     Init,
-    Policy,
+    Layout,
     Spec,
-    Storage,
     chunk,
     inner,
 )
 from fourfold.nn.layer import Layer
 from fourfold.operators import Flight, Landed, leave, spread, take_apart
 from fourfold.overlap import Turns
+from fourfold.policy import Policy
 from fourfold.product import Factor, contract, expand
 from fourfold.unit import Member, Unit
 
@@ -39,9 +39,9 @@ from fourfold.unit import Member, Unit
 class Linear(Layer, ABC):
     """What Expand and Contract share: a weight [out, in] and a bias, each cut in its own way."""
 
-    weight_storage: ClassVar[Storage]
-    bias_storage: ClassVar[Storage]
-    bias_use: ClassVar[Cut]
+    weight_storage: ClassVar[Layout]
+    bias_storage: ClassVar[Layout]
+    bias_use: ClassVar[Layout]
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class Contract(Linear):
     The bias joins the partial sum of the first rank on x; every rank on x finds its whole gradient.
     """
 
-    weight_storage, bias_storage, bias_use = CONTRACT_WEIGHT, FEATURES, OUTPUT_OF_CONTRACT
+    weight_storage, bias_storage, bias_use = CONTRACT_WEIGHT, RESIDUAL_VECTOR, OUTPUT_OF_CONTRACT
 
     def check(self) -> None:
-        self.require_divisible("in_features", *inner(self.policy.activations).features)
+        self.require_divisible("in_features", *inner(self.policy.activations).over(FEATURES))
         self.require_divisible("out_features", "y")
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:

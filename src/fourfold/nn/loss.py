@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fourfold import comm, local
 from fourfold.grid import AXES, BATCH, Grid
-from fourfold.layout import Cut
+from fourfold.layout import FEATURES, Layout
 from fourfold.once import once_differentiable
 from fourfold.operators import Conjugate
 
@@ -28,7 +28,7 @@ class Vocabulary:
     """Which ids the columns of this rank's logits stand for; columns past them are padding."""
 
     grid: Grid
-    cut: Cut
+    cut: Layout
     ids: range
     ignore_index: int
     label: str
@@ -39,7 +39,7 @@ class Vocabulary:
     @property
     def whole(self) -> bool:
         """No axis cuts the vocabulary."""
-        return all(self.grid.size(axis) == 1 for axis in self.cut.features)
+        return all(self.grid.size(axis) == 1 for axis in self.cut.over(FEATURES))
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -120,7 +120,7 @@ def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tupl
 
 def merge(stats: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
     """Join the stats of the ranks that cut the vocabulary, the inner cut first."""
-    for axis in reversed(vocabulary.cut.features):
+    for axis in reversed(vocabulary.cut.over(FEATURES)):
         parts = comm.all_gather(stats[None], vocabulary.grid, axis, label=vocabulary.label).wait()
         tops, totals, targets = parts.unbind(1)
         top = tops.amax(0)

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from fourfold import local
 from fourfold.grid import Grid
-from fourfold.layout import Init, Policy
+from fourfold.layout import Init
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand, expand_in_turns
 from fourfold.overlap import Turns
+from fourfold.policy import Policy
 
 
 class MLP(Layer):

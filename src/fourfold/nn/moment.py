@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fourfold.grid import AXES, Grid
-from fourfold.layout import Cut
+from fourfold.layout import Layout
 from fourfold.nn.initial import key_of
 from fourfold.overlap import Engine, Turn
 
@@ -57,7 +57,7 @@ class Clock:
         finally:
             self.step, self.micro_step, self.engine.turn = now
 
-    def key(self, name: str, grid: Grid, cut: Cut) -> int:
+    def key(self, name: str, grid: Grid, cut: Layout) -> int:
         """The seed of what `name` draws now, for this rank's part of a tensor that is cut like this."""
         place = [f"{axis}={grid.coords[axis]}" for axis in AXES if axis in cut.axes]
         half = [f"half={self.engine.turn.index}"] if self.engine.turn.of > 1 else []

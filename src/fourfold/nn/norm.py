@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from fourfold import comm, local
 from fourfold.grid import Grid
-from fourfold.layout import FEATURES, WHOLE, Init, Policy, Spec, inner, rest
+from fourfold.layout import RESIDUAL_VECTOR, WHOLE, Init, Spec, inner, rest
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import require_divisible
 from fourfold.once import once_differentiable
+from fourfold.policy import Policy
 from fourfold.unit import Unit
 
 
@@ -183,9 +184,9 @@ class Norm(Layer):
             raise ValueError("RMSNorm has no bias; use kind='layer' or bias=False")
         self.features, self.kind, self.eps, self.shift = features, kind, eps, shift
         use = rest(policy.activations)
-        self.declare("weight", Spec((features,), FEATURES, use, Init(mean=1.0)))
+        self.declare("weight", Spec((features,), RESIDUAL_VECTOR, use, Init(mean=1.0)))
         if bias:
-            self.declare("bias", Spec((features,), FEATURES, use))
+            self.declare("bias", Spec((features,), RESIDUAL_VECTOR, use))
 
     def forward(self, a: Tensor) -> Tensor:
         return NormFunction.apply(self._spec(), a, None, *self.parameters())

@@ -14,21 +14,21 @@ import torch
 from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fourfold import comm
 from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
 from fourfold.layout import Spec
 from fourfold.nn.layer import SPECS
 from fourfold.once import once_differentiable
-from fourfold.operators import gather_shards
 from fourfold.parallelize.gathered import changes
 from fourfold.parallelize.layers import Stored
-from fourfold.parallelize.placed import Layout, Placed, version_of
+from fourfold.parallelize.placed import Placed, PlacedLayout, version_of
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.state import STORED, joined
 
 
 @dataclass(frozen=True, eq=False)
-class Borrowed(Layout):
+class Borrowed(PlacedLayout):
     """A parameter of the plain module as it is stored: one shard, or those of the layers that its weight holds."""
 
     name: str
@@ -85,7 +85,7 @@ class ReadWhole(torch.autograd.Function):
         held = local_of(parameter).detach()
         if held.is_floating_point():
             held = held.to(run.policy.compute or held.dtype)
-        return gather_shards(held, spec, run.grid, name).clone()
+        return comm.join(held, spec.storage, spec.shape, run.grid, label=name).clone()
 
     @staticmethod
     @once_differentiable

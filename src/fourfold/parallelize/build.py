@@ -10,7 +10,7 @@ from torch import nn
 from fourfold import nn as on_grid
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
-from fourfold.layout import Policy, Spec, inner
+from fourfold.layout import FEATURES, Spec, inner
 from fourfold.nn.layer import SPECS
 from fourfold.nn.moment import Clock
 from fourfold.parallelize.computed import ComputedCloser, ComputedReader
@@ -62,6 +62,7 @@ from fourfold.parallelize.structure import (
 from fourfold.parallelize.swap import adapters_of, compiled, convert
 from fourfold.parallelize.together import Together
 from fourfold.parallelize.values import Values
+from fourfold.policy import Policy
 
 
 def parallelize(
@@ -202,7 +203,7 @@ def _linear(name: str, module: nn.Module, choice: Choice, found: Found, run: Run
     layers = [on_grid.Expand(*place, form.inputs, size, bias=bias) for size in sizes]
     if len(layers) == 1:
         return Reader(name, run, choice.why, layers[0], form)
-    parts = inner(run.policy.activations).feature_parts(run.grid.shape.sizes)
+    parts = inner(run.policy.activations).parts(run.grid.shape.sizes, FEATURES)
     if word.parts != "qkv" or counts is None or not counts.lie_so(sizes, parts):  # type: ignore[attr-defined]
         counts = None
     return FusedReader(name, run, choice.why, layers, form, counts=counts)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fourfold.layout import CONTRACT_WEIGHT, EXPAND_WEIGHT, Spec, Storage, boxed
-from fourfold.operators import collect, enter, gather_shards, leave, spread
+from fourfold import comm
+from fourfold.layout import CONTRACT_WEIGHT, EXPAND_WEIGHT, Layout
+from fourfold.operators import collect, enter, leave, spread
 from fourfold.parallelize.gathered import Gathered
-from fourfold.parallelize.layers import REPEATED
 from fourfold.parallelize.linears import Form
 from fourfold.parallelize.placed import Blocks, Placed, Rest, conjugate, laid, whole
 from fourfold.parallelize.run import Run
@@ -60,15 +60,13 @@ class Computed(Gathered):
     def product(self, a: Tensor, weight: Tensor) -> Placed:
         """a W^T, each rank with its block of W."""
 
-    def block(self, weight: Tensor, storage: Storage) -> Tensor:
+    def block(self, weight: Tensor, storage: Layout) -> Tensor:
         """This rank's block of a weight that all ranks hold whole; its gradient is gathered from all blocks."""
-        grid, shape = self.run.grid, tuple(weight.shape)
-        spec = Spec(shape, storage.compute, REPEATED)
-        box = spec.storage.box(shape, grid.shape.sizes, grid.coords)
+        grid, shape, layout = self.run.grid, weight.shape, storage.compute
         return conjugate(
             weight,
-            lambda tensor: boxed(tensor, box).contiguous(),
-            lambda gradient: gather_shards(gradient.contiguous(), spec, grid, self.run.label),
+            lambda tensor: layout.take(tensor, grid).contiguous(),
+            lambda gradient: comm.join(gradient.contiguous(), layout, shape, grid, label=self.run.label),
         )
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fourfold.arriving import local_of
-from fourfold.layout import WHOLE, Spec, Storage
+from fourfold.layout import REPEATED, WHOLE, Layout, Spec
 from fourfold.nn.layer import Layer
 from fourfold.nn.norm import add_gradients
 from fourfold.once import once_differentiable
-from fourfold.parallelize.layers import REPEATED, Adapter, Stored
+from fourfold.parallelize.layers import Adapter, Stored
 from fourfold.parallelize.placed import Blocks, Placed, laid, version_of
 from fourfold.parallelize.run import Run
 from fourfold.unit import Unit
@@ -28,7 +28,7 @@ class Gathered(Adapter):
         self.layer = Layer(run.grid, run.policy)
         self.whole_inputs = whole_inputs
         for own, parameter in module.named_parameters(recurse=False):
-            storage = WHOLE if parameter.dim() else Storage(())
+            storage = WHOLE if parameter.dim() else Layout(())
             self.layer.declare(own, Spec(tuple(parameter.shape), storage, REPEATED))
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fourfold.layout import Cut, Spec
+from fourfold.layout import Spec
 from fourfold.nn.embedding import Embedding
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand
@@ -26,7 +26,6 @@ from fourfold.parallelize.placed import Blocks, Placed, Rest, laid, whole
 from fourfold.parallelize.run import Run
 from fourfold.parallelize.together import HeadCounts, Together, at_rest
 
-REPEATED = Cut(("data", "z"), ())
 """What every rank of x and y computes alike."""
 
 

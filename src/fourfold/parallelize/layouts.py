@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fourfold.nn.embedding import Head
 from fourfold.operators import Conjugate
-from fourfold.parallelize.placed import Blocks, Layout, Placed
+from fourfold.parallelize.placed import Blocks, Placed, PlacedLayout
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Shared(Blocks):
 
 
 @dataclass(frozen=True)
-class Fused(Layout):
+class Fused(PlacedLayout):
     """The outputs of several layers side by side [..., n_0 + n_1 + ...], each cut by itself. There is no local tensor
     but those of the parts."""
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold import comm
 from fourfold.arriving import local_of
 from fourfold.grid import Grid
-from fourfold.nn.layer import SPECS, box_of
+from fourfold.nn.layer import SPECS
 from fourfold.parallelize.placed import Placed
 from fourfold.parallelize.plan import Choice, Word
-from fourfold.parallelize.state import STORED, joined, originals
+from fourfold.parallelize.state import STORED, joined, originals, whole_of
 
 SIZES = "_fourfold_sizes"
 """Attribute of a module with parameters that are stored in parts or turned: their stand-ins, by plain name."""
@@ -209,7 +208,7 @@ def _add(name: str, module: Any, adapter: str, grid: Grid, scale: float, *, fini
     if bias is not None and "bias" not in originals(stored):
         raise ValueError(f"{name}: a pair with a bias cannot be merged into a layer without one")
     for own, where in stored.items():
-        rows, *columns = (slice(part.start, part.stop) for part in box_of(specs[own], grid))
+        rows, *columns = (slice(part.start, part.stop) for part in specs[own].box(grid))
         first = 0 if where.rows is None else where.rows.start
         rows = slice(first + rows.start, first + rows.stop)
         if where.original == "weight":
@@ -229,5 +228,5 @@ def _whole(layer: nn.Module, name: str, grid: Grid) -> Tensor:
     """A parameter of a pair as the plain module has it."""
     stored, specs = vars(layer)[STORED], vars(layer)[SPECS]
     names = originals(stored)[name]
-    parts = [comm.join_shards(local_of(layer._parameters[own].detach()), specs[own], grid) for own in names]  # type: ignore[union-attr]
+    parts = [whole_of(layer._parameters[own], specs[own], grid) for own in names]  # type: ignore[union-attr]
     return joined(parts, stored[names[0]])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold import comm
-from fourfold.layout import GATHERED, Spec, Storage, chunk, inner, pad_rows, rest
+from fourfold.layout import FEATURES, GATHERED, Layout, Spec, chunk, inner, rest
 from fourfold.nn.embedding import Head
 from fourfold.nn.layer import Layer
 from fourfold.operators import Conjugate
@@ -43,7 +43,7 @@ class Thin(Adapter):
 
     def declare(self, own: str, shape: tuple[int, ...], dim: int, over: Sequence[str]) -> None:
         """A parameter of which the wide side is `dim`."""
-        self.layer.declare(own, Spec(shape, Storage((*((axis, dim) for axis in over), (GATHERED, 0))), self.cut))
+        self.layer.declare(own, Spec(shape, Layout((*((axis, dim) for axis in over), (GATHERED, 0))), self.cut))
 
     @property
     def layers(self) -> Sequence[Layer]:
@@ -60,7 +60,7 @@ class Narrower(Thin):
 
     def __init__(self, name: str, run: Run, why: str, base: Reader | Closer, module: nn.Linear) -> None:
         super().__init__(name, run, why, base, wide="inner" if isinstance(base, Closer) else "rest")
-        self.declare("weight", tuple(module.weight.shape), 1, self.cut.features)
+        self.declare("weight", tuple(module.weight.shape), 1, self.cut.over(FEATURES))
 
     def parameters(self) -> Mapping[str, tuple[Layer, str, Stored]]:
         return {"weight": (self.layer, "weight", Stored("weight"))}
@@ -70,7 +70,7 @@ class Narrower(Thin):
         w = self.gathered()["weight"]
         shape = (*input.shape[:-1], w.shape[0])
         if isinstance(self.base, Closer):
-            layout = Blocks(self.run, input.dim() - 1, self.cut.features)
+            layout = Blocks(self.run, input.dim() - 1, self.cut.over(FEATURES))
             a = input.laid(layout) if isinstance(input, Placed) else laid(input, layout)
             owed = functional.linear(a.local.to(w.dtype), w)
             return Conjugate.apply(owed, lambda part: layout.sum(part, layout.over).view(shape), _same)
@@ -98,7 +98,7 @@ class Widener(Thin):
         if len(base.layers) > 1:
             self.pieces = [layer.out_features for layer in base.layers]
         # a head pads what it gives on each rank of y, so that the rows of B for it lie apart only over x
-        over = ("x",) if isinstance(base.layers[0], Head) else self.cut.features
+        over = ("x",) if isinstance(base.layers[0], Head) else self.cut.over(FEATURES)
         for index, size in enumerate(self.pieces):
             self.declare(self._own("weight", index), (size, r), 0, over)
             if module.bias is not None:
@@ -136,8 +136,8 @@ class Widener(Thin):
     def _layout(self, dim: int) -> Parted:
         head = self.base.layers[0]
         if isinstance(head, Head):
-            return Columns(self.run, dim, self.cut.features, head)
-        return Blocks(self.run, dim, self.cut.features)
+            return Columns(self.run, dim, self.cut.over(FEATURES), head)
+        return Blocks(self.run, dim, self.cut.over(FEATURES))
 
     def _product(self, u: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         head = self.base.layers[0]
@@ -169,9 +169,7 @@ def _cut_tokens(u: Tensor, run: Run) -> Tensor:
 
 
 def _own_tokens(flat: Tensor, resting: Rest) -> Tensor:
-    ranks = resting.tokens_cut
-    held = chunk(len(flat), ranks, resting.run.grid.coords["x"] if ranks > 1 else 0)
-    return pad_rows(flat[held.start : held.stop], -(-len(flat) // ranks))
+    return resting.take_part(flat, tokens=True, features=False)
 
 
 def _all_tokens(local: Tensor, resting: Rest, tokens: int) -> Tensor:

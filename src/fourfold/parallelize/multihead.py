@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold import nn as on_grid
-from fourfold.layout import WHOLE, Spec
+from fourfold.layout import REPEATED, WHOLE, Spec
 from fourfold.nn.layer import Layer
-from fourfold.parallelize.layers import REPEATED, Adapter, Stored
+from fourfold.parallelize.layers import Adapter, Stored
 from fourfold.parallelize.placed import whole
 from fourfold.parallelize.plan import Word
 from fourfold.parallelize.run import Run

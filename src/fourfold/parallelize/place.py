@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Grid
-from fourfold.layout import Spec, boxed
-from fourfold.nn.layer import SPECS, Layer, box_of, reserve
+from fourfold.layout import Spec
+from fourfold.nn.layer import SPECS, Layer, reserve
 from fourfold.optimizers import REPLACED
 from fourfold.parallelize.gathered import Gathered
 from fourfold.parallelize.layers import Adapter, Reader
@@ -114,7 +114,7 @@ class Placing:
 
 def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: Reserved | None) -> nn.Parameter:
     """This rank's shard."""
-    part = boxed(whole, box_of(spec, grid))
+    part = spec.storage.take(whole, grid)
     own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory
     parameter = shard_parameter(own.copy_(part), spec, grid)
     if joint is not None:

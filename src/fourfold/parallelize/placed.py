@@ -28,14 +28,15 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold import comm
-from fourfold.layout import chunk, rest
-from fourfold.operators import Conjugate, gather_blocks
+from fourfold.grid import BATCH
+from fourfold.layout import FEATURES, TOKENS, Layout, rest
+from fourfold.operators import Conjugate
 from fourfold.parallelize.run import Run
 from fourfold.parameter import whole_tensor
 
 
 @dataclass(frozen=True)
-class Layout(ABC):
+class PlacedLayout(ABC):
     """How a `Placed` lies."""
 
     run: Run
@@ -63,7 +64,7 @@ class Layout(ABC):
 
 
 @dataclass(frozen=True)
-class Parted(Layout):
+class Parted(PlacedLayout):
     """Every rank holds a part of the tensor: an operation on every element by itself can run on the local tensors."""
 
     @abstractmethod
@@ -118,12 +119,18 @@ class Rest(Parted):
     the end, its features over y. The local tensor is [ceil(m/x), k/y]."""
 
     @property
+    def inside(self) -> Layout:
+        """The layout of [tokens, features] inside this place: the axes that cut rows hold other rows."""
+        cuts = rest(self.run.policy.activations).cuts
+        return Layout(tuple((axis, dim) for axis, dim in cuts if axis not in BATCH))
+
+    @property
     def tokens_cut(self) -> int:
-        return self.run.grid.size("x") if "x" in rest(self.run.policy.activations).tokens else 1
+        return self.inside.parts(self.run.grid.shape.sizes, TOKENS)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return ("x", "y") if "x" in rest(self.run.policy.activations).tokens else ("y",)
+        return self.inside.axes
 
     def padded(self, shape: Size) -> bool:
         return prod(shape[:-1]) % self.tokens_cut != 0
@@ -137,7 +144,7 @@ class Rest(Parted):
         return self._join_tokens(whole, prod(shape[:-1])).view(shape)
 
     def take(self, whole: Tensor, shape: Size) -> Tensor:
-        return self._take(whole.reshape(-1, shape[-1]), tokens=True, features=True)
+        return self.take_part(whole.reshape(-1, shape[-1]), tokens=True, features=True)
 
     def part(self, plain: Tensor, shape: Size) -> Tensor:
         if plain.dim() == 0:  # as it is: with dims it would take part in the choice of a dtype
@@ -148,20 +155,17 @@ class Rest(Parted):
         flat = plain.expand(*shape[:-1], width).reshape(-1, width) if tokens else plain.reshape(1, width)
         return conjugate(
             flat,
-            lambda whole: self._take(whole, tokens=tokens, features=features),
+            lambda whole: self.take_part(whole, tokens=tokens, features=features),
             lambda gradient: self._give(gradient, prod(shape[:-1]), tokens=tokens, features=features),
         )
 
-    def _take(self, flat: Tensor, *, tokens: bool, features: bool) -> Tensor:
-        coords = self.run.grid.coords
-        if features:
-            width = flat.shape[1] // self.run.grid.size("y")
-            flat = flat.narrow(1, coords["y"] * width, width)
-        if tokens and self.tokens_cut > 1:
-            rows = -(-flat.shape[0] // self.tokens_cut)
-            held = chunk(flat.shape[0], self.tokens_cut, coords["x"])
-            flat = functional.pad(flat[held.start : held.stop], (0, 0, 0, rows - len(held)))
-        return flat.contiguous()
+    def take_part(self, flat: Tensor, *, tokens: bool, features: bool) -> Tensor:
+        """This rank's part of [tokens, features], where one of them may be broadcast and stays as it is."""
+        cut = {TOKENS: tokens, FEATURES: features}
+        layout = Layout(tuple((axis, dim) for axis, dim in self.inside.cuts if cut[dim]))
+        part = layout.take(flat, self.run.grid)
+        rows = -(-flat.shape[0] // self.tokens_cut) if tokens else flat.shape[0]
+        return functional.pad(part, (0, 0, 0, rows - part.shape[0])).contiguous()
 
     def _give(self, gradient: Tensor, count: int, *, tokens: bool, features: bool) -> Tensor:
         grid, label = self.run.grid, self.run.label
@@ -199,13 +203,6 @@ class Blocks(Parted):
         """The same blocks on another dim."""
         return type(self)(self.run, dim, self.over)
 
-    def _lengths(self, length: int) -> list[int]:
-        """Of the dim before each cut and after the last."""
-        lengths = [length]
-        for axis in self.over:
-            lengths.append(len(chunk(lengths[-1], self.run.grid.size(axis), self.run.grid.coords[axis])))
-        return lengths
-
     def join(self, local: Tensor, shape: Size) -> Tensor:
         return self._join(local, self.dim, shape[self.dim])
 
@@ -236,17 +233,12 @@ class Blocks(Parted):
                 return Placed(a.local.reshape(local), self.moved(dim), shape)
         return NotImplemented
 
-    def _take(self, whole: Tensor, dim: int, length: int) -> Tensor:
-        first = 0
-        for axis in self.over:
-            held = chunk(length, self.run.grid.size(axis), self.run.grid.coords[axis])
-            first, length = first + held.start, len(held)
-        return whole.narrow(dim, first, length).contiguous()
+    def _take(self, whole: Tensor, dim: int, length: int) -> Tensor:  # noqa: ARG002
+        return Layout.along(dim, self.over).take(whole, self.run.grid).contiguous()
 
     def _join(self, local: Tensor, dim: int, length: int) -> Tensor:
-        for axis, outer in reversed(list(zip(self.over, self._lengths(length), strict=False))):
-            local = gather_blocks(local, self.run.grid, axis, count=outer, dim=dim, label=self.run.label).wait()
-        return local
+        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+        return comm.join(local, Layout.along(dim, self.over), shape, self.run.grid, label=self.run.label)
 
 
 Rule = Callable[[Callable, tuple, dict], Any]
@@ -258,14 +250,14 @@ RULES: dict[Callable, Rule] = {}
 class Placed(Tensor):
     """A tensor of `shape` of which this rank holds `local`, cut as `placement` says."""
 
-    placement: Layout
+    placement: PlacedLayout
     made: str
     """Where it was made: after which layer."""
     _shape: Size
     _local: Tensor
 
     @staticmethod
-    def __new__(cls, local: Tensor, placement: Layout, shape: Size | tuple[int, ...]) -> Placed:
+    def __new__(cls, local: Tensor, placement: PlacedLayout, shape: Size | tuple[int, ...]) -> Placed:
         new = Tensor._make_wrapper_subclass(cls, Size(shape), dtype=local.dtype, device=local.device)
         new._shape, new._local, new.placement, new.made = Size(shape), local, placement, placement.run.label
         return new

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.comm import equal_along
 from fourfold.grid import BATCH, Grid
+from fourfold.layout import REPEATED
 from fourfold.nn.initial import key_of
 from fourfold.nn.loss import sum_over_batch
 from fourfold.nn.moment import drawing, drawing_outside_torch
 from fourfold.nn.recompute import recompute
 from fourfold.parallelize.borrow import require_unchanged
-from fourfold.parallelize.layers import REPEATED, Adapter
+from fourfold.parallelize.layers import Adapter
 from fourfold.parallelize.layouts import Columns
 from fourfold.parallelize.loops import require_unscaled_count
 from fourfold.parallelize.losses import GlobalLosses

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
-from fourfold.layout import Policy, inner
+from fourfold.layout import FEATURES, inner
 from fourfold.nn.moment import Clock
 from fourfold.overlap import Engine
+from fourfold.policy import Policy
 
 
 class Group(Protocol):
@@ -131,7 +132,7 @@ class Run:
     @property
     def over(self) -> tuple[str, ...]:
         """The axes that cut features inside a sublayer."""
-        return inner(self.policy.activations).features
+        return inner(self.policy.activations).over(FEATURES)
 
     @property
     def engine(self) -> Engine:

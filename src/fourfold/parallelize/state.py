@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from fourfold import comm
 from fourfold.arriving import local_of
 from fourfold.grid import Grid
-from fourfold.layout import Spec, Storage, boxed
-from fourfold.nn.layer import SPECS, box_of
-from fourfold.parallelize.layers import REPEATED, Stored
+from fourfold.layout import REPEATED, Layout, Spec
+from fourfold.nn.layer import SPECS
+from fourfold.parallelize.layers import Stored
 from fourfold.parameter import shard_parameter
 
 STORED = "_fourfold_stored"
 """Attribute of a converted module: what its parameters are of the plain module's."""
-JOINED = Storage((("x", 0), ("y", 0), ("z", 0)))
+JOINED = Layout((("x", 0), ("y", 0), ("z", 0)))
 """How a joined weight lies in a state dict: on no rank whole."""
 
 
@@ -61,9 +61,7 @@ def _give_plain(
         if where.rows is None and not where.transposed:
             continue
         parts = [state.pop(prefix + own) for own in names]
-        wholes = [
-            comm.join_shards(local_of(part.detach()), specs[own], grid) for own, part in zip(names, parts, strict=True)
-        ]
+        wholes = [whole_of(part, specs[own], grid) for own, part in zip(names, parts, strict=True)]
         whole = joined(wholes, where)
         spec = Spec(tuple(whole.shape), JOINED, REPEATED)
         state[prefix + original] = shard_parameter(_boxed(whole, spec, grid), spec, grid).detach()
@@ -168,12 +166,17 @@ def joined_shards(given: DTensor, grid: Grid) -> Tensor:
     """The whole of what `state_dict` gave, or of shards on another mesh."""
     if given.device_mesh != grid.mesh:
         return given.full_tensor()
-    spec = Spec(tuple(given.shape), Storage.of(given.placements), REPEATED)
-    return comm.join_shards(local_of(given.detach()), spec, grid)
+    layout = Layout.of(given.placements)
+    return comm.join(local_of(given.detach()), layout, given.shape, grid, counted=False)
+
+
+def whole_of(parameter: Tensor, spec: Spec, grid: Grid) -> Tensor:
+    """Gather a parameter or its gradient for a state dict; the ledger does not count it."""
+    return comm.join(local_of(parameter.detach()), spec.storage, spec.shape, grid, counted=False)
 
 
 def _boxed(whole: Tensor, spec: Spec, grid: Grid) -> Tensor:
-    return boxed(whole, box_of(spec, grid)).clone()
+    return spec.storage.take(whole, grid).clone()
 
 
 def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor]:
@@ -204,4 +207,5 @@ def _whole(module: nn.Module, name: str, kind: str) -> Tensor:
     if kind == "gradient":
         gradient = parameter.grad  # type: ignore[union-attr]
         local = torch.zeros_like(local) if gradient is None else local_of(gradient)
-    return comm.join_shards(local.contiguous(), vars(module)[SPECS][name], Grid.of(parameter))  # type: ignore[arg-type]
+    spec = vars(module)[SPECS][name]
+    return comm.join(local.contiguous(), spec.storage, spec.shape, Grid.of(parameter), counted=False)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from fourfold.grid import Grid
-from fourfold.layout import Policy, inner
+from fourfold.layout import FEATURES, inner
 from fourfold.parallelize.alternate import find_images
 from fourfold.parallelize.linears import Form, Trials, has_hooks
 from fourfold.parallelize.lora import find_pairs, inside, plain_names
@@ -30,6 +30,7 @@ from fourfold.parallelize.plan import (
 )
 from fourfold.parallelize.swap import adapters_of, runs
 from fourfold.parallelize.together import HeadCounts
+from fourfold.policy import Policy
 
 QUERY = ("q_proj", "q", "query", "wq", "q_lin", "to_q", "query_proj")
 KEY = ("k_proj", "k", "key", "wk", "k_lin", "to_k", "key_proj")
@@ -116,7 +117,7 @@ def find(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, Choic
     choices = find_images(model, given) | find_pairs(model) | dict(given)
     forms = forms_of(modules.values())
     found = Found({plain[name]: choice for name, choice in choices.items()}, plain=plain, forms=forms)
-    parts = inner(policy.activations).feature_parts(grid.shape.sizes)
+    parts = inner(policy.activations).parts(grid.shape.sizes, FEATURES)
     for name, module in modules.items():
         # a module that stands in two places is found in the first
         own = {child: kind for child, kind in children_of(module).items() if f"{name}.{child}".lstrip(".") in modules}

@@ -19,7 +19,7 @@ from fourfold.nn.attention import Heads, read_heads
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import Expand, expand_in_turns, read
 from fourfold.parallelize.layouts import Columns, Shared
-from fourfold.parallelize.placed import Blocks, Layout, Placed, Rest, laid, version_of
+from fourfold.parallelize.placed import Blocks, Placed, PlacedLayout, Rest, laid, version_of
 from fourfold.parallelize.run import Run
 
 
@@ -113,7 +113,7 @@ def read_all(run: Run, layers: Sequence[Expand], a: Tensor, counts: HeadCounts |
         if held.shared:
             layout = _shared(run, counts, held, len(leading))
             outs[1:] = [_held_heads(out, held.keys, layout, counts.head_dim) for out in outs[1:]]
-            layouts: list[Layout] = [Blocks(run, len(leading), run.over), layout, layout]
+            layouts: list[PlacedLayout] = [Blocks(run, len(leading), run.over), layout, layout]
             return [_placed(*each, leading) for each in zip(outs, layouts, layers, strict=True)]
     else:
         outs = run.engine.alone(expand_in_turns(layers, resting.local, tokens))
@@ -132,7 +132,7 @@ def read_side_by_side(run: Run, layers: Sequence[Expand], a: Tensor) -> Placed:
     return Placed(out, Blocks(run, len(leading), run.over), (*leading, out.shape[-1]))
 
 
-def _placed(out: Tensor, layout: Layout, layer: Expand, leading: Size) -> Placed:
+def _placed(out: Tensor, layout: PlacedLayout, layer: Expand, leading: Size) -> Placed:
     width = layer.vocab if isinstance(layer, Head) else layer.out_features
     return Placed(out.view(*leading, out.shape[-1]), layout, (*leading, width))
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.grid import AXES, Shape
-from fourfold.layout import Policy
 from fourfold.models.config import nearest
 from fourfold.optim import Schedule
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap, Policy
 from fourfold.train.job import Job, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
 from fourfold.train.sections import (

@@ -17,8 +17,8 @@ from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
 from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
 from fourfold.grid import AXES, Shape
-from fourfold.layout import Policy
 from fourfold.models.config import Config
+from fourfold.policy import Policy
 from fourfold.report.units import duration
 from fourfold.train.launch import cores
 

@@ -23,7 +23,7 @@ from fourfold.grid import Shape
 from fourfold.models.config import Config as ModelConfig
 from fourfold.models.outside import PLAIN, Builder, only_over_data, read_model
 from fourfold.models.sizes import SIZES
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap
 from fourfold.report.plan import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
 from fourfold.train.config import Config

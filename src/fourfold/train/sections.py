@@ -14,9 +14,8 @@ import torch
 
 from fourfold import models
 from fourfold.grid import AXES, Shape
-from fourfold.layout import Activations, Policy, Recompute
 from fourfold.optim import Decay
-from fourfold.overlap import Overlap
+from fourfold.policy import Activations, Overlap, Policy, Recompute
 from fourfold.train.job import AUTO
 
 Dtype = Literal["fp32", "bf16", "fp64"]
