@@ -25,7 +25,6 @@ from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader
 from fourfold.data.samples import unigram_entropy
-from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
@@ -255,10 +254,10 @@ class Run:
         if len(batches) > 1:
             count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
         loss = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        for index, (tokens, targets, positions) in enumerate(batches):
-            with accumulate(model) if index < len(batches) - 1 else nullcontext():
-                share = model(tokens, targets, positions=positions, count=count)
-                share.backward()
+        model.gradients.begin_step(len(batches))
+        for tokens, targets, positions in batches:
+            share = model(tokens, targets, positions=positions, count=count)
+            share.backward()
             loss += share.detach()
         limit, skip_above = self.numbers.limit, self.numbers.skip_above
         jumps = loss > skip_above if isfinite(skip_above) else None
