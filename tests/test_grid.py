@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from fourfold import comm
-from fourfold.grid import AXES, Grid, Shape, _fewest_cores, environment, first_node, shapes_of
+from fourfold.axes import AXES
+from fourfold.grid import Grid, Shape, _fewest_cores, environment, first_node, shapes_of
 from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Spec
 from fourfold.policy import Policy
 

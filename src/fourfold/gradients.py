@@ -32,8 +32,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fourfold import comm
 from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
+from fourfold.axes import AXES, BATCH
 from fourfold.buckets import Bucket, fill_buckets
-from fourfold.grid import AXES, BATCH, Grid
+from fourfold.grid import Grid
 from fourfold.hooks import Hooks
 from fourfold.layout import GATHERED, Spec, chunk
 from fourfold.optimizers import refuse_unfit_optimizers

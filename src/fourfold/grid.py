@@ -16,7 +16,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from math import prod
@@ -29,17 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from fourfold import store
 from fourfold.agree import agree, decide, faults_of
+from fourfold.axes import AXES, BATCH
 from fourfold.derive import derive_quickly
 from fourfold.ledger import Ledger
 
 T = TypeVar("T")
-
-AXES = ("x", "y", "z", "data")
-"""Every axis, outermost cut of a tensor first."""
-
-BATCH = ("data", "z")
-"""The axes that cut the rows of a batch, outermost cut first. A place is a coordinate of these: its ranks hold the same
-rows."""
 
 CORES_FOR_TWO_LANES = 4
 """Cores that a rank must have before an axis that is alone gets two communicators on a GPU: over a network each keeps
@@ -50,27 +44,38 @@ class FailedElsewhereError(RuntimeError):
     """Another rank could not do its part; the message says which and why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Shape:
     """Sizes of the axes and the order in which ranks walk them (fastest-varying axis first).
 
-    With the default order, rank = x + X * (y + Y * (z + Z * data)).
+    `Shape(x=2, data=4)`; axes that are not named have one rank. With the default order,
+    rank = x + X * (y + Y * (z + Z * data)). The size of an axis is an attribute: `shape.x`.
     """
 
-    x: int = 1
-    y: int = 1
-    z: int = 1
-    data: int = 1
-    order: tuple[str, ...] = field(default=AXES, kw_only=True)
+    _sizes: tuple[int, ...]
+    order: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
+    def __init__(self, *sizes: int, order: Sequence[str] = AXES, **named: int) -> None:
+        """Take the sizes in the order of AXES, or by name."""
+        by_axis = sizes_by_axis(sizes, named)
+        for axis, size in by_axis.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
-        object.__setattr__(self, "order", tuple(self.order))
-        if sorted(self.order) != sorted(AXES):
-            raise ValueError(f"order={self.order!r} must name each axis once, fastest-varying first, such as {AXES!r}")
+        if sorted(order) != sorted(AXES):
+            raise ValueError(
+                f"order={tuple(order)!r} must name each axis once, fastest-varying first, such as {AXES!r}"
+            )
+        object.__setattr__(self, "_sizes", tuple(by_axis.values()))
+        object.__setattr__(self, "order", tuple(order))
+
+    def __getattr__(self, name: str) -> int:
+        if name in AXES:
+            return self._sizes[AXES.index(name)]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its axes are {', '.join(AXES)}")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        return f"Shape({sizes})" if self.order == AXES else f"Shape({sizes}, order={self.order})"
 
     def __str__(self) -> str:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
@@ -78,7 +83,8 @@ class Shape:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in AXES}
+        """The size of every axis, in the order of AXES."""
+        return dict(zip(AXES, self._sizes, strict=True))
 
     @property
     def world(self) -> int:
@@ -104,6 +110,10 @@ class Shape:
         """
         several = self.several
         return tuple(axis for axis in several if axis == "z" or len(several) == 1)
+
+    def reordered(self, order: Sequence[str]) -> Shape:
+        """Return the same sizes with ranks that walk the axes in another order."""
+        return Shape(*self._sizes, order=order)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank sits: its coordinate on every axis."""
@@ -140,6 +150,15 @@ class Shape:
         return ranks.permute([slowest_first.index(axis) for axis in AXES]).contiguous()
 
 
+def sizes_by_axis(sizes: Sequence[int], named: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of every axis, from sizes in the order of AXES and sizes by name; 1 for the others."""
+    given = dict(zip(AXES, sizes, strict=False))
+    unknown = [name for name in named if name not in AXES]
+    if unknown or len(sizes) > len(AXES) or given.keys() & named.keys():
+        raise TypeError(f"a grid has the axes {', '.join(AXES)}, each given once; got {sizes} and {dict(named)}")
+    return dict.fromkeys(AXES, 1) | given | dict(named)
+
+
 def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
     """Every way to factor `world` ranks into a grid, powers of two or not."""
     if world < 1:
@@ -168,22 +187,27 @@ class Grid:
 
     def __init__(
         self,
-        x: int = 1,
-        y: int = 1,
-        z: int = 1,
-        data: int = 1,
-        *,
+        *sizes: int,
         order: Sequence[str] = AXES,
         device: str | torch.device | None = None,
         timeout: timedelta | None = None,
+        **named: int,
     ) -> None:
+        """Take the size of each axis by name, `Grid(x=2, z=2)`, or in the order of AXES; the others have one rank."""
         _join(device, timeout)
-        shape = _checked_shape(x, y, z, data, order)
+        shape = _checked_shape(sizes, named, order)
         if isinstance(shape, Shape):
             agree("the grid", f"{shape} on {_device(device).type}")
             self._place(shape, dist.get_rank(), device, timeout)
         else:
             agree("the grid", str(shape), fault=shape)
+
+    @classmethod
+    def of_shape(
+        cls, shape: Shape, *, device: str | torch.device | None = None, timeout: timedelta | None = None
+    ) -> Grid:
+        """Make a grid of this shape from all ranks of the job."""
+        return cls(**shape.sizes, order=shape.order, device=device, timeout=timeout)
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> Grid:
@@ -335,17 +359,17 @@ def _device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> Shape | Exception:
+def _checked_shape(sizes: Sequence[int], named: Mapping[str, int], order: Sequence[str]) -> Shape | Exception:
     """The shape, or why it is none: all ranks hear of a fault before any of them raises."""
     try:
-        shape = Shape(x, y, z, data, order=tuple(order))
+        shape = Shape(*sizes, order=order, **named)
     except (TypeError, ValueError) as error:
         return error
     world = dist.get_world_size()
     if shape.world != world:
         product = "*".join(str(size) for size in shape.sizes.values())
         return ValueError(
-            f"Grid({shape}): x*y*z*data = {product} = {shape.world}, but this job has {world} ranks; "
+            f"Grid({shape}): {'*'.join(AXES)} = {product} = {shape.world}, but this job has {world} ranks; "
             f"start {shape.world} ranks or choose sizes whose product is {world}"
         )
     return shape

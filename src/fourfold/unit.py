@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from fourfold import comm
 from fourfold.ahead import Gathering, in_backward
 from fourfold.arriving import local_of
+from fourfold.axes import AXES
 from fourfold.gradients import ForwardPass, Gradients
-from fourfold.grid import AXES, Grid
+from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
 from fourfold.overlap import Engine
 from fourfold.pending import Pending

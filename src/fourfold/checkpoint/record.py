@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
+from fourfold.axes import AXES
 from fourfold.checkpoint.files import CODES, FileEntry
-from fourfold.grid import AXES, Shape
+from fourfold.grid import Shape
 from fourfold.layout import Box, Layout
 
 FORMAT, VERSION = "fourfold-checkpoint", 1

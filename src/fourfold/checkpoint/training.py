@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes import AXES
 from fourfold.checkpoint.weights import weights_of
 from fourfold.checkpoint.write import Held
 from fourfold.gradients import REPLICA
-from fourfold.grid import AXES, Grid
+from fourfold.grid import Grid
 from fourfold.layout import Layout
 from fourfold.optim import AdamW
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from fourfold.axes import AXES
+
 EXAMPLES = "\n\nExamples:\n"
 """What parts the text of a command: description above the options, examples below."""
 WIDEST = 108
@@ -110,9 +112,10 @@ def grid(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in ("x", "y", "z", "data") or not size.isdigit() or int(size) < 1 or axis in sizes:
+        if axis not in AXES or not size.isdigit() or int(size) < 1 or axis in sizes:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is no axis with a size; write auto, or such as x=2,z=2 with axes x, y, z, data, each once"
+                f"{part!r} is no axis with a size; write auto, or such as x=2,z=2 with axes {', '.join(AXES)}, "
+                "each once"
             )
         sizes[axis] = int(size)
     return sizes

@@ -273,7 +273,7 @@ def join(options: argparse.Namespace, device: str) -> tuple[Grid, Config, str]:
 
 
 def place(shape: Shape, device: str) -> Grid:
-    return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=device)
+    return Grid.of_shape(shape, device=device)
 
 
 def write_result(path: str | None, run: Run, kept: Sequence[Kept]) -> None:

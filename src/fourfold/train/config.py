@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES, BATCH
+from fourfold.grid import Shape
 from fourfold.models.config import nearest
 from fourfold.optim import Schedule
 from fourfold.policy import Overlap, Policy
@@ -171,11 +172,12 @@ def resolve(
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]
     shape = config.grid.shape
     config.model.build().check(shape, built)
-    places, rows = shape.data * shape.z, config.batch.rows // config.batch.micro_steps
+    places, rows = shape.places, config.batch.rows // config.batch.micro_steps
     if rows % places:
+        sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
         raise ValueError(
-            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} are {rows} rows, which data*z = "
-            f"{shape.data}*{shape.z} does not divide; take a multiple of {places * config.batch.micro_steps} rows"
+            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} are {rows} rows, which "
+            f"{'*'.join(BATCH)} = {sizes} does not divide; take a multiple of {places * config.batch.micro_steps} rows"
         )
     return config
 

@@ -13,10 +13,11 @@ from difflib import get_close_matches
 
 import torch
 
+from fourfold.axes import AXES
 from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
 from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
-from fourfold.grid import AXES, Shape
+from fourfold.grid import Shape
 from fourfold.models.config import Config
 from fourfold.policy import Policy
 from fourfold.report.units import duration

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Shape
 from fourfold.train.config import Config, read_config
 from fourfold.train.process import inside_a_job, is_watched
 from fourfold.train.resume import stored_config

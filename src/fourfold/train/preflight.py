@@ -196,7 +196,7 @@ class Look:
     def _join(self) -> Grid:
         Grid.alone(self.device)  # joins the job
         shape = self.plan.shape
-        return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=self.device)
+        return Grid.of_shape(shape, device=self.device)
 
     def _clock(self) -> tuple[float, float] | None:
         """Of the first rank of another node, by asking rank 0 for its time again and again."""

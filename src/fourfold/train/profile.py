@@ -27,7 +27,8 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from fourfold import comm
-from fourfold.grid import AXES, Grid
+from fourfold.axes import AXES
+from fourfold.grid import Grid
 from fourfold.ledger import Op
 from fourfold.train.meter import Reading
 from fourfold.train.record import Event, strict, write_json
