@@ -259,7 +259,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "spelling": (
         record_with(misspell),
         ValueError,
-        r"lacks 'model/norm.weight' \(nearest: 'model/norm.wieght'\); it al",
+        r"lacks 'model/norm.weight' \(did you mean 'model/norm.wieght'\?\); it al",
     ),
     "shape": (record_with(lambda record: norm(record).update(shape=[49])), ValueError, r"\(49,\) in .* and \(48,\) h"),
     "no shape": (record_with(lambda record: norm(record).pop("shape")), ValueError, "does not describe a checkpoint"),

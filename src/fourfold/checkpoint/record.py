@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from heapq import heapreplace
 from math import prod
@@ -31,6 +30,7 @@ from fourfold.checkpoint.files import CODES, FileEntry
 from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
 from fourfold.grid import AXES, Shape
 from fourfold.layout import Storage, chunk
+from fourfold.spelling import nearest
 
 FORMAT, VERSION = "fourfold-checkpoint", 1
 RECORD = "checkpoint.json"
@@ -228,8 +228,5 @@ def require_same_names(wanted: Mapping[str, object], found: Mapping[str, object]
 
 def _named(names: Sequence[str], others: Mapping[str, object]) -> str:
     """The first of the names, each with its nearest spelling among the others."""
-    shown = []
-    for name in names[:3]:
-        near = get_close_matches(name, list(others), n=1)
-        shown.append(f"{name!r} (nearest: {near[0]!r})" if near else repr(name))
+    shown = [f"{name!r}{nearest(name, others)}" for name in names[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,9 +16,9 @@ from typing import Any
 
 from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
-from fourfold.models.config import nearest
 from fourfold.optim import Schedule
 from fourfold.overlap import Overlap
+from fourfold.spelling import nearest
 from fourfold.train.job import Job, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
 from fourfold.train.sections import (

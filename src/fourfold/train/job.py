@@ -16,6 +16,7 @@ import torch
 from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
 from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
+from fourfold.environment import Environment
 from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
 from fourfold.models.config import Config
@@ -52,7 +53,7 @@ class Job:
     @property
     def ranks_per_node(self) -> int:
         """As the launcher says; ranks that are still to be started are all on this node."""
-        return min(self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or self.ranks))
+        return min(self.ranks, Environment.read().local_world or self.ranks)
 
 
 def memory_bytes(device: str) -> int:

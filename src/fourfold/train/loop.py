@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 import fourfold
+from fourfold.atomic import write_json
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader
 from fourfold.data.samples import unigram_entropy
+from fourfold.environment import is_watched
 from fourfold.errors import CollectiveError, End, LostPeerError
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
@@ -37,9 +39,8 @@ from fourfold.train.guard import Unguarded
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.numbers import Bad, Numbers
 from fourfold.train.predicted import Comparison, foresee
-from fourfold.train.process import is_watched
 from fourfold.train.profile import Profile
-from fourfold.train.record import Event, Owned, Sink, strict, write_json
+from fourfold.train.record import Event, Owned, Sink, strict
 from fourfold.train.resume import Start, take_up
 from fourfold.train.saving import Saving
 from fourfold.train.sections import DTYPES
@@ -341,7 +342,7 @@ class Run:
 
     def _record_stragglers(self, step: int) -> None:
         """Of the windows that all ranks have told of; on rank 0."""
-        for one in self.guard.tell():
+        for one in self.guard.stragglers():
             facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
             self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from fourfold.environment import inside_a_job, is_watched
 from fourfold.grid import AXES, Shape
 from fourfold.train.config import Config, read_config
-from fourfold.train.process import inside_a_job, is_watched
 from fourfold.train.resume import stored_config
 
 

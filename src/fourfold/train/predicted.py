@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fourfold.atomic import write_json
 from fourfold.cost.price import Choice, Price, Task, price
 from fourfold.cost.program import step_program
 from fourfold.cost.seconds import Seconds
@@ -21,7 +22,7 @@ from fourfold.cost.work import Launch, Product, Work
 from fourfold.grid import AXES, Grid, Shape
 from fourfold.train.config import Config
 from fourfold.train.job import Job, Located, locate, memory_bytes
-from fourfold.train.record import Event, write_json
+from fourfold.train.record import Event
 from fourfold.train.sections import DTYPES
 
 UNSTEADY = 2

@@ -7,7 +7,6 @@ what cannot continue it. Tensors and data are checked by who loads them, before 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,19 +15,19 @@ from typing import IO, Any
 
 from torch import nn
 
-from fourfold.agree import decide
+from fourfold.atomic import write_json
 from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint, remove
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.record import Record, read_record
 from fourfold.checkpoint.training import OPTIMIZER
 from fourfold.data.loader import Loader
+from fourfold.environment import max_restarts, was_restarted
 from fourfold.errors import BadStepsError, DamagedCheckpointError, FailedElsewhereError, RollBackError, is_damaged
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import Config
-from fourfold.train.launch import RESTARTED
 from fourfold.train.process import READABLE
-from fourfold.train.record import Event, finish, holds_run, strict, write_json
+from fourfold.train.record import Event, finish, holds_run, strict
 from fourfold.train.schema import to_table
 
 FIXED = (("train", "seed"), ("batch", "rows"))
@@ -245,18 +244,17 @@ def left_of(profile: range, step: int, *, asked: bool) -> range:
     return range(0)
 
 
-def restarted() -> bool:
-    """Whether the ranks were started again because one of them has died: the same on all, who ask it together.
+def restarted(grid: Grid) -> bool:
+    """Return whether the ranks were restarted because one of them died; all ranks ask together.
 
-    The count is that of a node: one that came in the place of another has seen no start before.
+    A launcher counts the starts of its own node, so a node that replaces another one has seen no start before.
     """
-    again = any(int(os.environ.get(name) or 0) > 0 for name in (RESTARTED, "TORCHELASTIC_RESTART_COUNT"))
-    return decide(str(int(again)), max) == "1"
+    return grid.channel.decide(str(int(was_restarted())), max) == "1"
 
 
 def require_found_again(out: str | None) -> None:
     """A job that may be started again must find its run, whose folder would be named by the time of its start."""
-    times = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    times = max_restarts()
     if out is None and times > 0:
         raise ValueError(
             f"torchrun may start these ranks again (--max-restarts {times}), and they would not find their run; give "
