@@ -23,11 +23,12 @@ import torch
 
 import fourfold as ff
 from bed import Bed, multi_process_service
-from fourfold.train.guard import Guard, Unguarded, Windows
+from fourfold.train.guard import Guard, StepWindows, Unguarded
 from fourfold.train.launch import share_cores
 from fourfold.train.meter import Meter
 from fourfold.train.sections import WatchSection
 from fourfold.watch.replicas import check_replicas
+from fourfold.watch.tape import Waits
 
 EVERY = WatchSection().replicas_every
 BAR = 0.01
@@ -62,7 +63,7 @@ class Side:
 
     def block(self, folder: str, steps: int) -> float:
         """Seconds of a step on average; with the guard where there is a folder for it."""
-        Windows.LEAST = steps  # so that it is told
+        StepWindows.MIN_STEPS = steps  # so that it is told
         guard = Guard(self.grid, Path(folder), 60.0) if folder else Unguarded()
         self.meter.begin()
         began = time.perf_counter()
@@ -70,7 +71,7 @@ class Side:
             self.done += 1
             guard.begin_step(self.done)
             self.step(guard)
-        guard.tell()
+        guard.stragglers()
         seconds = (time.perf_counter() - began) / steps
         guard.close(done=True)
         return seconds
@@ -82,7 +83,7 @@ class Side:
         self.optimizer.clip_and_step(1.0)
         self.optimizer.zero_grad()
         reading = self.meter.end()
-        guard.doing("reading results", waits=True)
+        guard.doing("reading results", Waits.RANKS)
         loss.item()
         found = reading()
         guard.took(found.seconds, found.exposed_seconds)

@@ -16,9 +16,12 @@ PACKAGE = ROOT / "src" / "fourfold"
 
 ORDER = [
     "axes",
+    "errors",
+    "environment",
+    "atomic",
+    "spelling",
     "ledger",
-    "store",
-    "agree",
+    "job",
     "derive",
     "grid",
     "policy",
@@ -89,7 +92,7 @@ INSIDE = {
     "train": [
         "__init__", "schema", "process", "rendezvous", "launch", "job", "sections", "config", "record", "meter",
         "predicted", "profile", "progress", "story", "numbers", "stop", "sources", "guard", "resume", "saving", "loop",
-        "begin", "options", "talk", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
+        "begin", "options", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
         "checkpoint", "exchange", "places", "demo",
     ],
     "commands": ["__init__", "parser", "running", "planning", "keeping", "completion"],
@@ -171,11 +174,9 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     code = LAZY.format(before=before, after=after)
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = left.stdout.splitlines()[-1].split() if left.stdout.strip() else []
-    assert not [
-        name
-        for name in loaded
-        if not name.startswith(("fourfold.axes", "fourfold.cli", "fourfold.commands", "fourfold.train"))
-    ]
+    torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors", "fourfold.spelling"}
+    commands = ("fourfold.cli", "fourfold.commands", "fourfold.train")
+    assert not [name for name in loaded if not name.startswith(commands) and name not in torch_free]
     assert set(loaded) & {"fourfold.train", "fourfold.train.process"} == {name for name in loaded if ".train" in name}
 
 
@@ -196,7 +197,14 @@ def test_torchrun_imports_little_of_fourfold() -> None:
         "print(*sorted(name for name in sys.modules if name.startswith('fourfold')))\n"
     )
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert left.stdout.split() == ["fourfold", "fourfold.store", "fourfold.train", "fourfold.train.rendezvous"]
+    assert left.stdout.split() == [
+        "fourfold",
+        "fourfold.environment",
+        "fourfold.errors",
+        "fourfold.job",
+        "fourfold.train",
+        "fourfold.train.rendezvous",
+    ]
 
 
 def test_core_needs_torch_alone() -> None:

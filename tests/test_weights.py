@@ -24,7 +24,8 @@ from fourfold.checkpoint.read import read_tensors
 from fourfold.checkpoint.record import _digest
 from fourfold.checkpoint.weights import load_weights, save_weights, weights_of
 from fourfold.checkpoint.write import Held, Tensors, Writing
-from fourfold.grid import FailedElsewhereError, Grid, Shape
+from fourfold.errors import FailedElsewhereError
+from fourfold.grid import Grid, Shape
 from fourfold.layout import PRODUCT, Layout, Spec
 from fourfold.nn.initial import key_of
 from harness import DEVICE, Largest, grid_of, join_shards
@@ -257,7 +258,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "spelling": (
         record_with(misspell),
         ValueError,
-        r"lacks 'model/norm.weight' \(nearest: 'model/norm.wieght'\); it al",
+        r"lacks 'model/norm.weight' \(did you mean 'model/norm.wieght'\?\); it al",
     ),
     "shape": (record_with(lambda record: norm(record).update(shape=[49])), ValueError, r"\(49,\) in .* and \(48,\) h"),
     "no shape": (record_with(lambda record: norm(record).pop("shape")), ValueError, "does not describe a checkpoint"),

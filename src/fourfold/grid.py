@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +26,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fourfold import store
-from fourfold.agree import agree, decide, faults_of
 from fourfold.axes import AXES, BATCH
 from fourfold.derive import derive_quickly
+from fourfold.environment import Environment
+from fourfold.errors import FailedElsewhereError, Failure, failure_of
+from fourfold.job import Channel, agree, first_fault, join_store, typed_errors
 from fourfold.ledger import Ledger
 
 T = TypeVar("T")
@@ -38,10 +38,6 @@ T = TypeVar("T")
 CORES_FOR_TWO_LANES = 4
 """Cores that a rank must have before an axis that is alone gets two communicators on a GPU: over a network each keeps
 threads busy while anything is in flight, and with fewer cores the two are slower than one."""
-
-
-class FailedElsewhereError(RuntimeError):
-    """Another rank could not do its part; the message says which and why."""
 
 
 @dataclass(frozen=True, init=False)
@@ -195,12 +191,13 @@ class Grid:
     ) -> None:
         """Take the size of each axis by name, `Grid(x=2, z=2)`, or in the order of AXES; the others have one rank."""
         _join(device, timeout)
+        self.channel = Channel("grid")
         shape = _checked_shape(sizes, named, order)
         if isinstance(shape, Shape):
-            agree("the grid", f"{shape} on {_device(device).type}")
+            agree(self.channel, "the grid", f"{shape} on {_device(device).type}")
             self._place(shape, dist.get_rank(), device, timeout)
         else:
-            agree("the grid", str(shape), fault=shape)
+            agree(self.channel, "the grid", str(shape), fault=shape)
 
     @classmethod
     def of_shape(
@@ -214,6 +211,7 @@ class Grid:
         """A grid of this process by itself, also inside a larger job; it never communicates."""
         _join(device, None)
         grid = cls.__new__(cls)
+        grid.channel = Channel("grid", (dist.get_rank(),))
         grid._place(Shape(), 0, device)
         return grid
 
@@ -232,12 +230,13 @@ class Grid:
         self.muted = False
         """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
         alone = shape.world == 1
-        self.mesh = DeviceMesh(
-            self.device.type,
-            torch.full([1] * len(AXES), dist.get_rank()) if alone else shape.mesh_ranks(),
-            mesh_dim_names=AXES,
-            _init_backend=not alone,
-        )
+        with typed_errors(f"making the groups of the grid {shape}"):
+            self.mesh = DeviceMesh(
+                self.device.type,
+                torch.full([1] * len(AXES), dist.get_rank()) if alone else shape.mesh_ranks(),
+                mesh_dim_names=AXES,
+                _init_backend=not alone,
+            )
         # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
         self.mesh._thread_id = -next(self._made)
         self._groups = {} if alone else self._lanes(timeout)
@@ -253,7 +252,7 @@ class Grid:
         groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         on_gpu = self.device.type == "cuda" and dist.get_backend() != "fake"
         two = self.shape.two_lanes
-        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank() < CORES_FOR_TWO_LANES:
+        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank(self.channel) < CORES_FOR_TWO_LANES:
             two = ()
         for axis in AXES:
             group = self.mesh.get_group(axis)
@@ -270,9 +269,11 @@ class Grid:
         lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
+            with typed_errors(f"making groups along {axis}"):
+                made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
         else:
-            made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
+            with typed_errors(f"making groups along {axis}"):
+                made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
         return cast(dist.ProcessGroup, made)  # every rank is in one of the lines
 
     @staticmethod
@@ -311,12 +312,11 @@ class Grid:
 
     def agree(self, what: str, text: str) -> None:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
-        if self.shape.world > 1:
-            agree(what, text)
+        agree(self.channel, what, text)
 
     def hear(self, text: str) -> str:
         """Rank 0's text, on every rank."""
-        return text if self.shape.world == 1 else decide(text, lambda texts: texts[0])
+        return self.channel.decide(text, lambda texts: texts[0])
 
     def together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
         """Act on every rank. When it fails on one, all raise, since none may go on to wait for the others: that rank
@@ -327,12 +327,13 @@ class Grid:
         except Exception as error:
             error.add_note(f"{what} failed")
             fault = error
-        if self.shape.world > 1:
-            found, differs = faults_of(what, "" if fault is None else f"{type(fault).__name__}: {fault}", same)
-            if fault is None and found:
-                raise FailedElsewhereError(f"{what} failed on {found}")
-            if fault is None and differs:
-                raise ValueError(differs)
+        said = "" if fault is None else f"{type(fault).__name__}: {fault}"
+        failure = Failure.ERROR if fault is None else failure_of(fault)
+        found, failure, differs = first_fault(self.channel, what, said, failure, same)
+        if fault is None and found:
+            raise FailedElsewhereError(f"{what} failed on {found}", failure)
+        if fault is None and differs:
+            raise ValueError(differs)
         if fault is not None:
             raise fault
         return result  # type: ignore[return-value]
@@ -379,48 +380,24 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
     """Join the job's process group unless that was done already."""
     if dist.is_initialized():
         return
-    rank, world, local_rank = environment()
+    here = Environment.read()
     if _device(device).type == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    if world == 1:
+    if here.world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        job_store = store.join(rank, world, timeout)
-        dist.init_process_group(backend, store=job_store, rank=rank, world_size=world, timeout=timeout)
+        store = join_store(here, timeout)
+        with typed_errors("joining the job's process group"):
+            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timeout)
 
 
-def environment() -> tuple[int, int, int]:
-    """Rank, number of ranks and rank on this node: torchrun's if it started us, else SLURM's, else one rank.
-
-    Under SLURM the rendezvous variables that torch reads are filled in where they are missing. SLURM's count
-    is that of the job step, which srun alone sets: a plain `python` in a batch script is one rank.
-    """
-    env = os.environ
-    if "RANK" in env:
-        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        nodes = env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"]
-        env.setdefault("MASTER_ADDR", first_node(nodes))
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0))
-    return 0, 1, 0
-
-
-def first_node(nodelist: str) -> str:
-    """First host of a SLURM node list: `gpu[003-010,020],cpu1` -> `gpu003`."""
-    first = re.match(r"[^,\[](?:[^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma that stands outside of brackets
-    if first is None:
-        raise ValueError(f"cannot read the SLURM node list {nodelist!r}; set MASTER_ADDR to the first node")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
-
-
-def _cores_per_rank() -> float:
+def _cores_per_rank(channel: Channel) -> float:
     """Cores of the rank that has fewest: ranks that may run on the same cores of one host share them."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return float(decide(f"{socket.gethostname()}: {','.join(map(str, cores))}", _fewest_cores))
+    return float(channel.decide(f"{socket.gethostname()}: {','.join(map(str, cores))}", _fewest_cores))
 
 
 def _fewest_cores(texts: Sequence[str]) -> str:

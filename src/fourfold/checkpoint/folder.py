@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.atomic import flush
 from fourfold.checkpoint.record import OURS, RECORD
 
 STEP = re.compile(r"step-(\d{8,})")
@@ -86,15 +87,6 @@ class Place:
     def abandon(self) -> None:
         """Remove what is not finished; the folder that was there before stays."""
         shutil.rmtree(self.partial, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """To the disk itself, so that a rename never outlives what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.models.config import Config, nearest
+from fourfold.models.config import Config
+from fourfold.spelling import nearest
 
 Table = dict[str, str | tuple[str, ...]]
 HEAD = "lm_head.weight"

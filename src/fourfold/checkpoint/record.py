@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from heapq import heapreplace
 from math import prod
@@ -29,8 +28,10 @@ import torch
 
 from fourfold.axes import AXES
 from fourfold.checkpoint.files import CODES, FileEntry
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
 from fourfold.grid import Shape
 from fourfold.layout import Box, Layout
+from fourfold.spelling import nearest
 
 FORMAT, VERSION = "fourfold-checkpoint", 1
 RECORD = "checkpoint.json"
@@ -142,12 +143,12 @@ def read_record(folder: Path) -> Record:
     """The record of a checkpoint's folder, with everything checked that it says of itself."""
     path = folder / RECORD
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; give the folder of a checkpoint, with all its files")
+        raise MissingCheckpointError(f"{path} is missing; give the folder of a checkpoint, with all its files")
     try:
         content = json.loads(path.read_bytes())
         kind, version, digest = content["format"], content["version"], content.pop("digest")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{path} is no record of a checkpoint ({type(error).__name__}: {error}); copy it again"
         ) from error
     if (kind, version) != (FORMAT, VERSION):
@@ -156,7 +157,7 @@ def read_record(folder: Path) -> Record:
             "use the Fourfold that wrote it"
         )
     if digest != _digest(content):
-        raise ValueError(f"{path} is damaged: its digest is not that of its content; copy it again")
+        raise DamagedCheckpointError(f"{path} is damaged: its digest is not that of its content; copy it again")
     try:
         return _record(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -208,8 +209,5 @@ def require_same_names(wanted: Mapping[str, object], found: Mapping[str, object]
 
 def _named(names: Sequence[str], others: Mapping[str, object]) -> str:
     """The first of the names, each with its nearest spelling among the others."""
-    shown = []
-    for name in names[:3]:
-        near = get_close_matches(name, list(others), n=1)
-        shown.append(f"{name!r} (nearest: {near[0]!r})" if near else repr(name))
+    shown = [f"{name!r}{nearest(name, others)}" for name in names[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

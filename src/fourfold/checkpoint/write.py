@@ -8,7 +8,6 @@ written. The copy is taken beside forward and backward; whoever changes the tens
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -22,17 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.agree import Board
 from fourfold.checkpoint.files import FileEntry, write_file
 from fourfold.checkpoint.folder import Place
 from fourfold.checkpoint.record import Entry, Record, file_of, write_record
 from fourfold.grid import Grid
+from fourfold.job import Channel
 from fourfold.layout import Layout
 
 PATIENCE = 1800.0
 """Seconds that rank 0 waits for the slowest rank's file once its own is written."""
-_numbers = itertools.count()
-"""Tells the folders of a process apart; ranks write the same ones in the same order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
@@ -180,7 +177,8 @@ class Writing:
         except BaseException:
             self._abandon()
             raise
-        self._number = next(_numbers)
+        # made here, where all ranks write the same folders in the same order, and used by the thread alone
+        self._channel = Channel("write", grid.channel.ranks, seconds=PATIENCE, fresh=True, own_connection=True)
         self._done: Future[None] = Future()
         own = {name: tensors[name].local for name in self.own}
         # not a daemon: an interpreter that ends lets it finish
@@ -217,14 +215,9 @@ class Writing:
         except Exception as error:
             fault = error
         told = {"file": None if entry is None else asdict(entry), "failed": fault is not None}
-        everyone = [told]
-        if self.grid.shape.world > 1:
-            board = Board(f"write/{self._number}")
-            board.put(json.dumps(told))
-            if self.grid.rank == 0:
-                everyone = [json.loads(text) for text in board.read(PATIENCE)]
-        if self.grid.rank == 0:
-            self._publish(everyone)
+        everyone = self._channel.gather("files", json.dumps(told))
+        if self._channel.leads:
+            self._publish([json.loads(text) for text in everyone.values()])
         if fault is not None:
             raise fault
 

@@ -13,10 +13,10 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from fourfold.axes import AXES
+from fourfold.spelling import nearest
 
 EXAMPLES = "\n\nExamples:\n"
 """What parts the text of a command: description above the options, examples below."""
@@ -67,13 +67,6 @@ class Parser(argparse.ArgumentParser):
             if re.match(r"--?[a-z]", name) and not any(each.startswith(name) for each in self._option_string_actions):
                 return name
         return ""
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean 'train'?)`, or nothing where nothing is near."""
-    bare = {name.lstrip("-"): name for name in known}  # dashes are alike in all
-    found = get_close_matches(word.lstrip("-").lower(), bare, n=1)
-    return f" (did you mean '{bare[found[0]]}'?)" if found else ""
 
 
 def add(

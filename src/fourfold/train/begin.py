@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fourfold.atomic import write_text
 from fourfold.train.guard import Guard
 from fourfold.train.loop import Run
-from fourfold.train.record import Owned, Sink, make_folder, read_facts, rewind, write_text
+from fourfold.train.record import Owned, Sink, make_folder, read_facts, rewind
 from fourfold.train.resume import Start, earlier, remove_newer
 from fourfold.train.saving import Saving
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
+from fourfold.environment import inside_a_job
+from fourfold.errors import RollBackError
 from fourfold.grid import Grid, Shape
 from fourfold.models.transformer import build
 from fourfold.train.begin import begin
@@ -25,7 +27,6 @@ from fourfold.train.doctor import disagreement
 from fourfold.train.job import memory_bytes
 from fourfold.train.launch import Ward, launch, share_cores
 from fourfold.train.loop import Run
-from fourfold.train.numbers import RollBackError
 from fourfold.train.options import (
     check_options,
     check_profile,
@@ -37,7 +38,7 @@ from fourfold.train.options import (
     wanted_ranks,
     wanted_restarts,
 )
-from fourfold.train.process import TERMINATED, inside_a_job, listen_to_signals
+from fourfold.train.process import TERMINATED, listen_to_signals
 from fourfold.train.progress import Bar, Plain, output, predicted, progress
 from fourfold.train.record import (
     KINDS,
@@ -171,7 +172,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     stream = output(options.json)
     require_found_again(config.train.out)
     out = Path(grid.hear(config.train.out or default_folder(config)))
-    again = restarted()
+    again = restarted(grid)
     resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
     # ranks that died and were started again go on from what they have saved since

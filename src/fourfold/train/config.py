@@ -16,9 +16,9 @@ from typing import Any
 
 from fourfold.axes import AXES, BATCH
 from fourfold.grid import Shape
-from fourfold.models.config import nearest
 from fourfold.optim import Schedule
 from fourfold.policy import Overlap, Policy
+from fourfold.spelling import nearest
 from fourfold.train.job import Job, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
 from fourfold.train.sections import (

@@ -17,6 +17,7 @@ from fourfold.axes import AXES
 from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
 from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
+from fourfold.environment import Environment
 from fourfold.grid import Shape
 from fourfold.models.config import Config
 from fourfold.policy import Policy
@@ -53,7 +54,7 @@ class Job:
     @property
     def ranks_per_node(self) -> int:
         """As the launcher says; ranks that are still to be started are all on this node."""
-        return min(self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or self.ranks))
+        return min(self.ranks, Environment.read().local_world or self.ranks)
 
 
 def memory_bytes(device: str) -> int:

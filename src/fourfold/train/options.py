@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from fourfold.axes import AXES
+from fourfold.environment import inside_a_job, is_watched
 from fourfold.grid import Shape
 from fourfold.train.config import Config, read_config
-from fourfold.train.process import inside_a_job, is_watched
 from fourfold.train.resume import stored_config
 
 

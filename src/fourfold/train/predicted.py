@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fourfold.atomic import write_json
 from fourfold.axes import AXES
 from fourfold.cost.price import Choice, Price, Task, price
 from fourfold.cost.program import step_program
@@ -22,7 +23,7 @@ from fourfold.cost.work import Launch, Product, Work
 from fourfold.grid import Grid, Shape
 from fourfold.train.config import Config
 from fourfold.train.job import Job, Located, locate, memory_bytes
-from fourfold.train.record import Event, write_json
+from fourfold.train.record import Event
 from fourfold.train.sections import DTYPES
 
 UNSTEADY = 2
