@@ -17,7 +17,7 @@ from fourfold.grid import AXES, Shape
 from fourfold.layout import Activations, Policy, Recompute
 from fourfold.optim import Decay
 from fourfold.overlap import Overlap
-from fourfold.train.job import AUTO
+from fourfold.train.auto_grid import AUTO
 
 Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
