@@ -16,8 +16,8 @@ from fourfold import models
 from fourfold.commands.parser import grid, setting
 from fourfold.cost.machine import load_machine
 from fourfold.policy import Overlap
+from fourfold.train.auto_grid import Hardware
 from fourfold.train.config import Config, read_config, resolve
-from fourfold.train.job import Job
 from fourfold.train.predicted import predict
 from fourfold.train.schema import parse, to_table
 from fourfold.train.sections import (
@@ -392,7 +392,7 @@ def test_an_automatic_grid_fits_the_memory() -> None:
 
     def found_with(memory_bytes: int) -> tuple[Config, int]:
         found = resolved({}, 4, on_gpu=True, memory_bytes=memory_bytes)
-        price = predict(found, Job(4, "an unknown GPU", memory_bytes, 1)).price
+        price = predict(found, Hardware(4, "an unknown GPU", memory_bytes, 1)).price
         return found, price.memory.total + price.task.machine.reserve
 
     first, needed = found_with(1 << 40)

@@ -25,7 +25,6 @@ from fourfold.checkpoint.files import FileEntry, write_file
 from fourfold.checkpoint.folder import Place
 from fourfold.checkpoint.record import Entry, Record, file_of, write_record
 from fourfold.grid import Grid
-from fourfold.job import Channel
 from fourfold.layout import Layout
 
 PATIENCE = 1800.0
@@ -178,7 +177,7 @@ class Writing:
             self._abandon()
             raise
         # made here, where all ranks write the same folders in the same order, and used by the thread alone
-        self._channel = Channel("write", grid.channel.ranks, seconds=PATIENCE, fresh=True, own_connection=True)
+        self._channel = grid.channel.open("write", seconds=PATIENCE, fresh=True, own_connection=True)
         self._done: Future[None] = Future()
         own = {name: tensors[name].local for name in self.own}
         # not a daemon: an interpreter that ends lets it finish

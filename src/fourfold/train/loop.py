@@ -33,10 +33,10 @@ from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
+from fourfold.train.bad_steps import BadStep, StepJudge
 from fourfold.train.config import Config
-from fourfold.train.guard import Unguarded
+from fourfold.train.guard import NoGuard
 from fourfold.train.meter import Meter, Reading, peak_of
-from fourfold.train.numbers import Bad, Numbers
 from fourfold.train.predicted import Comparison, foresee
 from fourfold.train.profile import Profile
 from fourfold.train.record import Event, Owned, Sink, strict
@@ -116,7 +116,7 @@ class Run:
         self._comparison: Comparison | None = None
         self.saving: Saving | None = None
         """From `begin` on, where the config asks for checkpoints."""
-        self.guard = Unguarded()
+        self.guard = NoGuard()
         """Watches over the ranks from `begin` on."""
         self.owned: Owned | None = None
         """The run's folder, on rank 0 from `begin` on."""
@@ -124,7 +124,7 @@ class Run:
         self.stopped = False
         """Whether it was asked to stop before its last step, and did."""
         self.step = 0
-        self.numbers = Numbers(config.watch, config.train.max_skipped)
+        self.step_judge = StepJudge(config.watch, config.train.max_skipped)
         self._under_way: deque[Launched] = deque()
 
     @cached_property
@@ -167,7 +167,7 @@ class Run:
 
     def take_up(self, start: Start) -> None:
         """Go on from there; before the first step."""
-        self.numbers.restore(take_up(start, self.model, self.optimizer, self.loader))
+        self.step_judge.restore(take_up(start, self.model, self.optimizer, self.loader))
         self.step = start.step
 
     def describe(self, before: list[Event]) -> None:
@@ -258,7 +258,7 @@ class Run:
             share = model(tokens, targets, positions=positions, count=count)
             share.backward()
             loss += share.detach()
-        limit, skip_above = self.numbers.limit, self.numbers.skip_above
+        limit, skip_above = self.step_judge.limit, self.step_judge.skip_above
         jumps = loss > skip_above if isfinite(skip_above) else None
         clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
         optimizer.zero_grad()
@@ -280,7 +280,7 @@ class Run:
         reading = done.reading()
         self.guard.took(reading.seconds, reading.exposed_seconds)
         self.profile.add(done.step, reading)
-        bad = self.numbers.judge(done.step, loss, norm, done.limit)
+        bad = self.step_judge.judge(done.step, loss, norm, done.limit)
         rate = self.config.batch.tokens / reading.seconds
         mfu, hfu = self.peak.utilization(self.flops, rate, self.grid.shape.world)
         self.step = done.step
@@ -305,7 +305,7 @@ class Run:
         if bad is not None:
             self._deal_with(bad, done.clipped)
 
-    def _deal_with(self, bad: Bad, clipped: Clipped) -> None:
+    def _deal_with(self, bad: BadStep, clipped: Clipped) -> None:
         """Record a step whose numbers are bad, and do what the config says."""
         name = None
         if bad.spike:
@@ -315,7 +315,7 @@ class Run:
             with self.grid.ledger.aside(), self.profile.aside("skipped"):  # what it asks belongs to no step
                 name = clipped.first_not_finite()
             self._record({"event": "skipped", "step": bad.step, "parameter": name, "in_a_row": bad.in_a_row})
-        self.numbers.act(bad, name, self.loader.state())
+        self.step_judge.act(bad, name, self.loader.state())
 
     @torch.no_grad()
     def evaluate(self) -> Event:
@@ -352,7 +352,7 @@ class Run:
         self._drain()
         self.guard.doing("saving a checkpoint")
         with self.profile.aside("saving"):
-            self.saving.save(step, self.model, self.optimizer, self.loader, self.numbers, last=last)
+            self.saving.save(step, self.model, self.optimizer, self.loader, self.step_judge, last=last)
         self._record_saved()
         self.meter.begin()
 

@@ -262,10 +262,10 @@ def require_found_again(out: str | None) -> None:
         )
 
 
-def goes_on(out: Path) -> str:
-    """Where a run that died goes on."""
+def newest_step(out: Path) -> int:
+    """Return the step of the newest checkpoint, 0 without any."""
     found = newest(out)
-    return f"after step {step_of(found)}" if found else "from step 0"
+    return step_of(found) if found else 0
 
 
 def left_behind(out: Path) -> str:

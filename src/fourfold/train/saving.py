@@ -15,8 +15,8 @@ from fourfold.data.loader import Loader
 from fourfold.errors import FailedElsewhereError, NotSavedError
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
+from fourfold.train.bad_steps import StepJudge
 from fourfold.train.config import Config
-from fourfold.train.numbers import Numbers
 from fourfold.train.record import Event, strict
 from fourfold.train.schema import to_table
 
@@ -45,13 +45,13 @@ class Saving:
         return self.every > 0 and step % self.every == 0
 
     def save(
-        self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, numbers: Numbers, *, last: bool
+        self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, judge: StepJudge, *, last: bool
     ) -> None:
         """Save this step, the last one until it is complete."""
         state = {
             "config": strict(to_table(self.config)),
             "data": loader.state(),
-            **numbers.state(),
+            **judge.state(),
             "schedule": asdict(self.config.schedule),
         }
         began = time.perf_counter()

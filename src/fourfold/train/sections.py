@@ -17,7 +17,7 @@ from fourfold.axes import AXES
 from fourfold.grid import Shape
 from fourfold.optim import Decay
 from fourfold.policy import Activations, Overlap, Policy, Recompute
-from fourfold.train.job import AUTO
+from fourfold.train.auto_grid import AUTO
 
 Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
