@@ -23,8 +23,7 @@ from torch import Tensor
 import fourfold
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
-from fourfold.data.loader import Evaluation, Loader
-from fourfold.data.samples import unigram_entropy
+from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
