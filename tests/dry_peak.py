@@ -16,12 +16,12 @@ from fourfold.arriving import local_of
 from fourfold.cost.kept import Alive
 from fourfold.grid import Shape
 from fourfold.layout import Policy
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Case:
-    config: Config
+    config: ModelConfig
     shape: Shape
     policy: Policy
     rows: int

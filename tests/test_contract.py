@@ -58,7 +58,7 @@ INSIDE = {
         "embedding", "chunked", "dropout", "attention", "mlp", "channels", "convolve", "conv", "channel_norm",
         "batch_norm", "__init__",
     ],
-    "models": ["sizes", "config", "transformer", "generate", "foreign", "outside", "__init__"],
+    "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
     "data": ["__init__", "rows", "tokenizer", "token_files", "text", "open", "order", "loader"],
     "parallelize": [
         "run", "precision", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space",

@@ -583,7 +583,7 @@ def assert_compared(left: Left) -> None:
     """`--compare-serial` shows the difference of every tensor, worst first."""
     assert (left.code, left.err) == (0, "")
     title, head, *rows = left.out.splitlines()
-    assert title == "z=2 beside one process: largest difference of each tensor"
+    assert title == "z=2 compared with one process: the largest difference of each tensor"
     assert head.split() == ["relative", "absolute", "step", "tensor"]
     relative = [float(row.split()[0]) for row in rows]
     assert relative == sorted(relative, reverse=True)

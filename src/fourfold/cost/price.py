@@ -22,7 +22,7 @@ from fourfold.cost.simulate import Timeline, Totals, simulate
 from fourfold.cost.volume import Volume
 from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 
 QUICK_LAYERS = 3, 4
 """From these two numbers of layers a price is drawn on; for comparisons."""
@@ -37,7 +37,7 @@ SHOWN_LAYERS = 4
 class Task:
     """What is to be trained on what: a model, a machine, a batch."""
 
-    config: Config
+    config: ModelConfig
     machine: Machine
     rows: int
     """Sequences of a step, over all ranks and micro-steps."""

@@ -18,7 +18,7 @@ from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
 from fourfold.grid import AXES, Shape
 from fourfold.layout import Policy
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.report.units import duration
 from fourfold.train.launch import cores
 
@@ -128,7 +128,7 @@ def _with_dtype(machine: Machine, dtype: str) -> tuple[Machine, list[str]]:
 
 
 def find_grid(
-    model: Config,
+    model: ModelConfig,
     policy: Policy,
     job: Job,
     *,
