@@ -162,7 +162,7 @@ def test_an_unknown_section_is_named_and_the_others_listed() -> None:
 
 def test_model_has_the_fields_of_the_models_and_a_name() -> None:
     ours = [field.name for field in dataclasses.fields(SECTIONS["model"])]
-    assert ours == ["name", *(field.name for field in dataclasses.fields(models.Config))]
+    assert ours == ["name", *(field.name for field in dataclasses.fields(models.ModelConfig))]
     assert parse(Config, {"model": {"name": "llama-tiny", "layers": 5}}).model.build() == models.config(
         "llama-tiny", layers=5
     )
@@ -170,7 +170,7 @@ def test_model_has_the_fields_of_the_models_and_a_name() -> None:
 
 def test_a_model_of_any_name_says_all_of_itself() -> None:
     sizes = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp_hidden": 16, "vocab": 9, "seq": 7}
-    assert parse(Config, {"model": {"name": "mine", **sizes, "norm": "rms"}}).model.build() == models.Config(
+    assert parse(Config, {"model": {"name": "mine", **sizes, "norm": "rms"}}).model.build() == models.ModelConfig(
         **sizes, norm="rms"
     )
     del sizes["heads"], sizes["vocab"]

@@ -63,11 +63,8 @@ INSIDE = {
         "embedding", "chunked", "dropout", "attention", "mlp", "channels", "convolve", "conv", "channel_norm",
         "batch_norm", "__init__",
     ],
-    "models": ["sizes", "config", "transformer", "generate", "foreign", "outside", "__init__"],
-    "data": [
-        "__init__", "rows", "sampler", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order",
-        "samples", "loader",
-    ],
+    "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
+    "data": ["__init__", "rows", "tokenizer", "token_files", "text", "open", "order", "loader"],
     "parallelize": [
         "run", "precision", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space",
         "together", "linears", "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed",

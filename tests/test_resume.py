@@ -33,7 +33,7 @@ from fourfold.checkpoint.folder import Checkpoints
 from fourfold.checkpoint.record import Record, read_record, write_record
 from fourfold.checkpoint.whole import read_whole, verify, write_whole
 from fourfold.cli import _failed
-from fourfold.data.order import Order, part_of
+from fourfold.data.order import SampleOrder, cut_windows
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import LAUNCHED
@@ -325,10 +325,10 @@ def test_a_state_of_somebody_elses_is_refused(finished: Path, tmp_path: Path, ch
     ids=str,
 )
 def test_a_position_of_somebody_elses_is_refused(change: dict[str, Any]) -> None:
-    order = Order([part_of("a", 100, 5)], None, 0)
+    order = SampleOrder([cut_windows("a", 100, 5)], None, 0)
     order.take(4)
     before = order.state()
-    with pytest.raises(ValueError, match="this is no position in data"):
+    with pytest.raises(ValueError, match="this is not a saved position in the data"):
         order.restore({**before, **change})
     assert order.state() == before
 

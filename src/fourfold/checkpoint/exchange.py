@@ -25,7 +25,7 @@ from fourfold.checkpoint.record import Record, require_same_names
 from fourfold.checkpoint.weights import MODEL
 from fourfold.checkpoint.whole import read_whole, write_whole
 from fourfold.errors import DamagedCheckpointError
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
@@ -55,7 +55,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 # Theirs to ours
 
 
-def import_weights(source: Path, kind: str, config: Config, folder: Path, state: dict[str, Any]) -> torch.dtype:
+def import_weights(source: Path, kind: str, config: ModelConfig, folder: Path, state: dict[str, Any]) -> torch.dtype:
     """Write a checkpoint of a Hugging Face folder's weights, in their dtypes; returns that of the embedding."""
     pieces, shapes = pieces_of(config, kind), shapes_of(config)
     with _opened(source) as files:
@@ -167,7 +167,13 @@ class Written:
 
 
 def export_weights(
-    checkpoint: Path, record: Record, kind: str, config: Config, to: Path, dtype: torch.dtype | None, max_shard: int
+    checkpoint: Path,
+    record: Record,
+    kind: str,
+    config: ModelConfig,
+    to: Path,
+    dtype: torch.dtype | None,
+    max_shard: int,
 ) -> Written:
     """Write the weights of a checkpoint into files of at most `max_shard` bytes, or one tensor where that is larger.
 

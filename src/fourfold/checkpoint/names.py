@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.spelling import nearest
 
 Table = dict[str, str | tuple[str, ...]]
@@ -144,7 +144,7 @@ class Piece:
         return tuple(self.join([torch.empty(shapes[name], device="meta") for name in self.ours]).shape)
 
 
-def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter of the model, by name."""
     hidden, bias = config.hidden, config.bias
     q, kv, mlp = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.mlp_hidden
@@ -168,7 +168,7 @@ def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
     return {f"{module}.{name}": shape for module, tensors in modules.items() for name, shape in tensors.items()}
 
 
-def pieces_of(config: Config, kind: str) -> list[Piece]:
+def pieces_of(config: ModelConfig, kind: str) -> list[Piece]:
     """All tensors of a model in files of that type, layer by layer."""
     family, shapes = FAMILIES[kind], shapes_of(config)
     once, layered = ([theirs for theirs in family.table if ("*" in theirs) is many] for many in (False, True))
@@ -237,7 +237,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 """The types that models are written as, and the choices that each stands for."""
 
 
-def kind_of(config: Config) -> str:
+def kind_of(config: ModelConfig) -> str:
     """The type that computes what a model of this config does; raises where there is none, naming why."""
     faults = {kind: _faults(config, kind) for kind in NEEDS}
     kind = min(faults, key=lambda name: len(faults[name]))
@@ -249,7 +249,7 @@ def kind_of(config: Config) -> str:
     return kind
 
 
-def _faults(config: Config, kind: str) -> list[str]:
+def _faults(config: ModelConfig, kind: str) -> list[str]:
     """What a type needs and the model has otherwise."""
     found = [
         f"{name}={value!r} instead of {getattr(config, name)!r}"
@@ -266,7 +266,7 @@ def _faults(config: Config, kind: str) -> list[str]:
     return found
 
 
-def describe(config: Config, kind: str) -> dict[str, Any]:
+def describe(config: ModelConfig, kind: str) -> dict[str, Any]:
     """The keys of a config.json, those that say what is computed."""
     common = dict(model_type=kind, architectures=[ARCHITECTURES[kind]], vocab_size=config.vocab)
     common["tie_word_embeddings"] = config.tied

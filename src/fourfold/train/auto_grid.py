@@ -19,7 +19,7 @@ from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
 from fourfold.environment import Environment
 from fourfold.grid import Shape
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.policy import Policy
 from fourfold.report.units import duration
 from fourfold.train.launch import cores
@@ -130,7 +130,7 @@ def _with_dtype(machine: Machine, dtype: str) -> tuple[Machine, list[str]]:
 
 
 def find_grid(
-    model: Config,
+    model: ModelConfig,
     policy: Policy,
     job: Hardware,
     *,

@@ -23,7 +23,7 @@ from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint
 from fourfold.checkpoint.names import ARCHITECTURES, describe, kind_of
 from fourfold.checkpoint.record import RECORD, Record, read_record
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
-from fourfold.models.foreign import read_foreign, read_keys
+from fourfold.models.hugging_face import read_config_json, read_keys
 from fourfold.report.units import count, nbytes
 from fourfold.train.config import Config, beside, read_config
 from fourfold.train.schema import parse, to_table
@@ -70,13 +70,13 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
     return Imported(kind, config, dtype, (*notes, *more))
 
 
-def _read_model(path: Path) -> tuple[str, models.Config, tuple[str, ...]]:
+def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
     """The type, the model that computes the same, and what its file says beyond."""
-    fields, notes = read_foreign(path, exact=True)
+    fields, notes = read_config_json(path, exact=True)
     try:
         section = parse(Model, {"name": "", **fields})  # every value of the right kind
         chosen = {name: getattr(section, name) for name in fields}
-        return read_keys(path)["model_type"], models.Config(**chosen), notes
+        return read_keys(path)["model_type"], models.ModelConfig(**chosen), notes
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

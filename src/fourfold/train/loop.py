@@ -24,8 +24,7 @@ import fourfold
 from fourfold.atomic import write_json
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
-from fourfold.data.loader import Evaluation, Loader
-from fourfold.data.samples import unigram_entropy
+from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.environment import is_watched
 from fourfold.errors import CollectiveError, End, LostPeerError
 from fourfold.grid import Grid
