@@ -20,8 +20,8 @@ from functools import partial
 import compare_table
 import emulated
 from cluster import NotHereError, ending_in_order
-from fourfold.cost.machine import Machine
-from fourfold.cost.search import Space, search
+from fourfold.planner.machine import Machine
+from fourfold.planner.search import Space, search
 from settings import FOURFOLD, PLANNED, Setting, grids_of, peers_of, published_of
 from sides import Line
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from cluster import Cluster
-from fourfold.cost.machine import Machine, load_machine, parse_machine, to_toml
 from fourfold.grid import Shape
+from fourfold.planner.machine import Machine, load_machine, parse_machine, to_toml
 from settings import Job, Setting
 from sides import Line
 

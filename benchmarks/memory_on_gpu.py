@@ -28,11 +28,11 @@ import torch
 import fourfold as ff
 from bed import Bed, multi_process_service
 from fourfold.arriving import local_of
-from fourfold.cost.kept import Alive
-from fourfold.cost.memory import peak_memory
-from fourfold.cost.share import Share
 from fourfold.models.config import ModelConfig
 from fourfold.nn import layer
+from fourfold.planner.kept import Alive
+from fourfold.planner.memory import peak_memory
+from fourfold.planner.share import Share
 from fourfold.policy import Policy
 
 RANKS = 4

@@ -20,11 +20,11 @@ from statistics import fmean, median
 import emulated
 from cluster import NotHereError, ending_in_order
 from emulated import Result, Run
-from fourfold.cost.machine import Machine
-from fourfold.cost.price import Choice, Task, price
-from fourfold.cost.published import published_seconds
 from fourfold.grid import Shape
+from fourfold.planner.machine import Machine
+from fourfold.planner.price import Choice, Task, price
 from markdown_table import table
+from published import published_seconds
 from settings import FOURFOLD, PLANNED, POLICY, Setting, grids_of
 from sides import Line
 

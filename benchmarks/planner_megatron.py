@@ -14,13 +14,13 @@ from typing import get_args
 
 import torch
 
-from fourfold.cost.flops import flops_per_token
-from fourfold.cost.machine import load_machine
-from fourfold.cost.memory import kept_for_backward
-from fourfold.cost.price import Choice, Task, memory_of, price
-from fourfold.cost.search import Space, search
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
+from fourfold.planner.flops import flops_per_token
+from fourfold.planner.machine import load_machine
+from fourfold.planner.memory import kept_for_backward
+from fourfold.planner.price import Choice, Task, memory_of, price
+from fourfold.planner.search import Space, search
 from fourfold.policy import Overlap, Policy, Recompute
 from planner_points import ROWS, SEQ
 from planner_replay import choices_of, replays

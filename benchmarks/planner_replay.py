@@ -10,14 +10,14 @@ from math import inf, log
 
 import torch
 
-from fourfold.cost.machine import Machine, load_machine
-from fourfold.cost.price import Choice, Task, memory_of, timeline
-from fourfold.cost.published import published_ranking
-from fourfold.cost.simulate import Totals
 from fourfold.grid import Shape
 from fourfold.models.config import config
+from fourfold.planner.machine import Machine, load_machine
+from fourfold.planner.price import Choice, Task, memory_of, timeline
+from fourfold.planner.simulate import Totals
 from fourfold.policy import Overlap, Policy
 from planner_points import FITTED, POINTS, ROWS, SEQ, Fit, Point, Step
+from published import published_ranking
 
 FEW_LAYERS = 2
 """From so many layers and one more a step is drawn on: without sums over data behind backward that is exact."""

@@ -22,8 +22,8 @@ from cluster import Cluster, NotHereError, Shape, ending_in_order
 from compare import planned_line
 from emulated import Result
 from fourfold import Shape as Grid
-from fourfold.cost.machine import Machine
-from fourfold.cost.price import Choice, price
+from fourfold.planner.machine import Machine
+from fourfold.planner.price import Choice, price
 from scaling_measured import KINDS, Measured
 from settings import MINIMAL, SIZES, Setting, published_of
 from sides import Line

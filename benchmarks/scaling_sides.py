@@ -13,12 +13,12 @@ from typing import Any, get_args
 
 import torch
 
-from fourfold.cost.flops import flops_per_token
-from fourfold.cost.machine import load_machine
-from fourfold.cost.price import Choice, Task
-from fourfold.cost.search import SHOWN, Space, search
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
+from fourfold.planner.flops import flops_per_token
+from fourfold.planner.machine import load_machine
+from fourfold.planner.price import Choice, Task
+from fourfold.planner.search import SHOWN, Space, search
 from fourfold.policy import Overlap, Policy, Recompute
 from planner_megatron import Staged, fastest_pipeline, megatron_policy
 from planner_points import FITTED, ROWS, SEQ

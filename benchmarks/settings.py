@@ -16,11 +16,11 @@ import torch
 import cluster
 import fourfold as ff
 from fourfold.axes import AXES
-from fourfold.cost.machine import Machine
-from fourfold.cost.price import Task
-from fourfold.cost.published import published_ranking
-from fourfold.cost.seconds import spread_of
 from fourfold.grid import shapes_of
+from fourfold.planner.machine import Machine
+from fourfold.planner.price import Task
+from fourfold.planner.seconds import spread_of
+from published import published_ranking
 from sides import Line, Size
 
 POLICY = ff.Policy(keep_gathered=True)

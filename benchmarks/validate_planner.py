@@ -26,10 +26,10 @@ import torch
 
 import planner_measured
 import planner_megatron as megatron
-from fourfold.cost.machine import load_machine
-from fourfold.cost.price import Task
-from fourfold.cost.search import search
 from fourfold.models.config import config
+from fourfold.planner.machine import load_machine
+from fourfold.planner.price import Task
+from fourfold.planner.search import search
 from markdown_table import table
 from planner_points import (
     ABLATED,

@@ -27,7 +27,7 @@ import torch
 
 import fourfold as ff
 import plain
-from fourfold.cost.flops import PEAK_FLOPS, flops_per_token
+from fourfold.planner.flops import PEAK_FLOPS, flops_per_token
 from fourfold.policy import Policy
 
 CPU_CASES = [

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import fourfold as ff
-from fourfold.cost.machine import load_machine
-from fourfold.cost.price import Task
-from fourfold.cost.search import Plan, search
+from fourfold.planner.machine import load_machine
+from fourfold.planner.price import Task
+from fourfold.planner.search import Plan, search
 
 
 def table(plan: Plan, top: int) -> str:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
-from fourfold.cost.dry import Dry, dry_run, fake_ranks
-from fourfold.cost.kept import kept_bytes
-from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
 from fourfold.models.open import open_model
+from fourfold.planner.dry import Dry, dry_run, fake_ranks
+from fourfold.planner.kept import kept_bytes
+from fourfold.planner.volume import Volume
 from fourfold.policy import Overlap
 
 LLAMA = ff.models.config(

@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.cost.kept import Alive
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
+from fourfold.planner.kept import Alive
 from fourfold.policy import Policy
 
 

@@ -281,7 +281,7 @@ def stream_block(whole: Tensor, case: Case, coords: dict[str, int]) -> Tensor:
 
 
 def predicted(case: Case, rank: int) -> list[Collective]:
-    from fourfold.cost.volume import Volume
+    from fourfold.planner.volume import Volume
 
     rows, seq = case.place
     volume = Volume(case.config, case.shape, case.policy, rows, seq, torch.float64, rank)

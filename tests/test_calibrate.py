@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from fourfold.cli import parser
-from fourfold.cost import calibrate as cost_calibrate
-from fourfold.cost.calibrate import LEAST_LARGEST, Calibration, Launch, groups_of
-from fourfold.cost.fit import (
+from fourfold.grid import Shape
+from fourfold.ledger import Collective
+from fourfold.planner import calibrate as planner_calibrate
+from fourfold.planner.calibrate import LEAST_LARGEST, Calibration, Launch, groups_of
+from fourfold.planner.fit import (
     HIDDEN,
     HIDDEN_ROWS,
     MOST_TURN,
@@ -30,13 +32,11 @@ from fourfold.cost.fit import (
     machine_of,
     not_negative,
 )
-from fourfold.cost.machine import Link, Timed, load_machine, parse_machine, to_toml
-from fourfold.cost.program import step_program
-from fourfold.cost.seconds import Seconds
-from fourfold.cost.simulate import simulate
-from fourfold.cost.volume import Volume
-from fourfold.grid import Shape
-from fourfold.ledger import Collective
+from fourfold.planner.machine import Link, Timed, load_machine, parse_machine, to_toml
+from fourfold.planner.program import step_program
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import simulate
+from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from fourfold.train.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.train.launch import share_cores
@@ -213,8 +213,8 @@ def calibrated(path: str) -> tuple[tuple[float, float], list[float], float]:
     fractions: list[float] = []
     began = time.perf_counter()
     with pytest.MonkeyPatch.context() as patch:
-        watch = Stopwatch(cost_calibrate.collective)
-        patch.setattr(cost_calibrate, "collective", watch)
+        watch = Stopwatch(planner_calibrate.collective)
+        patch.setattr(planner_calibrate, "collective", watch)
         machine = Calibration(line, 2, 3.0, settle=share_cores, progress=fractions.append).measure("here")
     took = time.perf_counter() - began
     if line.rank == 0:

@@ -10,8 +10,8 @@ import torch
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
+from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import Largest, grid_of
 from share import share

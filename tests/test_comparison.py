@@ -16,8 +16,8 @@ import planner_measured
 import settings
 import warm
 from emulated import Result, Run
-from fourfold.cost.machine import load_machine, to_toml
 from fourfold.grid import Shape
+from fourfold.planner.machine import load_machine, to_toml
 from settings import FOURFOLD, MINIMAL, PLANNED, Setting
 from sides import Line
 

@@ -14,7 +14,7 @@ import pytest
 
 from fourfold import models
 from fourfold.commands.parser import grid, setting
-from fourfold.cost.machine import load_machine
+from fourfold.planner.machine import load_machine
 from fourfold.policy import Overlap
 from fourfold.train.auto_grid import Hardware
 from fourfold.train.config import Config, read_config, resolve

@@ -48,7 +48,7 @@ ORDER = [
     "parallelize",
     "checkpoint",
     "compare",
-    "cost",
+    "planner",
     "watch",
     "report",
     "train",
@@ -76,10 +76,10 @@ INSIDE = {
         "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",
         "names", "exchange", "dcp_metadata", "dcp",
     ],
-    "cost": [
+    "planner": [
         "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds",
         "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate",
-        "candidates", "search", "modules", "explain", "published",
+        "candidates", "search", "modules", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
     "report": [

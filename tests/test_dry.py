@@ -12,10 +12,10 @@ import pytest
 import dry
 import fourfold as ff
 from dry import BF16, CASES, GPT, Case
-from fourfold.cost.dry import Dry
-from fourfold.cost.flops import flops_per_token
-from fourfold.cost.work import Attention, Kernel, Launch, Product, Wait
 from fourfold.grid import Shape
+from fourfold.planner.dry import Dry
+from fourfold.planner.flops import flops_per_token
+from fourfold.planner.work import Attention, Kernel, Launch, Product, Wait
 from fourfold.policy import Overlap
 from share import share
 

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import fourfold as ff
-from fourfold.cost.flops import Flops, flops_per_token
 from fourfold.models import ModelConfig
+from fourfold.planner.flops import Flops, flops_per_token
 
 
 def test_by_hand() -> None:

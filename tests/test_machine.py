@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.cost.machine import Link, Machine, Timed, load_machine, machine_names, parse_machine, to_toml
-from fourfold.cost.seconds import CARD, Seconds, count_spread, inside_link, spread_of
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
+from fourfold.planner.machine import Link, Machine, Timed, load_machine, machine_names, parse_machine, to_toml
+from fourfold.planner.seconds import CARD, Seconds, count_spread, inside_link, spread_of
 
 GB = 1e9
 

@@ -17,11 +17,11 @@ import fourfold as ff
 from dry_peak import Case, Found, dry_peaks
 from fourfold import comm
 from fourfold.arriving import local_of
-from fourfold.cost.memory import Memory, kept_for_backward, peak_memory
-from fourfold.cost.share import Share
 from fourfold.grid import Grid, Shape
 from fourfold.nn.initial import BLOCK_ELEMENTS
 from fourfold.nn.layer import specs_of
+from fourfold.planner.memory import Memory, kept_for_backward, peak_memory
+from fourfold.planner.share import Share
 from fourfold.policy import Overlap, Policy
 from harness import Largest, grid_of, join_shards
 

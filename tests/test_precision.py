@@ -8,9 +8,9 @@ import torch
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
+from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
 

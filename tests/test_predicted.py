@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from curves import Curves, config_of, write_texts
-from fourfold.cost.machine import load_machine, to_toml
 from fourfold.grid import Shape
+from fourfold.planner.machine import load_machine, to_toml
 from fourfold.report import write_report
 from fourfold.report.run import read_run
 from fourfold.train.auto_grid import MEASURED, Hardware, locate

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.cost.volume import Volume
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
+from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import grid_of
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.cost.dry import dry_run
-from fourfold.cost.flops import flops_per_token
-from fourfold.cost.program import step_program
-from fourfold.cost.volume import Volume
-from fourfold.cost.work import Attention, Launch, Product, Wait, Work
 from fourfold.grid import Shape
+from fourfold.planner.dry import dry_run
+from fourfold.planner.flops import flops_per_token
+from fourfold.planner.program import step_program
+from fourfold.planner.volume import Volume
+from fourfold.planner.work import Attention, Launch, Product, Wait, Work
 from fourfold.policy import Overlap, Policy
 
 ROWS, SEQ = 4, 16

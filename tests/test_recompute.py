@@ -11,8 +11,8 @@ import torch
 
 import fourfold as ff
 from fourfold.arriving import local_of
-from fourfold.cost.volume import Volume
 from fourfold.grid import Shape
+from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import grid_of
 

@@ -17,10 +17,10 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import planner_megatron
 import scaling
 import scaling_sides
-from fourfold.cost import search
-from fourfold.cost.machine import load_machine
-from fourfold.cost.price import Task
 from fourfold.models.config import config
+from fourfold.planner import search
+from fourfold.planner.machine import load_machine
+from fourfold.planner.price import Task
 from planner_points import POINTS
 from scaling_measured import best_of_each, newest_measured, read_measured
 from scaling_plot import efficiency_of, line_of, plot_all, series_of, spread

@@ -15,15 +15,15 @@ import torch
 import fourfold as ff
 from fourfold.axes import AXES
 from fourfold.cli import main
-from fourfold.cost import search as search_file
-from fourfold.cost.estimate import LEVERS
-from fourfold.cost.machine import Machine, load_machine
-from fourfold.cost.modules import search_module
-from fourfold.cost.price import Choice, Priced, Task, memory_of, price, timeline
-from fourfold.cost.program import step_program
-from fourfold.cost.search import Space, search
-from fourfold.cost.work import Launch
 from fourfold.grid import Shape, shapes_of
+from fourfold.planner import search as search_file
+from fourfold.planner.estimate import LEVERS
+from fourfold.planner.machine import Machine, load_machine
+from fourfold.planner.modules import search_module
+from fourfold.planner.price import Choice, Priced, Task, memory_of, price, timeline
+from fourfold.planner.program import step_program
+from fourfold.planner.search import Space, search
+from fourfold.planner.work import Launch
 from fourfold.policy import Policy
 from fourfold.train.config import read_config, resolve
 from fourfold.train.plan import rows_of

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.cost.machine import Link, Machine
-from fourfold.cost.price import Choice, Task, price, timeline
-from fourfold.cost.seconds import Seconds
-from fourfold.cost.simulate import COMPUTE, chrome_trace, simulate
-from fourfold.cost.work import Kernel, Launch, Product, Wait, Work
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
+from fourfold.planner.machine import Link, Machine
+from fourfold.planner.price import Choice, Task, price, timeline
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import COMPUTE, chrome_trace, simulate
+from fourfold.planner.work import Kernel, Launch, Product, Wait, Work
 
 MACHINE = Machine(
     name="toy",

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 import fourfold as ff
-from fourfold.cost.volume import Volume
+from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import grid_of
 

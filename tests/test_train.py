@@ -37,11 +37,11 @@ from fourfold.arriving import local_of
 from fourfold.axes import AXES
 from fourfold.checkpoint.record import read_record
 from fourfold.checkpoint.weights import weights_of
-from fourfold.cost.volume import Volume
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
+from fourfold.planner.volume import Volume
 from fourfold.policy import Overlap
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, read_config

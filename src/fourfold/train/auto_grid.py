@@ -14,12 +14,12 @@ from difflib import get_close_matches
 import torch
 
 from fourfold.axes import AXES
-from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
-from fourfold.cost.price import Priced, Task
-from fourfold.cost.search import Space, search
 from fourfold.environment import Environment
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
+from fourfold.planner.machine import DTYPES, Machine, load_machine, machine_names
+from fourfold.planner.price import Priced, Task
+from fourfold.planner.search import Space, search
 from fourfold.policy import Policy
 from fourfold.report.units import duration
 from fourfold.train.launch import cores

@@ -15,10 +15,10 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
-from fourfold.cost.calibrate import Calibration
-from fourfold.cost.machine import Machine, parse_machine, to_toml
 from fourfold.environment import Environment, inside_a_job
 from fourfold.grid import Grid
+from fourfold.planner.calibrate import Calibration
+from fourfold.planner.machine import Machine, parse_machine, to_toml
 from fourfold.train.command import close
 from fourfold.train.launch import cores, launch, share_cores
 from fourfold.train.options import chosen_device

@@ -22,8 +22,6 @@ from torch import Tensor
 
 import fourfold
 from fourfold.atomic import write_json
-from fourfold.cost.flops import flops_per_token
-from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.environment import is_watched
 from fourfold.errors import CollectiveError, End, LostPeerError
@@ -32,6 +30,8 @@ from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
+from fourfold.planner.flops import flops_per_token
+from fourfold.planner.kept import kept_bytes
 from fourfold.train.bad_steps import BadStep, StepJudge
 from fourfold.train.config import Config
 from fourfold.train.guard import NoGuard

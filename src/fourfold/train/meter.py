@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fourfold.cost.flops import PEAK_FLOPS, Flops
 from fourfold.grid import Grid
+from fourfold.planner.flops import PEAK_FLOPS, Flops
 
 Mark = float | torch.cuda.Event
 

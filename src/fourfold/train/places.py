@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.cost.machine import load_machine
+from fourfold.planner.machine import load_machine
 from fourfold.train.auto_grid import AUTO
 from fourfold.train.config import Config, read_config
 from fourfold.train.launch import kill_seconds

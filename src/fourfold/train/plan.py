@@ -14,16 +14,16 @@ import torch
 
 from fourfold import models
 from fourfold.atomic import write_json, write_text
-from fourfold.cost.explain import model_facts, plan_document, reasons
-from fourfold.cost.machine import DTYPES, Machine, load_machine
-from fourfold.cost.modules import search_module
-from fourfold.cost.price import Price, Task
-from fourfold.cost.search import Plan, Space, search
-from fourfold.cost.simulate import chrome_trace
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
 from fourfold.models.open import DATA_ONLY, ModelBuilder, open_model, why_data_only
 from fourfold.models.sizes import SIZES
+from fourfold.planner.explain import model_facts, plan_document, reasons
+from fourfold.planner.machine import DTYPES, Machine, load_machine
+from fourfold.planner.modules import search_module
+from fourfold.planner.price import Price, Task
+from fourfold.planner.search import Plan, Space, search
+from fourfold.planner.simulate import chrome_trace
 from fourfold.policy import Overlap
 from fourfold.report.plan import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text

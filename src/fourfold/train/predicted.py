@@ -15,12 +15,12 @@ from typing import Any
 
 from fourfold.atomic import write_json
 from fourfold.axes import AXES
-from fourfold.cost.price import Choice, Price, Task, price
-from fourfold.cost.program import step_program
-from fourfold.cost.seconds import Seconds
-from fourfold.cost.simulate import COMPUTE, Span, chrome_trace, simulate
-from fourfold.cost.work import Launch, Product, Work
 from fourfold.grid import Grid, Shape
+from fourfold.planner.price import Choice, Price, Task, price
+from fourfold.planner.program import step_program
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import COMPUTE, Span, chrome_trace, simulate
+from fourfold.planner.work import Launch, Product, Work
 from fourfold.train.auto_grid import Hardware, Located, locate, memory_bytes
 from fourfold.train.config import Config
 from fourfold.train.record import Event

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from fourfold import __version__
-from fourfold.cost.calibrate import product
 from fourfold.environment import Environment
+from fourfold.planner.calibrate import product
 from fourfold.train.auto_grid import memory_bytes
 from fourfold.train.launch import cores
 from fourfold.watch.checks import Disk, Rank

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fourfold.arriving import Arriving, local_of
-from fourfold.cost.kept import Alive
-from fourfold.cost.work import Attention, Compute, Kernel, Launch, Product, Wait, Work
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Event
+from fourfold.planner.kept import Alive
+from fourfold.planner.work import Attention, Compute, Kernel, Launch, Product, Wait, Work
 
 FACTORS = {
     "mm": ("self", "mat2"),

@@ -19,10 +19,10 @@ from math import inf
 from typing import NamedTuple
 
 from fourfold.axes import AXES
-from fourfold.cost.machine import Machine
-from fourfold.cost.seconds import inside_link
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import ModelConfig
+from fourfold.planner.machine import Machine
+from fourfold.planner.seconds import inside_link
 from fourfold.policy import Policy
 
 MESSAGE_ITEMSIZE = 2
@@ -31,7 +31,7 @@ GRADIENT_ITEMSIZE = 4
 """... and gradients over data in fp32."""
 
 
-class Layer(NamedTuple):
+class PublishedLayer(NamedTuple):
     """A product with weights [k, n]; in a transposed one x cuts the in-features and y the out-features."""
 
     k: int
@@ -46,15 +46,15 @@ class Ranked(NamedTuple):
     seconds: float
 
 
-def layers_of(config: ModelConfig) -> list[Layer]:
+def layers_of(config: ModelConfig) -> list[PublishedLayer]:
     """The layers of one block, ordinary and transposed ones in turn."""
     heads, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     up = config.mlp_hidden * (2 if config.mlp == "swiglu" else 1)
     return [
-        Layer(config.hidden, heads + 2 * kv),
-        Layer(heads, config.hidden, transposed=True),
-        Layer(config.hidden, up),
-        Layer(config.mlp_hidden, config.hidden, transposed=True),
+        PublishedLayer(config.hidden, heads + 2 * kv),
+        PublishedLayer(heads, config.hidden, transposed=True),
+        PublishedLayer(config.hidden, up),
+        PublishedLayer(config.mlp_hidden, config.hidden, transposed=True),
     ]
 
 
@@ -75,7 +75,7 @@ def published_bandwidth(machine: Machine, shape: Shape, axis: str) -> float:
     return machine.between.bandwidth / min(machine.devices_per_node, stride)
 
 
-def layer_elements(layer: Layer, shape: Shape, m: float) -> dict[str, float]:
+def layer_elements(layer: PublishedLayer, shape: Shape, m: float) -> dict[str, float]:
     """What a rank sends for one layer, by axis; m tokens of a replica."""
     x, y, z, data = shape.x, shape.y, shape.z, shape.data
     one, other = ("x", "y") if not layer.transposed else ("y", "x")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import Literal
 
-from fourfold.cost.held import Held
-from fourfold.cost.lives import NONE, Lives, Moment
-from fourfold.cost.share import Share
+from fourfold.planner.held import Held
+from fourfold.planner.lives import NONE, Lives, Moment
+from fourfold.planner.share import Share
 
 At = Literal["head", "loss", "backward", "embedding", "optimizer"]
 

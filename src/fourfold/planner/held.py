@@ -10,8 +10,8 @@ from collections import Counter
 from functools import cached_property
 from math import ceil
 
-from fourfold.cost.share import Share
 from fourfold.layout import chunk
+from fourfold.planner.share import Share
 
 IDS = 8
 """Bytes of a token's id."""

@@ -17,10 +17,10 @@ from typing import TypeVar
 from fourfold.ahead import Gathering
 from fourfold.axes import AXES
 from fourfold.buckets import Bucket
-from fourfold.cost.volume import Volume
-from fourfold.cost.work import Compute, Kernel, Launch, Product, Wait, Work
 from fourfold.ledger import Collective
 from fourfold.overlap import Engine
+from fourfold.planner.volume import Volume
+from fourfold.planner.work import Compute, Kernel, Launch, Product, Wait, Work
 
 T = TypeVar("T")
 Records = Callable[[], Iterable[Collective]]

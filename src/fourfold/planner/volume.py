@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from fourfold.cost.owed import GradientVolume
-from fourfold.cost.share import STATISTIC_NBYTES
 from fourfold.layout import chunk
 from fourfold.ledger import Collective, Op
+from fourfold.planner.owed import GradientVolume
+from fourfold.planner.share import STATISTIC_NBYTES
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.cost.fit import (
+from fourfold.grid import Grid, Shape
+from fourfold.ledger import Collective, Op
+from fourfold.models import ModelConfig, build
+from fourfold.pending import Pending
+from fourfold.planner.fit import (
     HIDDEN,
     HIDDEN_ROWS,
     SMALL,
@@ -35,12 +39,8 @@ from fourfold.cost.fit import (
     Message,
     machine_of,
 )
-from fourfold.cost.flops import PEAK_FLOPS
-from fourfold.cost.machine import DTYPES, Machine, Timed
-from fourfold.grid import Grid, Shape
-from fourfold.ledger import Collective, Op
-from fourfold.models import ModelConfig, build
-from fourfold.pending import Pending
+from fourfold.planner.flops import PEAK_FLOPS
+from fourfold.planner.machine import DTYPES, Machine, Timed
 
 Launch = Callable[[], Pending[Tensor]]
 

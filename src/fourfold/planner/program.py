@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fourfold.cost.rehearse import LANDED, Flight, Landed, Stage, Weights
-from fourfold.cost.volume import Volume
-from fourfold.cost.work import Attention, Kernel, Product, Work
 from fourfold.overlap import Turns
+from fourfold.planner.rehearse import LANDED, Flight, Landed, Stage, Weights
+from fourfold.planner.volume import Volume
+from fourfold.planner.work import Attention, Kernel, Product, Work
 
 Moving = Flight | Landed
 

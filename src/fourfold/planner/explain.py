@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fourfold.axes import AXES
-from fourfold.cost.candidates import Estimated
-from fourfold.cost.price import Priced, Task, memory_of
-from fourfold.cost.search import Plan
-from fourfold.cost.seconds import Seconds
 from fourfold.models.config import ModelConfig
+from fourfold.planner.candidates import Estimated
+from fourfold.planner.price import Priced, Task, memory_of
+from fourfold.planner.search import Plan
+from fourfold.planner.seconds import Seconds
 
 
 def model_facts(config: ModelConfig, name: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from fourfold.buckets import Bucket, fill_buckets
-from fourfold.cost.share import STATISTIC_NBYTES, Share
 from fourfold.ledger import Collective, Op
+from fourfold.planner.share import STATISTIC_NBYTES, Share
 
 Owed = tuple[str, tuple[str, ...], int, int]
 Members = dict[str, tuple[int, int]]

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from fourfold.cost.dry import Dry, dry_run
-from fourfold.cost.flops import Flops
-from fourfold.cost.price import Choice, Priced, Task, without_arrivals
-from fourfold.cost.search import GIB, Plan, Refused
-from fourfold.cost.seconds import Seconds
-from fourfold.cost.simulate import Timeline, simulate
-from fourfold.cost.work import Attention, Product
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.open import ModelBuilder, why_data_only
+from fourfold.planner.dry import Dry, dry_run
+from fourfold.planner.flops import Flops
+from fourfold.planner.price import Choice, Priced, Task, without_arrivals
+from fourfold.planner.search import GIB, Plan, Refused
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import Timeline, simulate
+from fourfold.planner.work import Attention, Product
 from fourfold.policy import Policy
 
 LONGEST = 60.0

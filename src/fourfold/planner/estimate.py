@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from fourfold.axes import AXES
-from fourfold.cost.machine import Machine
-from fourfold.cost.price import Choice, Task
-from fourfold.cost.seconds import Seconds, route_of
+from fourfold.planner.machine import Machine
+from fourfold.planner.price import Choice, Task
+from fourfold.planner.seconds import Seconds, route_of
 from fourfold.policy import Policy, Recompute
 
 FORWARD, BACKWARD, REREAD, REGATHER, AGAIN, STEP = range(6)

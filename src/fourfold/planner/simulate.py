@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from fourfold.cost.seconds import CARD, Seconds
-from fourfold.cost.work import Attention, Kernel, Launch, Product, Wait, Work
+from fourfold.planner.seconds import CARD, Seconds
+from fourfold.planner.work import Attention, Kernel, Launch, Product, Wait, Work
 
 COMPUTE = "compute"
 

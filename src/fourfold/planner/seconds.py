@@ -15,9 +15,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fourfold.cost.machine import ITEMSIZE, Link, Machine, Timed
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
+from fourfold.planner.machine import ITEMSIZE, Link, Machine, Timed
 
 CARD = "card"
 """What all transfers that cross nodes share."""

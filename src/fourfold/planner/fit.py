@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fourfold.cost.machine import CONSTANTS, DTYPES, LINK, Link, Machine, Timed
-from fourfold.cost.program import step_program
-from fourfold.cost.seconds import Seconds
-from fourfold.cost.simulate import simulate
-from fourfold.cost.volume import Volume
-from fourfold.cost.work import Compute
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.models.config import config
+from fourfold.planner.machine import CONSTANTS, DTYPES, LINK, Link, Machine, Timed
+from fourfold.planner.program import step_program
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import simulate
+from fourfold.planner.volume import Volume
+from fourfold.planner.work import Compute
 from fourfold.policy import Policy
 
 Group = tuple[int, int]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from fourfold.cost.held import Held
 from fourfold.overlap import Backlog
+from fourfold.planner.held import Held
 
 DOWN, UP, OUT, QKV = range(4)
 """A layer's products in the order of backward."""

@@ -26,8 +26,6 @@ from torch.overrides import TorchFunctionMode
 
 from fourfold import comm
 from fourfold.buckets import Bucket, fill_buckets
-from fourfold.cost.caught import Caught
-from fourfold.cost.work import Launch, Work
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective
@@ -37,6 +35,8 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
 from fourfold.parallelize.placed import RULES, placed_in
 from fourfold.pending import Pending
+from fourfold.planner.caught import Caught
+from fourfold.planner.work import Launch, Work
 from fourfold.policy import Policy
 
 MAX_NORM = 1.0

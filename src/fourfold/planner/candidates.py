@@ -10,11 +10,11 @@ from typing import get_args
 
 import torch
 
-from fourfold.cost.estimate import LEVERS, Lever
-from fourfold.cost.machine import Machine
-from fourfold.cost.price import Choice
-from fourfold.cost.seconds import Route, Seconds
 from fourfold.grid import Shape
+from fourfold.planner.estimate import LEVERS, Lever
+from fourfold.planner.machine import Machine
+from fourfold.planner.price import Choice
+from fourfold.planner.seconds import Route, Seconds
 from fourfold.policy import Recompute
 
 RECOMPUTE = get_args(Recompute)

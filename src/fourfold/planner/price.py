@@ -14,15 +14,15 @@ from typing import Protocol
 import torch
 
 from fourfold.axes import AXES
-from fourfold.cost.flops import Flops, flops_per_token
-from fourfold.cost.machine import DTYPES, Machine
-from fourfold.cost.memory import Memory, peak_memory
-from fourfold.cost.program import step_program
-from fourfold.cost.seconds import Seconds
-from fourfold.cost.simulate import Timeline, Totals, simulate
-from fourfold.cost.volume import Volume
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
+from fourfold.planner.flops import Flops, flops_per_token
+from fourfold.planner.machine import DTYPES, Machine
+from fourfold.planner.memory import Memory, peak_memory
+from fourfold.planner.program import step_program
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import Timeline, Totals, simulate
+from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 
 QUICK_LAYERS = 3, 4
