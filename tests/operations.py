@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from fourfold.layout import FEATURES, inner
 from fourfold.nn.embedding import Head
-from fourfold.parallelize.layouts import Columns, Shared, fused
-from fourfold.parallelize.placed import Blocks, PlacedLayout, Rest, laid
-from fourfold.parallelize.run import Run
+from fourfold.wrap.layouts import Columns, Shared, fused
+from fourfold.wrap.placed import Blocks, PlacedLayout, Rest, laid
+from fourfold.wrap.run import Run
 
 SHAPE = (3, 5, 6)
 """Divides by y=2 where it must (the last dim) and by nothing where it need not."""

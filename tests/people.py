@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import whole_tensors
-from fourfold.parallelize.placed import Placed
 from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
+from fourfold.wrap.placed import Placed
 from harness import grid_of
 from people_blocks import BLOCKS
 from people_losses import ENDINGS, OF_WEIGHTS, PENALTIES, Batch, Results, draw_batch, weights_outside

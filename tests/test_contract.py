@@ -41,7 +41,7 @@ ORDER = [
     "models",
     "optim",
     "data",
-    "parallelize",
+    "wrap",
     "checkpoint",
     "compare",
     "cost",
@@ -64,7 +64,7 @@ INSIDE = {
         "__init__", "rows", "sampler", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order",
         "samples", "loader",
     ],
-    "parallelize": [
+    "wrap": [
         "run", "precision", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space",
         "together", "linears", "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed",
         "loops", "root", "generate", "swap",
@@ -174,9 +174,9 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     assert set(loaded) & {"fourfold.train", "fourfold.train.process"} == {name for name in loaded if ".train" in name}
 
 
-def test_a_folder_of_the_same_name_does_not_hide_the_function() -> None:
+def test_importing_a_module_of_a_package_keeps_the_public_names() -> None:
     code = (
-        "import fourfold.parallelize.along, fourfold as ff; from fourfold.parallelize import Expand, parallelize\n"
+        "import fourfold.wrap.along, fourfold as ff; from fourfold.wrap import Expand, parallelize\n"
         "assert ff.parallelize is parallelize and callable(ff.explain)\n"
         "import fourfold.nn.loss\n"
         "assert ff.nn.loss.global_mean is ff.global_mean\n"

@@ -24,8 +24,8 @@ import fourfold as ff
 from families import FAMILIES, Case, batch, build, generate
 from fourfold.arriving import local_of
 from fourfold.grid import AXES, Shape
-from fourfold.parallelize import whole_tensors
 from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from share import share

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 import fourfold as ff
 from fourfold.grid import AXES, Grid, Shape
-from fourfold.parallelize import ChannelNorm, Contract, Convolution, Whole, whole_tensors
-from fourfold.parallelize.swap import adapters_of
 from fourfold.policy import Policy
+from fourfold.wrap import ChannelNorm, Contract, Convolution, Whole, whole_tensors
+from fourfold.wrap.swap import adapters_of
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from plain_images import MobileNet, ResNet, UNet

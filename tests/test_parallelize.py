@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import Contract, Expand, Head, Norm, Whole, whole_tensors
 from fourfold.policy import Policy
+from fourfold.wrap import Contract, Expand, Head, Norm, Whole, whole_tensors
 from harness import grid_of, what_is_said
 from parity import LocalAdamW
 from share import share

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Shape
-from fourfold.parallelize.placed import Blocks
+from fourfold.wrap.placed import Blocks
 from people import ALONE, GRIDS, LOOPS, OPTIMIZERS, STEMS, WRAPS, Case, Verdict, check, check_all, fitting, joint
 from people_blocks import BLOCKS
 from people_losses import ENDINGS, PENALTIES

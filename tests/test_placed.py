@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from fourfold.grid import Grid, Shape
 from fourfold.nn.embedding import Head
 from fourfold.nn.moment import drawing
-from fourfold.parallelize.layouts import Columns
-from fourfold.parallelize.placed import RULES, Placed, laid, whole
-from fourfold.parallelize.rules import META
-from fourfold.parallelize.run import Run
 from fourfold.policy import Policy
+from fourfold.wrap.layouts import Columns
+from fourfold.wrap.placed import RULES, Placed, laid, whole
+from fourfold.wrap.rules import META
+from fourfold.wrap.run import Run
 from harness import grid_of
 from operations import CALLS, DRAWN, FALLBACK, HOOKS, KINDS, PROPERTIES, Operands
 from share import share

@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fourfold as ff
 from fourfold.grid import Shape
-from fourfold.parallelize import whole_tensors
-from fourfold.parallelize.gathered import Gathered
-from fourfold.parallelize.linears import Form, Trials
-from fourfold.parallelize.swap import adapters_of
 from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
+from fourfold.wrap.gathered import Gathered
+from fourfold.wrap.linears import Form, Trials
+from fourfold.wrap.swap import adapters_of
 from harness import grid_of
 from linears import LINEARS, ByHand, OwnForward, Products, Turned, by_einsum, by_matmul
 from share import share

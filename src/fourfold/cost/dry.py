@@ -35,9 +35,9 @@ from fourfold.models.config import Config
 from fourfold.models.outside import Model, is_plain, make
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
-from fourfold.parallelize.placed import RULES, placed_in
 from fourfold.pending import Pending
 from fourfold.policy import Policy
+from fourfold.wrap.placed import RULES, placed_in
 
 MAX_NORM = 1.0
 
