@@ -65,11 +65,9 @@ INSIDE = {
         "samples", "loader",
     ],
     "wrap": [
-        "run", "precision", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space",
-        "together", "linears", "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed",
-        "loops", "root", "generate", "swap",
-        "normal", "plan", "multihead", "recipes", "lora", "alternate", "structure", "images", "values",
-        "place", "explain", "build", "__init__",
+        "context", "grid_tensor", "placements", "ops", "ops_dims", "detect", "shared_input", "adapters", "rows",
+        "param_access", "integrations", "passes", "plan", "convert", "multihead", "lora", "images", "structure",
+        "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",
@@ -176,7 +174,7 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
 
 def test_importing_a_module_of_a_package_keeps_the_public_names() -> None:
     code = (
-        "import fourfold.wrap.along, fourfold as ff; from fourfold.wrap import Expand, parallelize\n"
+        "import fourfold.wrap.ops_dims, fourfold as ff; from fourfold.wrap import ExpandParallel, parallelize\n"
         "assert ff.parallelize is parallelize and callable(ff.explain)\n"
         "import fourfold.nn.loss\n"
         "assert ff.nn.loss.global_mean is ff.global_mean\n"

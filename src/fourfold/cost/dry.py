@@ -37,7 +37,7 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
 from fourfold.pending import Pending
 from fourfold.policy import Policy
-from fourfold.wrap.placed import RULES, placed_in
+from fourfold.wrap.grid_tensor import RULES, grid_tensors_in
 
 MAX_NORM = 1.0
 
@@ -129,7 +129,7 @@ class FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        if placed_in((args, kwargs)):  # heads of a parallelised module
+        if grid_tensors_in((args, kwargs)):  # heads of a parallelised module
             on_parts = RULES[func](fused_attention, args, kwargs)
             return func(*args, **kwargs) if on_parts is NotImplemented else on_parts
         return fused_attention(*args, **kwargs)

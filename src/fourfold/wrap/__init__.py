@@ -1,37 +1,33 @@
-"""Any module onto the grid: `parallelize`, `explain`, and the words of a plan."""
+"""Any module onto the grid: `parallelize`, `explain`, the styles of a plan, and `whole_tensors`."""
 
-import fourfold.wrap.along
-import fourfold.wrap.attention
-import fourfold.wrap.einsums
-import fourfold.wrap.shapes
-import fourfold.wrap.space  # noqa: F401  # these register what runs on parts
-from fourfold.wrap.build import parallelize
-from fourfold.wrap.explain import explain
+import fourfold.wrap.ops
+import fourfold.wrap.ops_dims  # noqa: F401  # importing them registers the rules
+from fourfold.wrap.build import explain, parallelize
+from fourfold.wrap.param_access import whole_tensors
 from fourfold.wrap.plan import (
-    ChannelNorm,
-    Contract,
-    Convolution,
-    Embedding,
-    Expand,
-    Head,
-    HeadNorm,
-    Heads,
-    Norm,
-    Whole,
+    ChannelNormParallel,
+    ContractParallel,
+    ConvParallel,
+    EmbeddingParallel,
+    ExpandParallel,
+    HeadNormParallel,
+    HeadParallel,
+    HeadsParallel,
+    NormParallel,
+    WholeTensors,
 )
-from fourfold.wrap.state import whole_tensors
 
 __all__ = [
-    "ChannelNorm",
-    "Contract",
-    "Convolution",
-    "Embedding",
-    "Expand",
-    "Head",
-    "HeadNorm",
-    "Heads",
-    "Norm",
-    "Whole",
+    "ChannelNormParallel",
+    "ContractParallel",
+    "ConvParallel",
+    "EmbeddingParallel",
+    "ExpandParallel",
+    "HeadNormParallel",
+    "HeadParallel",
+    "HeadsParallel",
+    "NormParallel",
+    "WholeTensors",
     "explain",
     "parallelize",
     "whole_tensors",

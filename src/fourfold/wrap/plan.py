@@ -1,8 +1,8 @@
-"""The words of a plan, what they match, and what other people's words mean.
+"""Plans: which parallel style each module of a model gets, and what other people's words for styles mean.
 
-A plan says of modules, by name, what they are on the grid. A key is the name of a module, or a pattern in which `*`
-stands for one step of a name: `model.layers.*.mlp.up_proj`. It may leave out the first steps, as Hugging Face's plans
-do. A key that matches nothing is an error.
+A plan maps names of modules to styles, as torch's `parallelize_module` does. A key is the name of a module, or a
+pattern in which `*` stands for one step of a name: `model.layers.*.mlp.up_proj`. It may leave out the first steps, as
+Hugging Face's plans do. A key that matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -14,133 +14,171 @@ from difflib import get_close_matches
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class ParallelStyle:
     """What a module is on the grid."""
 
 
 @dataclass(frozen=True, slots=True)
-class Expand(Word):
-    """A linear layer from the residual stream to the inside of a sublayer: out-features over x, in-features over y.
+class ExpandParallel(ParallelStyle):
+    """A linear layer from the residual stream into a sublayer: out-features over x, in-features over y.
 
-    `parts`: how many equal layers the weight holds, one after the other (gate and up: 2), or "qkv" for the queries,
-    keys and values of the attention that it is part of.
+    `parts` is the number of equal layers that the weight holds one after the other (gate and up: 2), or "qkv" for the
+    queries, keys and values of the attention around it.
     """
 
     parts: int | str = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Contract(Word):
-    """A linear layer from the inside of a sublayer back: out-features over y, in-features over x."""
+class ContractParallel(ParallelStyle):
+    """A linear layer from a sublayer back to the residual stream: out-features over y, in-features over x."""
 
 
 @dataclass(frozen=True, slots=True)
-class Head(Word):
+class HeadParallel(ParallelStyle):
     """A linear layer to any number of outputs, such as logits over a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding(Word):
-    """A table of vectors by token, rows over x, features over y."""
+class EmbeddingParallel(ParallelStyle):
+    """A table of vectors by token: rows over x, features over y."""
 
 
 @dataclass(frozen=True, slots=True)
-class Norm(Word):
-    """A norm of the residual stream, statistics over all features."""
+class NormParallel(ParallelStyle):
+    """A norm of the residual stream, with statistics over all features."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorm(Word):
+class HeadNormParallel(ParallelStyle):
     """A norm of each attention head by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heads(Word):
-    """A module whose outputs' last dim is attention heads, such as a table of biases by position."""
+class HeadsParallel(ParallelStyle):
+    """A module whose output's last dim is attention heads, such as a table of biases by position."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Word):
-    """Its own code on whole tensors, that of the modules inside it included; parameters are cut over z and gathered."""
+class WholeTensors(ParallelStyle):
+    """The module's own code on whole tensors, and that of the modules inside it.
+
+    Parameters are cut over z and gathered for each use.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution(Word):
-    """A convolution: out-channels over x, in-channels over y; `contract` swaps the two, so that layers alternate. One
-    in groups keeps the cut of its input, which `contract` says as for a norm."""
+class ConvParallel(ParallelStyle):
+    """A convolution: out-channels over x, in-channels over y. `contract` swaps the two, so that layers alternate.
+
+    A grouped convolution keeps the cut of its input; there `contract` says, as for a norm, how the input is cut.
+    """
 
     contract: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelNorm(Word):
-    """BatchNorm, GroupNorm or InstanceNorm of channels that are cut; a BatchNorm's statistics are over the whole batch.
-    `contract`: they are cut as a contracting convolution leaves them."""
+class ChannelNormParallel(ParallelStyle):
+    """BatchNorm, GroupNorm or InstanceNorm of channels that are cut. BatchNorm's statistics are over the whole batch.
+
+    `contract` says that the channels are cut as a contracting convolution leaves them.
+    """
 
     contract: bool = False
 
 
-HUGGING_FACE: dict[str, Word] = {
-    "colwise": Expand(),
-    "colwise_rep": Head(),
-    "colwise_gather_output": Head(),
-    "packed_colwise": Expand(parts=2),
-    "rowwise": Contract(),
-    "rowwise_rep": Contract(),
-    "rowwise_split_input": Contract(),
-    "embedding_rowwise": Embedding(),
-    "sequence_parallel": Norm(),
-    "replicated_with_grad_allreduce": HeadNorm(),
-    "replicate": Whole(),
+@dataclass(frozen=True, slots=True)
+class MultiheadParallel(ParallelStyle):
+    """An nn.MultiheadAttention. It is found by structure and never written in a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraParallel(ParallelStyle):
+    """One factor of a LoRA pair beside a linear layer. It is found by structure and never written in a plan."""
+
+    base: str
+    """The name of the linear layer."""
+    factor: str
+    """peft's name of the factor: "lora_A" or "lora_B"."""
+
+
+HUGGING_FACE: dict[str, ParallelStyle] = {
+    "colwise": ExpandParallel(),
+    "colwise_rep": HeadParallel(),
+    "colwise_gather_output": HeadParallel(),
+    "packed_colwise": ExpandParallel(parts=2),
+    "rowwise": ContractParallel(),
+    "rowwise_rep": ContractParallel(),
+    "rowwise_split_input": ContractParallel(),
+    "embedding_rowwise": EmbeddingParallel(),
+    "sequence_parallel": NormParallel(),
+    "replicated_with_grad_allreduce": HeadNormParallel(),
+    "replicate": WholeTensors(),
 }
 """The words of a `tp_plan` in transformers."""
 
+RECIPES: dict[str, dict[str, ParallelStyle]] = {
+    "gpt2": {"attn.c_attn": ExpandParallel(parts="qkv")},  # the columns of q, then of k, then of v
+    "phi3": {"self_attn.qkv_proj": ExpandParallel(parts="qkv"), "mlp.gate_up_proj": ExpandParallel(parts=2)},
+    "t5": {"relative_attention_bias": HeadsParallel()},
+}
+"""Styles that structure does not show, by the `model_type` of a model's config. Modules that no recipe names, and
+families that are not here, are found by structure (structure.py)."""
+CONTRASTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("clip", "chinese_clip", "metaclip_2"), ("visual_projection", "text_projection")),
+    **dict.fromkeys(("siglip", "siglip2"), ("vision_model.head", "text_model.head")),
+}
+"""The modules of each family whose rows are compared with each other when the model is called with return_loss=True."""
+
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A word, and why it was chosen."""
+class StyleChoice:
+    """The style of a module, why it was chosen, and whether the user's plan gave it."""
 
-    word: Word
+    style: ParallelStyle
     why: str
+    given: bool = False
 
 
-def resolve(plan: Mapping[str, Word | str], names: Iterable[str], why: str) -> dict[str, Choice]:
-    """The word for every module that the plan names."""
+def resolve(
+    plan: Mapping[str, ParallelStyle | str], names: Iterable[str], source: str, *, given: bool
+) -> dict[str, StyleChoice]:
+    """Return the style of every module that the plan names; `source` is what the reason calls the plan."""
     names = list(names)
     if not isinstance(plan, Mapping):
-        raise ValueError(f"plan={plan!r}: a plan is a dict of words by the names of modules, or None")
-    chosen: dict[str, Choice] = {}
-    for key, word in plan.items():
+        raise ValueError(f"plan={plan!r}: a plan is a dict from names of modules to styles; give such a dict, or None")
+    chosen: dict[str, StyleChoice] = {}
+    for key, style in plan.items():
         matching = matches(key, names)
         if not matching:
             near = get_close_matches(key, [pattern_of(name) for name in names], n=1, cutoff=0)
             raise ValueError(
                 f"plan: {key!r} matches no module of the model; the nearest name is {near[0]!r}"
                 if near
-                else f"plan: {key!r} matches no module, the model has none"
+                else f"plan: {key!r} matches no module, because the model has none"
             )
-        chosen |= dict.fromkeys(matching, Choice(meaning(key, word), f"{why}: {key!r}"))
+        chosen |= dict.fromkeys(matching, StyleChoice(style_of(key, style), f"{source}: {key!r}", given))
     return chosen
 
 
-def whole_below(chosen: Mapping[str, Choice], names: Iterable[str]) -> dict[str, Choice]:
-    """What is inside a module that runs on whole tensors does so too, unless the plan says otherwise."""
-    spread = dict(chosen)
+def whole_below(chosen: Mapping[str, StyleChoice], names: Iterable[str]) -> dict[str, StyleChoice]:
+    """Give modules inside one that runs on whole tensors the same style, unless the plan names them too."""
+    extended = dict(chosen)
     for name, choice in chosen.items():
-        if isinstance(choice.word, Whole):
-            spread |= {
+        if isinstance(choice.style, WholeTensors):
+            extended |= {
                 below: choice for below in names if below.startswith(f"{name}." if name else "") and below not in chosen
             }
-    return spread
+    return extended
 
 
 def pattern_of(name: str) -> str:
-    """The same for all of several equal blocks: their numbers are `*`."""
+    """Replace the numbers in a name by `*`, so that equal blocks have one pattern."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}").lstrip(".")
 
 
 def matches(key: str, names: Iterable[str]) -> list[str]:
-    """Names that are the key, or else those that end in it."""
+    """Return the names that match the key as a whole, or else those that end in it."""
     pattern = r"\.".join("[^.]+" if step == "*" else re.escape(step).replace(r"\*", "[^.]*") for step in key.split("."))
     names = list(names)
     return [name for name in names if re.fullmatch(pattern, name)] or [
@@ -148,13 +186,15 @@ def matches(key: str, names: Iterable[str]) -> list[str]:
     ]
 
 
-def meaning(key: str, word: Word | str) -> Word:
-    if isinstance(word, Word):
-        return word
-    if isinstance(word, str) and word in HUGGING_FACE:
-        return HUGGING_FACE[word]
+def style_of(key: str, style: ParallelStyle | str) -> ParallelStyle:
+    """Return the style for a value of a plan, which may be one of Hugging Face's words."""
+    if isinstance(style, ParallelStyle):
+        return style
+    if isinstance(style, str) and style in HUGGING_FACE:
+        return HUGGING_FACE[style]
     raise ValueError(
-        f"plan: {key!r} has {word!r}; words are Expand(), Contract(), Head(), Embedding(), Norm(), HeadNorm(), "
-        "Heads(), Whole(), Convolution(), ChannelNorm() of fourfold.wrap, or Hugging Face's "
+        f"plan: {key!r} has {style!r}; use one of the styles ExpandParallel(), ContractParallel(), HeadParallel(), "
+        "EmbeddingParallel(), NormParallel(), HeadNormParallel(), HeadsParallel(), ConvParallel(), "
+        "ChannelNormParallel(), WholeTensors() of fourfold.wrap, or Hugging Face's "
         f"{', '.join(map(repr, HUGGING_FACE))}"
     )
