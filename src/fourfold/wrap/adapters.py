@@ -64,7 +64,7 @@ class Adapter(ABC):
     """Runs a module on the grid."""
 
     form: LinearForm | None = None
-    """What the module computes, if it is a linear layer."""
+    """The form of the module, if it is a linear layer."""
 
     def __init__(self, name: str, context: ModelContext, why: str) -> None:
         self.name, self.context, self.why = name, context, why
@@ -425,7 +425,7 @@ class ReadScalar(torch.autograd.Function):
 
 
 class HeadsAdapter(GatheredAdapter):
-    """A module whose output's last dim is attention heads, such as a table of biases: each rank takes its heads."""
+    """A module with attention heads as the last dim of its output, such as a table of biases; ranks take their own."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = super().__call__(module, forward, *args, **kwargs)
@@ -439,7 +439,7 @@ class HeadsAdapter(GatheredAdapter):
 
 
 class ComputedWeightAdapter(GatheredAdapter):
-    """A linear layer whose weight is computed from other parameters: weight norm, spectral norm, any parametrisation.
+    """A linear layer that computes its weight from other parameters: weight norm, spectral norm, any parametrisation.
 
     The parameters are gathered over z and the module's own code computes the weight, whole and alike on every rank of x
     and y. Each rank multiplies by its block of the weight and finds the gradient of that block. The blocks are

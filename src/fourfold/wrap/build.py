@@ -1,4 +1,4 @@
-"""`parallelize` puts any module onto the grid, in place; `explain` tells what every module does there, and why."""
+"""`parallelize` puts any module onto the grid, in place; `explain` shows what every module does there, and why."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _adapters(
 ) -> dict[str, Adapter]:
     """Make an adapter for every module that is not on the grid yet."""
     made: dict[str, Adapter] = {}
-    # a LoRA factor after the layer that it stands beside, whose adapter it needs
+    # LoRA factors come last, because they need the adapter of the layer beside them
     for name in sorted(found.choices, key=lambda name: isinstance(found.choices[name].style, LoraParallel)):
         if name not in fresh:
             continue
@@ -347,7 +347,7 @@ MAKERS: dict[type[ParallelStyle], Callable[[str, nn.Module, StyleChoice, ModelSt
     ConvParallel: _convolution,
     ChannelNormParallel: _channel_norm,
 }
-"""What makes the adapter of each style."""
+"""The function that makes the adapter of each style."""
 
 
 def _drop_replaced_readers(model: nn.Module) -> None:

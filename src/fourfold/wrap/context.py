@@ -69,7 +69,7 @@ class ModelContext:
         self.unchecked = ""
         """Why the model could not be checked for rows that depend on each other; empty if it could."""
         self.whole_copies: list[Any] = []
-        """Whole copies of cut tensors of which model code may hold views (`grid_tensor.WholeCopy`)."""
+        """Whole copies of cut tensors, with views that model code may hold (`grid_tensor.WholeCopy`)."""
         self.last_cast: tuple[Tensor, object, Tensor] | None = None
         """The tensor that was last cast for a layer, the dtype and state it was cast for, and the result."""
         self.own_code: list[str] = []

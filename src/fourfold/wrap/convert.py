@@ -1,6 +1,6 @@
 """Turns plain modules into modules on the grid, in place: another class, and shards in place of parameters.
 
-A module's class becomes a subclass with the same name whose forward is run by adapters; identity, hooks, children and
+A module's class becomes a subclass of the same name, and adapters run its forward; identity, hooks, children and
 names stay. Its parameters become shards of the plain module's values, or of values that the model's own
 initialisation draws.
 """
@@ -42,7 +42,7 @@ PARENTS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.GroupNorm, nn.SyncBatchNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm),
 )
-"""Classes of torch whose forward a subclass may call from its own."""
+"""Classes of torch with a forward that a subclass may call from its own."""
 
 
 # classes
@@ -64,7 +64,7 @@ def convert(module: nn.Module, adapter: Adapter) -> None:
 
 @functools.cache  # one class per plain class, so that equal modules keep equal types
 def _on_grid(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of the same name whose forward is run by adapters.
+    """Return a subclass of the same name in which adapters run forward.
 
     A subclass of nn.Linear, for example, may scale what the parent's forward returns. It keeps its own forward, and
     adapters run in place of the parent's.

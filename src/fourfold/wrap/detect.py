@@ -1,7 +1,7 @@
 """Detects linear layers and norms of any class by trying them on numbers, because names and classes say little.
 
 A copy of the module in fp64 is called with random inputs. The module is a linear layer if every result, and every
-gradient, is that of `a W^T + b` or `a W + b`, and if the call changes nothing else. The trial also shows how many dims
+gradient, agrees with `a W^T + b` or `a W + b`, and if the call changes nothing else. The trial also shows how many dims
 an input may have; for any other input the module's own code runs. Norms are compared with the formulas of an RMS norm
 and of LayerNorm.
 """

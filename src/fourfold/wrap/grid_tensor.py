@@ -241,7 +241,7 @@ def run_on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 class WholeCopy:
-    """A whole copy of a cut tensor of which model code holds views, and the versions at which the two are equal."""
+    """A whole copy of a cut tensor, with views in model code, and the versions at which the two are equal."""
 
     def __init__(self, tensor: GridTensor, whole: Tensor) -> None:
         # weak: the copy lives only as long as model code holds a view, and a view holds its base tensor

@@ -1,7 +1,7 @@
 """Convolutions and channel norms of a user's model: which role each plays, and what it does on the grid.
 
 Between these layers an image's channels are cut over x and y, in the order in which the layer that made them leaves
-them; space is whole. The output of an expanding convolution is cut over x and then y, that of a contracting one over y
+them; space is whole. An expanding convolution leaves its output cut over x and then y, a contracting one over y
 and then x, and the other kind reads it as it lies. A weight's storage depends on this role, so roles are chosen before
 anything runs. Modules are taken to run in the order in which they stand in the model, with two exceptions: a shortcut
 starts where its block does and ends as the block's other branch ends, and between convolutions that fill a ModuleList
@@ -75,7 +75,7 @@ class _RoleWalk:
         """Whether channels are cut as a contracting convolution leaves them. The model's input is whole, and the first
         convolution expands it."""
         self.ends: dict[str, tuple[bool, str]] = {}
-        """Convolutions whose output is not to alternate: how it is to be cut, and why."""
+        """Convolutions with an output that is not to alternate: how it is to be cut, and why."""
         self._seen: set[nn.Module] = set()
 
     def visit(self, name: str, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What other libraries ask of a model (transformers, accelerate, Fabric), answered for a wrapped one.
+"""Answers to what other libraries (transformers, accelerate, Fabric) ask of a model, for a wrapped one.
 
 A wrapped model reduces its own gradients and is already on its devices, so nobody may wrap, move or shard it again.
 Accumulation, saving and `generate` keep their usual names. A precision that a training loop asks for must be the

@@ -74,7 +74,7 @@ SINGULAR = {
     *("floor_divide", "remainder", "pow", "log", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "addcdiv"),
     *("__rtruediv__", "__rdiv__", "__pow__", "__rpow__", "__mod__", "__floordiv__"),
 }
-"""Operations whose value or derivative may be infinite at a padding entry. The gradient of padding is 0, but 0 times
+"""Operations with a value or derivative that may be infinite at padding. The gradient of padding is 0, but 0 times
 infinity is NaN, which would reach an operand that is broadcast over the padding."""
 DIVIDES = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "__idiv__", "div_"}
 """Divisions, which are singular only if the divisor is a tensor that has padding."""
@@ -82,7 +82,7 @@ DIVIDES = {"div", "divide", "true_divide", "__truediv__", "__itruediv__", "__idi
 
 @rule(*functions_named(*POINTWISE.split()))
 def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run an elementwise operation whose operands broadcast to the largest one."""
+    """Run an elementwise operation on operands that broadcast to the largest one."""
     leader = max(grid_tensors_in((args, kwargs)), key=lambda tensor: tensor.shape.numel())
     placement, name = leader.placement, getattr(func, "__name__", "").removeprefix("special_")
     if isinstance(placement, FusedPlacement):

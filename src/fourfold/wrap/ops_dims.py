@@ -85,7 +85,7 @@ def transpose(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
 def _permuted(a: GridTensor, act: Callable[[Tensor], Tensor]) -> Any:
     if not isinstance(a.placement, ChunkPlacement):
         return NotImplemented
-    # a tensor whose strides are its dim numbers shows where each dim goes
+    # the strides of this tensor are its dim numbers, so they show where each dim goes
     dims = act(torch.empty_strided([1] * len(a.shape), list(range(len(a.shape))), device="meta")).stride()
     shape = Size(a.shape[dim] for dim in dims)
     return GridTensor(act(a.local), a.placement.moved(dims.index(a.placement.dim)), shape)
@@ -292,7 +292,7 @@ def repeat_interleave(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa
     return widened.expand(*a.shape[: dim + 1], repeats, *a.shape[dim + 1 :]).reshape(shape)
 
 
-# operations over space, on images of which the channels are cut: they treat every channel by itself
+# operations over space, on images with channels that are cut: they treat every channel by itself
 
 
 def over_space(dims: int, func: Callable, args: tuple, kwargs: dict) -> Any:

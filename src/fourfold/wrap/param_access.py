@@ -192,8 +192,8 @@ def whole_of(parameter: Tensor, spec: Spec, grid: Grid) -> Tensor:
 def whole_tensors(model: nn.Module, kind: str = "parameter") -> dict[str, Tensor]:
     """Return whole tensors under the names of the plain model's `state_dict`.
 
-    `kind` is "parameter", "gradient" (0 where there is none), or "state" for parameters and buffers. All ranks call it.
-    It serves for saving, comparing and inspecting models that fit on one device.
+    `kind` is "parameter", "gradient" (0 for a parameter without one), or "state" for parameters and buffers. All ranks
+    call it. It serves for saving, comparing and inspecting models that fit on one device.
     """
     if kind not in ("parameter", "gradient", "state"):
         raise ValueError(f"kind={kind!r}: use 'parameter', 'gradient' or 'state'")

@@ -48,7 +48,7 @@ BY_CLASS = {
     for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
     if hasattr(functional, name)
 }
-"""Losses whose mean is over the targets that count, weighted by class."""
+"""Losses with a mean over the targets that count, weighted by class."""
 BY_ELEMENT = {
     functional.mse_loss,
     functional.l1_loss,
@@ -70,9 +70,9 @@ BY_ELEMENT = {
     functional.triplet_margin_with_distance_loss,
     functional.ctc_loss,
 }
-"""Losses whose mean is over the elements that they return with reduction="none"."""
+"""Losses with a mean over the elements that they return with reduction="none"."""
 BY_WEIGHT = {functional.mse_loss, functional.l1_loss}
-"""Losses by element whose mean is divided by the sum of their weights, if they have weights."""
+"""Losses by element that divide by the sum of their weights, if they have weights."""
 DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[missing-attribute]
 """Reading and writing `.data`."""
 
@@ -381,7 +381,7 @@ class RootAdapter(Adapter):
                 raise RuntimeError(
                     f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "
                     "in forward from the rows it sees, and each (data, z) place sees others: the copies would drift "
-                    "apart; use a layer whose statistics are over the whole batch (nn.BatchNorm is), or keep the "
+                    "apart; use a layer with statistics over the whole batch (nn.BatchNorm is), or keep the "
                     "buffer out of forward"
                 )
 
@@ -433,7 +433,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class ContrastiveAdapter(Adapter):
-    """A module whose rows a contrastive loss compares: if the pass has such a loss, it returns all places' rows."""
+    """A module with rows that a contrastive loss compares: if the pass has such a loss, it returns all places' rows."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         out = forward(*args, **kwargs)

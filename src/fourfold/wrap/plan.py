@@ -15,7 +15,7 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True, slots=True)
 class ParallelStyle:
-    """What a module is on the grid."""
+    """Base of all styles: how a module is run on the grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class HeadNormParallel(ParallelStyle):
 
 @dataclass(frozen=True, slots=True)
 class HeadsParallel(ParallelStyle):
-    """A module whose output's last dim is attention heads, such as a table of biases by position."""
+    """A module with attention heads as the last dim of its output, such as a table of biases by position."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeTensors(ParallelStyle):
-    """The module's own code on whole tensors, and that of the modules inside it.
+    """The module's own code on whole tensors, for the module and all modules inside it.
 
     Parameters are cut over z and gathered for each use.
     """
@@ -128,7 +128,7 @@ CONTRASTED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("clip", "chinese_clip", "metaclip_2"), ("visual_projection", "text_projection")),
     **dict.fromkeys(("siglip", "siglip2"), ("vision_model.head", "text_model.head")),
 }
-"""The modules of each family whose rows are compared with each other when the model is called with return_loss=True."""
+"""For each family, the modules with rows that are compared with each other under return_loss=True."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ def _collect_restores(value: Any, known: set[int], restores: list[Callable[[], N
 
 
 LIBRARIES = ("builtins", "torch", "fourfold", "transformers", "peft")
-"""Packages whose objects forward does not change in a way that a second forward would notice."""
+"""Packages with objects that forward does not change in a way that a second forward would notice."""
 
 
 def _is_users(value: object) -> bool:
@@ -231,10 +231,10 @@ def rows_along(dim: int, args: Any, kwargs: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """What the comparison found."""
+    """The result of a comparison."""
 
     dependent: str | None
-    """The output whose rows depend on other rows; None if there is none."""
+    """The output with rows that depend on other rows; None if all rows are independent."""
     scalars: set[int]
     """The scalar outputs that are no mean over rows, as positions among the leaves of the result."""
 

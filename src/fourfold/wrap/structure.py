@@ -46,7 +46,7 @@ CONTRACTING = (
 )
 """Linear layers that lead out of a sublayer, back to the residual stream."""
 CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec")
-"""Parts of the names of attention whose queries and keys read different tensors."""
+"""Parts of the names of attention modules in which queries and keys read different tensors."""
 TOKEN_EMBEDDINGS = (
     "embed_tokens",
     "wte",
@@ -65,7 +65,7 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead",
 
 @dataclass
 class ModelStructure:
-    """What every module is, which modules read together, and where the residual stream passes through equal blocks."""
+    """The style of every module, the groups that read together, and the blocks that the residual stream passes."""
 
     choices: dict[str, StyleChoice] = field(default_factory=dict)
     groups: dict[tuple[str, ...], HeadCounts | None] = field(default_factory=dict)
@@ -342,7 +342,7 @@ def _fix_choices(found: ModelStructure, modules: Mapping[str, nn.Module], y: int
             isinstance(choice.style, (NormParallel, EmbeddingParallel))
             and module is not None
             and module.weight.shape[-1] % y  # type: ignore[union-attr]
-        ):  # type: ignore[union-attr]
+        ):
             why = f"{choice.why}, but its features do not divide by y={y}"
             found.choices[name] = replace(choice, style=WholeTensors(), why=why)
     _fix_shared(found, modules)
