@@ -42,7 +42,7 @@ PRELOAD = [
     "torch.profiler",
     "torch.utils.tensorboard",
     "fourfold.cli",
-    "fourfold.parallelize",
+    "fourfold.wrap",
     "fourfold.train.command",
     "pytest",  # of every file with jobs
     "transformers.modeling_utils",

@@ -45,7 +45,7 @@ ORDER = [
     "models",
     "optim",
     "data",
-    "parallelize",
+    "wrap",
     "checkpoint",
     "compare",
     "planner",
@@ -65,12 +65,10 @@ INSIDE = {
     ],
     "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
     "data": ["__init__", "rows", "tokenizer", "token_files", "text", "open", "order", "loader"],
-    "parallelize": [
-        "run", "precision", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space",
-        "together", "linears", "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed",
-        "loops", "root", "generate", "swap",
-        "normal", "plan", "multihead", "recipes", "lora", "alternate", "structure", "images", "values",
-        "place", "explain", "build", "__init__",
+    "wrap": [
+        "context", "grid_tensor", "placements", "ops", "ops_dims", "detect", "shared_input", "adapters", "rows",
+        "param_access", "integrations", "passes", "plan", "convert", "multihead", "lora", "images", "structure",
+        "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",
@@ -177,9 +175,9 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     assert set(loaded) & {"fourfold.train", "fourfold.train.process"} == {name for name in loaded if ".train" in name}
 
 
-def test_a_folder_of_the_same_name_does_not_hide_the_function() -> None:
+def test_importing_a_module_of_a_package_keeps_the_public_names() -> None:
     code = (
-        "import fourfold.parallelize.along, fourfold as ff; from fourfold.parallelize import Expand, parallelize\n"
+        "import fourfold.wrap.ops_dims, fourfold as ff; from fourfold.wrap import ExpandParallel, parallelize\n"
         "assert ff.parallelize is parallelize and callable(ff.explain)\n"
         "import fourfold.nn.loss\n"
         "assert ff.nn.loss.global_mean is ff.global_mean\n"

@@ -17,7 +17,7 @@ from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.layout import EXPAND_WEIGHT, RESIDUAL_VECTOR, WHOLE, Layout, Spec
 from fourfold.nn.layer import shard_parameter
-from fourfold.parallelize import whole_tensors
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from strange import NanoGPT, tokens
 

@@ -25,8 +25,8 @@ from families import FAMILIES, Case, batch, build, generate
 from fourfold.arriving import local_of
 from fourfold.axes import AXES
 from fourfold.grid import Shape
-from fourfold.parallelize import whole_tensors
 from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from share import share

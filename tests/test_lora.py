@@ -20,8 +20,8 @@ from families import VOCAB, Case, batch, build
 from fourfold.arriving import local_of
 from fourfold.grid import Shape
 from fourfold.nn.layer import specs_of
-from fourfold.parallelize import whole_tensors
 from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from parity import LocalAdamW
 from share import share

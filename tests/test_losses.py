@@ -18,7 +18,7 @@ import fourfold as ff
 from families import Widened
 from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import whole_tensors
+from fourfold.wrap import whole_tensors
 from harness import grid_of, join_shards
 from share import share
 

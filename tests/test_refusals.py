@@ -19,8 +19,8 @@ from torch.func import functional_call
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import whole_tensors
 from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
 from harness import grid_of, what_is_said
 from strange import NanoGPT, tokens
 

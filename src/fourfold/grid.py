@@ -300,7 +300,7 @@ class Grid:
         """Every DTensor on the grid leads here, through its mesh, when it is pickled."""
         raise TypeError(
             "torch.save and pickle would write this rank's shards alone, which fit nowhere else; on all ranks call "
-            "state = fourfold.parallelize.whole_tensors(model, 'state') and save that on one of them (load_state_dict "
+            "state = fourfold.wrap.whole_tensors(model, 'state') and save that on one of them (load_state_dict "
             "takes it on any grid), or save model.state_dict() and the optimizer's with torch.distributed.checkpoint"
         )
 

@@ -33,11 +33,11 @@ from fourfold.models.config import ModelConfig
 from fourfold.models.open import ModelDefinition, build_on_meta, is_plain
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
-from fourfold.parallelize.placed import RULES, placed_in
 from fourfold.pending import Pending
 from fourfold.planner.caught import Caught
 from fourfold.planner.work import Launch, Work
 from fourfold.policy import Policy
+from fourfold.wrap.grid_tensor import RULES, grid_tensors_in
 
 MAX_NORM = 1.0
 
@@ -129,7 +129,7 @@ class FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        if placed_in((args, kwargs)):  # heads of a parallelised module
+        if grid_tensors_in((args, kwargs)):  # heads of a parallelised module
             on_parts = RULES[func](fused_attention, args, kwargs)
             return func(*args, **kwargs) if on_parts is NotImplemented else on_parts
         return fused_attention(*args, **kwargs)
