@@ -27,9 +27,9 @@ from fourfold.nn.layer import specs_of
 from fourfold.overlap import Overlap
 from harness import Largest, grid_of
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-import memory_on_gpu
+from benchmarks.planner import memory_on_gpu
 
 SHAPE = Shape(x=2, z=2)
 
