@@ -25,9 +25,9 @@ from fourfold.planner.share import Share
 from fourfold.policy import Overlap, Policy
 from harness import Largest, grid_of, join_shards
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-import memory_on_gpu
+from benchmarks.planner import memory_on_gpu
 
 SHAPE = Shape(x=2, z=2)
 
