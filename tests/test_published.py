@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner.published import (
-    Layer,
+    PublishedLayer,
     layer_elements,
     layers_of,
     published_bandwidth,
@@ -40,7 +40,7 @@ def flat(bandwidth: float = 1e9) -> Machine:
 def test_bytes_of_one_layer_are_the_published_ones() -> None:
     """m=16, k=32, n=64 in fp32 on (2, 2, 2): buffers of 2048 over z, 1024 over y, 512 over x; each rank sends half of
     a gather's or reduce-scatter's buffer and the whole of an all-reduce's."""
-    sent = layer_elements(Layer(32, 64), Shape(x=2, y=2, z=2), 16)
+    sent = layer_elements(PublishedLayer(32, 64), Shape(x=2, y=2, z=2), 16)
     assert {axis: 4 * number for axis, number in sent.items()} == {
         "x": 512,
         "y": 1024,
@@ -51,7 +51,10 @@ def test_bytes_of_one_layer_are_the_published_ones() -> None:
 
 def test_a_transposed_layer_swaps_x_and_y() -> None:
     grid, swapped = Shape(x=2, y=4, z=2, data=3), Shape(x=4, y=2, z=2, data=3)
-    ordinary, transposed = layer_elements(Layer(32, 64), swapped, 16), layer_elements(Layer(32, 64, True), grid, 16)
+    ordinary, transposed = (
+        layer_elements(PublishedLayer(32, 64), swapped, 16),
+        layer_elements(PublishedLayer(32, 64, True), grid, 16),
+    )
     assert (ordinary["x"], ordinary["y"]) == (transposed["y"], transposed["x"])
     assert (ordinary["z"], ordinary["data"]) == (transposed["z"], transposed["data"])
 
