@@ -28,6 +28,7 @@ from fourfold.train.launch import share_cores
 from fourfold.train.meter import Meter
 from fourfold.train.sections import WatchSection
 from fourfold.watch.replicas import check_replicas
+from fourfold.watch.tape import Waits
 
 EVERY = WatchSection().replicas_every
 BAR = 0.01
@@ -82,7 +83,7 @@ class Side:
         self.optimizer.clip_and_step(1.0)
         self.optimizer.zero_grad()
         reading = self.meter.end()
-        guard.doing("reading results", waits=True)
+        guard.doing("reading results", Waits.RANKS)
         loss.item()
         found = reading()
         guard.took(found.seconds, found.exposed_seconds)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "fourfold"
 
 ORDER = [
+    "errors",
     "ledger",
     "store",
     "agree",
@@ -170,7 +171,8 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     code = LAZY.format(before=before, after=after)
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = left.stdout.splitlines()[-1].split() if left.stdout.strip() else []
-    assert not [name for name in loaded if not name.startswith(("fourfold.cli", "fourfold.commands", "fourfold.train"))]
+    torch_free = ("fourfold.cli", "fourfold.commands", "fourfold.errors", "fourfold.train")
+    assert not [name for name in loaded if not name.startswith(torch_free)]
     assert set(loaded) & {"fourfold.train", "fourfold.train.process"} == {name for name in loaded if ".train" in name}
 
 
@@ -191,7 +193,13 @@ def test_torchrun_imports_little_of_fourfold() -> None:
         "print(*sorted(name for name in sys.modules if name.startswith('fourfold')))\n"
     )
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert left.stdout.split() == ["fourfold", "fourfold.store", "fourfold.train", "fourfold.train.rendezvous"]
+    assert left.stdout.split() == [
+        "fourfold",
+        "fourfold.errors",
+        "fourfold.store",
+        "fourfold.train",
+        "fourfold.train.rendezvous",
+    ]
 
 
 def test_core_needs_torch_alone() -> None:

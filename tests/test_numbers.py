@@ -15,10 +15,11 @@ import torch
 import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.cli import main
+from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Shape
 from fourfold.optim import AdamW
 from fourfold.train.loop import Run
-from fourfold.train.numbers import BadNumbersError, Numbers, RollBackError
+from fourfold.train.numbers import Numbers
 from fourfold.train.resume import PASSED_OVER
 from fourfold.train.sections import WatchSection
 from fourfold.watch.spikes import LEAST, WINDOW, Spikes
@@ -79,7 +80,7 @@ def test_skipped_steps_in_a_row_end_the_run_and_a_good_one_between_counts_anew()
             numbers.act(bad, "weight", {})
     bad = numbers.judge(4, 2.0, nan, inf)
     assert bad is not None
-    with pytest.raises(BadNumbersError, match=r"2 bad steps in a row: the gradients of step 4 .* first that of weight"):
+    with pytest.raises(BadStepsError, match=r"2 bad steps in a row: the gradients of step 4 .* first that of weight"):
         numbers.act(bad, "weight", {})
 
 

@@ -13,13 +13,13 @@ import pytest
 from curves import Curves, config_of, write_texts
 from fourfold.cli import main
 from fourfold.commands.parser import steps
+from fourfold.errors import BadStepsError
 from fourfold.grid import AXES, Shape
 from fourfold.ledger import Collective
 from fourfold.report import write_report
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
 from fourfold.train.loop import Run
-from fourfold.train.numbers import BadNumbersError
 from fourfold.train.profile import covered, export, link_seconds, summarize
 from harness import grid_of
 
@@ -161,10 +161,10 @@ def halted(config: Config, folder: Path) -> str:
     run = Run(config, grid_of(config.grid.shape), folder, profile=range(1, 4))
 
     def fail(max_norm: float, **_: Any) -> Any:
-        raise BadNumbersError(f"{max_norm} is too much")
+        raise BadStepsError(f"{max_norm} is too much")
 
     run.optimizer.clip_and_step = fail  # type: ignore[method-assign]
-    with pytest.raises(BadNumbersError):
+    with pytest.raises(BadStepsError):
         run.train()
     return profiled(config, folder, range(2, 3))["events"][-1]["reason"]  # torch has one profiler at a time
 

@@ -35,6 +35,7 @@ from fourfold.cli import _failed
 from fourfold.data.order import Order, part_of
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
+from fourfold.errors import Failure
 from fourfold.grid import Shape
 from fourfold.report.run import read_run
 from fourfold.train import command
@@ -596,9 +597,9 @@ def test_what_a_rank_says_of_its_failure_is_whole_or_absent(tmp_path: Path, monk
     monkeypatch.setenv(STARTED_BY_US, "1")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "write_text", killed)
-        launching.report_failure("why", users=False)
+        launching.report_failure("why", Failure.ERROR)
     assert not told.exists()
-    launching.report_failure("why", users=False)
+    launching.report_failure("why", Failure.ERROR)
     assert json.loads(told.read_text())["message"] == "why"
 
 
@@ -608,9 +609,9 @@ def test_a_rank_that_fails_is_not_interrupted_while_it_says_why(tmp_path: Path) 
         os.environ["RANK"] = "1"
         listen_to_signals()
 
-        def told(why: str, *, users: bool) -> None:
+        def told(why: str, kind: Failure) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            (tmp_path / "said").write_text(f"{why}, {users}")
+            (tmp_path / "said").write_text(f"{why}, {kind}")
 
         launching.report_failure = told
         try:
@@ -619,13 +620,13 @@ def test_a_rank_that_fails_is_not_interrupted_while_it_says_why(tmp_path: Path) 
             os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 1
-    assert (tmp_path / "said").read_text() == "rows=0 must be 1, True"
+    assert (tmp_path / "said").read_text() == "rows=0 must be 1, user"
 
 
 class Failing:
     """In the place of the elastic agent: ranks that fail in turn as they are told, then succeed."""
 
-    def __init__(self, folder: Path, failures: Sequence[tuple[int, str | None, bool]]) -> None:
+    def __init__(self, folder: Path, failures: Sequence[tuple[int, str | None, Failure]]) -> None:
         self.folder, self.failures = folder, list(failures)
         self.starts: list[str] = []
 
@@ -636,10 +637,10 @@ class Failing:
         self.starts.append(os.environ[launching.RESTARTED])
         if len(self.starts) > len(self.failures):
             return
-        exitcode, message, users = self.failures[len(self.starts) - 1]
+        exitcode, message, kind = self.failures[len(self.starts) - 1]
         file = self.folder / str(len(self.starts))
         if message is not None:
-            file.write_text(json.dumps({"message": message, "timestamp": "1", "users": users}))
+            file.write_text(json.dumps({"message": message, "timestamp": "1", "kind": kind}))
         raise ChildFailedError("ranks", {1: ProcessFailure(1, 4711, exitcode, str(file))})
 
 
@@ -657,7 +658,8 @@ class Places(launching.Ward):
         self.noted.append((kind, text))
 
 
-KILLED, BUG, USERS = (-9, None, False), (1, "Traceback ...\nKeyError: 'a'", False), (1, "rows=0 must be 1", True)
+KILLED, BUG = (-9, None, Failure.ERROR), (1, "Traceback ...\nKeyError: 'a'", Failure.ERROR)
+USERS = 1, "rows=0 must be 1", Failure.USER
 DIED = "rank 1 (process 4711) was killed by SIGKILL; the other ranks were stopped"
 
 
@@ -693,8 +695,14 @@ def test_fewer_gpus_are_planned_for_anew(tmp_path: Path, monkeypatch) -> None:
         ),
         ([KILLED] * 3, ["a", "a", "a", "b"], 0, 4, [f"{DIED}; the run goes on {at}" for at in ("a", "a", "b")]),
         ([BUG], ["a", "b"], 0, 2, ["KeyError: 'a'; the run goes on b (start 2)"]),
-        ([(143, None, False)], ["a", "b"], 143, 1, ["stopped by SIGTERM; what was written stays readable"]),
-        ([(130, None, False)], ["a", "b"], 130, 1, ["error: rank 1 (process 4711) was interrupted by a signal"]),
+        ([(143, None, Failure.ERROR)], ["a", "b"], 143, 1, ["stopped by SIGTERM; what was written stays readable"]),
+        (
+            [(130, None, Failure.ERROR)],
+            ["a", "b"],
+            130,
+            1,
+            ["error: rank 1 (process 4711) was interrupted by a signal"],
+        ),
     ],
 )
 def test_ranks_are_started_again_unless_a_user_must_act(

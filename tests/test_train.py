@@ -39,12 +39,12 @@ from fourfold.checkpoint.weights import weights_of
 from fourfold.cost.volume import Volume
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
+from fourfold.errors import BadStepsError
 from fourfold.grid import AXES, Shape
 from fourfold.policy import Overlap
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run
-from fourfold.train.numbers import BadNumbersError
 from fourfold.train.record import Lines, open_sinks
 from fourfold.train.schema import parse
 from harness import Ranks, grid_of
@@ -425,7 +425,7 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     error = ""
     try:
         run.train()
-    except BadNumbersError as caught:
+    except BadStepsError as caught:
         error = str(caught)
     before.append(values())
     changed = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(before)]
@@ -464,7 +464,7 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
         assert found["finite"]
         end = found["events"][-1]
         assert (end["event"], end["step"]) == ("end", 5)
-        assert end["reason"] == f"BadNumbersError: {found['error']}"
+        assert end["reason"] == f"BadStepsError: {found['error']}"
         assert sum(event["event"] == "step" for event in found["events"]) == 5
 
 

@@ -11,15 +11,14 @@ import torch
 from curves import config_of, write_texts
 from disks import small_disk
 from fourfold.arriving import local_of
-from fourfold.grid import FailedElsewhereError, Shape
+from fourfold.errors import FailedElsewhereError, NotSavedError, ReplicasDifferError
+from fourfold.grid import Shape
 from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
 from fourfold.train.guard import Windows
 from fourfold.train.loop import Run
 from fourfold.train.record import Event, Kept
-from fourfold.train.saving import NotSavedError
-from fourfold.watch.replicas import ReplicasDifferError
 from fourfold.watch.straggle import COMPUTE
 from harness import grid_of
 

@@ -24,7 +24,8 @@ from fourfold.checkpoint.read import read_tensors
 from fourfold.checkpoint.record import _digest
 from fourfold.checkpoint.weights import load_weights, save_weights, weights_of
 from fourfold.checkpoint.write import Held, Tensors, Writing
-from fourfold.grid import FailedElsewhereError, Grid, Shape
+from fourfold.errors import FailedElsewhereError
+from fourfold.grid import Grid, Shape
 from fourfold.layout import PRODUCT, Layout, Spec
 from fourfold.nn.initial import key_of
 from harness import DEVICE, Largest, grid_of, join_shards

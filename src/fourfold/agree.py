@@ -14,6 +14,8 @@ from threading import main_thread
 
 import torch.distributed as dist
 
+from fourfold.errors import Failure
+
 
 def agree(what: str, text: str, fault: Exception | None = None) -> None:
     """Raise the same error on every rank unless all of them hold the same text and no fault."""
@@ -56,17 +58,17 @@ def wait_for(store: dist.Store, keys: Sequence[str], seconds: float = inf) -> No
         pause = min(2 * pause, 0.02)
 
 
-def faults_of(what: str, fault: str, same: str) -> tuple[str, str]:
-    """What the ranks hold against going on together: whose fault it was and which, else how their texts differ."""
-    told = decide(json.dumps([fault, same]), partial(_judge, what))
-    found, differs = json.loads(told)
-    return found, differs
+def faults_of(what: str, fault: str, failure: Failure, same: str) -> tuple[str, Failure, str]:
+    """Return the first rank's fault in words, its kind, and how the ranks' `same` texts differ."""
+    told = decide(json.dumps([fault, failure, same]), partial(_judge, what))
+    found, failure, differs = json.loads(told)
+    return found, Failure(failure), differs
 
 
 def _judge(what: str, texts: Sequence[str]) -> str:
     told = [json.loads(text) for text in texts]
-    found = next((f"rank {rank}: {fault}" for rank, (fault, _) in enumerate(told) if fault), "")
-    return json.dumps([found, _verdict(what, [same for _, same in told])])
+    faults = ((f"rank {rank}: {fault}", failure) for rank, (fault, failure, _) in enumerate(told) if fault)
+    return json.dumps([*next(faults, ("", Failure.ERROR)), _verdict(what, [same for *_, same in told])])
 
 
 def _verdict(what: str, texts: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from fourfold.commands.keeping import add_checkpoint, add_export, add_import
 from fourfold.commands.parser import Help, Parser, below
 from fourfold.commands.planning import add_calibrate, add_doctor, add_launch, add_plan
 from fourfold.commands.running import add_data, add_demo, add_report, add_sample, add_train
+from fourfold.errors import Failure, failure_of
 from fourfold.train.process import INTERRUPTED, READABLE, ignore_signals, inside_a_job
 
 WAYS_OUT = {
@@ -71,22 +72,17 @@ def _failed(error: Exception) -> int:
         return 1
     import torch
 
-    from fourfold.grid import FailedElsewhereError
-    from fourfold.train.launch import LOST_PEER, report_failure
-    from fourfold.train.numbers import BadNumbersError
-    from fourfold.watch.replicas import ReplicasDifferError
+    from fourfold.train.launch import report_failure
 
-    of_users = (ValueError, OSError, ImportError, FailedElsewhereError, BadNumbersError, ReplicasDifferError)
-    if isinstance(error, of_users):
-        report_failure(plain(error), users=True)
-    elif isinstance(error, torch.OutOfMemoryError):
+    failure = failure_of(error)
+    if isinstance(error, torch.OutOfMemoryError):
         less = "policy.recompute=block, policy.loss_chunk, more batch.micro_steps, or a grid with a larger z"
-        report_failure(
-            f"the device's memory does not suffice ({str(error).split('.')[0]}); {less} need less", users=True
-        )
+        said = f"the device's memory does not suffice ({str(error).split('.')[0]}); {less} need less"
+        report_failure(said, Failure.USER)
+    elif failure is Failure.ERROR:
+        report_failure("".join(traceback.format_exception(error)), failure)
     else:
-        lost = any(words in str(error) for words in LOST_PEER)
-        report_failure(str(error) if lost else "".join(traceback.format_exception(error)), users=False)
+        report_failure(plain(error), failure)
     return _leave(1)
 
 

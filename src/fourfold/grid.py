@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from fourfold import store
 from fourfold.agree import agree, decide, faults_of
 from fourfold.derive import derive_quickly
+from fourfold.errors import FailedElsewhereError, Failure, failure_of
 from fourfold.ledger import Ledger
 
 T = TypeVar("T")
@@ -44,10 +45,6 @@ rows."""
 CORES_FOR_TWO_LANES = 4
 """Cores that a rank must have before an axis that is alone gets two communicators on a GPU: over a network each keeps
 threads busy while anything is in flight, and with fewer cores the two are slower than one."""
-
-
-class FailedElsewhereError(RuntimeError):
-    """Another rank could not do its part; the message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -208,12 +205,13 @@ class Grid:
         self.muted = False
         """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
         alone = shape.world == 1
-        self.mesh = DeviceMesh(
-            self.device.type,
-            torch.full([1] * len(AXES), dist.get_rank()) if alone else shape.mesh_ranks(),
-            mesh_dim_names=AXES,
-            _init_backend=not alone,
-        )
+        with store.typed(f"making the groups of the grid {shape}"):
+            self.mesh = DeviceMesh(
+                self.device.type,
+                torch.full([1] * len(AXES), dist.get_rank()) if alone else shape.mesh_ranks(),
+                mesh_dim_names=AXES,
+                _init_backend=not alone,
+            )
         # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
         self.mesh._thread_id = -next(self._made)
         self._groups = {} if alone else self._lanes(timeout)
@@ -246,9 +244,11 @@ class Grid:
         lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
+            with store.typed(f"making groups along {axis}"):
+                made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
         else:
-            made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
+            with store.typed(f"making groups along {axis}"):
+                made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
         return cast(dist.ProcessGroup, made)  # every rank is in one of the lines
 
     @staticmethod
@@ -304,9 +304,10 @@ class Grid:
             error.add_note(f"{what} failed")
             fault = error
         if self.shape.world > 1:
-            found, differs = faults_of(what, "" if fault is None else f"{type(fault).__name__}: {fault}", same)
+            said = "" if fault is None else f"{type(fault).__name__}: {fault}"
+            found, failure, differs = faults_of(what, said, Failure.ERROR if fault is None else failure_of(fault), same)
             if fault is None and found:
-                raise FailedElsewhereError(f"{what} failed on {found}")
+                raise FailedElsewhereError(f"{what} failed on {found}", failure)
             if fault is None and differs:
                 raise ValueError(differs)
         if fault is not None:
@@ -365,7 +366,8 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         job_store = store.join(rank, world, timeout)
-        dist.init_process_group(backend, store=job_store, rank=rank, world_size=world, timeout=timeout)
+        with store.typed("joining the job's process group"):
+            dist.init_process_group(backend, store=job_store, rank=rank, world_size=world, timeout=timeout)
 
 
 def environment() -> tuple[int, int, int]:

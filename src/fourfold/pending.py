@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-import torch
-
 from fourfold.grid import Grid
 from fourfold.ledger import Collective, span
+from fourfold.store import typed
 
-FAILED = "collective failed"
-"""How the errors of collectives begin."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -44,11 +41,6 @@ class Pending(Generic[T]):
 
 @contextmanager
 def named(record: Collective, doing: str = "") -> Iterator[None]:
-    """Says in a profile, or in an error, which collective it is."""
-    try:
-        with span(f"{doing}{record}"):
-            yield
-    except torch.OutOfMemoryError:
-        raise  # keeps its type: callers may free memory and try again
-    except RuntimeError as error:
-        raise RuntimeError(f"{FAILED}: {record}: {error}") from error
+    """Name the collective in profiles and in the error that the backend raises inside."""
+    with typed(str(record)), span(f"{doing}{record}"):
+        yield

@@ -5,13 +5,20 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+
+from fourfold.errors import CollectiveError, LostPeerError
 
 LOOPBACK = "127.0.0.1"
 AGENT_HAS_ONE = "TORCHELASTIC_USE_AGENT_STORE"
 """By which torch knows that the store at MASTER_ADDR is there already."""
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""Parts of the sentences in which gloo and NCCL say that another process is gone; they have no type for it."""
 
 
 def serve(host: str, port: int = 0, timeout: timedelta | None = None) -> dist.TCPStore:
@@ -54,3 +61,18 @@ def require_reachable(host: str, nodes: int) -> None:
             f"MASTER_ADDR={host} is {', '.join(sorted(found))} on its own node, where no other node reaches it; set "
             "MASTER_ADDR to that node's address on the network that the ranks shall use"
         )
+
+
+@contextmanager
+def typed(what: str) -> Iterator[None]:
+    """Turn the backend's errors into types: `LostPeerError` where another process is gone, else `CollectiveError`.
+
+    This is the only place that reads the backend's sentences.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, CollectiveError):
+        raise  # out of memory keeps its type: callers may free memory and try again
+    except RuntimeError as error:
+        lost = any(words in str(error) for words in LOST_PEER)
+        raise (LostPeerError if lost else CollectiveError)(f"collective failed: {what}: {error}") from error

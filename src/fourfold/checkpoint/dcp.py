@@ -34,6 +34,7 @@ from fourfold.checkpoint.record import Record, read_record
 from fourfold.checkpoint.training import OPTIMIZER, RANDOM
 from fourfold.checkpoint.weights import MODEL
 from fourfold.checkpoint.whole import read_whole, write_whole
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
 
 STATE = "fourfold"
 """The key of what is no tensor."""
@@ -176,9 +177,11 @@ def _require_readable(source: Path, key: str, tensor: Parts) -> None:
 
 def _require_whole(path: Path, key: str, span: Span) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; copy the folder again with all its files")
+        raise MissingCheckpointError(f"{path} is missing; copy the folder again with all its files")
     if span.offset + span.nbytes > path.stat().st_size:
-        raise ValueError(f"{path} is cut short: {key!r} ends at byte {span.offset + span.nbytes}; copy it again")
+        raise DamagedCheckpointError(
+            f"{path} is cut short: {key!r} ends at byte {span.offset + span.nbytes}; copy it again"
+        )
 
 
 def _ours(source: Path, contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
@@ -240,7 +243,9 @@ def _read_part(source: Path, key: str, tensor: Parts, box: Box, span: Span) -> T
         raise ValueError(f"{path} holds no plain tensor for {key!r}; save it again")
     found, expected = (part.dtype, tuple(part.shape)), (tensor.dtype, tuple(map(len, box)))
     if found != expected:
-        raise ValueError(f"{path} holds {found} for {key!r}, but .metadata says {expected}; copy the folder again")
+        raise DamagedCheckpointError(
+            f"{path} holds {found} for {key!r}, but .metadata says {expected}; copy the folder again"
+        )
     return part
 
 
@@ -248,7 +253,7 @@ def _from_safetensors(path: Path, key: str) -> Tensor:
     """From a file of SerializationFormat.SAFETENSORS: by its key, since .metadata does not know the place."""
     with File(path) as content:
         if key not in content.stored:
-            raise ValueError(f"{path} does not hold {key!r}; copy the folder again")
+            raise DamagedCheckpointError(f"{path} does not hold {key!r}; copy the folder again")
         return content.read(key)
 
 
@@ -261,7 +266,7 @@ def _loaded(source: Path, key: str, span: Span) -> Any:
     try:
         return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged or hostile stream makes torch raise
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{path} holds something else than a tensor for {key!r} and nothing of it was run "
             f"({_reason(error)}); copy it again, or do not trust it"
         ) from error

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fourfold.errors import DamagedCheckpointError
+
 METADATA = ".metadata"
 
 Box = tuple[range, ...]
@@ -152,7 +154,9 @@ def read_metadata(folder: Path) -> Contents:
     except (_RefusedError, OSError):
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); copy the folder again") from error
+        raise DamagedCheckpointError(
+            f"{path} is damaged ({type(error).__name__}: {error}); copy the folder again"
+        ) from error
     try:
         return _contents(found)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

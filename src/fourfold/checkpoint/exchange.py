@@ -24,6 +24,7 @@ from fourfold.checkpoint.names import FAMILIES, HEAD, Piece, match, pieces_of, s
 from fourfold.checkpoint.record import Record, require_same_names
 from fourfold.checkpoint.weights import MODEL
 from fourfold.checkpoint.whole import read_whole, write_whole
+from fourfold.errors import DamagedCheckpointError
 from fourfold.models.config import Config
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -83,10 +84,14 @@ def _opened(folder: Path) -> Iterator[dict[str, File]]:
         for path, promised in _paths(folder).items():
             file = stack.enter_context(File(path))
             if lacking := sorted(promised - file.stored.keys()):
-                raise ValueError(f"{path} does not hold {lacking[0]!r}, but {INDEX} says so; copy the folder again")
+                raise DamagedCheckpointError(
+                    f"{path} does not hold {lacking[0]!r}, but {INDEX} says so; copy the folder again"
+                )
             for name in file.stored:
                 if name in found:
-                    raise ValueError(f"{name!r} is both in {found[name].path} and in {path}; copy the folder again")
+                    raise DamagedCheckpointError(
+                        f"{name!r} is both in {found[name].path} and in {path}; copy the folder again"
+                    )
                 found[name] = file
         yield found
 
@@ -106,7 +111,9 @@ def _paths(folder: Path) -> dict[Path, set[str]]:
                 raise ValueError(f"{file!r} is not the name of a file beside it")
             files.setdefault(folder / file, set()).add(name)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{index} is no index of weights ({type(error).__name__}: {error}); copy it again") from error
+        raise DamagedCheckpointError(
+            f"{index} is no index of weights ({type(error).__name__}: {error}); copy it again"
+        ) from error
     return files
 
 
@@ -124,7 +131,9 @@ def _no_weights(folder: Path) -> Exception:
 def _checked(file: File, name: str, shape: tuple[int, ...]) -> torch.dtype:
     stored = file.stored[name]
     if stored.shape != shape:
-        raise ValueError(f"{file.path}: {name!r} has shape {stored.shape}, and by config.json {shape}; copy both again")
+        raise DamagedCheckpointError(
+            f"{file.path}: {name!r} has shape {stored.shape}, and by config.json {shape}; copy both again"
+        )
     if stored.dtype not in FLOATS:
         raise ValueError(
             f"{file.path}: {name!r} has dtype {stored.dtype}, so the weights are packed; save them in one of "

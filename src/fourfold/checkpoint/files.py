@@ -24,6 +24,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError
+
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -159,14 +161,14 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; copy the folder again with all its files")
+            raise MissingCheckpointError(f"{path} is missing; copy the folder again with all its files")
         try:
             with path.open("rb") as file:
                 start = file.read(8)
                 length = min(int.from_bytes(start, "little"), LONGEST_HEADER)
                 header = start + file.read(length)
         except OSError as error:
-            raise OSError(error.errno, f"cannot read {path} ({error.strerror})") from error
+            raise UnreadableCheckpointError(error.errno, f"cannot read {path} ({error.strerror})") from error
         self.entry = FileEntry(path.stat().st_size, _shown(zlib.crc32(header)))
         library = _safetensors()
         try:
@@ -174,7 +176,9 @@ class File:
         except library.SafetensorError as error:
             pickled = start[:2] == b"PK" or start[:1] == b"\x80"
             what = "a pickle, which is never opened, in the place of a safetensors file" if pickled else "damaged"
-            raise ValueError(f"{path} is {what} ({error}); copy it again from where it was saved") from error
+            raise DamagedCheckpointError(
+                f"{path} is {what} ({error}); copy it again from where it was saved"
+            ) from error
         sums = self._content.metadata() or {}
         self.stored: dict[str, Stored] = {}
         for key in self._content.keys():  # noqa: SIM118  # not a mapping
@@ -197,7 +201,7 @@ class File:
         """Raise unless the bytes of a tensor are those that were written."""
         expected, found = self.stored[key].checksum, checksum(self._content.get_tensor(key))
         if found != expected:
-            raise ValueError(
+            raise DamagedCheckpointError(
                 f"{self.path} is damaged: {key!r} has checksum {found} and was written with {expected or 'none'}; "
                 "copy the file again from where it was saved, or use another checkpoint"
             )
@@ -205,11 +209,11 @@ class File:
     def require(self, entry: FileEntry) -> None:
         """Raise unless this is the file that was written."""
         if self.entry.nbytes != entry.nbytes:
-            raise ValueError(
+            raise DamagedCheckpointError(
                 f"{self.path} has {self.entry.nbytes} bytes and was written with {entry.nbytes}; copy it again"
             )
         if self.entry.header != entry.header:
-            raise ValueError(f"{self.path} has another header than was written; copy it again")
+            raise DamagedCheckpointError(f"{self.path} has another header than was written; copy it again")
 
 
 def _safetensors() -> Any:

@@ -16,6 +16,7 @@ from fourfold.checkpoint.files import File, Stored
 from fourfold.checkpoint.folder import Place
 from fourfold.checkpoint.record import RECORD, Record, file_of, read_record
 from fourfold.checkpoint.write import Tensors, require_own_part
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
 from fourfold.grid import Grid
 from fourfold.layout import Box, overlap
 
@@ -53,7 +54,9 @@ def read_tensors(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[R
 def _opened(folder: Path) -> Record:
     replaced = Place(folder).replaced
     if replaced.exists() and not folder.exists():
-        raise FileNotFoundError(f"{folder} is missing: a save died while it replaced it; the former one is {replaced}")
+        raise MissingCheckpointError(
+            f"{folder} is missing: a save died while it replaced it; the former one is {replaced}"
+        )
     return read_record(folder)
 
 
@@ -76,7 +79,7 @@ def _plan(tensors: Tensors, record: Record, grid: Grid, folder: Path) -> dict[st
             for read in wanted:
                 stored, expected = file.stored.get(read.name), tuple(map(len, read.part))
                 if stored is None or (stored.shape, stored.dtype) != (expected, record.tensors[read.name].dtype):
-                    raise ValueError(
+                    raise DamagedCheckpointError(
                         f"{file.path} holds {_described(stored)} for {read.name!r}, but {RECORD} says "
                         f"{record.tensors[read.name].dtype} {expected}; copy them again"
                     )
@@ -102,7 +105,9 @@ def _copy(tensors: Tensors, folder: Path, reads: Mapping[str, Sequence[_Read]]) 
 def opened(folder: Path, record: Record, name: str) -> Iterator[File]:
     """A file of the checkpoint, which is the one that was written."""
     if name not in record.files:
-        raise ValueError(f"{folder / RECORD} does not name {name}, which its tensors need; copy the folder again")
+        raise DamagedCheckpointError(
+            f"{folder / RECORD} does not name {name}, which its tensors need; copy the folder again"
+        )
     with File(folder / name) as file:
         file.require(record.files[name])
         yield file

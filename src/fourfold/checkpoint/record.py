@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from fourfold.checkpoint.files import CODES, FileEntry
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
 from fourfold.grid import AXES, Shape
 from fourfold.layout import Box, Layout
 
@@ -141,12 +142,12 @@ def read_record(folder: Path) -> Record:
     """The record of a checkpoint's folder, with everything checked that it says of itself."""
     path = folder / RECORD
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; give the folder of a checkpoint, with all its files")
+        raise MissingCheckpointError(f"{path} is missing; give the folder of a checkpoint, with all its files")
     try:
         content = json.loads(path.read_bytes())
         kind, version, digest = content["format"], content["version"], content.pop("digest")
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{path} is no record of a checkpoint ({type(error).__name__}: {error}); copy it again"
         ) from error
     if (kind, version) != (FORMAT, VERSION):
@@ -155,7 +156,7 @@ def read_record(folder: Path) -> Record:
             "use the Fourfold that wrote it"
         )
     if digest != _digest(content):
-        raise ValueError(f"{path} is damaged: its digest is not that of its content; copy it again")
+        raise DamagedCheckpointError(f"{path} is damaged: its digest is not that of its content; copy it again")
     try:
         return _record(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

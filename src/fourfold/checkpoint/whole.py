@@ -13,6 +13,7 @@ from fourfold.checkpoint.files import TensorTypes, write_file
 from fourfold.checkpoint.folder import Place
 from fourfold.checkpoint.read import opened, verify_share
 from fourfold.checkpoint.record import Entry, Record, file_of, read_record, write_record
+from fourfold.errors import DamagedCheckpointError
 from fourfold.grid import Shape
 from fourfold.layout import Layout, boxed
 
@@ -23,7 +24,9 @@ def read_whole(folder: Path, record: Record, name: str) -> Tensor:
     for rank, box in parts:  # before anything is made that is as large as the record says
         with opened(folder, record, file_of(rank)) as file:
             if name not in file.stored or file.stored[name].shape != tuple(map(len, box)):
-                raise ValueError(f"{file.path} does not hold its part of {name!r}; copy the checkpoint again")
+                raise DamagedCheckpointError(
+                    f"{file.path} does not hold its part of {name!r}; copy the checkpoint again"
+                )
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for rank, box in parts:
         with opened(folder, record, file_of(rank)) as file:
@@ -51,5 +54,7 @@ def verify(folder: Path, say: Callable[[int], object] = lambda _: None) -> Recor
             needed -= {(file_name, key) for key in file.stored}
     if needed:
         file_name, name = min(needed)
-        raise ValueError(f"{folder / file_name} does not hold its part of {name!r}; copy the checkpoint again")
+        raise DamagedCheckpointError(
+            f"{folder / file_name} does not hold its part of {name!r}; copy the checkpoint again"
+        )
     return record

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
+from fourfold.errors import RollBackError
 from fourfold.grid import Grid, Shape
 from fourfold.models.transformer import build
 from fourfold.train.begin import begin
@@ -25,7 +26,6 @@ from fourfold.train.doctor import disagreement
 from fourfold.train.job import memory_bytes
 from fourfold.train.launch import Ward, launch, share_cores
 from fourfold.train.loop import Run
-from fourfold.train.numbers import RollBackError
 from fourfold.train.options import (
     check_options,
     check_profile,

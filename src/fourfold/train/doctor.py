@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from fourfold.errors import End
 from fourfold.train.record import last_end
 from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import DIAGNOSIS, Reading, read_all
@@ -49,7 +50,7 @@ def explain(folder: Path) -> Iterator[str]:
         yield from found.read_text().rstrip().splitlines()
     if not tapes:
         yield "\nits ranks have left no tapes"
-    elif end is None or end["reason"] != "finished":
+    elif end is None or end["reason"] != End.FINISHED:
         yield "\nwhat their tapes say:"
         if found_at < max(tape.who.began for tape in tapes.values()):  # they knew more: who did not answer any more
             yield from diagnose(tapes, {}).lines()

@@ -17,18 +17,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fourfold.grid import Grid
-from fourfold.train.launch import report_diagnosis
+from fourfold.train.launch import report_failure
 from fourfold.train.story import logger
-from fourfold.watch.alarm import Alarm
+from fourfold.watch.alarm import Alarm, Verdict
 from fourfold.watch.straggle import Sample, Straggler, Stragglers
-from fourfold.watch.tape import Tape, tape_path
+from fourfold.watch.tape import Tape, Waits, tape_path
 
 
 class Unguarded:
     """In the place of a guard where a rank is alone."""
 
     def begin_step(self, step: int) -> None: ...
-    def doing(self, what: str, *, waits: bool = False) -> None: ...
+    def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None: ...
     def failed(self, reason: str) -> None: ...
     def took(self, seconds: float, waited: Mapping[str, float]) -> None: ...
     def tell(self) -> list[Straggler]:
@@ -51,8 +51,8 @@ class Guard(Unguarded):
         self._tape.step = step
         self._tape.doing("reading a batch")
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        self._tape.doing(what, waits=waits)
+    def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None:
+        self._tape.doing(what, waits)
 
     def failed(self, reason: str) -> None:
         """A collective failed here: find out why, with all ranks, and end; returns where that is impossible."""
@@ -119,10 +119,10 @@ class Windows:
         return f"{self._name}/{window}/{rank}"
 
 
-def end(text: str, judge: bool) -> None:
+def end(verdict: Verdict, judge: bool) -> None:
     """Tell whoever started this rank, and end it: its main thread may never come back from where it stands."""
-    logger.error("%s", text)
-    report_diagnosis(text, whole=judge)
+    logger.error("%s", verdict.text)
+    report_failure(verdict.text, verdict.failure, whole=judge)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

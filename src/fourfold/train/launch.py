@@ -27,9 +27,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fourfold.errors import Failure
 from fourfold.train.process import INTERRUPTED, READABLE, STARTED_BY_US, TERMINATED, is_watched
 from fourfold.train.rendezvous import HERE
-from fourfold.watch.siblings import DIED
 
 RANK = """
 import signal, sys
@@ -45,8 +45,6 @@ GRACE, MARGIN = 30.0, 30
 them ends them, counted from there."""
 LONGEST = 10**6
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""How gloo and NCCL say that another rank is gone: an effect, not a cause."""
 
 
 class Ward:
@@ -127,14 +125,14 @@ def _launch(
             came_to, reached = reached, ward.goes_on()
             tries = tries if reached == came_to else restarts
             cause = explain(rank, failure)
-            if not is_diagnosis(failure) and (more := ward.known(began)):
+            if not failure_kind(failure).is_diagnosis and (more := ward.known(began)):
                 cause = f"{cause}\n{more}"
-            if tries == 0 or not may_pass(failure):
+            if tries == 0 or failure.exitcode == INTERRUPTED or not failure_kind(failure).may_pass:
                 print(f"fourfold: error: {cause}", file=errors)
                 ward.note("failed", cause)
                 return failure.exitcode if failure.exitcode > 0 else 1
             tries, times = tries - 1, times + 1
-            cause = cause.splitlines()[0 if is_diagnosis(failure) else -1]
+            cause = cause.splitlines()[0 if failure_kind(failure).is_diagnosis else -1]
             before, (ranks, arguments) = ranks, ward.again(ranks, arguments)
             where = reached if ranks == before else f"{reached} on {ranks} of {before} ranks"
             said = f"{cause}; the run goes on {where} (start {times + 1})"
@@ -174,22 +172,15 @@ def _terminated(errors: IO[str], ward: Ward) -> int:
     return TERMINATED
 
 
-def may_pass(failure: ProcessFailure) -> bool:
-    """Whether what has failed may go well another time: not what a user must mend, nor what a user has stopped."""
-    data = failure.error_file_data
-    return failure.exitcode != INTERRUPTED and not (isinstance(data, dict) and data.get("users"))
-
-
 def first_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Of several failed ranks one that says what all have found out, unless that is who died; else the one that failed
     by itself: died, or raised something else than a lost peer."""
 
     def rank_of_cause(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
         _, failure = item
-        lost = any(words in failure.message for words in LOST_PEER)
-        order = 1 if failure.exitcode < 0 else 3 if lost else 2
-        if is_diagnosis(failure):
-            order = 3 if DIED in failure.message.partition("\n")[0] else 0
+        kind = failure_kind(failure)
+        order = 1 if failure.exitcode < 0 else 3 if kind is Failure.LOST_PEER else 2
+        order = {Failure.DIAGNOSIS: 0, Failure.DEATH: 3}.get(kind, order)
         return order, failure.timestamp
 
     return min(failures.items(), key=rank_of_cause)
@@ -201,38 +192,34 @@ def explain(rank: int, failure: ProcessFailure) -> str:
         return f"rank {rank} (process {failure.pid}) was killed by {name}; the other ranks were stopped"
     if failure.exitcode == INTERRUPTED:  # that rank alone: where the launcher is interrupted it says so itself
         return f"rank {rank} (process {failure.pid}) was interrupted by a signal; the other ranks were stopped"
-    if is_diagnosis(failure):
+    if failure_kind(failure).is_diagnosis:
         return failure.message
     lines = failure.message.strip().splitlines() or [f"rank {rank} failed with exit code {failure.exitcode}"]
     return lines[0] if len(lines) == 1 else f"rank {rank}: {failure.message.strip()}"
 
 
-def report_failure(message: str, *, users: bool) -> None:
+def failure_kind(failure: ProcessFailure) -> Failure:
+    """Return the kind that a rank wrote into its failure file; a rank that died could not write any."""
+    data = failure.error_file_data
+    return Failure(data.get("kind", Failure.ERROR)) if isinstance(data, dict) else Failure.ERROR
+
+
+def report_failure(message: str, kind: Failure, *, whole: bool = True) -> None:
     """Tell whoever started this rank why it fails: our launcher through the agent's file, others on stderr.
 
-    `users`: it is the user's to mend, and would fail again.
+    Without `whole` only the first line goes to stderr, because another rank prints all of it.
     """
-    if not _write_failure(message, users=users):
-        _print_failure(message)
+    if not _write_failure(message, kind):
+        _print_failure(message if whole else message.partition("\n")[0])
 
 
-def report_diagnosis(text: str, *, whole: bool) -> None:
-    """Tell whoever started this rank what all ranks have found out; on stderr its first line, or the whole of it."""
-    if not _write_failure(text, users=False, diagnosis=True):
-        _print_failure(text if whole else text.partition("\n")[0])
-
-
-def is_diagnosis(failure: ProcessFailure) -> bool:
-    return isinstance(failure.error_file_data, dict) and bool(failure.error_file_data.get("diagnosis"))
-
-
-def _write_failure(message: str, **what: bool) -> bool:
-    """Whether our launcher will read it."""
+def _write_failure(message: str, kind: Failure) -> bool:
+    """Write the file that our launcher reads; return False where another launcher has started this rank."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not is_watched() or not path:
         return False
     beside = Path(f"{path}.new")  # whoever reads it finds all of it: a rank may be killed in the middle of a word
-    beside.write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), **what}))
+    beside.write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), "kind": kind}))
     beside.replace(path)
     return True
 

@@ -25,16 +25,15 @@ from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader
 from fourfold.data.samples import unigram_entropy
+from fourfold.errors import CollectiveError, End, LostPeerError
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
-from fourfold.pending import FAILED
 from fourfold.train.config import Config
 from fourfold.train.guard import Unguarded
-from fourfold.train.launch import LOST_PEER
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.numbers import Bad, Numbers
 from fourfold.train.predicted import Comparison, foresee
@@ -42,15 +41,12 @@ from fourfold.train.process import is_watched
 from fourfold.train.profile import Profile
 from fourfold.train.record import Event, Owned, Sink, strict, write_json
 from fourfold.train.resume import Start, take_up
-from fourfold.train.saving import INTERRUPTED, Saving
+from fourfold.train.saving import Saving
 from fourfold.train.sections import DTYPES
 from fourfold.train.sources import open_sources
 from fourfold.train.stop import Stop
 from fourfold.watch.replicas import check_replicas
-from fourfold.watch.tape import DEVICE
-
-STOPPED = "stopped by SIGTERM"
-"""Why such a run ended."""
+from fourfold.watch.tape import Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +189,8 @@ class Run:
 
     def train(self) -> None:
         """All steps that are left; whatever ends them is recorded."""
-        reason = "finished"
+        reason: str = End.FINISHED
+        failed: BaseException | None = None
         try:
             self.meter.begin()
             for step in range(self.step + 1, self.config.train.steps + 1):
@@ -207,28 +204,29 @@ class Run:
                         self._record({"event": "evaluation", "step": step, **self.evaluate()})
                     self.meter.begin()
                 self._check_replicas(step)
-                self.guard.doing("asking the others whether to stop", waits=True)
+                self.guard.doing("asking the others whether to stop", Waits.RANKS)
                 self.stopped = not last and self.stop.after(step)
                 self.guard.doing("between steps")
                 if self.stop.met_after == step:
                     self._record_stragglers(step)
                 self._save(step, last=last or self.stopped)  # what is recorded of the step comes before
                 if self.stopped:
-                    reason = STOPPED
+                    reason = End.STOPPED
                     break
             self._drain()
             if self._comparison is not None:
                 self._tell(self._comparison.finish())
-        except KeyboardInterrupt:
-            reason = INTERRUPTED
+        except KeyboardInterrupt as error:
+            reason, failed = End.INTERRUPTED, error
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            if str(error).startswith(FAILED) and not (is_watched() and any(words in reason for words in LOST_PEER)):
+            reason, failed = f"{type(error).__name__}: {error}", error
+            # our launcher sees by itself which process died: a lost connection needs no diagnosis there
+            if isinstance(error, CollectiveError) and not (is_watched() and isinstance(error, LostPeerError)):
                 self.guard.failed(str(error))
             raise
         finally:
-            self._end(reason)
+            self._end(reason, failed)
 
     def _take(self, step: int) -> None:
         """One step, in a trace of whole steps where it is to be profiled."""
@@ -276,7 +274,7 @@ class Run:
 
     def _settle(self, done: Launched) -> None:
         """Read what a step gave and record it."""
-        self.guard.doing(DEVICE, waits=self.meter.on_gpu)
+        self.guard.doing("reading results of its device", Waits.DEVICE if self.meter.on_gpu else Waits.NOTHING)
         loss, norm = done.loss.item(), done.clipped.norm.item()  # waits for the step
         self.guard.doing("recording the step")
         reading = done.reading()
@@ -367,18 +365,19 @@ class Run:
         for sink in self.sinks:
             sink.write(event)
 
-    def _end(self, reason: str) -> None:
-        self.guard.close(done=reason in ("finished", STOPPED))
+    def _end(self, reason: str, failed: BaseException | None) -> None:
+        self.guard.close(done=failed is None)
         self.loader.close()
         self.profile.close()
         # a sink that fails now, such as a full disk, must not hide why the run ended
-        with nullcontext() if reason == "finished" else suppress(OSError), ExitStack() as stack:
+        with nullcontext() if reason == End.FINISHED else suppress(OSError), ExitStack() as stack:
             if self.owned is not None:
                 stack.callback(self.owned.release)
             for sink in self.sinks:
                 stack.callback(sink.close)
             if self.saving is not None:
-                self.saving.settle(reason)
+                # somebody waits for the end, or the part of a rank that is gone will never come
+                self.saving.settle(hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError)))
                 self._record_saved()
             self._record({"event": "end", "step": self.step, "reason": reason})
 

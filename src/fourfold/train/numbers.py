@@ -14,22 +14,11 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+from fourfold.errors import BadStepsError, RollBackError
 from fourfold.train.sections import WatchSection
 from fourfold.watch.spikes import Spikes
 
 MENDS = "lower optimizer.rate, raise optimizer.warmup, or look at the data of these steps"
-
-
-class BadNumbersError(RuntimeError):
-    """The run cannot go on with such numbers."""
-
-
-class RollBackError(BadNumbersError):
-    """The run is to go on from its newest checkpoint, with the data after `data`."""
-
-    def __init__(self, why: str, step: int, data: dict[str, Any]) -> None:
-        super().__init__(why)
-        self.step, self.data = step, data
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +77,9 @@ class Numbers:
         if bad.action == "roll_back":
             raise RollBackError(why, bad.step, data)
         if bad.action == "stop":
-            raise BadNumbersError(f"stopped: {why}; {MENDS}")
+            raise BadStepsError(f"stopped: {why}; {MENDS}")
         if bad.in_a_row >= self._most:
-            raise BadNumbersError(f"stopped after {bad.in_a_row} bad steps in a row: {why}; {MENDS}")
+            raise BadStepsError(f"stopped after {bad.in_a_row} bad steps in a row: {why}; {MENDS}")
 
     def state(self) -> dict[str, Any]:
         """To go on with from a checkpoint."""

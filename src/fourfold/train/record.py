@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
+from fourfold.errors import End
 from fourfold.train.config import Config
 from fourfold.train.schema import to_table
 from fourfold.train.sections import LogSection
@@ -287,7 +288,7 @@ def finish(metrics: Path, step: int) -> None:
         return
     rewind(metrics, step)
     record = Lines(metrics)
-    record.write({"event": "end", "step": step, "reason": "finished"})
+    record.write({"event": "end", "step": step, "reason": End.FINISHED})
     record.close()
 
 

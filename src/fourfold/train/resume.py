@@ -22,17 +22,15 @@ from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.record import Record, read_record
 from fourfold.checkpoint.training import OPTIMIZER
 from fourfold.data.loader import Loader
-from fourfold.grid import FailedElsewhereError, Grid
+from fourfold.errors import BadStepsError, DamagedCheckpointError, FailedElsewhereError, RollBackError, is_damaged
+from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import Config
 from fourfold.train.launch import RESTARTED
-from fourfold.train.numbers import BadNumbersError, RollBackError
 from fourfold.train.process import READABLE
 from fourfold.train.record import Event, finish, holds_run, strict, write_json
 from fourfold.train.schema import to_table
 
-UNREADABLE = ("copy it again", "copy them again", "copy the folder again", "is missing", "cannot read")
-"""How errors end or read that tell of a checkpoint's files, not of what is to go on with it."""
 FIXED = (("train", "seed"), ("batch", "rows"))
 """What a run cannot change on its way: the samples of a step are counted by them."""
 PASSED_OVER = "passed-over.json"
@@ -122,11 +120,11 @@ def _way_out(checkpoint: Path) -> Iterator[None]:
     """What is wrong with the files of a checkpoint is said with the one to go on from instead, if there is."""
     try:
         yield
-    except (ValueError, OSError, FailedElsewhereError) as error:
+    except (DamagedCheckpointError, FailedElsewhereError) as error:
         before = [step for step, _ in Checkpoints(checkpoint.parent).complete() if step < step_of(checkpoint)]
-        if not before or not any(words in str(error) for words in UNREADABLE):
+        if not before or not is_damaged(error):
             raise
-        raise ValueError(f"{error}; or go on from an earlier checkpoint: --step {before[-1]}") from error
+        raise DamagedCheckpointError(f"{error}; or go on from an earlier checkpoint: --step {before[-1]}") from error
 
 
 def remove_newer(start: Start) -> None:
@@ -150,7 +148,9 @@ def _require_same(config: Config, state: dict[str, Any], checkpoint: Path) -> No
     for section, key in FIXED:
         written = before.get(section)
         if not isinstance(written, dict):
-            raise ValueError(f"{checkpoint}: its config has {written!r} for the section {section}; copy it again")
+            raise DamagedCheckpointError(
+                f"{checkpoint}: its config has {written!r} for the section {section}; copy it again"
+            )
         saved = written.get(key)
         if saved != now[section][key]:
             raise ValueError(
@@ -193,10 +193,10 @@ def roll_back(grid: Grid, out: Path, config: Config, error: RollBackError) -> St
     """Where a run goes on whose numbers went bad: after its newest checkpoint, with the data that comes next."""
     start = find_start(grid, out, config)
     if not start.step:
-        raise BadNumbersError(f"stopped: {error}; there is no checkpoint to roll back to, set checkpoint.every")
+        raise BadStepsError(f"stopped: {error}; there is no checkpoint to roll back to, set checkpoint.every")
     times = start.passed_over.times + 1 if start.passed_over is not None else 1
     if times > MOST_ROLL_BACKS:
-        raise BadNumbersError(
+        raise BadStepsError(
             f"stopped: {error}; the run was rolled back to step {start.step} {times - 1} times, and no data goes well"
         )
     passed = PassedOver(start.step, error.step, str(error), times, error.data)

@@ -12,23 +12,17 @@ from fourfold.checkpoint.folder import CHECKPOINTS
 from fourfold.checkpoint.record import RECORD
 from fourfold.checkpoint.save import Saver
 from fourfold.data.loader import Loader
-from fourfold.grid import FailedElsewhereError, Grid
+from fourfold.errors import FailedElsewhereError, NotSavedError
+from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import Config
-from fourfold.train.launch import LOST_PEER
 from fourfold.train.numbers import Numbers
 from fourfold.train.record import Event, strict
 from fourfold.train.schema import to_table
 
-INTERRUPTED = "interrupted"
-"""Why a run ended that Ctrl-C has ended."""
 SETTLE_SECONDS, SHORTLY = 30.0, 5.0
 """How long a run that ends by an error waits for a checkpoint on its way; and where somebody waits for its end, or
 another rank, whose part may be missing, is gone."""
-
-
-class NotSavedError(OSError):
-    """A checkpoint was not written; says what is there instead."""
 
 
 class Saving:
@@ -90,7 +84,6 @@ class Saving:
     def _is_there(self, step: int) -> bool:
         return (self.saver.checkpoints.path(step) / RECORD).is_file()
 
-    def settle(self, reason: str) -> None:
+    def settle(self, *, hurried: bool) -> None:
         """Let what this rank is writing come to its end, if it does in a while; asks no other rank."""
-        hurried = reason == INTERRUPTED or any(words in reason for words in LOST_PEER)
         self.saver.settle(SHORTLY if hurried else SETTLE_SECONDS)

@@ -18,16 +18,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Thread
 
 import torch.distributed as dist
 
+from fourfold.errors import Failure
 from fourfold.grid import Grid
 from fourfold.watch.diagnose import diagnose
-from fourfold.watch.siblings import DIED, Siblings
+from fourfold.watch.siblings import Siblings
 from fourfold.watch.tape import DIAGNOSIS, Tape, read, tape_path
 
 PAUSE = 1.0
@@ -42,12 +44,24 @@ MOURNING = 3.0
 """Seconds that a rank has to notice by itself that another one has died, and to end in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the ranks found out together."""
+
+    text: str
+    failure: Failure
+    silent: tuple[int, ...] = ()
+    """Ranks that did not answer."""
+
+
 class Alarm:
     """Watches the waits of this rank; all ranks make it together. `end` gets the last word, and ends this process."""
 
     _made = itertools.count()
 
-    def __init__(self, tape: Tape, grid: Grid, folder: Path, deadline: float, end: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self, tape: Tape, grid: Grid, folder: Path, deadline: float, end: Callable[[Verdict, bool], None]
+    ) -> None:
         self._tape, self._rank, self._world = tape, grid.rank, grid.shape.world
         self._folder, self._deadline, self._end_with = folder, deadline, end
         self._name = f"fourfold/watch/{next(self._made)}"
@@ -58,7 +72,7 @@ class Alarm:
         self._dead_since: float | None = None
         self._over, self._raised, self._spoken = Event(), Event(), Event()
         self._done = False
-        self._reason = ""
+        self._reason, self._failure = "", Failure.DIAGNOSIS
         self._answering = False
         self._threads = [Thread(target=run, daemon=True) for run in (self._watch, self._listen)]
         for thread in self._threads:
@@ -87,9 +101,9 @@ class Alarm:
             if late > CUT_OFF and not self._answering:
                 self._speak_alone()
 
-    def _raise(self, reason: str) -> None:
+    def _raise(self, reason: str, failure: Failure = Failure.DIAGNOSIS) -> None:
         self._tape.freeze()
-        self._reason = reason
+        self._reason, self._failure = reason, failure
         self._raised.set()
 
     def _speak_alone(self) -> None:
@@ -97,7 +111,8 @@ class Alarm:
         mine = read(tape_path(self._folder, self._rank))
         found = diagnose({self._rank: mine}, {self._rank: stack_of_main()})
         text = f"rank {self._rank} {self._reason}; the job's store does not answer: its node or the network is gone"
-        self._end(f"{text}\n" + "\n".join(f"  {line}" for line in found.lines()), judge=True)
+        text = "\n".join((text, *(f"  {line}" for line in found.lines())))
+        self._end(Verdict(text, Failure.DIAGNOSIS), judge=True)
 
     # --- the ear
 
@@ -109,7 +124,8 @@ class Alarm:
                 if self._raised.is_set():
                     judge = self._store.add(f"{self._name}/raised", 1) == 1
                     if judge:
-                        self._store.set(f"{self._name}/alarm", f"rank {self._rank} {self._reason}")
+                        alarm = f"rank {self._rank} {self._reason}", self._failure
+                        self._store.set(f"{self._name}/alarm", json.dumps(alarm))
                 if self._store.check([f"{self._name}/alarm"]):
                     self._answer(judge=judge)
                     return
@@ -125,7 +141,7 @@ class Alarm:
             self._dead_since = time.monotonic()
         elif time.monotonic() - self._dead_since > MOURNING and not self._raised.is_set():
             who = " and ".join(f"rank {rank} (process {process})" for rank, process in sorted(self._dead.items()))
-            self._raise(f"saw that {who} {DIED}")
+            self._raise(f"saw that {who} had died", Failure.DEATH)
 
     def _answer(self, *, judge: bool) -> None:
         self._tape.freeze()  # what holds them up may pass while they look
@@ -134,21 +150,19 @@ class Alarm:
         self._answering = True
         if judge:
             verdict = self._judge()
-            self._store.set(f"{self._name}/verdict", json.dumps(verdict))
+            self._store.set(f"{self._name}/verdict", json.dumps(asdict(verdict)))
         else:
             verdict = self._await_verdict()
-        text, silent = verdict
-        self._end(text, judge=judge, silent=silent)
+        self._end(verdict, judge=judge)
 
-    def _judge(self) -> tuple[str, list[int]]:
-        """What all ranks say together, and who was silent."""
+    def _judge(self) -> Verdict:
         until = time.monotonic() + ANSWERS
         living = self._world - len(self._dead)
         while self._store.add(f"{self._name}/answers", 0) < living and time.monotonic() < until:
             time.sleep(0.05)
         keys = {rank: f"{self._name}/answer/{rank}" for rank in range(self._world)}
         stacks = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
-        reason = self._store.get(f"{self._name}/alarm").decode()
+        reason, failure = json.loads(self._store.get(f"{self._name}/alarm"))
         readings = {}
         for rank in range(self._world):
             with suppress(OSError, ValueError):  # a node that is gone may have taken its tape along
@@ -157,20 +171,20 @@ class Alarm:
         text = "\n".join((f"{headline} ({reason})", *more))
         with suppress(OSError):
             (self._folder / DIAGNOSIS).write_text(text + "\n")
-        return text, [rank for rank in range(self._world) if rank not in stacks]
+        return Verdict(text, Failure(failure), tuple(rank for rank in range(self._world) if rank not in stacks))
 
-    def _await_verdict(self) -> tuple[str, list[int]]:
+    def _await_verdict(self) -> Verdict:
         until = time.monotonic() + ANSWERS + VERDICT
         while not self._store.check([f"{self._name}/verdict"]):
             if time.monotonic() > until:
-                return "the rank that raised the alarm did not say why", []
+                return Verdict("the rank that raised the alarm did not say why", Failure.DIAGNOSIS)
             time.sleep(0.05)
-        text, silent = json.loads(self._store.get(f"{self._name}/verdict"))
-        return text, silent
+        found = json.loads(self._store.get(f"{self._name}/verdict"))
+        return Verdict(found["text"], Failure(found["failure"]), tuple(found["silent"]))
 
-    def _end(self, text: str, *, judge: bool, silent: Sequence[int] = ()) -> None:
-        self._siblings.kill(silent)
-        self._end_with(text, judge)
+    def _end(self, verdict: Verdict, *, judge: bool) -> None:
+        self._siblings.kill(verdict.silent)
+        self._end_with(verdict, judge)
         self._spoken.set()
 
 

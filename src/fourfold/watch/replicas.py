@@ -15,16 +15,13 @@ from torch import Tensor, nn
 
 from fourfold import comm
 from fourfold.arriving import local_of
+from fourfold.errors import ReplicasDifferError
 from fourfold.gradients import REPLICA
 from fourfold.grid import Grid
 from fourfold.watch.diagnose import ranks_text
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
-
-
-class ReplicasDifferError(RuntimeError):
-    """Parameters that must be equal are not; the message names the ranks."""
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:

@@ -19,9 +19,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-DIED = "had died"
-"""How a rank says of others that they are gone."""
-
 
 class Siblings:
     """Of this rank, itself among them; `name` is of one list of names, which all ranks make together."""

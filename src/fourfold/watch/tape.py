@@ -22,6 +22,7 @@ import socket
 import struct
 import time
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import get_args
 
@@ -34,16 +35,24 @@ WHO = 1024
 """Bytes of the header for what the rank is."""
 AXIS = 16
 """Bytes of an axis' name."""
-COUNT, WAITING, DOING, ALONG = (struct.Struct(f"<{form}") for form in ("Q", f"dQ{AXIS}s", "d?I115s", f"Q{AXIS}s"))
+COUNT, WAITING, DOING, ALONG = (struct.Struct(f"<{form}") for form in ("Q", f"dQ{AXIS}s", "dBI115s", f"Q{AXIS}s"))
 COUNT_AT = len(MAGIC) + WHO
 WAITING_AT = COUNT_AT + COUNT.size
 DOING_AT = WAITING_AT + WAITING.size
 ALONG_AT = DOING_AT + DOING.size
 MOST_AXES = 16
 HEAD = 2048
-DEVICE = "reading results of its device"
-"""What a host does that waits for all that it has launched."""
 OPS: tuple[Op, ...] = get_args(Op)
+
+
+class Waits(IntEnum):
+    """What the host of a rank waits for while it is not inside a collective; stands on the tape as one byte."""
+
+    NOTHING = 0
+    RANKS = 1
+    """Other ranks, through the job's store."""
+    DEVICE = 2
+    """Its own device, and so every collective that it has launched there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +138,8 @@ class Tape:
         self.since = None
         WAITING.pack_into(self._map, WAITING_AT, 0.0, 0, b"")
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        """From now on, in a hundred characters; and whether it waits for others, as for collectives on its device."""
+    def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None:
+        """Write what this rank does from now on, in about a hundred characters, and what it waits for meanwhile."""
         self.since = time.monotonic() if waits else None
         DOING.pack_into(self._map, DOING_AT, time.time(), waits, self.step, what.encode()[:115])
 
@@ -157,8 +166,7 @@ class Waiting:
 @dataclass(frozen=True, slots=True)
 class Doing:
     since: float
-    waits: bool
-    """For other ranks."""
+    waits: Waits
     step: int
     what: str
 
@@ -179,7 +187,7 @@ class Reading:
     def waits_for(self) -> list[Entry]:
         """The launches that it waits for, as far as they are on the tape: one, or with its device all of them, the
         last along each axis."""
-        numbers = self.launched if self.doing is not None and self.doing.what == DEVICE else {}
+        numbers = self.launched if self.doing is not None and self.doing.waits is Waits.DEVICE else {}
         if self.waiting is not None:
             numbers = {self.waiting.axis: self.waiting.number}
         return [one for one in self.entries if numbers.get(one.record.axis) == one.number]
@@ -187,7 +195,7 @@ class Reading:
     @property
     def waits(self) -> bool:
         """For anything that others must do."""
-        return self.waiting is not None or (self.doing is not None and self.doing.waits)
+        return self.waiting is not None or (self.doing is not None and self.doing.waits is not Waits.NOTHING)
 
     @property
     def last_seen(self) -> float:
@@ -208,7 +216,7 @@ def read(path: Path) -> Reading:
     since, number, axis = WAITING.unpack_from(found, WAITING_AT)
     waiting = Waiting(since, _text(axis), number) if since else None
     since, waits, step, what = DOING.unpack_from(found, DOING_AT)
-    doing = Doing(since, waits, step, _text(what)) if since else None
+    doing = Doing(since, Waits(waits), step, _text(what)) if since else None
     along = (ALONG.unpack_from(found, ALONG_AT + place * ALONG.size) for place in range(MOST_AXES))
     return Reading(who, entries, {_text(axis): launches for launches, axis in along if launches}, waiting, doing)
 
