@@ -23,6 +23,7 @@ ORDER = [
     "grid",
     "policy",
     "layout",
+    "old_versions",
     "ahead",
     "overlap",
     "local",
@@ -73,8 +74,7 @@ INSIDE = {
         "place", "explain", "build", "__init__",
     ],
     "checkpoint": [
-        "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",
-        "names", "exchange", "dcp_metadata", "dcp",
+        "__init__", "format", "folder", "training_state", "save", "load", "hugging_face", "dcp",
     ],
     "cost": [
         "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds",
@@ -88,9 +88,9 @@ INSIDE = {
     ],
     "train": [
         "__init__", "schema", "process", "rendezvous", "launch", "job", "sections", "config", "record", "meter",
-        "predicted", "profile", "progress", "story", "numbers", "stop", "sources", "guard", "resume", "saving", "loop",
+        "predicted", "profile", "progress", "story", "numbers", "stop", "sources", "guard", "checkpoints", "loop",
         "begin", "options", "talk", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
-        "checkpoint", "exchange", "places", "demo",
+        "checkpoint_command", "import_export", "places", "demo",
     ],
     "commands": ["__init__", "parser", "running", "planning", "keeping", "completion"],
 }  # fmt: skip
