@@ -15,11 +15,12 @@ import torch
 
 import cluster
 import fourfold as ff
+from fourfold.axes import AXES
 from fourfold.cost.machine import Machine
 from fourfold.cost.price import Task
 from fourfold.cost.published import published_ranking
 from fourfold.cost.seconds import spread_of
-from fourfold.grid import AXES, shapes_of
+from fourfold.grid import shapes_of
 from sides import Line, Size
 
 POLICY = ff.Policy(keep_gathered=True)

@@ -23,7 +23,7 @@ import torch
 
 import fourfold as ff
 from bed import Bed, multi_process_service
-from fourfold.train.guard import Guard, Unguarded, Windows
+from fourfold.train.guard import Guard, StepWindows, Unguarded
 from fourfold.train.launch import share_cores
 from fourfold.train.meter import Meter
 from fourfold.train.sections import WatchSection
@@ -63,7 +63,7 @@ class Side:
 
     def block(self, folder: str, steps: int) -> float:
         """Seconds of a step on average; with the guard where there is a folder for it."""
-        Windows.LEAST = steps  # so that it is told
+        StepWindows.MIN_STEPS = steps  # so that it is told
         guard = Guard(self.grid, Path(folder), 60.0) if folder else Unguarded()
         self.meter.begin()
         began = time.perf_counter()
@@ -71,7 +71,7 @@ class Side:
             self.done += 1
             guard.begin_step(self.done)
             self.step(guard)
-        guard.tell()
+        guard.stragglers()
         seconds = (time.perf_counter() - began) / steps
         guard.close(done=True)
         return seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch.nn import functional
 import fourfold as ff
 import plain
 from fourfold.arriving import local_of
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.axes import AXES
+from fourfold.grid import Shape, shapes_of
 from fourfold.ledger import Collective
 from fourfold.policy import Overlap, Policy
 from harness import grid_of
@@ -303,7 +304,7 @@ def rotating_cases() -> list[Case]:
     for world in WORLDS:
         rare = 0.4 if world <= 4 else 0.1
         for number, plain_shape in enumerate(shapes_of(world)):
-            shape = replace(plain_shape, order=tuple(draw.sample(AXES, len(AXES))))
+            shape = plain_shape.reordered(tuple(draw.sample(AXES, len(AXES))))
             both = world < 8 or len(shape.several) == 3
             for activations in modes if both else [modes[number % 2]]:
                 options = {name: draw.random() < (rare if name in DOUBLING else 0.5) for name in NAMES}

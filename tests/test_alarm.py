@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from alarmed import DEADLINE, program, ready
-from fourfold.watch.alarm import MOURNING
+from fourfold.job import Channel
+from fourfold.watch.alarm import DEATH_SECONDS
 from fourfold.watch.siblings import Siblings
 from fourfold.watch.tape import DIAGNOSIS
 from harness import RankFailed
@@ -76,7 +77,7 @@ def test_who_dies_is_missed_by_those_who_wait_for_its_word(ranks, tmp_path: Path
     began = time.monotonic()
     with pytest.raises(RankFailed):
         ranks(4).run(program, str(tmp_path), "die quietly", 1, 600.0, moment=20)
-    assert time.monotonic() - began < MOURNING + 10
+    assert time.monotonic() - began < DEATH_SECONDS + 10
     said = {path.name: path.read_text() for path in tmp_path.glob("said-*")}
     [text] = set(said.values())
     assert text.startswith("step 3: asking the others: rank 1 never arrived (rank ")
@@ -85,10 +86,10 @@ def test_who_dies_is_missed_by_those_who_wait_for_its_word(ranks, tmp_path: Path
 
 def test_who_has_left_is_not_missed() -> None:
     store = dist.HashStore()
-    mine, other = Siblings(store, "run", 0), Siblings(store, "run", 1)
+    mine, other = (Siblings(Channel("run", (0, 1), store, rank=rank)) for rank in range(2))
     assert not mine.dead(), "both are this process, which runs"
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        other._mine = f"2:{ended.pid} "
+        other._mine = f"2:{ended.pid}"
     other.leave()
     assert mine.dead() == {2: ended.pid}
     other.leave()

@@ -15,10 +15,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "fourfold"
 
 ORDER = [
+    "axes",
     "errors",
+    "environment",
+    "atomic",
+    "spelling",
     "ledger",
-    "store",
-    "agree",
+    "job",
     "derive",
     "grid",
     "policy",
@@ -89,7 +92,7 @@ INSIDE = {
     "train": [
         "__init__", "schema", "process", "rendezvous", "launch", "job", "sections", "config", "record", "meter",
         "predicted", "profile", "progress", "story", "numbers", "stop", "sources", "guard", "checkpoints", "loop",
-        "begin", "options", "talk", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
+        "begin", "options", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
         "checkpoint_command", "import_export", "places", "demo",
     ],
     "commands": ["__init__", "parser", "running", "planning", "keeping", "completion"],
@@ -171,8 +174,9 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     code = LAZY.format(before=before, after=after)
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = left.stdout.splitlines()[-1].split() if left.stdout.strip() else []
-    torch_free = ("fourfold.cli", "fourfold.commands", "fourfold.errors", "fourfold.train")
-    assert not [name for name in loaded if not name.startswith(torch_free)]
+    torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors", "fourfold.spelling"}
+    commands = ("fourfold.cli", "fourfold.commands", "fourfold.train")
+    assert not [name for name in loaded if not name.startswith(commands) and name not in torch_free]
     assert set(loaded) & {"fourfold.train", "fourfold.train.process"} == {name for name in loaded if ".train" in name}
 
 
@@ -195,8 +199,9 @@ def test_torchrun_imports_little_of_fourfold() -> None:
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert left.stdout.split() == [
         "fourfold",
+        "fourfold.environment",
         "fourfold.errors",
-        "fourfold.store",
+        "fourfold.job",
         "fourfold.train",
         "fourfold.train.rendezvous",
     ]

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from fourfold.axes import AXES
 from fourfold.data.order import Order, Part, Permutation, part_of
 from fourfold.data.rows import rows_of
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.grid import Shape, shapes_of
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 16, 17, 63, 64, 65, 97, 256, 257, 1009])

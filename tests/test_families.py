@@ -23,7 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import fourfold as ff
 from families import FAMILIES, Case, batch, build, generate
 from fourfold.arriving import local_of
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Shape
 from fourfold.parallelize import whole_tensors
 from fourfold.policy import Policy
 from harness import Ranks, grid_of

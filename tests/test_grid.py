@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from fourfold import comm
-from fourfold.grid import AXES, Grid, Shape, _fewest_cores, environment, first_node, shapes_of
+from fourfold.axes import AXES
+from fourfold.environment import Environment, first_node, set_master_address
+from fourfold.grid import Grid, Shape, _fewest_cores, shapes_of
 from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Spec
 from fourfold.policy import Policy
 
@@ -146,18 +148,19 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1"}
 )
 def test_place_comes_from_torchrun_then_slurm_else_one_rank(monkeypatch, env: dict, place: tuple) -> None:
     monkeypatch.setattr(os, "environ", dict(env))
-    assert environment() == place
+    here = Environment.read()
+    assert (here.rank, here.world, here.local_rank) == place
 
 
 def test_slurm_fills_in_the_rendezvous_where_it_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(os, "environ", dict(SLURM))
-    environment()
+    set_master_address()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("gpu07", "21234")
     monkeypatch.setattr(os, "environ", {**SLURM, "SLURM_STEP_NODELIST": "gpu08"})
-    environment()
+    set_master_address()
     assert os.environ["MASTER_ADDR"] == "gpu08"
     monkeypatch.setattr(os, "environ", {**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "1"})
-    environment()
+    set_master_address()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("here", "1")
 
 

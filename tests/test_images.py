@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import fourfold as ff
-from fourfold.grid import AXES, Grid, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Grid, Shape
 from fourfold.parallelize import ChannelNorm, Contract, Convolution, Whole, whole_tensors
 from fourfold.parallelize.swap import adapters_of
 from fourfold.policy import Policy

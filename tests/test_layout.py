@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fourfold as ff
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Shape
 from fourfold.layout import (
     CONTRACT_WEIGHT,
     EXPAND_BIAS,

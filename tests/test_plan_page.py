@@ -15,7 +15,8 @@ import pytest
 
 from browser import attribute, opened
 from fourfold import cli
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.axes import AXES
+from fourfold.grid import Shape, shapes_of
 from fourfold.report import plan_text
 from fourfold.report.plan import HEADS, PLAN_POLICY, cards, plan_page, view, write_plan_page
 from fourfold.report.plan_figures import BARS, _front, plan_figures, whereabouts

@@ -19,9 +19,9 @@ import warm
 from fourfold import models
 from fourfold.cli import main, parser
 from fourfold.grid import Shape
+from fourfold.job import Channel
 from fourfold.train.preflight import Links, Look, Plan, ask_clock, pairs_of, planned, rank_of, why_unlinked
-from fourfold.train.probe import Mark, free_bytes, look_at, myself, versions
-from fourfold.train.talk import Talk, within
+from fourfold.train.probe import Budget, Mark, free_bytes, look_at, myself, versions, within
 from fourfold.watch.preflight import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
 
 GIB = 1 << 30
@@ -69,6 +69,15 @@ def facts(
 ) -> Facts:
     ranks = {number: rank(number) for number in range(4)} | {one.rank: one for one in different}
     return Facts(4, {key: one for key, one in ranks.items() if key != missing}, links, needs, unlinked)
+
+
+def channel_of(rank: int, world: int, store: dist.Store) -> Channel:
+    return Channel("preflight", range(world), store, rank=rank)
+
+
+def look_of(rank: int, world: int, store: dist.Store, seconds: float = 20.0, plan: Plan | None = None) -> Look:
+    plan = plan or Plan(None, Shape(data=world), None)
+    return Look(channel_of(rank, world, store), Budget(seconds), plan, torch.device("cpu"), first_of_node=True)
 
 
 def on_cpu(number: int, **changes: Any) -> Rank:
@@ -245,22 +254,24 @@ def test_what_does_not_end_is_left_behind() -> None:
 
 
 def test_who_is_silent_is_known_in_time() -> None:
-    store = dist.HashStore()
-    first, second = (Talk(store, number, 3, 5.0) for number in range(2))
-    second.gather("facts", "of rank 1", 1.0)
+    assert Budget(0.0).left(10.0) == 0
+    assert Budget(20.0).left(10.0) == 10.0
+    alone = look_of(0, 3, dist.HashStore(), 0.2)
     began = time.monotonic()
-    assert first.gather("facts", "of rank 0", 0.2) == {0: "of rank 0", 1: "of rank 1"}
-    first.meet("here", 0.1)
-    with pytest.raises(TimeoutError, match="rank 1 heard nothing of 'word' in time"):
-        second.hear("word", 0.1)
+    alone.meet()  # the other two never come
     assert time.monotonic() - began < 3
-    assert Talk(store, 0, 3, 0.0).left(10.0) == 0
 
 
 def test_clocks_are_compared_over_the_store() -> None:
     store = dist.HashStore()
     looks = [
-        Look(Talk(store, number, 2, 20.0), Plan(None, Shape(data=2), None), torch.device("cpu"), first_of_node=True)
+        Look(
+            channel_of(number, 2, store),
+            Budget(20.0),
+            Plan(None, Shape(data=2), None),
+            torch.device("cpu"),
+            first_of_node=True,
+        )
         for number in range(2)
     ]
     thread = threading.Thread(target=looks[0]._clock)
@@ -270,7 +281,7 @@ def test_clocks_are_compared_over_the_store() -> None:
     assert found is not None
     offset, within_seconds = found
     assert abs(offset) <= within_seconds < 1.0
-    assert ask_clock(Talk(dist.HashStore(), 1, 2, 0.0)) is None
+    assert ask_clock(channel_of(1, 2, dist.HashStore()), 0.0) is None
 
 
 def measured_links(
@@ -292,7 +303,7 @@ def measured_links(
     all_links, found = [], {}
     for rank in (rank for rank in range(world) if rank != dead):
         grid = SimpleNamespace(shape=shape, rank=rank, coords=shape.coords(rank), device=cpu)
-        all_links.append(Links(Talk(store, rank, world, 20.0), grid))  # type: ignore[arg-type]
+        all_links.append(Links(channel_of(rank, world, store), Budget(20.0), grid))  # type: ignore[arg-type]
     threads = [
         threading.Thread(target=lambda one=one: found.update({one.grid.rank: one.measure()})) for one in all_links
     ]
@@ -351,7 +362,7 @@ def test_a_mark_that_is_not_there_is_not_seen(tmp_path: Path, monkeypatch: pytes
 def test_a_folder_that_cannot_be_made_is_the_disks_fault(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     plan = Plan(None, Shape(), str(tmp_path / "file" / "one"))
-    look = Look(Talk(dist.HashStore(), 0, 1, 20.0), plan, torch.device("cpu"), first_of_node=True)
+    look = look_of(0, 1, dist.HashStore(), plan=plan)
     found = look._disk()
     assert found is not None
     assert found.fault == "Not a directory"
@@ -386,7 +397,7 @@ def test_the_plan_is_the_configs_or_a_line(tmp_path: Path) -> None:
 
 def test_what_a_run_needs_follows_from_its_config(tmp_path: Path) -> None:
     config = planned(parser().parse_args(["doctor", "--preflight", str(write(tmp_path))]), 2, "cpu")
-    needs = Look(Talk(dist.HashStore(), 0, 2, 20.0), config, torch.device("cpu"), first_of_node=True)._needs()
+    needs = look_of(0, 2, dist.HashStore(), plan=config)._needs()
     assert needs.checkpoint == 12 * models.config("gpt-tiny").parameters
     assert needs.kept == 1
     assert needs.saves

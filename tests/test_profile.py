@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from curves import Curves, config_of, write_texts
+from fourfold.axes import AXES
 from fourfold.cli import main
 from fourfold.commands.parser import steps
 from fourfold.errors import BadStepsError
-from fourfold.grid import AXES, Shape
+from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.report import write_report
 from fourfold.train.begin import begin

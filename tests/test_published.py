@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fourfold.axes import AXES
 from fourfold.cost.machine import Link, Machine, load_machine
 from fourfold.cost.price import Choice, Task, price, timeline
 from fourfold.cost.published import (
@@ -20,7 +21,7 @@ from fourfold.cost.published import (
     published_ranking,
     published_seconds,
 )
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))

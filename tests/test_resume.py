@@ -36,17 +36,19 @@ from fourfold.cli import _failed
 from fourfold.data.order import Order, part_of
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
+from fourfold.environment import LAUNCHED
 from fourfold.errors import Failure
 from fourfold.grid import Shape
+from fourfold.job import Channel
 from fourfold.report.run import read_run
 from fourfold.train import command
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
-from fourfold.train.checkpoints import Start, find_start, start_from, was_restarted, what_was_lost
+from fourfold.train.checkpoints import Start, any_restarted, find_start, start_from, what_was_lost
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run
-from fourfold.train.process import STARTED_BY_US, listen_to_signals
+from fourfold.train.process import listen_to_signals
 from fourfold.train.record import Lines, Owned, rewind
 from fourfold.train.sections import DataSection
 from harness import Ranks, grid_of
@@ -452,7 +454,7 @@ def started_again(times: int) -> bool:
     """A job: whether these ranks were, where rank 1 alone has been so many times."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(times * dist.get_rank())
     try:
-        return was_restarted()
+        return any_restarted(grid_of(Shape(data=2)))
     finally:
         del os.environ["TORCHELASTIC_RESTART_COUNT"]
 
@@ -571,7 +573,7 @@ def test_a_rank_that_does_not_come_to_its_end_in_time_ends_as_it_stands(tmp_path
     if child == 0:
         os.dup2(os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w")
-        with stopping.Stop(SimpleNamespace(rank=0, shape=Shape()), 0.3).listening():  # type: ignore[arg-type]
+        with stopping.Stop(SimpleNamespace(rank=0, channel=Channel("grid", (0,), rank=0)), 0.3).listening():  # type: ignore[arg-type]
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         os._exit(0)
@@ -595,7 +597,7 @@ def test_what_a_rank_says_of_its_failure_is_whole_or_absent(tmp_path: Path, monk
 
     told = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
-    monkeypatch.setenv(STARTED_BY_US, "1")
+    monkeypatch.setenv(LAUNCHED, "1")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "write_text", killed)
         launching.report_failure("why", Failure.ERROR)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fourfold as ff
+from fourfold.axes import AXES
 from fourfold.cli import main
 from fourfold.cost import search as search_file
 from fourfold.cost.estimate import LEVERS
@@ -22,7 +23,7 @@ from fourfold.cost.price import Choice, Priced, Task, memory_of, price, timeline
 from fourfold.cost.program import step_program
 from fourfold.cost.search import Space, search
 from fourfold.cost.work import Launch
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.grid import Shape, shapes_of
 from fourfold.policy import Policy
 from fourfold.train.config import read_config, resolve
 from fourfold.train.plan import rows_of
@@ -57,7 +58,7 @@ def brute_force(task: Task, devices: int) -> float:
                 seen = {}
                 for order in ORDERS:
                     walked = tuple(axis for axis in order if shape.sizes[axis] > 1)
-                    seen.setdefault(walked, replace(choice, shape=replace(shape, order=order)))
+                    seen.setdefault(walked, replace(choice, shape=shape.reordered(order)))
                 best = min([best, *(price(task, each).seconds for each in seen.values())])
     return best
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from fourfold.grid import Shape
+from fourfold.job import ranks_text
 from fourfold.ledger import Collective, Ledger
-from fourfold.watch.diagnose import Diagnosis, diagnose, ranks_text
+from fourfold.watch.diagnose import Diagnosis, diagnose
 from fourfold.watch.tape import ENTRIES, Reading, Tape, Waits, read, read_all, tape_path
 
 SHAPE = Shape(x=2, z=2)

@@ -34,13 +34,14 @@ import warm
 from curves import Curves, config_of, write_texts
 from fourfold import models
 from fourfold.arriving import local_of
+from fourfold.axes import AXES
 from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.training_state import model_shards
 from fourfold.cost.volume import Volume
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import BadStepsError
-from fourfold.grid import AXES, Shape
+from fourfold.grid import Shape
 from fourfold.policy import Overlap
 from fourfold.report.run import read_run
 from fourfold.train.config import Config, read_config

@@ -16,7 +16,7 @@ from fourfold.grid import Shape
 from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
-from fourfold.train.guard import Windows
+from fourfold.train.guard import StepWindows
 from fourfold.train.loop import Run
 from fourfold.train.record import Event, Kept
 from fourfold.watch.straggle import COMPUTE
@@ -41,7 +41,7 @@ def nothing(_: Run, __: int) -> None: ...
 def faulty(config: Config, folder: Path, rank: int, fault: Any) -> list[Event]:
     """A job: what was recorded of a run with a fault in one rank."""
     stopping.SECONDS, seconds = 0.2, stopping.SECONDS  # ranks tell of their steps where they ask each other
-    Windows.LEAST, least = 3, Windows.LEAST
+    StepWindows.MIN_STEPS, least = 3, StepWindows.MIN_STEPS
     run = Run(config, grid_of(config.grid.shape), folder)
     kept, launch = Kept(), run._launch
 
@@ -57,7 +57,7 @@ def faulty(config: Config, folder: Path, rank: int, fault: Any) -> list[Event]:
     except (ReplicasDifferError, FailedElsewhereError, NotSavedError) as error:
         return [{"error": str(error)}]
     finally:
-        stopping.SECONDS, Windows.LEAST = seconds, least
+        stopping.SECONDS, StepWindows.MIN_STEPS = seconds, least
     return kept.events
 
 

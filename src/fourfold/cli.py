@@ -20,8 +20,9 @@ from fourfold.commands.keeping import add_checkpoint, add_export, add_import
 from fourfold.commands.parser import Help, Parser, below
 from fourfold.commands.planning import add_calibrate, add_doctor, add_launch, add_plan
 from fourfold.commands.running import add_data, add_demo, add_report, add_sample, add_train
+from fourfold.environment import inside_a_job
 from fourfold.errors import Failure, failure_of
-from fourfold.train.process import INTERRUPTED, READABLE, ignore_signals, inside_a_job
+from fourfold.train.process import INTERRUPTED, READABLE, ignore_signals
 
 WAYS_OUT = {
     errno.ENOENT: "check the path, or make its folder first",

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fourfold.grid import Grid
+from fourfold.job import typed_errors
 from fourfold.layout import Layout, chunk
 from fourfold.ledger import Collective, Op
 from fourfold.pending import Pending, named
-from fourfold.store import typed
 
 # torch 2.13 renamed the two; torch 2.11 has only the old names, which 2.13 warns about.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -278,7 +278,7 @@ def equal_along(number: int, grid: Grid, axes: Sequence[str]) -> bool:
     for axis in axes:
         if grid.size(axis) > 1:
             mine = torch.cat([lowest, highest])
-            with typed(f"comparing a number over {axis}"):
+            with typed_errors(f"comparing a number over {axis}"):
                 bounds = _launch_all_gather(mine.new_empty(grid.size(axis), 2), mine, Link(grid.group(axis)))()
             lowest, highest = bounds[:, :1].amin(0), bounds[:, 1:].amax(0)
     return bool(lowest == highest)
@@ -289,7 +289,7 @@ def from_first(tensor: Tensor, grid: Grid) -> Tensor:
     if grid.shape.world == 1:
         return tensor
     mine = tensor.clone() if grid.rank == 0 else torch.zeros_like(tensor)
-    with typed("giving a tensor of rank 0 to all ranks"):
+    with typed_errors("giving a tensor of rank 0 to all ranks"):
         dist.all_reduce(mine)
     return mine
 
@@ -298,7 +298,7 @@ def exchange(tensor: Tensor, grid: Grid, axis: str, place: int) -> Tensor:
     """What the rank at `place` of the axis gives for this, to time a link; all of the axis have communicated before."""
     arriving, group = torch.empty_like(tensor), grid.group(axis)
     ways = ((dist.isend, tensor), (dist.irecv, arriving))
-    with typed(f"exchanging a message over {axis}"):
+    with typed_errors(f"exchanging a message over {axis}"):
         for work in dist.batch_isend_irecv([dist.P2POp(act, one, group=group, group_peer=place) for act, one in ways]):
             work.wait()
     return arriving

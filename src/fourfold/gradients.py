@@ -1,10 +1,11 @@
 """Gradients from a product's dw to a complete `parameter.grad`: owed sums, accumulation, norm and clip.
 
 Units hand in gradients that are already summed over z (`Gradients.deposit`). What is still owed over the other axes
-is summed in buckets that model and layout fix, each launched when the last of its gradients is final; when a backward
-pass ends its callback completes them all, so that gradients are complete when `backward()` returns. Inside
-`accumulate` nothing is summed: the gradients keep this replica's own part and the first backward pass outside pays
-for all of them at once.
+is summed in buckets that model and layout fix. A bucket is launched when no gradient of its parameters is to come:
+every use of a parameter in a forward pass is counted, and every deposit takes one away (`ForwardPass`). When a backward
+pass ends its callback completes all buckets, so that gradients are complete when `backward()` returns. Inside
+`accumulate`, and before the last pass of a step that `begin_step` announced, nothing is summed: the gradients keep this
+replica's own part and the last backward pass pays for all of them at once.
 
 Invariant: a gradient is the average over places of what each place's loss gives, and a sum over the axes inside a place
 (E6). It is divided by the number of places once, as it is handed in; a sum that completes is never divided, since a
@@ -14,6 +15,7 @@ later pass may add to it.
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +32,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fourfold import comm
 from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
+from fourfold.axes import AXES, BATCH
 from fourfold.buckets import Bucket, fill_buckets
-from fourfold.grid import AXES, BATCH, Grid
+from fourfold.grid import Grid
 from fourfold.hooks import Hooks
 from fourfold.layout import GATHERED, Spec, chunk
 from fourfold.optimizers import refuse_unfit_optimizers
@@ -42,6 +45,46 @@ from fourfold.policy import Policy
 
 REPLICA = "data"
 """The axis over which every parameter and every complete gradient is equal."""
+
+
+class ForwardPass:
+    """The gradients that one forward pass has yet to give: uses of parameters without a deposit so far.
+
+    The autograd graph of the pass holds this object, so a pass whose graph is dropped without a backward pass expects
+    nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self._uses: Counter[nn.Parameter] = Counter()
+        self._reads: set[nn.Parameter] = set()
+        self.deposited = False
+        """Whether the backward pass that runs now deposited gradients of this pass."""
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Count a use of the parameter that will deposit its own gradient."""
+        self._uses[parameter] += 1
+
+    def read(self, parameter: nn.Parameter) -> None:
+        """Note that autograd itself follows the parameter: it deposits the gradients of all such reads at once."""
+        self._reads.add(parameter)
+
+    def expects(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient of this parameter is to come."""
+        return self._uses[parameter] > 0 or parameter in self._reads
+
+    def take(self, parameter: nn.Parameter, uses: int) -> None:
+        """Take away the uses whose gradient came; 0: it is that of autograd's own reads."""
+        if uses:
+            self._uses[parameter] = max(0, self._uses[parameter] - uses)
+        else:
+            self._reads.discard(parameter)
+        self.deposited = True
+
+    def end(self) -> None:
+        """Write off uses that got no gradient: they were detached, discarded, or left out by autograd."""
+        self._uses.clear()
+        self._reads.clear()
+        self.deposited = False
 
 
 class Gradients:
@@ -70,13 +113,18 @@ class Gradients:
         self._left_out: set[nn.Parameter] = set()  # of this pass, by backward(inputs=...)
         self._new: set[nn.Parameter] = set()  # have had deposits since hooks were called
         self._passes: set[int] = set()  # backward passes under way whose end will call _finish
-        self._forwards = 0  # since the last backward
-        self._deposits: Counter[str] = Counter()
-        self._expected: tuple[list[Bucket], Counter[str]] = [], Counter()  # the most that a pass deposited so far
+        self.forward_pass = ForwardPass()
+        """The forward pass that began last."""
+        self._numbers = itertools.count()
+        self._alive = weakref.WeakValueDictionary({next(self._numbers): self.forward_pass})
+        """Forward passes whose graphs exist, in their order; the graphs hold them."""
+        self._to_begin = self._to_finish = 0  # passes of the step that `begin_step` announced
+        self._unannounced = False
+        """Whether this backward pass deposited a gradient of which no use was counted, as a second backward pass over
+        a retained graph does: more may come, so buckets wait for its end."""
         self._sums: dict[str, BucketSum] = {}
         self._in_order: Iterator[Bucket] = iter(())
         self._bucket: Bucket | None = None  # the next to be launched
-        self._usual = False  # one forward, the same parameters trained: this pass is like those before it
         self._watch_leaves()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -89,6 +137,14 @@ class Gradients:
         """Whether it is a parameter of the model as it was built."""
         return parameter in self._names
 
+    def begin_step(self, passes: int) -> None:
+        """Announce that the next `passes` forward and backward passes make one step.
+
+        Their gradients are summed over ranks once: each bucket after the last forward pass has begun and no gradient of
+        its parameters is to come from any pass.
+        """
+        self._to_begin = self._to_finish = passes
+
     def begin_forward(self, kind: Hashable, *, guarded: bool = False) -> None:
         """A model's forward pass begins; `kind` tells passes apart that use other weights."""
         self.guarded = guarded
@@ -97,7 +153,12 @@ class Gradients:
             self._new.clear()
             self.hooks.forget()
             self.engine.abandon()
-        self._forwards += torch.is_grad_enabled()
+            for earlier in self._alive.values():
+                earlier.end()
+        self.forward_pass = ForwardPass()
+        if torch.is_grad_enabled():
+            self._alive[next(self._numbers)] = self.forward_pass
+            self._to_begin = max(0, self._to_begin - 1)
         self._watch_leaves()  # a parameter may be trained that was frozen before
         self.engine.begin(kind)
 
@@ -109,6 +170,7 @@ class Gradients:
                 self.hooks.leaves.pop(parameter, None)
             if parameter.requires_grad and parameter not in self.hooks.leaves:
                 parameter.label = name  # type: ignore[attr-defined]
+                parameter.gradients = weakref.ref(self)  # type: ignore[attr-defined]
                 leaf = self.hooks.leaves[parameter] = leaf_of(parameter)
                 leaf.register_prehook(partial(_hand_over, weakref.ref(self), name, parameter, spec))
 
@@ -121,25 +183,42 @@ class Gradients:
         self._left_out = self._left_out & left_out if self._passes else left_out  # one inside leads to others
         if not self._passes:
             self.hooks.defer()
-            self._deposits.clear()
             self._sums.clear()
-            self._usual = self._forwards == 1 and self._expected[0] is self.buckets()
+            self._unannounced = False
             self._in_order = iter(self.buckets())
             self._next_bucket()
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, this_pass))
         self._passes.add(this_pass)
 
-    def deposit(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    def deposit(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        *,
+        during: ForwardPass | None = None,
+        uses: int = 1,
+    ) -> None:
         """Add this rank's parts of gradients, summed over z, in the shapes of the local shards and in any dtype.
 
-        The tensors are changed in place and kept.
+        They are the gradients of so many uses during a forward pass (0: of all that autograd itself followed; None:
+        during the oldest pass that expects any). The tensors are changed in place and kept.
         """
         if self.grid.shape.places > 1:  # before the cast: a parameter's dtype may be the narrower one
             torch._foreach_div_(list(gradients), self.grid.shape.places)
         for parameter, gradient in zip(parameters, gradients, strict=True):
+            self._take(parameter, during, uses)
             self._add(parameter, gradient.to(parameter.dtype))
 
-    def deposit_whole(self, name: str, parameter: nn.Parameter, spec: Spec, gradient: Tensor) -> None:
+    def deposit_whole(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        spec: Spec,
+        gradient: Tensor,
+        *,
+        during: ForwardPass | None = None,
+        uses: int = 1,
+    ) -> None:
         """Add a place's gradient of a whole parameter, which all of its ranks have found alike."""
         self.expect_end()
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -148,14 +227,21 @@ class Gradients:
         part = spec.storage.compute.take(gradient, self.grid)
         own = part.to(self.policy.reduce or parameter.dtype, copy=True).contiguous()
         if GATHERED not in spec.storage.axes:
-            self.deposit([parameter], [own])
+            self.deposit([parameter], [own], during=during, uses=uses)
             return
         largest = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, dict.fromkeys(AXES, 0))
         nbytes = prod(len(part) for part in largest) * own.element_size()
-        self.scatter([parameter], [own], nbytes, label=name)
+        self.scatter([parameter], [own], nbytes, label=name, during=during, uses=uses)
 
     def scatter(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], nbytes: int, *, label: str
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        nbytes: int,
+        *,
+        label: str,
+        during: ForwardPass | None = None,
+        uses: int = 1,
     ) -> None:
         """Sum gradients that are whole over z, and deposit this rank's shards some time before backward ends.
 
@@ -163,10 +249,19 @@ class Gradients:
         tensors must be the caller's own: `deposit` changes them in place.
         """
         if self.grid.size(GATHERED) == 1:
-            self.deposit(parameters, gradients)
+            self.deposit(parameters, gradients, during=during, uses=uses)
             return
         pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
-        self.engine.behind.defer(pending, nbytes, partial(self.deposit, parameters))
+        self.engine.behind.defer(pending, nbytes, partial(self.deposit, parameters, during=during, uses=uses))
+
+    def _take(self, parameter: nn.Parameter, during: ForwardPass | None, uses: int) -> None:
+        """Count that a gradient came, for the pass that used the parameter."""
+        if during is None or not during.expects(parameter):
+            during = next((each for each in self._alive.values() if each.expects(parameter)), None)
+        if during is None:
+            self._unannounced = True
+        else:
+            during.take(parameter, uses)
 
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         owed = self._owed.get(parameter)
@@ -190,7 +285,6 @@ class Gradients:
                 self._add_complete(gradient, local_of(before), owed[0])
             # from_local takes a millisecond
             parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)
-        self._deposits[name] += 1
         self._new.add(parameter)
         while self._bucket is not None and self._final(self._bucket):
             self._sums |= dict.fromkeys(self._bucket.names, BucketSum(self, self._bucket))
@@ -201,10 +295,11 @@ class Gradients:
         self._bucket = next(self._in_order, None)
 
     def _final(self, bucket: Bucket) -> bool:
-        """Whether all its gradients have had as many deposits as ever in a pass like this one."""
-        if self.accumulating or not self.policy.overlap.data or not self._usual:
+        """Whether no pass of this step is to begin and none of those alive expects a gradient of its parameters."""
+        if self.accumulating or self._to_begin or self._unannounced or not self.policy.overlap.data:
             return False
-        return all(self._deposits[name] >= self._expected[1][name] for name in bucket.names)
+        last_first = [self.parameters[name][0] for name in reversed(bucket.names)]  # the one that comes last decides
+        return not any(each.expects(parameter) for each in self._alive.values() for parameter in last_first)
 
     def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
         """Add an earlier pass's sum to a part that will be summed again, so that the sum counts it once: the
@@ -222,12 +317,11 @@ class Gradients:
         self._passes.discard(this_pass)
         if self._passes:
             return  # it ran inside another one
-        buckets = self.buckets()
-        most = self._expected[1] if self._expected[0] is buckets else Counter()
-        if self._forwards == 1:
-            self._expected = buckets, most | self._deposits  # of each the larger
-        self._forwards = 0
-        if self.accumulating:
+        for each in self._alive.values():
+            if each.deposited:
+                each.end()
+        self._to_finish = max(0, self._to_finish - 1)
+        if self.accumulating or self._to_finish:
             return
         begun = list({id(total): total for total in self._sums.values()}.values())
         self._sums.clear()  # they hold gradients
@@ -273,7 +367,7 @@ def _hand_over(
             f"{name}: its gradient came as a DTensor, of which each rank knows its own part only (the loss read it "
             "through to_local() or redistribute()); compute with the parameter itself, which is gathered for that"
         )
-    gradients.deposit_whole(name, parameter, spec, gradient)
+    gradients.deposit_whole(name, parameter, spec, gradient, uses=0)
     return (None,)
 
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from math import prod
@@ -27,47 +26,52 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fourfold import store
-from fourfold.agree import agree, decide, faults_of
+from fourfold.axes import AXES, BATCH
 from fourfold.derive import derive_quickly
+from fourfold.environment import Environment
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
+from fourfold.job import Channel, agree, first_fault, join_store, typed_errors
 from fourfold.ledger import Ledger
 
 T = TypeVar("T")
-
-AXES = ("x", "y", "z", "data")
-"""Every axis, outermost cut of a tensor first."""
-
-BATCH = ("data", "z")
-"""The axes that cut the rows of a batch, outermost cut first. A place is a coordinate of these: its ranks hold the same
-rows."""
 
 CORES_FOR_TWO_LANES = 4
 """Cores that a rank must have before an axis that is alone gets two communicators on a GPU: over a network each keeps
 threads busy while anything is in flight, and with fewer cores the two are slower than one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Shape:
     """Sizes of the axes and the order in which ranks walk them (fastest-varying axis first).
 
-    With the default order, rank = x + X * (y + Y * (z + Z * data)).
+    `Shape(x=2, data=4)`; axes that are not named have one rank. With the default order,
+    rank = x + X * (y + Y * (z + Z * data)). The size of an axis is an attribute: `shape.x`.
     """
 
-    x: int = 1
-    y: int = 1
-    z: int = 1
-    data: int = 1
-    order: tuple[str, ...] = field(default=AXES, kw_only=True)
+    _sizes: tuple[int, ...]
+    order: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
+    def __init__(self, *sizes: int, order: Sequence[str] = AXES, **named: int) -> None:
+        """Take the sizes in the order of AXES, or by name."""
+        by_axis = sizes_by_axis(sizes, named)
+        for axis, size in by_axis.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
-        object.__setattr__(self, "order", tuple(self.order))
-        if sorted(self.order) != sorted(AXES):
-            raise ValueError(f"order={self.order!r} must name each axis once, fastest-varying first, such as {AXES!r}")
+        if sorted(order) != sorted(AXES):
+            raise ValueError(
+                f"order={tuple(order)!r} must name each axis once, fastest-varying first, such as {AXES!r}"
+            )
+        object.__setattr__(self, "_sizes", tuple(by_axis.values()))
+        object.__setattr__(self, "order", tuple(order))
+
+    def __getattr__(self, name: str) -> int:
+        if name in AXES:
+            return self._sizes[AXES.index(name)]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its axes are {', '.join(AXES)}")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        return f"Shape({sizes})" if self.order == AXES else f"Shape({sizes}, order={self.order})"
 
     def __str__(self) -> str:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
@@ -75,7 +79,8 @@ class Shape:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in AXES}
+        """The size of every axis, in the order of AXES."""
+        return dict(zip(AXES, self._sizes, strict=True))
 
     @property
     def world(self) -> int:
@@ -101,6 +106,10 @@ class Shape:
         """
         several = self.several
         return tuple(axis for axis in several if axis == "z" or len(several) == 1)
+
+    def reordered(self, order: Sequence[str]) -> Shape:
+        """Return the same sizes with ranks that walk the axes in another order."""
+        return Shape(*self._sizes, order=order)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank sits: its coordinate on every axis."""
@@ -137,6 +146,15 @@ class Shape:
         return ranks.permute([slowest_first.index(axis) for axis in AXES]).contiguous()
 
 
+def sizes_by_axis(sizes: Sequence[int], named: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of every axis, from sizes in the order of AXES and sizes by name; 1 for the others."""
+    given = dict(zip(AXES, sizes, strict=False))
+    unknown = [name for name in named if name not in AXES]
+    if unknown or len(sizes) > len(AXES) or given.keys() & named.keys():
+        raise TypeError(f"a grid has the axes {', '.join(AXES)}, each given once; got {sizes} and {dict(named)}")
+    return dict.fromkeys(AXES, 1) | given | dict(named)
+
+
 def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
     """Every way to factor `world` ranks into a grid, powers of two or not."""
     if world < 1:
@@ -165,28 +183,35 @@ class Grid:
 
     def __init__(
         self,
-        x: int = 1,
-        y: int = 1,
-        z: int = 1,
-        data: int = 1,
-        *,
+        *sizes: int,
         order: Sequence[str] = AXES,
         device: str | torch.device | None = None,
         timeout: timedelta | None = None,
+        **named: int,
     ) -> None:
+        """Take the size of each axis by name, `Grid(x=2, z=2)`, or in the order of AXES; the others have one rank."""
         _join(device, timeout)
-        shape = _checked_shape(x, y, z, data, order)
+        self.channel = Channel("grid")
+        shape = _checked_shape(sizes, named, order)
         if isinstance(shape, Shape):
-            agree("the grid", f"{shape} on {_device(device).type}")
+            agree(self.channel, "the grid", f"{shape} on {_device(device).type}")
             self._place(shape, dist.get_rank(), device, timeout)
         else:
-            agree("the grid", str(shape), fault=shape)
+            agree(self.channel, "the grid", str(shape), fault=shape)
+
+    @classmethod
+    def of_shape(
+        cls, shape: Shape, *, device: str | torch.device | None = None, timeout: timedelta | None = None
+    ) -> Grid:
+        """Make a grid of this shape from all ranks of the job."""
+        return cls(**shape.sizes, order=shape.order, device=device, timeout=timeout)
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> Grid:
         """A grid of this process by itself, also inside a larger job; it never communicates."""
         _join(device, None)
         grid = cls.__new__(cls)
+        grid.channel = Channel("grid", (dist.get_rank(),))
         grid._place(Shape(), 0, device)
         return grid
 
@@ -205,7 +230,7 @@ class Grid:
         self.muted = False
         """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
         alone = shape.world == 1
-        with store.typed(f"making the groups of the grid {shape}"):
+        with typed_errors(f"making the groups of the grid {shape}"):
             self.mesh = DeviceMesh(
                 self.device.type,
                 torch.full([1] * len(AXES), dist.get_rank()) if alone else shape.mesh_ranks(),
@@ -227,7 +252,7 @@ class Grid:
         groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         on_gpu = self.device.type == "cuda" and dist.get_backend() != "fake"
         two = self.shape.two_lanes
-        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank() < CORES_FOR_TWO_LANES:
+        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank(self.channel) < CORES_FOR_TWO_LANES:
             two = ()
         for axis in AXES:
             group = self.mesh.get_group(axis)
@@ -244,10 +269,10 @@ class Grid:
         lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            with store.typed(f"making groups along {axis}"):
+            with typed_errors(f"making groups along {axis}"):
                 made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
         else:
-            with store.typed(f"making groups along {axis}"):
+            with typed_errors(f"making groups along {axis}"):
                 made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
         return cast(dist.ProcessGroup, made)  # every rank is in one of the lines
 
@@ -287,12 +312,11 @@ class Grid:
 
     def agree(self, what: str, text: str) -> None:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
-        if self.shape.world > 1:
-            agree(what, text)
+        agree(self.channel, what, text)
 
     def hear(self, text: str) -> str:
         """Rank 0's text, on every rank."""
-        return text if self.shape.world == 1 else decide(text, lambda texts: texts[0])
+        return self.channel.decide(text, lambda texts: texts[0])
 
     def together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
         """Act on every rank. When it fails on one, all raise, since none may go on to wait for the others: that rank
@@ -303,13 +327,13 @@ class Grid:
         except Exception as error:
             error.add_note(f"{what} failed")
             fault = error
-        if self.shape.world > 1:
-            said = "" if fault is None else f"{type(fault).__name__}: {fault}"
-            found, failure, differs = faults_of(what, said, Failure.ERROR if fault is None else failure_of(fault), same)
-            if fault is None and found:
-                raise FailedElsewhereError(f"{what} failed on {found}", failure)
-            if fault is None and differs:
-                raise ValueError(differs)
+        said = "" if fault is None else f"{type(fault).__name__}: {fault}"
+        failure = Failure.ERROR if fault is None else failure_of(fault)
+        found, failure, differs = first_fault(self.channel, what, said, failure, same)
+        if fault is None and found:
+            raise FailedElsewhereError(f"{what} failed on {found}", failure)
+        if fault is None and differs:
+            raise ValueError(differs)
         if fault is not None:
             raise fault
         return result  # type: ignore[return-value]
@@ -336,17 +360,17 @@ def _device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> Shape | Exception:
+def _checked_shape(sizes: Sequence[int], named: Mapping[str, int], order: Sequence[str]) -> Shape | Exception:
     """The shape, or why it is none: all ranks hear of a fault before any of them raises."""
     try:
-        shape = Shape(x, y, z, data, order=tuple(order))
+        shape = Shape(*sizes, order=order, **named)
     except (TypeError, ValueError) as error:
         return error
     world = dist.get_world_size()
     if shape.world != world:
         product = "*".join(str(size) for size in shape.sizes.values())
         return ValueError(
-            f"Grid({shape}): x*y*z*data = {product} = {shape.world}, but this job has {world} ranks; "
+            f"Grid({shape}): {'*'.join(AXES)} = {product} = {shape.world}, but this job has {world} ranks; "
             f"start {shape.world} ranks or choose sizes whose product is {world}"
         )
     return shape
@@ -356,49 +380,24 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
     """Join the job's process group unless that was done already."""
     if dist.is_initialized():
         return
-    rank, world, local_rank = environment()
+    here = Environment.read()
     if _device(device).type == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    if world == 1:
+    if here.world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        job_store = store.join(rank, world, timeout)
-        with store.typed("joining the job's process group"):
-            dist.init_process_group(backend, store=job_store, rank=rank, world_size=world, timeout=timeout)
+        store = join_store(here, timeout)
+        with typed_errors("joining the job's process group"):
+            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timeout)
 
 
-def environment() -> tuple[int, int, int]:
-    """Rank, number of ranks and rank on this node: torchrun's if it started us, else SLURM's, else one rank.
-
-    Under SLURM the rendezvous variables that torch reads are filled in where they are missing. SLURM's count
-    is that of the job step, which srun alone sets: a plain `python` in a batch script is one rank.
-    """
-    env = os.environ
-    if "RANK" in env:
-        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        nodes = env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"]
-        env.setdefault("MASTER_ADDR", first_node(nodes))
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0))
-    return 0, 1, 0
-
-
-def first_node(nodelist: str) -> str:
-    """First host of a SLURM node list: `gpu[003-010,020],cpu1` -> `gpu003`."""
-    first = re.match(r"[^,\[](?:[^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma that stands outside of brackets
-    if first is None:
-        raise ValueError(f"cannot read the SLURM node list {nodelist!r}; set MASTER_ADDR to the first node")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
-
-
-def _cores_per_rank() -> float:
+def _cores_per_rank(channel: Channel) -> float:
     """Cores of the rank that has fewest: ranks that may run on the same cores of one host share them."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return float(decide(f"{socket.gethostname()}: {','.join(map(str, cores))}", _fewest_cores))
+    return float(channel.decide(f"{socket.gethostname()}: {','.join(map(str, cores))}", _fewest_cores))
 
 
 def _fewest_cores(texts: Sequence[str]) -> str:

@@ -19,7 +19,8 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fourfold.grid import AXES, BATCH, Grid
+from fourfold.axes import AXES, BATCH
+from fourfold.grid import Grid
 from fourfold.policy import Activations
 
 GATHERED = "z"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fourfold.grid import AXES
+from fourfold.axes import AXES
 
 Renames = dict[str, dict[str, str]]
 """Names of keys by the table that holds them: `{"optimizer": {"old_name": "new_name"}}`."""

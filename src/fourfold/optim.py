@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fourfold import comm
 from fourfold.arriving import await_use, local_of, restore
+from fourfold.axes import AXES
 from fourfold.buckets import Bucket
 from fourfold.gradients import REPLICA, gradients_of, is_owed, measure_norms, scale_gradients
-from fourfold.grid import AXES, Grid
+from fourfold.grid import Grid
 from fourfold.pending import Pending
 
 Decay = Literal["cosine", "stable", "constant"]

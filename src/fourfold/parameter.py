@@ -8,6 +8,7 @@ and checkpoints, a parameter is an ordinary DTensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
 from fourfold import comm
+from fourfold.ahead import in_backward
 from fourfold.arriving import local_of
 from fourfold.grid import Grid
 from fourfold.layout import Spec
@@ -37,13 +39,15 @@ class ShardedParameter(DTensor):
     grid: Grid
     label: str = "parameter"
     """Its name in the model, for the ledger."""
+    gradients: Callable[[], Any] = staticmethod(lambda: None)
+    """Return the `Gradients` of its model, which it refers to weakly: those hold the parameter."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in ON_SHARDS or func._schema.is_mutable or not _recorded():
             return DTensor.__torch_dispatch__(func, types, args, kwargs)
-        args, kwargs = tree_map_only(DTensor, whole_tensor, (args, kwargs))
+        args, kwargs = tree_map_only(DTensor, read_whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @property
@@ -93,6 +97,14 @@ def whole_tensor(tensor: DTensor) -> Tensor:
         return tensor.full_tensor()
     spec = tensor.spec
     return comm.join(local_of(tensor), spec.storage, spec.shape, tensor.grid, label=tensor.label)
+
+
+def read_whole(tensor: DTensor) -> Tensor:
+    """Gather a tensor for an operation that autograd records: a trained parameter's gradient will come from there."""
+    owner = tensor.gradients() if isinstance(tensor, ShardedParameter) and not in_backward() else None
+    if owner is not None:
+        owner.forward_pass.read(tensor)
+    return whole_tensor(tensor)
 
 
 def adopt(parameter: nn.Parameter, spec: Spec, grid: Grid) -> None:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from fourfold.grid import Grid
+from fourfold.job import typed_errors
 from fourfold.ledger import Collective, span
-from fourfold.store import typed
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -42,5 +42,5 @@ class Pending(Generic[T]):
 @contextmanager
 def named(record: Collective, doing: str = "") -> Iterator[None]:
     """Name the collective in profiles and in the error that the backend raises inside."""
-    with typed(str(record)), span(f"{doing}{record}"):
+    with typed_errors(str(record)), span(f"{doing}{record}"):
         yield

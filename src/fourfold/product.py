@@ -60,10 +60,9 @@ class Factor:
     def using(self, *, biases: bool, turns: int) -> AbstractContextManager[Gathered]:
         """The weights w[sum p_i, k], and with `biases` b[sum p_i], for one of so many halves."""
         unit = self.unit if biases else self.unit.only(self.weights)
-        gathering = unit.gathering(
-            ("factor", biases), partial(self.gather, biases=biases), lambda gathered: gathered.buffers
-        )
-        return unit.engine.ahead.using(gathering, uses=turns, keep=biases and self.keep_weights)
+        launch = partial(self.gather, biases=biases)
+        keep = biases and self.keep_weights
+        return unit.gathered(("factor", biases), launch, lambda gathered: gathered.buffers, turns=turns, keep=keep)
 
     def multiplying(self, equation: str) -> AbstractContextManager[None]:
         return self.unit.grid.ledger.multiplying(f"{equation} {self.unit.label}")
@@ -118,7 +117,7 @@ class Factor:
             if with_weights:
                 parts = zip(self.weights, complete[0].split(list(self.widths)), strict=True)
                 by_member |= {member: part[: member.rows] for member, part in parts}
-            trained.scatter([by_member[member] for member in trained.members])
+            trained.scatter([by_member[member] for member in trained.members], turns=turns)
 
     def sums_over_tokens(self, dout: Tensor) -> list[Tensor]:
         """The gradient of each bias; in one pass where they cover all columns."""

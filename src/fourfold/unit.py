@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import TypeVar
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.ahead import Gathering
+from fourfold.ahead import Gathering, in_backward
 from fourfold.arriving import local_of
-from fourfold.gradients import Gradients
-from fourfold.grid import AXES, Grid
+from fourfold.axes import AXES
+from fourfold.gradients import ForwardPass, Gradients
+from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
 from fourfold.overlap import Engine
 from fourfold.pending import Pending
@@ -54,6 +55,8 @@ class Unit:
     gradients: Gradients
     label: str
     members: tuple[Member, ...]
+    during: ForwardPass
+    """The forward pass that uses the members; what it expects is counted there."""
 
     @property
     def compute(self) -> torch.dtype:
@@ -70,21 +73,34 @@ class Unit:
 
     def using(self, *, turns: int) -> AbstractContextManager[list[Tensor]]:
         """The members in compute layout and dtype, for one of so many halves."""
-        gathering = self.gathering("unit", self.gather, lambda wholes: wholes if self.even else ())
-        return self.engine.ahead.using(gathering, uses=turns)
+        return self.gathered("unit", self.gather, lambda wholes: wholes if self.even else (), turns=turns)
 
-    def gathering(
-        self, kind: Hashable, launch: Callable[[], Pending[T]], buffers: Callable[[T], Sequence[Tensor]]
-    ) -> Gathering[T]:
-        """The members as something to be gathered ahead; kinds of one unit differ in what they launch."""
+    def gathered(
+        self,
+        kind: Hashable,
+        launch: Callable[[], Pending[T]],
+        buffers: Callable[[T], Sequence[Tensor]],
+        *,
+        turns: int,
+        keep: bool = False,
+    ) -> AbstractContextManager[T]:
+        """What `launch` gathers from the members, ahead of time where the engine can, for one of so many halves.
+
+        Kinds of one unit differ in what they launch; `buffers` of the result are used again unless it is kept. In
+        forward this counts as a use of the members, each of which will deposit its gradient.
+        """
+        if not in_backward():  # recompute runs forward again in backward: the first run was counted
+            for member in self.members:
+                self.during.use(member.parameter)
         travels = self.grid.size(GATHERED) > 1
-        return Gathering(
+        gathering = Gathering(
             key=(kind, self.label, self.members),
             launch=launch,
             nbytes=self.elements * self.compute.itemsize if travels else 0,
             version=lambda: tuple((m.parameter._version, local_of(m.parameter)._version) for m in self.members),
             buffers=buffers if travels else lambda _: (),
         )
+        return self.engine.ahead.using(gathering, uses=turns, keep=keep)
 
     @property
     def elements(self) -> int:
@@ -133,14 +149,15 @@ class Unit:
                 total.add_(gradient)
         complete = self.engine.sums.add(self.members, begun or gradients, turns)
         if complete is not None:
-            self.scatter(complete)
+            self.scatter(complete, turns=turns)
 
-    def scatter(self, gradients: Sequence[Tensor]) -> None:
-        """Sum gradients in compute layout over z and deposit this rank's shards (`Gradients.scatter`)."""
+    def scatter(self, gradients: Sequence[Tensor], *, turns: int) -> None:
+        """Sum gradients of all halves over z and deposit this rank's shards (`Gradients.scatter`)."""
         wide = [gradient.to(self.reduce) for gradient in gradients]
         parameters = [member.parameter for member in self.members]
-        self.gradients.scatter(parameters, wide, self.elements * self.reduce.itemsize, label=self.label)
+        nbytes = self.elements * self.reduce.itemsize
+        self.gradients.scatter(parameters, wide, nbytes, label=self.label, during=self.during, uses=turns)
 
     def only(self, members: Sequence[Member]) -> Unit:
         """A part of the unit, under the same label."""
-        return Unit(self.grid, self.policy, self.gradients, self.label, tuple(members))
+        return replace(self, members=tuple(members))

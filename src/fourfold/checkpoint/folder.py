@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fourfold.atomic import flush
 from fourfold.checkpoint.format import CHECKPOINT_FILE, RECORD
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -87,15 +88,6 @@ class AtomicFolder:
     def abandon(self) -> None:
         """Remove the unfinished folder; the folder that was there before stays."""
         shutil.rmtree(self.partial, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """Flush a file or folder to the disk, so that a later rename never survives a power cut without it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -42,8 +42,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from fourfold.axes import AXES
 from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError
-from fourfold.grid import AXES, Shape
+from fourfold.grid import Shape
 from fourfold.layout import Box, Layout
 from fourfold.old_versions import complete_order, upgrade_state
 

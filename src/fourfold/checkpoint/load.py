@@ -35,8 +35,8 @@ from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
 from fourfold.layout import Box, boxed, overlap
-from fourfold.models.config import nearest
 from fourfold.optim import AdamW
+from fourfold.spelling import nearest
 
 MOST_NAMES_SHOWN = 3
 """How many missing or unknown tensors an error names."""

@@ -8,7 +8,6 @@ a `Saver` the copy runs beside forward and backward; `wait_for_staging` orders i
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.agree import Board
 from fourfold.checkpoint.folder import AtomicFolder, Checkpoints
 from fourfold.checkpoint.format import (
     FileInfo,
@@ -37,14 +35,13 @@ from fourfold.checkpoint.format import (
 from fourfold.checkpoint.training_state import LocalShards, model_shards, training_shards
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid, Shape
+from fourfold.job import Channel
 from fourfold.layout import Layout
 from fourfold.optim import AdamW
 
 SLOWEST_RANK_SECONDS = 1800.0
 """How long rank 0 waits for the slowest rank's file once its own is written. Ranks share a file system and write equal
 amounts, so a rank that needs half an hour more does not come."""
-_save_numbers = itertools.count()
-"""Tells the saves of a process apart in the job's store; ranks make the same saves in the same order."""
 
 
 def save_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -274,7 +271,10 @@ class PendingSave:
             if grid.rank == 0:
                 self.folder.abandon()
             raise
-        self._number = next(_save_numbers)
+        # Made here, where all ranks make the same saves in the same order; the thread that writes uses it alone.
+        self._channel = Channel(
+            "write", grid.channel.ranks, seconds=SLOWEST_RANK_SECONDS, fresh=True, own_connection=True
+        )
         self._done: Future[None] = Future()
         own = {name: shards[name].local for name in self.own}
         # Not a daemon, so that an interpreter that ends lets the checkpoint be finished.
@@ -308,14 +308,9 @@ class PendingSave:
         except Exception as error:
             fault = error  # rank 0 must hear of it before it raises here
         report = {"file": None if info is None else asdict(info), "failed": fault is not None}
-        reports = [report]
-        if self.grid.shape.world > 1:
-            board = Board(f"write/{self._number}")
-            board.put(json.dumps(report))
-            if self.grid.rank == 0:
-                reports = [json.loads(text) for text in board.read(SLOWEST_RANK_SECONDS)]
-        if self.grid.rank == 0:
-            self._publish(reports)
+        reports = self._channel.gather("files", json.dumps(report))
+        if self._channel.leads:
+            self._publish([json.loads(text) for text in reports.values()])
         if fault is not None:
             raise fault
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.arriving import local_of
+from fourfold.axes import AXES
 from fourfold.checkpoint.format import TensorInfo
 from fourfold.gradients import REPLICA
-from fourfold.grid import AXES, Grid
+from fourfold.grid import Grid
 from fourfold.layout import Box, Layout
 from fourfold.nn.layer import specs_of
 from fourfold.optim import AdamW

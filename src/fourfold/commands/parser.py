@@ -13,8 +13,10 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from fourfold.axes import AXES
+from fourfold.spelling import nearest
 
 EXAMPLES = "\n\nExamples:\n"
 """What parts the text of a command: description above the options, examples below."""
@@ -67,13 +69,6 @@ class Parser(argparse.ArgumentParser):
         return ""
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean 'train'?)`, or nothing where nothing is near."""
-    bare = {name.lstrip("-"): name for name in known}  # dashes are alike in all
-    found = get_close_matches(word.lstrip("-").lower(), bare, n=1)
-    return f" (did you mean '{bare[found[0]]}'?)" if found else ""
-
-
 def add(
     commands: Any, shape: type[argparse.HelpFormatter], name: str, run: Any, help: str, text: str
 ) -> argparse.ArgumentParser:
@@ -110,9 +105,10 @@ def grid(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis not in ("x", "y", "z", "data") or not size.isdigit() or int(size) < 1 or axis in sizes:
+        if axis not in AXES or not size.isdigit() or int(size) < 1 or axis in sizes:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is no axis with a size; write auto, or such as x=2,z=2 with axes x, y, z, data, each once"
+                f"{part!r} is no axis with a size; write auto, or such as x=2,z=2 with axes {', '.join(AXES)}, "
+                "each once"
             )
         sizes[axis] = int(size)
     return sizes

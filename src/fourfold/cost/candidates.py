@@ -64,7 +64,7 @@ class Candidates:
         if fitted is None:
             self._rule_out(choice, lever)
         else:
-            shape = replace(self.shape, order=self.orders[self._order[flat]])
+            shape = self.shape.reordered(self.orders[self._order[flat]])
             self.found.append(Estimated(replace(fitted, shape=shape), self._seconds[flat]))
         self._skip()
         return fitted is not None
@@ -79,7 +79,7 @@ class Candidates:
                 continue
             seen = {_links(machine, one.choice.shape) for one in self.found if _same(one.choice, fitted)}
             for place in estimates[lever].argsort().tolist():
-                shape = replace(self.shape, order=self.orders[place])
+                shape = self.shape.reordered(self.orders[place])
                 links = _links(machine, shape)
                 if links not in seen:
                     seen.add(links)

@@ -110,7 +110,7 @@ def fake_ranks(shape: Shape, rank: int) -> Iterator[Grid]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world)
     try:
-        yield Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device="cpu")
+        yield Grid.of_shape(shape, device="cpu")
     finally:
         dist.destroy_process_group()
 

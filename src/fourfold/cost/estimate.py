@@ -22,10 +22,10 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from fourfold.axes import AXES
 from fourfold.cost.machine import Machine
 from fourfold.cost.price import Choice, Task
 from fourfold.cost.seconds import Seconds, route_of
-from fourfold.grid import AXES
 from fourfold.policy import Policy, Recompute
 
 FORWARD, BACKWARD, REREAD, REGATHER, AGAIN, STEP = range(6)

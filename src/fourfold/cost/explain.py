@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from fourfold.axes import AXES
 from fourfold.cost.candidates import Estimated
 from fourfold.cost.price import Priced, Task, memory_of
 from fourfold.cost.search import Plan
 from fourfold.cost.seconds import Seconds
-from fourfold.grid import AXES
 from fourfold.models.config import Config
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from fourfold.axes import AXES
 from fourfold.cost.flops import Flops, flops_per_token
 from fourfold.cost.machine import DTYPES, Machine
 from fourfold.cost.memory import Memory, peak_memory
@@ -20,7 +21,7 @@ from fourfold.cost.program import step_program
 from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import Timeline, Totals, simulate
 from fourfold.cost.volume import Volume
-from fourfold.grid import AXES, Shape
+from fourfold.grid import Shape
 from fourfold.models.config import Config
 from fourfold.policy import Policy
 

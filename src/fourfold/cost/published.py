@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
+from fourfold.axes import AXES
 from fourfold.cost.machine import Machine
 from fourfold.cost.seconds import inside_link
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import Config
 from fourfold.policy import Policy
 

@@ -15,10 +15,10 @@ from functools import partial
 from typing import TypeVar
 
 from fourfold.ahead import Gathering
+from fourfold.axes import AXES
 from fourfold.buckets import Bucket
 from fourfold.cost.volume import Volume
 from fourfold.cost.work import Compute, Kernel, Launch, Product, Wait, Work
-from fourfold.grid import AXES
 from fourfold.ledger import Collective
 from fourfold.overlap import Engine
 

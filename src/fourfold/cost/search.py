@@ -20,12 +20,13 @@ from typing import NamedTuple
 
 import torch
 
+from fourfold.axes import AXES
 from fourfold.cost.candidates import Candidates, Estimated
 from fourfold.cost.estimate import LEVERS, Cell, Estimates, Lever
 from fourfold.cost.memory import Memory, kept_for_backward
 from fourfold.cost.price import Choice, Price, Priced, Task, memory_of, price
 from fourfold.cost.seconds import Seconds
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.grid import Shape, shapes_of
 from fourfold.policy import Activations, Policy
 
 GIB = 2**30

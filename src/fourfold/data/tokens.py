@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
+from fourfold.atomic import flush
 from fourfold.data.source import DTYPES, Numbers, Source, map_file, places_between
 
 MAGIC = b"4FTOKENS"
@@ -99,11 +100,7 @@ class TokenWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         os.replace(self._temporary, self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name survives a crash too
-        finally:
-            os.close(folder)
+        flush(self.path.parent)  # the new name survives a crash too
 
     def _discard(self) -> None:
         self._file.close()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.sizes import SIZES
 from fourfold.policy import Halves, Policy, choose_halves
+from fourfold.spelling import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +112,3 @@ def config(name: str, **changes: Any) -> Config:
         if key not in fields:
             raise ValueError(f"a model has no {key!r}{nearest(key, fields)}; it has {', '.join(fields)}")
     return Config(**{**SIZES[name], **changes})
-
-
-def nearest(word: str, words: Sequence[str]) -> str:
-    """` (did you mean 'rate'?)`, or nothing."""
-    found = get_close_matches(word, words, n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.grid import AXES, Grid
+from fourfold.axes import AXES
+from fourfold.grid import Grid
 from fourfold.layout import chunk
 from fourfold.models.transformer import Transformer
 from fourfold.nn.initial import key_of

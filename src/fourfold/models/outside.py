@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 from fourfold.grid import Grid
-from fourfold.models.config import Config, config, nearest
+from fourfold.models.config import Config, config
 from fourfold.models.foreign import read_foreign
 from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import build
 from fourfold.nn.layer import SPECS, Layer
 from fourfold.policy import Policy
+from fourfold.spelling import nearest
 
 Builder = Callable[..., nn.Module]
 Model = Config | Builder

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes import BATCH
 from fourfold.comm import equal_along
 from fourfold.grid import Grid
 from fourfold.layout import Init
@@ -306,7 +307,7 @@ class Transformer(Layer):
                     "read the same ones (ff.local_rows cuts a batch so)"
                 )
             halves = self.halves(*tokens.shape).number if tokens.dim() == 2 else 1
-            if not equal_along(halves, self.grid, ("z", "data")):
+            if not equal_along(halves, self.grid, BATCH):
                 fault = fault or (
                     f"the {len(tokens)} rows of this (data, z) place are cut into {halves} halves, those of another "
                     "are not; give all places as many rows, or build with Policy(overlap=ff.Overlap(halves=1))"

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from fourfold import comm, local
 from fourfold.arriving import local_of
+from fourfold.axes import BATCH
 from fourfold.grid import Grid
 from fourfold.layout import Spec
 from fourfold.nn.channel_norm import ChannelNorm, find_da, normalize, sums_over_space
-from fourfold.nn.channels import BATCH, Channels, gather, require_block, take
+from fourfold.nn.channels import Channels, gather, require_block, take
 from fourfold.once import once_differentiable
 from fourfold.pending import Pending
 from fourfold.policy import Policy

@@ -18,7 +18,8 @@ from functools import partial
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.grid import AXES, BATCH, Grid
+from fourfold.axes import AXES, BATCH
+from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Layout
 from fourfold.operators import Conjugate, Flight, Landed, Site, identity
 from fourfold.pending import Pending

@@ -126,8 +126,10 @@ class Kernel:
     def using(self, *, bias: bool, turns: int) -> AbstractContextManager[list[Tensor]]:
         """The weight, and with `bias` the bias, in compute layout for one of so many halves."""
         unit = self.unit if bias else self.unit.only(self.unit.members[:1])
-        gathering = unit.gathering(("kernel", bias), unit.gather, lambda wholes: wholes if unit.even else ())
-        return unit.engine.ahead.using(gathering, uses=turns, keep=bias and self.keep_weights)
+        keep = bias and self.keep_weights
+        return unit.gathered(
+            ("kernel", bias), unit.gather, lambda wholes: wholes if unit.even else (), turns=turns, keep=keep
+        )
 
     def multiplying(self, equation: str) -> AbstractContextManager[None]:
         return self.unit.grid.ledger.multiplying(f"{equation} {self.unit.label}")

@@ -62,8 +62,12 @@ class Layer(nn.Module):
 
     def unit(self, *names: str) -> Unit:
         """These parameters of the layer as one message."""
-        members = tuple(self.member(name) for name in names)
-        return Unit(self.grid, self.policy, self.gradients, self.label, members)
+        return self.unit_of(*(self.member(name) for name in names))
+
+    def unit_of(self, *members: Member, label: str = "") -> Unit:
+        """These members as one message, used during the forward pass that began last."""
+        gradients = self.gradients
+        return Unit(self.grid, self.policy, gradients, label or self.label, members, gradients.forward_pass)
 
     @property
     def engine(self) -> Engine:

@@ -33,7 +33,7 @@ from fourfold.operators import Flight, Landed, leave, spread, take_apart
 from fourfold.overlap import Turns
 from fourfold.policy import Policy
 from fourfold.product import Factor, contract, expand
-from fourfold.unit import Member, Unit
+from fourfold.unit import Member
 
 
 class Linear(Layer, ABC):
@@ -137,7 +137,7 @@ class Contract(Linear):
         biases = () if self.bias is None else (self.member("bias"),)
         width = weight.rows
         factor = Factor(
-            unit=Unit(self.grid, self.policy, self.gradients, self.label, (weight, *biases)),
+            unit=self.unit_of(weight, *biases),
             weights=(weight,),
             biases=biases,
             widths=(width,),
@@ -160,7 +160,6 @@ def keeps_weights(layer: Layer, weight: Member) -> bool:
 def join(layers: Sequence[Expand]) -> Factor:
     """The weights of layers that read the same tensor, as one factor."""
     first = layers[0]
-    grid = first.grid
     widths = [layer.width for layer in layers]
     columns = [
         range(offset + layer.bias_columns.start, offset + layer.bias_columns.stop)
@@ -170,7 +169,7 @@ def join(layers: Sequence[Expand]) -> Factor:
     weights = tuple(layer.weight_member for layer in layers)
     biases = tuple(layer.member("bias") for layer in layers if layer.bias is not None)
     return Factor(
-        unit=Unit(grid, first.policy, first.gradients, label_of(layers), (*weights, *biases)),
+        unit=first.unit_of(*weights, *biases, label=label_of(layers)),
         weights=weights,
         biases=biases,
         widths=tuple(widths),

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fourfold import comm, local
-from fourfold.grid import AXES, BATCH, Grid
+from fourfold.axes import AXES, BATCH
+from fourfold.grid import Grid
 from fourfold.layout import FEATURES, Layout
 from fourfold.once import once_differentiable
 from fourfold.operators import Conjugate

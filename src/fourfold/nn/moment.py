@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from fourfold.grid import AXES, Grid
+from fourfold.axes import AXES
+from fourfold.grid import Grid
 from fourfold.layout import Layout
 from fourfold.nn.initial import key_of
 from fourfold.overlap import Engine, Turn

@@ -153,11 +153,12 @@ class NormFunction(torch.autograd.Function):
 
 def add_gradients(unit: Unit, gradients: Sequence[Tensor | None], turns: int) -> None:
     """The gradients of those members that are trained, from one of so many halves."""
-    trained = [
-        (member, gradient)
-        for member, gradient in zip(unit.members, gradients, strict=False)
-        if member.parameter.requires_grad and gradient is not None
-    ]
+    trained = []
+    for member, gradient in zip(unit.members, gradients, strict=False):
+        if gradient is None:
+            unit.during.take(member.parameter, 1)  # autograd found that nothing depends on it: none will come
+        elif member.parameter.requires_grad:
+            trained.append((member, gradient))
     if trained:
         unit.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)
 

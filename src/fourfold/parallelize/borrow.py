@@ -82,6 +82,8 @@ class ReadWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, name: str, spec: Spec, parameter: nn.Parameter) -> Tensor:
         ctx.run, ctx.name, ctx.spec, ctx.parameter = run, name, spec, parameter
+        ctx.during = run.gradients.forward_pass
+        ctx.during.use(parameter)
         held = local_of(parameter).detach()
         if held.is_floating_point():
             held = held.to(run.policy.compute or held.dtype)
@@ -90,7 +92,7 @@ class ReadWhole(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.run.gradients.deposit_whole(ctx.name, ctx.parameter, ctx.spec, gradient)
+        ctx.run.gradients.deposit_whole(ctx.name, ctx.parameter, ctx.spec, gradient, during=ctx.during)
         return None, None, None, None
 
 

@@ -118,8 +118,7 @@ class GatherParameters(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, *_: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        gathering = unit.gathering("gathered", unit.gather, lambda _: ())
-        with unit.engine.ahead.using(gathering, uses=1, keep=True) as wholes:
+        with unit.gathered("gathered", unit.gather, lambda _: (), turns=1, keep=True) as wholes:
             return tuple(held.view_as(held) for held in wholes)  # autograd wants tensors that are its own
 
     @staticmethod
@@ -138,7 +137,8 @@ class ReadScalar(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, parameter: nn.Parameter) -> Tensor:
-        ctx.layer, ctx.parameter = layer, parameter
+        ctx.layer, ctx.parameter, ctx.during = layer, parameter, layer.gradients.forward_pass
+        ctx.during.use(parameter)
         held = local_of(parameter).detach()
         return held.to(layer.policy.compute or held.dtype) if held.is_floating_point() else held.clone()
 
@@ -147,7 +147,8 @@ class ReadScalar(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
         if ctx.parameter.requires_grad:
             ctx.layer.gradients.expect_end()
-            ctx.layer.gradients.deposit([ctx.parameter], [gradient.clone()])  # autograd may hand it to others too
+            own = gradient.clone()  # autograd may hand it to others too
+            ctx.layer.gradients.deposit([ctx.parameter], [own], during=ctx.during)
         return None, None
 
 

@@ -16,8 +16,9 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fourfold import comm
+from fourfold.axes import BATCH
 from fourfold.data.rows import local_rows
-from fourfold.grid import BATCH, Grid
+from fourfold.grid import Grid
 from fourfold.nn.initial import key_of
 from fourfold.nn.moment import drawing
 

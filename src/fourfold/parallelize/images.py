@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes import BATCH
 from fourfold.layout import Spec
 from fourfold.nn.batch_norm import BatchNorm
 from fourfold.nn.channel_norm import ChannelNorm, GroupNorm
-from fourfold.nn.channels import BATCH
 from fourfold.nn.conv import Conv, GroupedConv
 from fourfold.nn.convolve import Geometry
 from fourfold.parallelize.alternate import BATCH_NORMS, INSTANCE_NORMS, is_channel_norm, is_convolution

@@ -22,8 +22,8 @@ from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fourfold.axes import BATCH
 from fourfold.comm import equal_along
-from fourfold.grid import BATCH
 from fourfold.layout import inner
 from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
 from fourfold.operators import Conjugate

@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold import comm
-from fourfold.grid import BATCH
+from fourfold.axes import BATCH
 from fourfold.layout import FEATURES, TOKENS, Layout, rest
 from fourfold.operators import Conjugate
 from fourfold.parallelize.run import Run

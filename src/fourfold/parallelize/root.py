@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fourfold.axes import BATCH
 from fourfold.comm import equal_along
-from fourfold.grid import BATCH, Grid
+from fourfold.grid import Grid
 from fourfold.layout import REPEATED
 from fourfold.nn.initial import key_of
 from fourfold.nn.loss import sum_over_batch

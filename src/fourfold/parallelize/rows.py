@@ -29,7 +29,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from fourfold import comm
 from fourfold.arriving import local_of
-from fourfold.grid import BATCH, Grid
+from fourfold.axes import BATCH
+from fourfold.grid import Grid
 from fourfold.nn.moment import drawing_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.parallelize.attention import ARGUMENTS

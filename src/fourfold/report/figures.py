@@ -16,7 +16,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from fourfold.grid import AXES
+from fourfold.axes import AXES
 from fourfold.report.run import Run, Step
 from fourfold.report.units import known, nbytes
 

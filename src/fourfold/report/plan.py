@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from fourfold.grid import AXES
+from fourfold.axes import AXES
 from fourfold.report.html import POLICY, frame, plotly_js, section, write_page
 from fourfold.report.plan_figures import GIB, link, plan_figures, policy_words
 from fourfold.report.plan_text import (

@@ -11,7 +11,7 @@ from html import escape
 from math import prod
 from typing import Any
 
-from fourfold.grid import AXES
+from fourfold.axes import AXES
 from fourfold.report.figures import Figure, colour, plot_axis, plot_layout
 from fourfold.report.plan_text import Document, Entry, grid_name, order_name
 from fourfold.report.units import count, duration, nbytes, percent

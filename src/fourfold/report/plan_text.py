@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from io import StringIO
 from typing import Any
 
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Shape
 from fourfold.report.units import DASH, aligned, count, duration, nbytes, percent
 
 Document = Mapping[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 
-from fourfold.grid import AXES
+from fourfold.axes import AXES
 from fourfold.report.figures import Figure, colour, plot_axis, plot_layout
 from fourfold.report.run import Run
 from fourfold.report.units import DASH, duration, known, nbytes, plain

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from html import escape
 
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Shape
 
 DRAWN = 64
 """Ranks drawn one by one at most; above that only the sizes of the axes."""

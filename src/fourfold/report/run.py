@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Shape
 from fourfold.report.units import known
 
 FILES = ("config.toml", "run.json", "metrics.jsonl")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fourfold.atomic import write_text
 from fourfold.train.checkpoints import RunSaver, Start, earlier_parts, remove_newer
 from fourfold.train.guard import Guard
 from fourfold.train.loop import Run
-from fourfold.train.record import Owned, Sink, make_folder, read_facts, rewind, write_text
+from fourfold.train.record import Owned, Sink, make_folder, read_facts, rewind
 
 
 def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = None) -> None:

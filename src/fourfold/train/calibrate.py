@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import sys
@@ -18,11 +17,12 @@ import torch.distributed as dist
 
 from fourfold.cost.calibrate import Calibration
 from fourfold.cost.machine import Machine, parse_machine, to_toml
+from fourfold.environment import Environment, inside_a_job
 from fourfold.grid import Grid
 from fourfold.train.command import close
 from fourfold.train.launch import cores, launch, share_cores
 from fourfold.train.options import chosen_device
-from fourfold.train.process import inside_a_job, listen_to_signals
+from fourfold.train.process import listen_to_signals
 
 
 def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -95,7 +95,7 @@ def join(device: str, ranks: int | None) -> Grid:
 
 def ranks_of_node(world: int) -> int:
     """From torchrun's or SLURM's environment; `4(x2)` is SLURM's way to say 4 on each of two nodes."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE") or str(world)
+    said = Environment.read().per_node or str(world)
     found = re.fullmatch(r"(\d+)(\(x\d+\))?", said)
     if found is None or world % int(found[1]):
         raise ValueError(

@@ -8,7 +8,6 @@ them, before it changes anything.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,14 @@ from typing import IO, Any
 
 from torch import nn
 
-from fourfold.agree import decide
+from fourfold.atomic import write_json
 from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint, remove_checkpoint
 from fourfold.checkpoint.format import RECORD, read_record
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training_state import OPTIMIZER
 from fourfold.data.loader import Loader
+from fourfold.environment import max_restarts, was_restarted
 from fourfold.errors import (
     BadStepsError,
     DamagedCheckpointError,
@@ -36,10 +36,9 @@ from fourfold.errors import (
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import Config
-from fourfold.train.launch import RESTARTED
 from fourfold.train.numbers import Numbers
 from fourfold.train.process import READABLE
-from fourfold.train.record import Event, finish, holds_run, strict, write_json
+from fourfold.train.record import Event, finish, holds_run, strict
 from fourfold.train.schema import to_table
 
 LAST_SAVE_SECONDS = 30.0
@@ -345,18 +344,17 @@ def steps_to_profile(profile: range, step: int, *, asked: bool) -> range:
     return range(0)
 
 
-def was_restarted() -> bool:
+def any_restarted(grid: Grid) -> bool:
     """Return whether the ranks were restarted because one of them died. All ranks call it and get the same answer.
 
-    Each node has a count of its own, and a node that replaced another has seen no earlier start.
+    A launcher counts the starts of its own node, so a node that replaces another one has seen no start before.
     """
-    again = any(int(os.environ.get(name) or 0) > 0 for name in (RESTARTED, "TORCHELASTIC_RESTART_COUNT"))
-    return decide(str(int(again)), max) == "1"
+    return grid.channel.decide(str(int(was_restarted())), max) == "1"
 
 
 def require_named_folder(out: str | None) -> None:
     """Raise where a job that may be restarted would not find its run: unnamed folders are named by the time."""
-    times = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    times = max_restarts()
     if out is None and times > 0:
         raise ValueError(
             f"torchrun may start these ranks again (--max-restarts {times}), and they would not find their run; give "

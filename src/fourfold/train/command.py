@@ -17,19 +17,20 @@ import torch.distributed as dist
 
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
+from fourfold.environment import inside_a_job
 from fourfold.errors import RollBackError
 from fourfold.grid import Grid, Shape
 from fourfold.models.transformer import build
 from fourfold.train.begin import begin
 from fourfold.train.checkpoints import (
     Start,
+    any_restarted,
     find_start,
     is_done,
     require_named_folder,
     roll_back,
     start_at,
     steps_to_profile,
-    was_restarted,
     what_was_lost,
     where_it_resumes,
 )
@@ -49,7 +50,7 @@ from fourfold.train.options import (
     wanted_ranks,
     wanted_restarts,
 )
-from fourfold.train.process import TERMINATED, inside_a_job, listen_to_signals
+from fourfold.train.process import TERMINATED, listen_to_signals
 from fourfold.train.progress import Bar, Plain, output, predicted, progress
 from fourfold.train.record import (
     KINDS,
@@ -171,7 +172,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     stream = output(options.json)
     require_named_folder(config.train.out)
     out = Path(grid.hear(config.train.out or default_folder(config)))
-    again = was_restarted()
+    again = any_restarted(grid)
     resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
     # ranks that died and were started again go on from what they have saved since
@@ -273,7 +274,7 @@ def join(options: argparse.Namespace, device: str) -> tuple[Grid, Config, str]:
 
 
 def place(shape: Shape, device: str) -> Grid:
-    return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=device)
+    return Grid.of_shape(shape, device=device)
 
 
 def write_result(path: str | None, run: Run, kept: Sequence[Kept]) -> None:

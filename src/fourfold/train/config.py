@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fourfold.grid import AXES, Shape
-from fourfold.models.config import nearest
+from fourfold.axes import AXES, BATCH
+from fourfold.grid import Shape
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Schedule
 from fourfold.policy import Overlap, Policy
+from fourfold.spelling import nearest
 from fourfold.train.job import Job, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
 from fourfold.train.sections import (
@@ -176,11 +177,12 @@ def resolve(
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]
     shape = config.grid.shape
     config.model.build().check(shape, built)
-    places, rows = shape.data * shape.z, config.batch.rows // config.batch.micro_steps
+    places, rows = shape.places, config.batch.rows // config.batch.micro_steps
     if rows % places:
+        sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
         raise ValueError(
-            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} are {rows} rows, which data*z = "
-            f"{shape.data}*{shape.z} does not divide; take a multiple of {places * config.batch.micro_steps} rows"
+            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} are {rows} rows, which "
+            f"{'*'.join(BATCH)} = {sizes} does not divide; take a multiple of {places * config.batch.micro_steps} rows"
         )
     return config
 

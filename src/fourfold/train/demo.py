@@ -22,7 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
-from fourfold.train.process import INTERRUPTED, inside_a_job, signals_interrupt
+from fourfold.environment import inside_a_job
+from fourfold.train.process import INTERRUPTED, signals_interrupt
 
 NEEDS = {"safetensors": "train", "plotly": "report"}
 """What the commands of the tour import, and the extra that has it."""

@@ -6,7 +6,6 @@ whoever started it, and ends.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -14,9 +13,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from fourfold.grid import Grid
+from fourfold.job import Channel
 from fourfold.train.launch import report_failure
 from fourfold.train.story import logger
 from fourfold.watch.alarm import Alarm, Verdict
@@ -31,7 +29,7 @@ class Unguarded:
     def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None: ...
     def failed(self, reason: str) -> None: ...
     def took(self, seconds: float, waited: Mapping[str, float]) -> None: ...
-    def tell(self) -> list[Straggler]:
+    def stragglers(self) -> list[Straggler]:
         return []
 
     def close(self, *, done: bool) -> None: ...
@@ -45,7 +43,7 @@ class Guard(Unguarded):
         self._tape = Tape(tape_path(folder, grid.rank), grid.rank, grid.shape)
         self._ledger.listener = self._tape
         self._alarm = Alarm(self._tape, grid, folder, deadline, end)
-        self._windows = Windows(grid)
+        self._windows = StepWindows(grid)
 
     def begin_step(self, step: int) -> None:
         self._tape.step = step
@@ -62,9 +60,9 @@ class Guard(Unguarded):
         """A step, of which this rank waited so long along each axis."""
         self._windows.took(seconds, waited)
 
-    def tell(self) -> list[Straggler]:
-        """Where all ranks have met: tell of the steps since they last did, and hear on rank 0 who has become slow."""
-        return self._windows.tell()
+    def stragglers(self) -> list[Straggler]:
+        """Exchange the times of the last steps, right after all ranks have met; on rank 0 return who became slow."""
+        return self._windows.exchange()
 
     def close(self, *, done: bool) -> None:
         """This rank has done all that others may wait for, or has failed."""
@@ -73,21 +71,18 @@ class Guard(Unguarded):
         self._tape.close()
 
 
-class Windows:
-    """The steps between meetings of all ranks, LEAST of them or more, told through the job's store.
+class StepWindows:
+    """Windows of steps between two meetings of all ranks; the ranks exchange what each window cost them.
 
-    A rank tells of a window after the meeting that ends it. So at the next one all have told, and rank 0 reads without
-    waiting for anyone.
+    A rank puts its figures of a window after the meeting that ends it. So at the next meeting all ranks have put
+    theirs, and the first rank reads them without waiting for anyone.
     """
 
-    LEAST = 8
-    """Steps: of fewer a single pause of a machine that does other things would be much."""
-    _made = itertools.count()
+    MIN_STEPS = 8
+    """Steps of a window, at least: in fewer steps a single pause of a busy machine would count for much."""
 
     def __init__(self, grid: Grid) -> None:
-        self._rank, self._world = grid.rank, grid.shape.world
-        self._store = dist.distributed_c10d._get_default_store()
-        self._name = f"fourfold/windows/{next(self._made)}"
+        self._channel = Channel("steps", grid.channel.ranks, fresh=True)
         self._stragglers = Stragglers(grid.shape)
         self._window = 0
         self._clear()
@@ -100,23 +95,21 @@ class Windows:
         self._own += seconds - sum(waited.values())
         self._waited.update(waited)
 
-    def tell(self) -> list[Straggler]:
-        if self._steps < self.LEAST:
+    def exchange(self) -> list[Straggler]:
+        """Put the figures of the window that ends here; on the first rank return who has become a straggler."""
+        if self._steps < self.MIN_STEPS:
             return []
         found: list[Straggler] = []
-        if self._window and self._rank == 0:
-            texts = self._store.multi_get([self._key(self._window, rank) for rank in range(self._world)])
-            found = self._stragglers.hear([Sample(*json.loads(text)) for text in texts])
+        if self._window and self._channel.leads:
+            texts = self._channel.collect(str(self._window))
+            found = self._stragglers.hear([Sample(*json.loads(text)) for text in texts.values()])
         if self._window > 1:
-            self._store.delete_key(self._key(self._window - 1, self._rank))  # rank 0 has read it: all have met since
+            self._channel.drop(str(self._window - 1))  # the first rank has read it: all have met since
         self._window += 1
         waited = {axis: seconds / self._steps for axis, seconds in self._waited.items()}
-        self._store.set(self._key(self._window, self._rank), json.dumps([self._own / self._steps, waited]))
+        self._channel.put(str(self._window), json.dumps([self._own / self._steps, waited]))
         self._clear()
         return found
-
-    def _key(self, window: int, rank: int) -> str:
-        return f"{self._name}/{window}/{rank}"
 
 
 def end(verdict: Verdict, judge: bool) -> None:

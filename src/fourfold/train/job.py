@@ -13,10 +13,12 @@ from difflib import get_close_matches
 
 import torch
 
+from fourfold.axes import AXES
 from fourfold.cost.machine import DTYPES, Machine, load_machine, machine_names
 from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
-from fourfold.grid import AXES, Shape
+from fourfold.environment import Environment
+from fourfold.grid import Shape
 from fourfold.models.config import Config
 from fourfold.policy import Policy
 from fourfold.report.units import duration
@@ -52,7 +54,7 @@ class Job:
     @property
     def ranks_per_node(self) -> int:
         """As the launcher says; ranks that are still to be started are all on this node."""
-        return min(self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or self.ranks))
+        return min(self.ranks, Environment.read().local_world or self.ranks)
 
 
 def memory_bytes(device: str) -> int:

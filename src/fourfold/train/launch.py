@@ -7,7 +7,6 @@ also start again what fails every time, and say nothing of it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -27,8 +26,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fourfold.atomic import write_json
+from fourfold.environment import LAUNCHED, RESTARTED, Environment, inside_a_job, is_watched
 from fourfold.errors import Failure
-from fourfold.train.process import INTERRUPTED, READABLE, STARTED_BY_US, TERMINATED, is_watched
+from fourfold.train.process import INTERRUPTED, READABLE, TERMINATED
 from fourfold.train.rendezvous import HERE
 
 RANK = """
@@ -38,8 +39,6 @@ from fourfold.cli import main
 sys.exit(main())
 """
 """The program of a rank."""
-RESTARTED = "FOURFOLD_RESTARTED"
-"""How often our launcher has started the ranks again."""
 GRACE, MARGIN = 30.0, 30
 """Seconds that ranks have to end when they are told to, unless somebody says otherwise; and after which whoever started
 them ends them, counted from there."""
@@ -99,7 +98,7 @@ def launch(
         ward.note("ended", "interrupted")
         return INTERRUPTED
     finally:
-        for name in (STARTED_BY_US, RESTARTED):
+        for name in (LAUNCHED, RESTARTED):
             os.environ.pop(name, None)
 
 
@@ -113,7 +112,7 @@ def _launch(
 ) -> int:
     tries, reached, times = restarts, ward.goes_on(), 0
     while True:
-        os.environ |= {STARTED_BY_US: "1", RESTARTED: str(times)}
+        os.environ |= {LAUNCHED: "1", RESTARTED: str(times)}
         began = time.time()
         try:
             elastic_launch(_config(ranks, f"fourfold-{times}", grace), sys.executable)("-u", "-c", RANK, *arguments)
@@ -218,15 +217,14 @@ def _write_failure(message: str, kind: Failure) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not is_watched() or not path:
         return False
-    beside = Path(f"{path}.new")  # whoever reads it finds all of it: a rank may be killed in the middle of a word
-    beside.write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), "kind": kind}))
-    beside.replace(path)
+    # whole or absent: a rank may be killed in the middle of it
+    write_json(Path(path), {"message": message, "timestamp": str(int(time.time())), "kind": kind})
     return True
 
 
 def _print_failure(message: str) -> None:
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-    print(f"fourfold: error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+    who = f"rank {Environment.read().rank}: " if inside_a_job() else ""
+    print(f"fourfold: error: {who}{message}", file=sys.stderr, flush=True)
 
 
 @cache
@@ -242,8 +240,8 @@ def share_cores() -> None:
     that the ranks need, and wake-ups across cores cost most of a message: each rank stays on a core of its own, and
     the threads of gloo yield.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+    here = Environment.read()
+    local_rank, local_ranks = here.local_rank, here.local_world or 1
     if local_ranks <= 1 or not Path("/proc/self/task").exists():
         return
     cores()  # while it may still use all of them

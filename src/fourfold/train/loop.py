@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 import fourfold
+from fourfold.atomic import write_json
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader
 from fourfold.data.samples import unigram_entropy
+from fourfold.environment import is_watched
 from fourfold.errors import CollectiveError, End, LostPeerError
-from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
@@ -38,9 +39,8 @@ from fourfold.train.guard import Unguarded
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.numbers import Bad, Numbers
 from fourfold.train.predicted import Comparison, foresee
-from fourfold.train.process import is_watched
 from fourfold.train.profile import Profile
-from fourfold.train.record import Event, Owned, Sink, strict, write_json
+from fourfold.train.record import Event, Owned, Sink, strict
 from fourfold.train.sections import DTYPES
 from fourfold.train.sources import open_sources
 from fourfold.train.stop import Stop
@@ -252,10 +252,10 @@ class Run:
         if len(batches) > 1:
             count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
         loss = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        for index, (tokens, targets, positions) in enumerate(batches):
-            with accumulate(model) if index < len(batches) - 1 else nullcontext():
-                share = model(tokens, targets, positions=positions, count=count)
-                share.backward()
+        model.gradients.begin_step(len(batches))
+        for tokens, targets, positions in batches:
+            share = model(tokens, targets, positions=positions, count=count)
+            share.backward()
             loss += share.detach()
         limit, skip_above = self.numbers.limit, self.numbers.skip_above
         jumps = loss > skip_above if isfinite(skip_above) else None
@@ -340,7 +340,7 @@ class Run:
 
     def _record_stragglers(self, step: int) -> None:
         """Of the windows that all ranks have told of; on rank 0."""
-        for one in self.guard.tell():
+        for one in self.guard.stragglers():
             facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
             self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
 

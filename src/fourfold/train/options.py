@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.environment import inside_a_job, is_watched
+from fourfold.grid import Shape
 from fourfold.train.checkpoints import config_to_read
 from fourfold.train.config import Config, read_config
-from fourfold.train.process import inside_a_job, is_watched
 
 
 def check_options(options: argparse.Namespace) -> None:

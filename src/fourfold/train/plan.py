@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fourfold import models
+from fourfold.atomic import write_json, write_text
 from fourfold.cost.explain import model_facts, plan_document, reasons
 from fourfold.cost.machine import DTYPES, Machine, load_machine
 from fourfold.cost.modules import search_module
@@ -27,7 +28,6 @@ from fourfold.policy import Overlap
 from fourfold.report.plan import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
 from fourfold.train.config import Config
-from fourfold.train.record import write_json, write_text
 from fourfold.train.sections import BatchSection, GridSection, Model, PlanSection, PolicySection
 
 

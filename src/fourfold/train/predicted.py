@@ -13,15 +13,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fourfold.atomic import write_json
+from fourfold.axes import AXES
 from fourfold.cost.price import Choice, Price, Task, price
 from fourfold.cost.program import step_program
 from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import COMPUTE, Span, chrome_trace, simulate
 from fourfold.cost.work import Launch, Product, Work
-from fourfold.grid import AXES, Grid, Shape
+from fourfold.grid import Grid, Shape
 from fourfold.train.config import Config
 from fourfold.train.job import Job, Located, locate, memory_bytes
-from fourfold.train.record import Event, write_json
+from fourfold.train.record import Event
 from fourfold.train.sections import DTYPES
 
 UNSTEADY = 2
@@ -103,7 +105,7 @@ def predict(config: Config, job: Job) -> Prediction:
     compute = DTYPES[config.policy.dtype]
     located = locate(config.plan.machine, job, compute)
     task = Task(config.model.build(), located.machine, batch.rows, batch.seq, config.policy.parameters, compute)
-    rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
+    rows = batch.rows // batch.micro_steps // shape.places
     return Prediction(price(task, Choice(shape, policy, rows, batch.micro_steps)), located)
 
 

@@ -27,18 +27,18 @@ import torch.distributed as dist
 
 from fourfold import comm
 from fourfold.checkpoint.folder import CHECKPOINTS
-from fourfold.grid import Grid, Shape, environment
+from fourfold.environment import Environment, inside_a_job
+from fourfold.errors import LateRanksError, LostPeerError
+from fourfold.grid import Grid, Shape
+from fourfold.job import Channel, find_store, ranks_text
 from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.job import Job, memory_bytes
 from fourfold.train.launch import launch, share_cores
 from fourfold.train.options import chosen_device, default_folder, grid_options, wanted_ranks
 from fourfold.train.predicted import predict
-from fourfold.train.probe import Mark, bytes_of, free_bytes, look_at, myself, product_flops
-from fourfold.train.process import inside_a_job
+from fourfold.train.probe import Budget, Mark, bytes_of, free_bytes, look_at, myself, product_flops, within
 from fourfold.train.progress import output
 from fourfold.train.record import strict
-from fourfold.train.talk import Talk, within
-from fourfold.watch.diagnose import ranks_text
 from fourfold.watch.preflight import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
 
 T = TypeVar("T")
@@ -107,7 +107,8 @@ def planned(options: argparse.Namespace, ranks: int, device: str) -> Plan:
 def _preflight(options: argparse.Namespace, device: str) -> int:
     """As one rank of the job."""
     began = time.monotonic()
-    rank, world, local_rank = environment()
+    job = Environment.read()
+    world = job.world
     if options.ranks not in (None, world):
         raise ValueError(
             f"--ranks {options.ranks}, but this job has {world}; leave --ranks away where something else starts them"
@@ -115,15 +116,17 @@ def _preflight(options: argparse.Namespace, device: str) -> int:
     plan = planned(options, world, device)
     if plan.shape.world != world:
         raise ValueError(f"the grid {plan.shape} has {plan.shape.world} ranks, but this job has {world}; change one")
-    here = torch.device("cuda", local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
-    look = Look(Talk.join(rank, world, SECONDS, JOIN_SECONDS), plan, here, first_of_node=local_rank == 0)
+    here = torch.device("cuda", job.local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
+    budget = Budget(SECONDS)
+    channel = Channel("preflight", range(world), find_store(job, JOIN_SECONDS), rank=job.rank)
+    look = Look(channel, budget, plan, here, first_of_node=job.local_rank == 0)
     facts = look.facts()
     failed = []
     if facts is not None:
         checks = judge(facts)
         failed = list(dict.fromkeys(check.name for check in checks if check.state == "FAILED"))
         show(checks, facts, options.json, time.monotonic() - began)
-    look.talk.meet("leaving", MEET_SECONDS)  # the store may be in rank 0
+    look.meet()  # the store may be in rank 0
     if failed:
         raise ValueError(f"not fit for a long run: {', '.join(failed)} FAILED; what to do stands beside each")
     if inside_a_job():
@@ -153,42 +156,50 @@ def show(checks: Sequence[Check], facts: Facts, json_to: str | None, seconds: fl
 class Look:
     """At everything, by one rank; all ranks look together."""
 
-    def __init__(self, talk: Talk, plan: Plan, device: torch.device, *, first_of_node: bool) -> None:
-        self.talk, self.plan, self.device, self.first_of_node = talk, plan, device, first_of_node
+    def __init__(
+        self, channel: Channel, budget: Budget, plan: Plan, device: torch.device, *, first_of_node: bool
+    ) -> None:
+        self.channel, self.budget = channel, budget
+        self.plan, self.device, self.first_of_node = plan, device, first_of_node
         self.grid: Grid | None = None
         self.faults: dict[str, str] = {}
 
     def facts(self) -> Facts | None:
         """All that the ranks have measured, on rank 0."""
-        talk = self.talk
+        channel, world = self.channel, len(self.channel.ranks)
         self.grid = self._try(JOINING, JOIN_SECONDS, self._join)
         if self.device.type == "cpu":
             share_cores()
-        me = self._try("its device", MEET_SECONDS, lambda: myself(talk.rank, self.device)) or Rank(
-            talk.rank, "unknown", "unknown", {}, str(self.device)
+        me = self._try("its device", MEET_SECONDS, lambda: myself(channel.rank, self.device)) or Rank(
+            channel.rank, "unknown", "unknown", {}, str(self.device)
         )
-        talk.meet("products", MEET_SECONDS)  # ranks that share a node measure together
+        self.meet()  # ranks that share a node measure together
         flops = self._try("a product", PRODUCT_SECONDS, lambda: product_flops(self.device))
         free = self._try("free memory", MEET_SECONDS, lambda: free_bytes(self.device))
         me = replace(me, flops=flops, free=free, clock=self._clock(), disk=self._disk(), faults=self.faults)
-        told = talk.gather("ranks", json.dumps(asdict(me)), MEET_SECONDS)
+        told = channel.gather("ranks", json.dumps(asdict(me)), self.budget.left(MEET_SECONDS), partial=True)
         ranks = {rank: rank_of(text) for rank, text in told.items()}
         needs = Needs()
-        if talk.rank == 0:
+        if channel.leads:
             needs = self._needs()
-            talk.put("unlinked", why_unlinked(ranks, talk.world))
-        unlinked = talk.hear("unlinked", SECONDS)
+            channel.put("unlinked", why_unlinked(ranks, world))
+        unlinked = channel.get("unlinked", seconds=self.budget.left(SECONDS))
         links: list[Link] = []
         if not unlinked and self.grid is not None:
-            found = Links(talk, self.grid)
+            found = Links(channel, self.budget, self.grid)
             links = found.measure()
             ranks = {rank: one for rank, one in ranks.items() if rank not in found.lost}
-        return Facts(talk.world, ranks, links, needs, unlinked) if talk.rank == 0 else None
+        return Facts(world, ranks, links, needs, unlinked) if channel.leads else None
+
+    def meet(self) -> None:
+        """Wait for all ranks, as long as there is time; who does not come is noticed where facts are gathered."""
+        with suppress(LateRanksError, LostPeerError):  # the store may leave with its rank once all have met
+            self.channel.meet(self.budget.left(MEET_SECONDS))
 
     def _try(self, part: str, seconds: float, act: Callable[[], T]) -> T | None:
         """What it gives; why it could not is noted."""
         try:
-            return within(self.talk.left(seconds), act)
+            return within(self.budget.left(seconds), act)
         except Exception as error:
             self.faults[part] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return None
@@ -196,35 +207,35 @@ class Look:
     def _join(self) -> Grid:
         Grid.alone(self.device)  # joins the job
         shape = self.plan.shape
-        return Grid(shape.x, shape.y, shape.z, shape.data, order=shape.order, device=self.device)
+        return Grid.of_shape(shape, device=self.device)
 
     def _clock(self) -> tuple[float, float] | None:
         """Of the first rank of another node, by asking rank 0 for its time again and again."""
-        talk = self.talk
-        firsts = talk.gather("first of node", "yes" if self.first_of_node else "", MEET_SECONDS)
-        if talk.rank == 0:
+        channel, left = self.channel, self.budget.left
+        firsts = channel.gather("first of node", str(int(self.first_of_node)), left(MEET_SECONDS), partial=True)
+        if channel.leads:
             until = time.monotonic() + CLOCK_SECONDS
-            for rank in (rank for rank, first in firsts.items() if first and rank):
+            for rank in (rank for rank, first in firsts.items() if first == "1" and rank):
                 with suppress(TimeoutError):
                     for trip in range(TRIPS):
-                        talk.hear(f"clock/{rank}/{trip}/asked", max(0.0, until - time.monotonic()))
-                        talk.put(f"clock/{rank}/{trip}", repr(time.time()))
+                        channel.get(f"clock/{trip}", rank, left(max(0.0, until - time.monotonic())))
+                        channel.put(f"clock/{trip}/{rank}", repr(time.time()))
             return None
-        return ask_clock(talk) if self.first_of_node else None
+        return ask_clock(channel, left(MEET_SECONDS + CLOCK_SECONDS)) if self.first_of_node else None
 
     def _disk(self) -> Disk | None:
         """The run's folder, in which rank 0 leaves a mark while all look; nothing where that cannot be."""
-        talk, mark, found = self.talk, None, None
+        channel, mark, found = self.channel, None, None
         if self.plan.folder is None:
             return None
-        if talk.rank == 0:
+        if channel.leads:
             folder = Path(self.plan.folder).absolute()
             mark = self._write(lambda: Mark.leave(folder, f"{os.getpid()}"))
-            talk.put("mark", str(mark.path) if isinstance(mark, Mark) else "")
-        there = talk.hear("mark", SECONDS)
+            channel.put("mark", str(mark.path) if isinstance(mark, Mark) else "")
+        there = channel.get("mark", seconds=self.budget.left(SECONDS))
         if there:
-            found = self._write(lambda: look_at(Path(there), talk.rank))
-        talk.meet("looked", MEET_SECONDS)
+            found = self._write(lambda: look_at(Path(there), channel.rank))
+        self.meet()
         if isinstance(mark, Mark):
             self._write(mark.remove)
         return mark if isinstance(mark, Disk) else found
@@ -232,7 +243,7 @@ class Look:
     def _write(self, act: Callable[[], T]) -> T | Disk:
         """What it gives, or the disk on which it fails."""
         try:
-            return within(self.talk.left(DISK_SECONDS), act)
+            return within(self.budget.left(DISK_SECONDS), act)
         except OSError as error:
             return Disk(seen=False, fault=error.strerror or str(error))
 
@@ -251,9 +262,9 @@ class Look:
             there=there if isinstance(there, int) else 0,
         )
         on_gpu = self.device.type == "cuda"
-        job = Job.here(self.talk.world, on_gpu=on_gpu, memory_bytes=memory_bytes(self.device.type))
+        job = Job.here(len(self.channel.ranks), on_gpu=on_gpu, memory_bytes=memory_bytes(self.device.type))
         try:
-            found = within(self.talk.left(PLAN_SECONDS), lambda: predict(config, job))
+            found = within(self.budget.left(PLAN_SECONDS), lambda: predict(config, job))
         except Exception as error:  # what cannot be priced can still run
             return replace(needs, unknown=" ".join(str(error).split()))
         return replace(needs, peak=found.price.memory.total, reserve=found.located.machine.reserve)
@@ -272,14 +283,14 @@ def why_unlinked(ranks: dict[int, Rank], world: int) -> str:
     return f"{ranks_text(apart)} of {world} did not join the job" if apart else ""
 
 
-def ask_clock(talk: Talk) -> tuple[float, float] | None:
+def ask_clock(channel: Channel, seconds: float) -> tuple[float, float] | None:
     """Seconds by which this clock is ahead of rank 0's, by the shortest round trip, and half of that trip."""
     trips = []
     with suppress(TimeoutError):
         for trip in range(TRIPS):
             began = time.time()
-            talk.put(f"clock/{talk.rank}/{trip}/asked", "")
-            theirs = float(talk.hear(f"clock/{talk.rank}/{trip}", MEET_SECONDS + CLOCK_SECONDS))
+            channel.put(f"clock/{trip}", "")
+            theirs = float(channel.get(f"clock/{trip}/{channel.rank}", seconds=seconds))
             ended = time.time()
             trips.append((ended - began, (began + ended) / 2 - theirs))
     if not trips:
@@ -299,8 +310,8 @@ class Links:
     """Times the links of every axis, those of all groups at once, up to the first that does not answer: whoever waits
     for it is lost to the others."""
 
-    def __init__(self, talk: Talk, grid: Grid) -> None:
-        self.talk, self.grid = talk, grid
+    def __init__(self, channel: Channel, budget: Budget, grid: Grid) -> None:
+        self.channel, self.budget, self.grid = channel, budget, grid
         self.message = torch.zeros(MESSAGE[grid.device.type] // 4, device=grid.device)
         self.broken = False
         self.lost: list[int] = []
@@ -331,20 +342,21 @@ class Links:
         told = []
         if mine is not None:
             try:
-                told = [replace(mine, rate=within(self.talk.left(LINK_SECONDS), act))]
+                told = [replace(mine, rate=within(self.budget.left(LINK_SECONDS), act))]
             except Exception:  # the backend's own, or no end in time
                 told = [mine]
-        texts = self.talk.gather(f"links/{name}", json.dumps([asdict(link) for link in told]), MEET_SECONDS)
+        mine_told, left = json.dumps([asdict(link) for link in told]), self.budget.left
+        texts = self.channel.gather(f"links/{name}", mine_told, left(MEET_SECONDS), partial=True)
         found: dict[tuple[int, ...], Link] = {}
         for one in (one for text in texts.values() for one in json.loads(text)):
             link = Link(one["axis"], tuple(one["ranks"]), one["rate"])
             rates = [end.rate for end in (link, found.get(link.ranks, link))]
             found[link.ranks] = replace(link, rate=None if None in rates else min(rate for rate in rates if rate))
-        if self.talk.rank == 0:
-            self.lost = [rank for rank in range(self.talk.world) if rank not in texts]
+        if self.channel.leads:
+            self.lost = [rank for rank in self.channel.ranks if rank not in texts]
             broken = self.lost or any(link.rate is None for link in found.values())
-            self.talk.put(f"links/{name}/broken", "yes" if broken else "")
-        self.broken = bool(self.talk.hear(f"links/{name}/broken", SECONDS))
+            self.channel.put(f"links/{name}/broken", str(int(bool(broken))))
+        self.broken = self.channel.get(f"links/{name}/broken", seconds=left(SECONDS)) == "1"
         return list(found.values())
 
     def _open(self, axis: str) -> float:

@@ -8,18 +8,24 @@ import platform
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 
 from fourfold import __version__
 from fourfold.cost.calibrate import product
+from fourfold.environment import Environment
 from fourfold.train.job import memory_bytes
 from fourfold.train.launch import cores
 from fourfold.watch.preflight import Disk, Rank
+
+T = TypeVar("T")
 
 ON_GPU, ON_CPU = (8192, 4096, 4096), (512, 512, 512)
 """Products [m, k] x [k, n]."""
@@ -35,16 +41,51 @@ HIDDEN = ".preflight-"
 CGROUP = Path("/sys/fs/cgroup")
 
 
+class Budget:
+    """Seconds that a whole sequence of measurements may take."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+
+    def left(self, seconds: float) -> float:
+        """Return the seconds asked for, or what is left of the budget."""
+        return max(0.0, min(seconds, self._until - time.monotonic()))
+
+
+def within(seconds: float, act: Callable[[], T]) -> T:
+    """Return what `act` returns; after so many seconds raise TimeoutError and leave its thread behind.
+
+    A process with such a thread must end by `os._exit`.
+    """
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.extend((True, act()))
+        except BaseException as error:  # raised again by the caller's thread
+            found.extend((False, error))
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if len(found) < 2:
+        raise TimeoutError(f"no end after {seconds:.0f} s")
+    done, result = found
+    if not done:
+        raise result
+    return result
+
+
 def myself(rank: int, device: torch.device) -> Rank:
     """Who this rank is; nothing is measured yet."""
     host = socket.gethostname()
-    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or "0"
+    node = Environment.read().node
     on_gpu = device.type == "cuda"
     found = torch.cuda.get_device_properties(device) if on_gpu else None
     return Rank(
         rank=rank,
         host=host,
-        node=host if node == "0" else f"{host} (node {node})",
+        node=f"{host} (node {node})" if node else host,
         versions=versions(on_gpu=on_gpu),
         device="cpu" if found is None else found.name,
         uuid="" if found is None else str(getattr(found, "uuid", f"{host} {device}")),

@@ -1,8 +1,7 @@
-"""What this process is among others, and how signals end it. Imports no torch: a command may ask before it does."""
+"""How signals end a process, and its exit codes. Imports no torch: a command may use it before it does."""
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,19 +10,8 @@ from typing import NoReturn
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes of what SIGINT and SIGTERM have ended."""
-STARTED_BY_US = "FOURFOLD_LAUNCHED"
 READABLE = "what was written stays readable"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def inside_a_job() -> bool:
-    """Whether torchrun, SLURM or our own launcher started this process as one of several ranks."""
-    return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-
-
-def is_watched() -> bool:
-    """Whether our launcher has started this rank, and will see who dies; torchrun names the first that it sees."""
-    return STARTED_BY_US in os.environ
 
 
 def listen_to_signals() -> None:

@@ -27,10 +27,12 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from fourfold import comm
-from fourfold.grid import AXES, Grid
+from fourfold.atomic import replacing, write_json
+from fourfold.axes import AXES
+from fourfold.grid import Grid
 from fourfold.ledger import Op
 from fourfold.train.meter import Reading
-from fourfold.train.record import Event, strict, write_json
+from fourfold.train.record import Event, strict
 
 Interval = tuple[float, float]
 
@@ -162,13 +164,11 @@ class Profile:
 
 def export(profiler: torch.profiler.profile, path: Path) -> dict[str, Any]:
     """Write the trace, all of it or nothing, and read it back."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        profiler.export_chrome_trace(str(partial))  # says nothing when it could not write
-        found = json.loads(partial.read_text(encoding="utf-8", errors="replace"))
-        partial.replace(path)
+        with replacing(path) as partial:
+            profiler.export_chrome_trace(str(partial))  # says nothing when it could not write
+            found = json.loads(partial.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError) as error:
-        partial.unlink(missing_ok=True)
         raise OSError(f"cannot write the trace {path} ({error}); is the disk full? Profile fewer steps") from error
     return found
 

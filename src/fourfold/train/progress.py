@@ -8,8 +8,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import IO, Any
 
-from fourfold.report.units import duration as time_of
-from fourfold.report.units import nbytes
+from fourfold.report.units import duration, nbytes
 from fourfold.train.record import Event
 
 
@@ -46,13 +45,13 @@ class Plain:
         if not self._headed:
             self._headed = True
             self.say(
-                f"{'step':>7} {'loss':>8} {'grad norm':>9} {'rate':>8} {'tokens/s':>9} {'MFU':>6} {'left':>7}   sent"
+                f"{'step':>7} {'loss':>8} {'grad norm':>9} {'rate':>8} {'tokens/s':>9} {'MFU':>6} {'left':>11}   sent"
             )
         left = (now - self._began) / (step - self.done) * (self.steps - step)
         mfu = "-" if event["mfu"] is None else f"{event['mfu']:.1%}"
         self.say(
             f"{step:>7} {event['loss']:>8.4f} {event['grad_norm']:>9.3f} {event['learning_rate']:>8.1e} "
-            f"{event['tokens_per_second']:>9.0f} {mfu:>6} {duration(left):>7}   {sent(event)}"
+            f"{event['tokens_per_second']:>9.0f} {mfu:>6} {duration(left):>11}   {sent(event)}"
         )
 
     def close(self) -> None:
@@ -121,7 +120,7 @@ def sentence(event: Event) -> str | None:
     if event["event"] == "profile":
         return profiled(event)
     if event["event"] == "saved":
-        return f"step {event['step']} saved; training waited {time_of(event['seconds'])}"
+        return f"step {event['step']} saved; training waited {duration(event['seconds'])}"
     if event["event"] == "straggler":
         return f"step {event['step']}: {event['said']}"
     if event["event"] == "resumed":
@@ -137,16 +136,16 @@ def predicted(facts: Event) -> str:
     """The prediction of a run, or why there is none."""
     if "unpriced" in facts:
         return f"not priced: {facts['unpriced']}"
-    exposed = "".join(f", exposed over {axis} {time_of(value)}" for axis, value in facts["exposed_seconds"].items())
-    step = f"{time_of(facts['seconds'])} a step (computing {time_of(facts['compute_seconds'])}{exposed})"
+    exposed = "".join(f", exposed over {axis} {duration(value)}" for axis, value in facts["exposed_seconds"].items())
+    step = f"{duration(facts['seconds'])} a step (computing {duration(facts['compute_seconds'])}{exposed})"
     notes = "".join(f"; {note}" for note in facts["notes"])
     return f"predicted on {facts['machine']}: {step}, peak memory {nbytes(facts['peak_memory_bytes'])}{notes}"
 
 
 def compared(event: Event) -> str:
     """A small table: what was predicted, what the first steps measured, and their ratio."""
-    rows: list[tuple[str, Event, Callable[[float | None], str]]] = [("seconds a step", event["seconds"], time_of)]
-    rows += [(f"exposed over {axis}", pair, time_of) for axis, pair in event["exposed_seconds"].items()]
+    rows: list[tuple[str, Event, Callable[[float | None], str]]] = [("seconds a step", event["seconds"], duration)]
+    rows += [(f"exposed over {axis}", pair, duration) for axis, pair in event["exposed_seconds"].items()]
     rows.append(("peak memory", event["peak_memory_bytes"], nbytes))
     first, last = event["steps"][0], event["steps"][-1]
     steps = f"step {first}" if first == last else f"median of {len(event['steps'])} steps from {first} to {last}"
@@ -170,12 +169,6 @@ def sent(event: Event) -> str:
     """Bytes that a rank sent in a step, by axis."""
     parts = [f"{axis} {nbytes / 1e6:.2f} MB" for axis, nbytes in event["wire_bytes"].items()]
     return ", ".join(parts) or "nothing"
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def output(json_to: str | None) -> IO[str]:

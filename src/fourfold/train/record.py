@@ -25,13 +25,13 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from fourfold.atomic import replacing
 from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
 from fourfold.errors import End
 from fourfold.train.config import Config
@@ -220,31 +220,12 @@ def open_sinks(log: LogSection, folder: Path, config: Config, taken_up: int | No
     return sinks
 
 
-def write_json(path: Path, content: Any) -> None:
-    """All of it or nothing."""
-    _replace(path, lambda partial: partial.write_text(json.dumps(content, indent=2) + "\n"))
-
-
 def read_facts(out: Path) -> Event | None:
     """What run.json holds, None where it is not there or was not written to its end."""
     try:
         return json.loads((out / "run.json").read_text())
     except (OSError, ValueError):
         return None
-
-
-def write_text(path: Path, content: str) -> None:
-    _replace(path, lambda partial: partial.write_text(content))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
 
 
 def stays(event: Event, step: int) -> bool:
@@ -261,12 +242,9 @@ def rewind(metrics: Path, step: int) -> None:
         except (KeyError, TypeError, ValueError):
             return False
 
-    def write(partial: Path) -> None:
-        with metrics.open(errors="replace") as lines, partial.open("w") as file:
-            file.writelines(line for line in lines if kept(line))
-
     if metrics.exists():
-        _replace(metrics, write)
+        with replacing(metrics) as partial, metrics.open(errors="replace") as lines, partial.open("w") as file:
+            file.writelines(line for line in lines if kept(line))
 
 
 def last_end(metrics: Path) -> Event | None:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from fourfold.store import LOOPBACK, serve
+from fourfold.job import LOOPBACK, serve
 
 BACKEND, HERE = "fourfold", "fourfold-here"
 """By which torchrun knows it, and our own launcher."""

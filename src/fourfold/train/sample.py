@@ -10,6 +10,7 @@ from dataclasses import replace
 from fourfold.checkpoint.folder import find_checkpoint
 from fourfold.checkpoint.load import load_weights
 from fourfold.data.tokenizer import load_tokenizer
+from fourfold.environment import inside_a_job
 from fourfold.grid import Shape
 from fourfold.models.generate import generate
 from fourfold.models.transformer import build
@@ -17,7 +18,7 @@ from fourfold.train.command import close, place
 from fourfold.train.config import read_config
 from fourfold.train.launch import launch
 from fourfold.train.options import chosen_device
-from fourfold.train.process import inside_a_job, listen_to_signals
+from fourfold.train.process import listen_to_signals
 
 
 def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -6,14 +6,15 @@ What must fit across sections (the model and the grid, rows and ranks) is checke
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from math import inf
 from typing import Literal
 
 import torch
 
 from fourfold import models
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Shape
 from fourfold.optim import Decay
 from fourfold.policy import Activations, Overlap, Policy, Recompute
 from fourfold.train.job import AUTO
@@ -61,16 +62,10 @@ class Model:
             raise ValueError(f"{error}; a model of another name needs {', '.join(missing)} too") from error
 
 
-@dataclass(frozen=True, slots=True)
-class GridSection:
-    """Sizes of the axes; with none given the planner finds the fastest grid for the number of ranks."""
+class GridSizes:
+    """What `GridSection` does with its sizes."""
 
-    x: int | None = None
-    y: int | None = None
-    z: int | None = None
-    data: int | None = None
-    order: tuple[Literal["x", "y", "z", "data"], ...] = AXES  # type: ignore[assignment]
-    """How ranks walk the axes, fastest-varying first; this usual order may change where the planner finds the grid."""
+    order: tuple[str, ...]
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -84,6 +79,17 @@ class GridSection:
     @property
     def shape(self) -> Shape:
         return Shape(**{axis: getattr(self, axis) or 1 for axis in AXES}, order=self.order)
+
+
+GridSection = make_dataclass(
+    "GridSection",
+    [*((axis, int | None, None) for axis in AXES), ("order", tuple[Literal[AXES], ...], AXES)],  # type: ignore[valid-type]
+    bases=(GridSizes,),
+    frozen=True,
+)
+"""Sizes of the axes; with none given the planner finds the fastest grid for the number of ranks. `order` is how ranks
+walk the axes, fastest-varying first; this usual order may change where the planner finds the grid."""
+GridSection.__module__ = __name__  # make_dataclass says "types", where pickle does not find it; 3.12 takes it as argument
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,18 @@ time. Nothing here is a collective, and a rank that waits for the others can sti
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil, inf, isfinite
 from threading import Timer
 from types import FrameType
 
-import torch.distributed as dist
-
-from fourfold.agree import wait_for
 from fourfold.grid import Grid
+from fourfold.job import Channel
 from fourfold.train.launch import LONGEST
 from fourfold.train.process import TERMINATED
 
@@ -42,12 +39,10 @@ class Stop:
     or its checkpoint would take, and whoever it waits for.
     """
 
-    _made = itertools.count()
-
     def __init__(self, grid: Grid, grace: float = inf) -> None:
         self._rank, self._grace = grid.rank, grace
-        self._world = grid.shape.world
-        self._name = f"fourfold/stop/{next(self._made)}"
+        # without a deadline of its own: the alarm ends a wait that is too long
+        self._channel = Channel("stop", grid.channel.ranks, seconds=inf, fresh=True)
         self._asked_at: float | None = None
         self._next = 0
         """The step after which the ranks ask each other again."""
@@ -95,7 +90,7 @@ class Stop:
 
     def after(self, step: int) -> bool:
         """Whether to stop after this step: the same on all ranks."""
-        if self._world == 1:
+        if len(self._channel.ranks) == 1:
             return self.asked
         if step < self._next:
             return False
@@ -103,24 +98,15 @@ class Stop:
         return stop
 
     def _agree(self, step: int) -> tuple[bool, int]:
-        """Whether any rank was asked, and the next step to ask after; the last rank to come here decides."""
+        """Return whether any rank was asked to stop, and the next step after which the ranks ask each other."""
         began = time.monotonic()
-        store = dist.distributed_c10d._get_default_store()
-        if self.asked:
-            store.add(self._key(step, "asked"), 1)
-        if store.add(self._key(step, "came"), 1) == self._world:
-            asked = store.add(self._key(step, "asked"), 0) > 0
-            if self._last is not None:  # what was said then all have read, for they are here
-                for what in ("asked", "came", "verdict"):
-                    store.delete_key(self._key(self._last[0], what))
-            store.set(self._key(step, "verdict"), f"{int(asked)} {step + self._pause(step, began)}")
-        wait_for(store, [self._key(step, "verdict")])
-        asked, after = store.get(self._key(step, "verdict")).split()
-        self._last = step, time.monotonic()
-        return asked == b"1", int(after)
 
-    def _key(self, step: int, what: str) -> str:
-        return f"{self._name}/{step}/{what}"
+        def judge(asked: Sequence[str]) -> str:
+            return f"{int('1' in asked)} {step + self._pause(step, began)}"
+
+        asked, after = self._channel.decide(str(int(self.asked)), judge).split()
+        self._last = step, time.monotonic()
+        return asked == "1", int(after)
 
     def _pause(self, step: int, began: float) -> int:
         """Steps until the next time."""

@@ -15,14 +15,12 @@ one that comes first in the program has nobody to wait for but those who are lat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from fourfold.job import ranks_text
 from fourfold.watch.tape import Entry, Reading
-
-MOST_RANKS = 12
-"""Named one by one in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +184,6 @@ def _disagreement(readings: Mapping[int, Reading]) -> Disagreement | None:
 
 def _differ(entries: Iterable[Entry]) -> bool:
     return len({(entry.record, entry.step) for entry in entries}) > 1
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 4`, `ranks 0, 1, ... (64 of them)`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    named = ", ".join(str(rank) for rank in ranks[:MOST_RANKS])
-    return f"ranks {named}" + (f", ... ({len(ranks)} of them)" if len(ranks) > MOST_RANKS else "")
 
 
 def _place(entry: Entry) -> str:

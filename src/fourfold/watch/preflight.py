@@ -18,7 +18,7 @@ from stat import S_IWOTH
 from statistics import median
 from typing import Literal
 
-from fourfold.watch.diagnose import ranks_text
+from fourfold.job import ranks_text
 
 State = Literal["ok", "warning", "FAILED"]
 

@@ -18,7 +18,7 @@ from fourfold.arriving import local_of
 from fourfold.errors import ReplicasDifferError
 from fourfold.gradients import REPLICA
 from fourfold.grid import Grid
-from fourfold.watch.diagnose import ranks_text
+from fourfold.job import ranks_text
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""

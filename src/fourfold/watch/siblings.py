@@ -1,10 +1,11 @@
-"""Ranks that the same process has started on this machine: which of them are gone.
+"""Detect that a rank on this machine has died, by looking for its process.
 
-A rank that dies leaves others waiting. Where they wait for bytes over a connection they notice; not where they wait for
-its word in the job's store, nor on every network. But whoever runs on the same machine can look whether it is there.
+A rank that dies leaves others waiting. Ranks that wait for bytes over a connection notice it; ranks that wait for a
+text in the job's store do not. But every rank can look whether the processes that the same parent has started on this
+machine still run.
 
-In the store each rank writes its name, `RANK:PROCESS`, in the list of those who have the same host and parent: when it
-comes, and again before it leaves because it is done. So who stands there once and runs no more has died.
+Each rank appends `RANK:PROCESS` to the list of its host and parent: when it starts, and again when it is done. A
+process that is listed once and does not run any more has died.
 """
 
 from __future__ import annotations
@@ -17,49 +18,50 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
+from fourfold.job import Channel
 
 
 class Siblings:
-    """Of this rank, itself among them; `name` is of one list of names, which all ranks make together."""
+    """The ranks that the parent of this process has started on this machine; all ranks of the channel make it."""
 
-    def __init__(self, store: dist.Store, name: str, rank: int) -> None:
-        self._store = store
-        self._key = f"{name}/{socket.gethostname()}/{os.getppid()}"
-        self._mine = f"{rank}:{os.getpid()} "
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._key = f"siblings/{socket.gethostname()}/{os.getppid()}"
+        self._mine = f"{channel.rank}:{os.getpid()}"
         self._processes: dict[int, int] = {}
-        self._store.append(self._key, self._mine)  # type: ignore[attr-defined]
+        self._channel.append(self._key, self._mine)
 
     def leave(self) -> None:
-        """This rank is done: nobody need wait for it."""
-        self._store.append(self._key, self._mine)  # type: ignore[attr-defined]
+        """Say that this rank is done, so that nobody takes its end for a death."""
+        self._channel.append(self._key, self._mine)
 
     def dead(self) -> dict[int, int]:
-        """The processes, by rank, of those that are gone and had not left."""
+        """Return the processes, by rank, that do not run any more and had not left."""
         dead = {}
-        for name, times in Counter(self._store.get(self._key).decode().split()).items():
-            rank, process = map(int, name.split(":"))
+        for word, times in Counter(self._channel.words(self._key)).items():
+            rank, process = map(int, word.split(":"))
             self._processes[rank] = process
-            if times == 1 and not is_ours(process):
+            if times == 1 and not is_sibling(process):
                 dead[rank] = process
         return dead
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """Those of them that are siblings: a stopped process would not end when told to."""
+        """Kill those of the ranks that are siblings: a process that was stopped would not end by SIGTERM."""
         for rank in ranks:
             process = self._processes.get(rank)
-            if process is not None and is_ours(process):
+            if process is not None and is_sibling(process):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
 
-def is_ours(process: int) -> bool:
-    """Whether it runs and has the same parent as this one; where there is no /proc nobody knows, and it has."""
+def is_sibling(process: int) -> bool:
+    """Return whether a process runs and has the same parent as this one; True where there is no /proc to tell."""
     if not Path("/proc/self/stat").exists():
         return True
     try:
         state = Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+    # after the name, which may hold anything up to the last parenthesis: the state, then the parent
     how, parent, *_ = state.rpartition(")")[2].split()
     return how not in "ZX" and int(parent) == os.getppid()

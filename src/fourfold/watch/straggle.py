@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fourfold.grid import Shape
-from fourfold.watch.diagnose import ranks_text
+from fourfold.job import ranks_text
 
 SLOWER = 0.15
 """Of a step's seconds, by which a rank or a link is beyond the median of its peers."""

@@ -26,6 +26,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import get_args
 
+from fourfold.atomic import replacing
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
 
@@ -94,13 +95,11 @@ class Tape:
         who = Who(rank, shape.sizes, list(shape.order), socket.gethostname(), os.getpid(), time.time())
         head = MAGIC + json.dumps(asdict(who)).encode().ljust(WHO)
         size = HEAD + ENTRIES * Entry.FORMAT.size
-        beside = path.with_suffix(".new")  # whoever finds a tape finds a whole one
-        with beside.open("wb+") as file:
+        with replacing(path) as partial, partial.open("wb+") as file:  # whoever finds a tape finds a whole one
             file.write(head.ljust(size, b"\0"))  # all of it: a disk that is full later must not end this process
             file.flush()
             self._file = mmap.mmap(file.fileno(), size)
         self._map: mmap.mmap | bytearray = self._file
-        beside.replace(path)
         self.step = 0
         self.since: float | None = None
         """When the wait began that this rank is in, by the monotonic clock."""
