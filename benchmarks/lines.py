@@ -27,7 +27,7 @@ BASE = ff.Policy(keep_gathered=True)
 """Gathered inputs are kept for backward, as torch's TP keeps them; `regather` lines gather them again instead."""
 
 
-def _llama(layers: int, hidden: int, mlp_hidden: int) -> ff.models.Config:
+def _llama(layers: int, hidden: int, mlp_hidden: int) -> ff.models.ModelConfig:
     heads = hidden // 128
     sizes = dict(layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=128, mlp_hidden=mlp_hidden)
     return ff.models.config("llama-3-8b", **sizes, vocab=32000, seq=2048)

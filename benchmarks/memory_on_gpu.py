@@ -31,7 +31,7 @@ from fourfold.arriving import local_of
 from fourfold.cost.kept import Alive
 from fourfold.cost.memory import peak_memory
 from fourfold.cost.share import Share
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.nn import layer
 from fourfold.policy import Policy
 
@@ -45,7 +45,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Size:
-    config: Config
+    config: ModelConfig
     seq: int
     rows: int
     """Of the whole batch."""

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from fourfold.layout import Init, chunk
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.nn.initial import fill_, key_of
 from sides import Draw, Side, Size, local
 
@@ -40,7 +40,7 @@ PREFETCHED_BLOCKS = 2
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.head_dim = config.head_dim
@@ -64,7 +64,7 @@ def rotate(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(config.hidden, config.mlp_hidden, bias=False)
         self.up = nn.Linear(config.hidden, config.mlp_hidden, bias=False)
@@ -75,7 +75,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.attention = Attention(config)
@@ -90,7 +90,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """tokens [rows, seq] -> logits [rows, seq, vocab]"""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if (config.norm, config.mlp, config.positions, config.bias, config.tied) != (
             "rms",
@@ -228,7 +228,7 @@ def rows_of(size: Size, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor,
     return tokens, targets
 
 
-def initial_of(config: Config, name: str) -> Init:
+def initial_of(config: ModelConfig, name: str) -> Init:
     """As Fourfold's models start."""
     if name.endswith("norm.weight"):
         return Init(mean=1.0)
@@ -236,7 +236,7 @@ def initial_of(config: Config, name: str) -> Init:
     return Init(std=0.02 / (2 * config.layers) ** 0.5 if deep else 0.02)
 
 
-def start(model: nn.Module, config: Config, seed: int = 0) -> None:
+def start(model: nn.Module, config: ModelConfig, seed: int = 0) -> None:
     """Fourfold's first weights of that seed, of which each rank draws its shards alone."""
     for name, parameter in model.named_parameters():
         shard = local(parameter.detach())

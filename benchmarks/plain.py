@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.widths = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
@@ -39,7 +39,7 @@ def rotate(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gated = config.mlp == "swiglu"
         self.up = nn.Linear(config.hidden, config.mlp_hidden * (2 if self.gated else 1), bias=config.bias)
@@ -53,7 +53,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norm(config), norm(config)
         self.attention, self.mlp = Attention(config), MLP(config)
@@ -63,14 +63,14 @@ class Block(nn.Module):
         return a + self.mlp(self.mlp_norm(a))
 
 
-def norm(config: Config) -> nn.Module:
+def norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.hidden, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)

@@ -39,7 +39,7 @@ PLANNED, MINIMAL = "planned", "minimal reduce-scatter"
 """Variants: the grid and policy that the planner chose; a peer on another reduce-scatter than gloo's."""
 
 
-def _llama(seq: int) -> ff.models.Config:
+def _llama(seq: int) -> ff.models.ModelConfig:
     """4.3 M parameters, 17 MB, in two layers: many bytes for the work of a core, so that links decide and not cores."""
     sizes = dict(layers=2, hidden=384, heads=8, kv_heads=8, head_dim=48, mlp_hidden=1024)
     return ff.models.config("llama-3-8b", **sizes, vocab=1024, seq=seq)

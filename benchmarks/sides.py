@@ -20,7 +20,7 @@ import fourfold as ff
 from fourfold import comm
 from fourfold.layout import Init, Spec
 from fourfold.ledger import Collective
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.nn import layer
 from fourfold.nn.initial import key_of
 
@@ -37,7 +37,7 @@ class Size:
     """A model and a batch, the same for all sides."""
 
     name: str
-    config: Config
+    config: ModelConfig
     rows: int
     dtype: torch.dtype
 
@@ -158,7 +158,7 @@ class Arena:
         self.draws: list[Draw] = []
         self._reserve = layer.reserve
 
-    def build(self, config: Config, grid: ff.Grid, policy: ff.Policy) -> tuple[ff.models.Transformer, list[Draw]]:
+    def build(self, config: ModelConfig, grid: ff.Grid, policy: ff.Policy) -> tuple[ff.models.Transformer, list[Draw]]:
         """A model whose weights lie here, still to be drawn."""
         self.used, self.draws = 0, []
         before = layer.reserve, layer.fill_

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from fourfold.layout import chunk
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.nn.initial import fill_
 from peers import Llama, Rope, initial_of, rotate, rows_of
 from sides import Size
@@ -81,7 +81,7 @@ class Row(RowParallelLinear):
 class Attention(nn.Module):
     """a [seq/x, rows, hidden] -> the same"""
 
-    def __init__(self, config: Config, options: dict[str, Any]) -> None:
+    def __init__(self, config: ModelConfig, options: dict[str, Any]) -> None:
         super().__init__()
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.head_dim = config.head_dim
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Config, options: dict[str, Any]) -> None:
+    def __init__(self, config: ModelConfig, options: dict[str, Any]) -> None:
         super().__init__()
         self.gate_up = Column(config.hidden, {"gate": config.mlp_hidden, "up": config.mlp_hidden}, options)
         self.down = Row(config.mlp_hidden, config.hidden, options)
@@ -110,7 +110,7 @@ class MLP(nn.Module):
 class MegatronLlama(Llama):
     """tokens [rows, seq] -> logits [seq, rows, vocab/x]"""
 
-    def __init__(self, config: Config, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         with torch.device("meta"):
             super().__init__(config)
         self.to_empty(device="cpu").to(dtype)

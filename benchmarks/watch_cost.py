@@ -23,11 +23,12 @@ import torch
 
 import fourfold as ff
 from bed import Bed, multi_process_service
-from fourfold.train.guard import Guard, StepWindows, Unguarded
+from fourfold.train.guard import Guard, NoGuard
 from fourfold.train.launch import share_cores
 from fourfold.train.meter import Meter
 from fourfold.train.sections import WatchSection
 from fourfold.watch.replicas import check_replicas
+from fourfold.watch.stragglers import StepWindows
 from fourfold.watch.tape import Waits
 
 EVERY = WatchSection().replicas_every
@@ -64,7 +65,7 @@ class Side:
     def block(self, folder: str, steps: int) -> float:
         """Seconds of a step on average; with the guard where there is a folder for it."""
         StepWindows.MIN_STEPS = steps  # so that it is told
-        guard = Guard(self.grid, Path(folder), 60.0) if folder else Unguarded()
+        guard = Guard(self.grid, Path(folder), 60.0) if folder else NoGuard()
         self.meter.begin()
         began = time.perf_counter()
         for _ in range(steps):
@@ -76,7 +77,7 @@ class Side:
         guard.close(done=True)
         return seconds
 
-    def step(self, guard: Unguarded) -> None:
+    def step(self, guard: NoGuard) -> None:
         guard.doing("computing")
         loss = self.model(self.tokens, self.targets)
         loss.backward()

@@ -12,7 +12,7 @@ import torch
 
 from fourfold import comm
 from fourfold.grid import Grid, Shape
-from fourfold.watch.alarm import Alarm, Verdict
+from fourfold.watch.liveness import Alarm, JobDiagnosis
 from fourfold.watch.tape import Tape, Waits, tape_path
 from harness import grid_of
 
@@ -20,9 +20,9 @@ DEADLINE = 1.5
 GRID = Shape(x=2, z=2)
 
 
-def say(folder: str, rank: int, verdict: Verdict, judge: bool) -> None:
+def say(folder: str, rank: int, found: JobDiagnosis, judge: bool) -> None:
     """The last word of a rank, and its end."""
-    Path(folder, f"said-{rank}{'-as-judge' * judge}").write_text(verdict.text)
+    Path(folder, f"said-{rank}{'-as-judge' * judge}").write_text(found.text)
     os._exit(1)
 
 

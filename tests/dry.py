@@ -19,8 +19,8 @@ from fourfold.cost.dry import Dry, dry_run, fake_ranks
 from fourfold.cost.kept import kept_bytes
 from fourfold.cost.volume import Volume
 from fourfold.grid import Grid, Shape
-from fourfold.models import Config
-from fourfold.models.outside import read_model
+from fourfold.models import ModelConfig
+from fourfold.models.open import open_model
 from fourfold.policy import Overlap
 
 LLAMA = ff.models.config(
@@ -37,7 +37,7 @@ class Case:
     shape: Shape
     policy: ff.Policy = ff.Policy()
     rank: int = 0
-    config: Config = GPT
+    config: ModelConfig = GPT
     rows: int = 2
     seq: int = 1000
     micro_steps: int = 1
@@ -107,7 +107,7 @@ def in_company() -> Dry:
 
 
 def run_named(text: str, shape: Shape, **options: Any) -> Dry:
-    return dry_run(read_model(text).model, shape, **options)
+    return dry_run(open_model(text).model, shape, **options)
 
 
 # --- models that are named from outside as dry:function

@@ -15,13 +15,13 @@ import fourfold as ff
 from fourfold.arriving import local_of
 from fourfold.cost.kept import Alive
 from fourfold.grid import Shape
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.policy import Policy
 
 
 @dataclass(frozen=True)
 class Case:
-    config: Config
+    config: ModelConfig
     shape: Shape
     policy: Policy
     rows: int

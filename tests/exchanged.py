@@ -14,7 +14,7 @@ from fourfold.checkpoint.save import save_weights
 from fourfold.checkpoint.training_state import model_shards
 from fourfold.grid import Grid, Shape
 from fourfold.layout import boxed
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.models.generate import evaluating
 from fourfold.nn.initial import key_of
 from fourfold.train.config import Config as RunConfig
@@ -45,7 +45,7 @@ def logits_on(run: Path, shape: Shape) -> Tensor:
     return logits(run, grid_of(shape))
 
 
-def write_run(folder: Path, config: Config, grid: Grid, step: int = 7) -> Path:
+def write_run(folder: Path, config: ModelConfig, grid: Grid, step: int = 7) -> Path:
     """A run as training leaves it, with weights that are known."""
     model = ff.models.build(config, grid)
     for name, held in model_shards(model).items():
@@ -60,5 +60,5 @@ def write_run(folder: Path, config: Config, grid: Grid, step: int = 7) -> Path:
     return folder
 
 
-def write_run_on(folder: Path, config: Config, shape: Shape) -> None:
+def write_run_on(folder: Path, config: ModelConfig, shape: Shape) -> None:
     write_run(folder, config, grid_of(shape))

@@ -64,7 +64,7 @@ class Case:
         return f"{self.shape}, {self.activations}: {self.options}"
 
     @property
-    def config(self) -> ff.models.Config:
+    def config(self) -> ff.models.ModelConfig:
         """24 heads and widths that every grid of up to 8 ranks can cut."""
         options = self.options
         return ff.models.config(

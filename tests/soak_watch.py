@@ -35,7 +35,7 @@ from cluster import Shape as Nodes
 from curves import config_of, write_texts
 from fourfold.grid import shapes_of
 from fourfold.train.config import Config
-from fourfold.watch.tape import DIAGNOSIS, Reading, read, tape_path
+from fourfold.watch.tape import DIAGNOSIS, TapeReading, read, tape_path
 from harness import RankFailed, close_pools, pool
 from soak_kills import differing, losses
 from test_resume import trained
@@ -198,8 +198,8 @@ class Job:
     def hangs(self, seconds: float) -> NoReturn:
         raise RuntimeError(f"{self.run} has not moved for {seconds:.0f} s:\n{self.log.read_text()[-5000:]}")
 
-    def tapes(self) -> list[Reading | None]:
-        found: list[Reading | None] = []
+    def tapes(self) -> list[TapeReading | None]:
+        found: list[TapeReading | None] = []
         for rank in range(self.cluster.shape.world):
             try:
                 found.append(read(tape_path(self.run, rank)))

@@ -16,8 +16,8 @@ from fourfold import models
 from fourfold.commands.parser import grid, setting
 from fourfold.cost.machine import load_machine
 from fourfold.policy import Overlap
+from fourfold.train.auto_grid import Hardware
 from fourfold.train.config import Config, read_config, resolve
-from fourfold.train.job import Job
 from fourfold.train.predicted import predict
 from fourfold.train.schema import parse, to_table
 from fourfold.train.sections import (
@@ -162,7 +162,7 @@ def test_an_unknown_section_is_named_and_the_others_listed() -> None:
 
 def test_model_has_the_fields_of_the_models_and_a_name() -> None:
     ours = [field.name for field in dataclasses.fields(SECTIONS["model"])]
-    assert ours == ["name", *(field.name for field in dataclasses.fields(models.Config))]
+    assert ours == ["name", *(field.name for field in dataclasses.fields(models.ModelConfig))]
     assert parse(Config, {"model": {"name": "llama-tiny", "layers": 5}}).model.build() == models.config(
         "llama-tiny", layers=5
     )
@@ -170,7 +170,7 @@ def test_model_has_the_fields_of_the_models_and_a_name() -> None:
 
 def test_a_model_of_any_name_says_all_of_itself() -> None:
     sizes = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp_hidden": 16, "vocab": 9, "seq": 7}
-    assert parse(Config, {"model": {"name": "mine", **sizes, "norm": "rms"}}).model.build() == models.Config(
+    assert parse(Config, {"model": {"name": "mine", **sizes, "norm": "rms"}}).model.build() == models.ModelConfig(
         **sizes, norm="rms"
     )
     del sizes["heads"], sizes["vocab"]
@@ -392,7 +392,7 @@ def test_an_automatic_grid_fits_the_memory() -> None:
 
     def found_with(memory_bytes: int) -> tuple[Config, int]:
         found = resolved({}, 4, on_gpu=True, memory_bytes=memory_bytes)
-        price = predict(found, Job(4, "an unknown GPU", memory_bytes, 1)).price
+        price = predict(found, Hardware(4, "an unknown GPU", memory_bytes, 1)).price
         return found, price.memory.total + price.task.machine.reserve
 
     first, needed = found_with(1 << 40)

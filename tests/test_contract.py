@@ -64,11 +64,8 @@ INSIDE = {
         "embedding", "chunked", "dropout", "attention", "mlp", "channels", "convolve", "conv", "channel_norm",
         "batch_norm", "__init__",
     ],
-    "models": ["sizes", "config", "transformer", "generate", "foreign", "outside", "__init__"],
-    "data": [
-        "__init__", "rows", "sampler", "corpus", "tokenizer", "source", "tokens", "foreign", "text", "opening", "order",
-        "samples", "loader",
-    ],
+    "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
+    "data": ["__init__", "rows", "tokenizer", "token_files", "text", "open", "order", "loader"],
     "parallelize": [
         "run", "precision", "placed", "layouts", "rules", "shapes", "along", "attention", "einsums", "space",
         "together", "linears", "layers", "gathered", "rows", "losses", "low_rank", "state", "borrow", "computed",
@@ -84,14 +81,14 @@ INSIDE = {
         "work", "rehearse", "program", "simulate", "fit", "calibrate", "caught", "dry", "price", "estimate",
         "candidates", "search", "modules", "explain", "published",
     ],
-    "watch": ["__init__", "tape", "diagnose", "siblings", "alarm", "straggle", "replicas", "spikes", "preflight"],
+    "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
     "report": [
         "units", "html", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text",
         "plan_figures", "plan", "__init__",
     ],
     "train": [
-        "__init__", "schema", "process", "rendezvous", "launch", "job", "sections", "config", "record", "meter",
-        "predicted", "profile", "progress", "story", "numbers", "stop", "sources", "guard", "checkpoints", "loop",
+        "__init__", "schema", "process", "rendezvous", "launch", "auto_grid", "sections", "config", "record", "meter",
+        "predicted", "profile", "progress", "story", "bad_steps", "stop", "sources", "guard", "checkpoints", "loop",
         "begin", "options", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
         "checkpoint_command", "import_export", "places", "demo",
     ],

@@ -26,7 +26,7 @@ from fourfold.checkpoint.hugging_face import TensorMapping, match_names, paramet
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.checkpoint.save import save_weights
 from fourfold.grid import Grid, Shape
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.nn.layer import specs_of
 from fourfold.train.config import read_config
 from fourfold.train.import_export import export_model, import_model
@@ -57,12 +57,14 @@ THEIRS: dict[str, Any] = {
 LLAMA_LIKE = dict(norm="rms", mlp="swiglu", positions="rope", rope_theta=500.0, bias=False, tied=False)
 SIZES: dict[str, Any] = dict(layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, mlp_hidden=48, vocab=VOCAB, seq=64)
 OURS = {
-    "gpt2": Config(**SIZES, dropout=0.25),
-    "gpt2-untied": Config(**SIZES, tied=False, norm_eps=1e-3),
-    "gpt_neox": Config(**SIZES, positions="rope", rope_theta=500.0, tied=False),
-    "llama": Config(**{**SIZES, **LLAMA_LIKE, "heads": 8, "kv_heads": 2}),
-    "llama-biased": Config(**{**SIZES, **LLAMA_LIKE, "kv_heads": 2, "head_dim": 6, "bias": True, "tied": True}),
-    "qwen3": Config(**{**SIZES, **LLAMA_LIKE, "hidden": 40, "heads": 3, "kv_heads": 1}, qk_norm=True, norm_eps=1e-6),
+    "gpt2": ModelConfig(**SIZES, dropout=0.25),
+    "gpt2-untied": ModelConfig(**SIZES, tied=False, norm_eps=1e-3),
+    "gpt_neox": ModelConfig(**SIZES, positions="rope", rope_theta=500.0, tied=False),
+    "llama": ModelConfig(**{**SIZES, **LLAMA_LIKE, "heads": 8, "kv_heads": 2}),
+    "llama-biased": ModelConfig(**{**SIZES, **LLAMA_LIKE, "kv_heads": 2, "head_dim": 6, "bias": True, "tied": True}),
+    "qwen3": ModelConfig(
+        **{**SIZES, **LLAMA_LIKE, "hidden": 40, "heads": 3, "kv_heads": 1}, qk_norm=True, norm_eps=1e-6
+    ),
 }
 
 
@@ -126,7 +128,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path
 
 
 @pytest.mark.parametrize("config", OURS.values(), ids=OURS)
-def test_shapes_are_those_of_the_model(config: Config) -> None:
+def test_shapes_are_those_of_the_model(config: ModelConfig) -> None:
     model = ff.models.build(config, Grid.alone(DEVICE), device="meta")
     assert parameter_shapes(config) == {name: spec.shape for name, spec in specs_of(model).items()}
 
@@ -477,7 +479,7 @@ def test_folders_that_are_not_whole_are_refused(gpt2: Path, tmp_path: Path) -> N
     ids=str,
 )
 def test_what_no_type_can_say_is_refused(tmp_path: Path, changes: dict, why: str) -> None:
-    run = write_run(tmp_path / "run", Config(**{**SIZES, **changes}), Grid.alone(DEVICE))
+    run = write_run(tmp_path / "run", ModelConfig(**{**SIZES, **changes}), Grid.alone(DEVICE))
     with pytest.raises(ValueError, match=why):
         export_model(run, tmp_path / "theirs")
     assert entries(tmp_path) == ["run"]

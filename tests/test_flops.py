@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fourfold as ff
 from fourfold.cost.flops import Flops, flops_per_token
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 
 
 def test_by_hand() -> None:
@@ -42,7 +42,7 @@ def test_recompute_adds_the_forward_of_what_is_forgotten(name: str) -> None:
     assert attention.hardware - none.hardware == (flops_per_token(config, 128).model - none.model) / 3
 
 
-def plain_model(config: Config) -> Any:
+def plain_model(config: ModelConfig) -> Any:
     path = Path(__file__).parent.parent / "benchmarks" / "plain.py"
     spec = importlib.util.spec_from_file_location("benchmarks_plain", path)
     assert spec is not None

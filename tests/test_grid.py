@@ -152,6 +152,22 @@ def test_place_comes_from_torchrun_then_slurm_else_one_rank(monkeypatch, env: di
     assert (here.rank, here.world, here.local_rank) == place
 
 
+@pytest.mark.parametrize(
+    ("env", "local_world"),
+    [
+        ({}, None),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, 3),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}, 4),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, 2),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, None),
+    ],
+)
+def test_the_launcher_says_how_many_ranks_a_node_has(monkeypatch, env: dict, local_world: int | None) -> None:
+    monkeypatch.setattr(os, "environ", dict(env))
+    assert Environment.read().local_world == local_world
+
+
 def test_slurm_fills_in_the_rendezvous_where_it_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(os, "environ", dict(SLURM))
     set_master_address()

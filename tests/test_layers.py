@@ -20,7 +20,7 @@ GRID = Shape(x=2, y=2)
 INIT = Init(std=0.02)
 
 
-def logits(shape: Shape, config: ff.models.Config, mode: str) -> tuple[Tensor, dict[str, Tensor]]:
+def logits(shape: Shape, config: ff.models.ModelConfig, mode: str) -> tuple[Tensor, dict[str, Tensor]]:
     grid = grid_of(shape)
     model = ff.models.build(config, grid, policy=Policy(activations=mode), dtype=torch.float64, seed=5)
     found = model(torch.arange(14).view(2, 7))

@@ -138,9 +138,9 @@ def test_recompute_of_packed_rows_is_bitwise_equal(ranks, shape: Shape) -> None:
                 assert torch.equal(other["gradients"][name], gradient), name
 
 
-COUNT_UP = "positions must start at 0 in every row, then count up by 1 or start anew at 0"
+COUNT_UP = "positions must start at 0 in every row, then count up by 1 or start again at 0"
 FLOATS = "positions has dtype torch.float64; ids must be torch.int64 or torch.int32"
-ELSEWHERE = "the batch of another (data, z) place is refused; its ranks say why"
+ELSEWHERE = "the batch of another place was refused; see the error of its ranks"
 
 
 def wrong_positions() -> dict[str, Tensor]:

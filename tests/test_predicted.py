@@ -16,9 +16,9 @@ from fourfold.cost.machine import load_machine, to_toml
 from fourfold.grid import Shape
 from fourfold.report import write_report
 from fourfold.report.run import read_run
+from fourfold.train.auto_grid import MEASURED, Hardware, locate
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
-from fourfold.train.job import MEASURED, Job, locate
 from fourfold.train.loop import Run
 from fourfold.train.predicted import COMPARED, WHOLE_PROCESS, Comparison, predict
 from fourfold.train.progress import compared, predicted
@@ -234,8 +234,8 @@ def test_a_comparison_is_a_table_for_people_and_numbers_for_plots() -> None:
 # --- the machine
 
 
-def job(ranks: int = 4, device: str = "cpu", cores: int = 4) -> Job:
-    return Job(ranks, device, 1 << 34, cores)
+def job(ranks: int = 4, device: str = "cpu", cores: int = 4) -> Hardware:
+    return Hardware(ranks, device, 1 << 34, cores)
 
 
 @pytest.fixture(autouse=True)

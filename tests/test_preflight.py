@@ -22,7 +22,7 @@ from fourfold.grid import Shape
 from fourfold.job import Channel
 from fourfold.train.preflight import Links, Look, Plan, ask_clock, pairs_of, planned, rank_of, why_unlinked
 from fourfold.train.probe import Budget, Mark, free_bytes, look_at, myself, versions, within
-from fourfold.watch.preflight import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
+from fourfold.watch.checks import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
 
 GIB = 1 << 30
 HOSTS = ("one", "one", "two", "two")

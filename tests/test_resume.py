@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import warm
@@ -33,7 +34,7 @@ from fourfold.checkpoint.format import Record, read_record, write_record
 from fourfold.checkpoint.load import read_full_tensor, verify_checkpoint
 from fourfold.checkpoint.save import write_full_tensors
 from fourfold.cli import _failed
-from fourfold.data.order import Order, part_of
+from fourfold.data.order import SampleOrder, cut_windows
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import LAUNCHED
@@ -325,10 +326,10 @@ def test_a_state_of_somebody_elses_is_refused(finished: Path, tmp_path: Path, ch
     ids=str,
 )
 def test_a_position_of_somebody_elses_is_refused(change: dict[str, Any]) -> None:
-    order = Order([part_of("a", 100, 5)], None, 0)
+    order = SampleOrder([cut_windows("a", 100, 5)], None, 0)
     order.take(4)
     before = order.state()
-    with pytest.raises(ValueError, match="this is no position in data"):
+    with pytest.raises(ValueError, match="this is not a saved position in the data"):
         order.restore({**before, **change})
     assert order.state() == before
 
@@ -505,10 +506,10 @@ def skipped_before(config: Config, folder: Path) -> tuple[int, int]:
     run._launch(1)
     assert run.saving is not None
     for step in (3, 4):
-        run.numbers.judge(step, 2.0, inf, inf)
-    run.saving.save(4, run.model, run.optimizer, run.loader, run.numbers, last=True)
+        run.step_judge.judge(step, 2.0, inf, inf)
+    run.saving.save(4, run.model, run.optimizer, run.loader, run.step_judge, last=True)
     again.take_up(find_start(grid, folder, config))
-    return again.step, again.numbers.state()["skipped"]
+    return again.step, again.step_judge.state()["skipped"]
 
 
 # --- SIGTERM
@@ -573,7 +574,9 @@ def test_a_rank_that_does_not_come_to_its_end_in_time_ends_as_it_stands(tmp_path
     if child == 0:
         os.dup2(os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w")
-        with stopping.Stop(SimpleNamespace(rank=0, channel=Channel("grid", (0,), rank=0)), 0.3).listening():  # type: ignore[arg-type]
+        with stopping.Stop(
+            SimpleNamespace(rank=0, channel=Channel("grid", (0,), HashStore(), rank=0)), 0.3
+        ).listening():  # type: ignore[arg-type]
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         os._exit(0)
@@ -581,7 +584,7 @@ def test_a_rank_that_does_not_come_to_its_end_in_time_ends_as_it_stands(tmp_path
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 143
     assert time.monotonic() - began < 30
-    said = "asked to stop by SIGTERM, and not done after 0.3 s (watch.grace); ends as it stands"
+    said = "asked to stop by SIGTERM, and not done after 0.3 s (watch.grace); ends now"
     assert (tmp_path / "said").read_text() == f"fourfold: {said}\n"
 
 
@@ -647,15 +650,18 @@ class Failing:
         raise ChildFailedError("ranks", {1: ProcessFailure(1, 4711, exitcode, str(file))})
 
 
-class Places(launching.Ward):
-    """Where ranks go on, in turn, and what was noted of them."""
+class Reached(launching.RestartPolicy):
+    """The steps that restarts resume after, in turn, and what was noted of them."""
 
-    def __init__(self, places: Sequence[str]) -> None:
-        self.places = iter(places)
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = iter(steps)
         self.noted: list[tuple[str, str]] = []
 
-    def goes_on(self) -> str:
-        return next(self.places)
+    def resume_step(self) -> int:
+        return next(self.steps)
+
+    def resume_text(self, step: int) -> str:
+        return f"after {step}"
 
     def note(self, kind: str, text: str) -> None:
         self.noted.append((kind, text))
@@ -676,32 +682,32 @@ def test_fewer_gpus_are_planned_for_anew(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(launching, "elastic_launch", agent)
     left = iter([4, 3])
     monkeypatch.setattr(command, "gpus_left", lambda: next(left))
-    ward = command.Folder(tmp_path, lambda ranks: ["--ranks", str(ranks)])
+    policy = command.RunRestarts(tmp_path, lambda ranks: ["--ranks", str(ranks)])
     errors = StringIO()
-    assert launching.launch(4, ["all"], errors, restarts=2, ward=ward) == 0
+    assert launching.launch(4, ["all"], errors, restarts=2, policy=policy) == 0
     assert started == [(4, ("all",)), (4, ("all",)), (3, ("--ranks", "3"))]
-    assert "the run goes on from step 0 on 3 of 4 ranks (start 3)" in errors.getvalue()
+    assert "the run resumes from step 0 on 3 of 4 ranks (start 3)" in errors.getvalue()
 
 
 @pytest.mark.parametrize(
     ("failures", "reached", "code", "starts", "said"),
     [
-        ([KILLED], ["a", "b"], 0, 2, [f"{DIED}; the run goes on b (start 2)"]),
-        ([USERS], ["a", "a"], 1, 1, ["error: rows=0 must be 1"]),
-        ([KILLED, USERS], ["a", "a", "b"], 1, 2, [f"{DIED}; the run goes on a (start 2)", "error: rows=0 must be 1"]),
+        ([KILLED], [1, 2], 0, 2, [f"{DIED}; the run resumes after 2 (start 2)"]),
+        ([USERS], [1, 1], 1, 1, ["error: rows=0 must be 1"]),
+        ([KILLED, USERS], [1, 1, 2], 1, 2, [f"{DIED}; the run resumes after 1 (start 2)", "error: rows=0 must be 1"]),
         (
             [KILLED] * 3,
-            ["a"] * 4,
+            [1] * 4,
             1,
             3,
-            [f"{DIED}; the run goes on a (start {n})" for n in (2, 3)] + [f"error: {DIED}"],
+            [f"{DIED}; the run resumes after 1 (start {n})" for n in (2, 3)] + [f"error: {DIED}"],
         ),
-        ([KILLED] * 3, ["a", "a", "a", "b"], 0, 4, [f"{DIED}; the run goes on {at}" for at in ("a", "a", "b")]),
-        ([BUG], ["a", "b"], 0, 2, ["KeyError: 'a'; the run goes on b (start 2)"]),
-        ([(143, None, Failure.ERROR)], ["a", "b"], 143, 1, ["stopped by SIGTERM; what was written stays readable"]),
+        ([KILLED] * 3, [1, 1, 1, 2], 0, 4, [f"{DIED}; the run resumes after {at}" for at in (1, 1, 2)]),
+        ([BUG], [1, 2], 0, 2, ["KeyError: 'a'; the run resumes after 2 (start 2)"]),
+        ([(143, None, Failure.ERROR)], [1, 2], 143, 1, ["stopped by SIGTERM; what was written stays readable"]),
         (
             [(130, None, Failure.ERROR)],
-            ["a", "b"],
+            [1, 2],
             130,
             1,
             ["error: rank 1 (process 4711) was interrupted by a signal"],
@@ -709,18 +715,18 @@ def test_fewer_gpus_are_planned_for_anew(tmp_path: Path, monkeypatch) -> None:
     ],
 )
 def test_ranks_are_started_again_unless_a_user_must_act(
-    failures: Any, reached: list[str], code: int, starts: int, said: list[str], tmp_path: Path, monkeypatch
+    failures: Any, reached: list[int], code: int, starts: int, said: list[str], tmp_path: Path, monkeypatch
 ) -> None:
     """Two times in a row without progress."""
     failing = Failing(tmp_path, failures)
     monkeypatch.setattr(launching, "elastic_launch", failing)
-    errors, ward = StringIO(), Places(reached)
-    assert launching.launch(2, [], errors, restarts=2, ward=ward) == code
+    errors, policy = StringIO(), Reached(reached)
+    assert launching.launch(2, [], errors, restarts=2, policy=policy) == code
     assert failing.starts == [str(number) for number in range(starts)]
     lines = errors.getvalue().splitlines()
     assert len(lines) == len(said)
     assert all(line.startswith(f"fourfold: {words}") for line, words in zip(lines, said, strict=True))
-    assert [text for _, text in ward.noted] == [
+    assert [text for _, text in policy.noted] == [
         line.removeprefix("fourfold: ").removeprefix("error: ") for line in lines
     ]
 
@@ -795,7 +801,7 @@ def test_a_rank_that_dies_is_started_again_by_itself(jobs: dict[str, Job], ranks
     pid = job.folder.with_suffix(".pid").read_text()
     killed = f"fourfold: rank 1 (process {pid}) was killed by SIGKILL; the other ranks were stopped"
     (step,) = column(job.folder, "resumed", "step")
-    assert said == f"{killed}; the run goes on after step {step} (start 2)"
+    assert said == f"{killed}; the run resumes after step {step} (start 2)"
     assert step % 5 == 0
     assert column(job.folder, "step", "step") == list(range(1, LONG + 1))
     for key in CONTINUED:

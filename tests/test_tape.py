@@ -14,7 +14,7 @@ from fourfold.grid import Shape
 from fourfold.job import ranks_text
 from fourfold.ledger import Collective, Ledger
 from fourfold.watch.diagnose import Diagnosis, diagnose
-from fourfold.watch.tape import ENTRIES, Reading, Tape, Waits, read, read_all, tape_path
+from fourfold.watch.tape import ENTRIES, Tape, TapeReading, Waits, read, read_all, tape_path
 
 SHAPE = Shape(x=2, z=2)
 
@@ -116,14 +116,14 @@ def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "watch" / "rank-00000.tape"
     path.parent.mkdir()
     path.write_text("hello")
-    with pytest.raises(ValueError, match="is no tape of a rank: it must begin with 'fourfold tape 1'"):
+    with pytest.raises(ValueError, match="is no tape of a rank: a tape must begin with 'fourfold tape 1'"):
         read_all(tmp_path)
 
 
 # --- what the tapes of a job say
 
 
-def job(folder: Path, act: Callable[[int, Tape], None], shape: Shape = SHAPE) -> dict[int, Reading]:
+def job(folder: Path, act: Callable[[int, Tape], None], shape: Shape = SHAPE) -> dict[int, TapeReading]:
     """The tapes of ranks that did what `act` does."""
     for rank in range(shape.world):
         act(rank, Tape(tape_path(folder, rank), rank, shape))

@@ -508,7 +508,7 @@ def test_preparing_text_on_a_full_disk_names_the_file(tmp_path: Path, monkeypatc
     (tmp_path / "a.txt").write_text("words")
     out = tmp_path / "a.tokens"
     with monkeypatch.context() as patched:
-        patched.setattr("fourfold.data.tokens._write", full)
+        patched.setattr("fourfold.data.token_files._write", full)
         with pytest.raises(OSError, match=f"cannot write {re.escape(str(out))} .No space left on device.; make room"):
             prepare([tmp_path / "a.txt"], out, load_tokenizer("bytes"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -584,7 +584,7 @@ def assert_compared(left: Left) -> None:
     """`--compare-serial` shows the difference of every tensor, worst first."""
     assert (left.code, left.err) == (0, "")
     title, head, *rows = left.out.splitlines()
-    assert title == "z=2 beside one process: largest difference of each tensor"
+    assert title == "z=2 compared with one process: the largest difference of each tensor"
     assert head.split() == ["relative", "absolute", "step", "tensor"]
     relative = [float(row.split()[0]) for row in rows]
     assert relative == sorted(relative, reverse=True)

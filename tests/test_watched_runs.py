@@ -16,10 +16,9 @@ from fourfold.grid import Shape
 from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
-from fourfold.train.guard import StepWindows
 from fourfold.train.loop import Run
 from fourfold.train.record import Event, Kept
-from fourfold.watch.straggle import COMPUTE
+from fourfold.watch.stragglers import COMPUTE, StepWindows
 from harness import grid_of
 
 SMALL: dict[str, Any] = {"model.layers": 1, "train.evaluate_every": 0, "plan.compare": False}

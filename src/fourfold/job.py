@@ -8,6 +8,7 @@ did not come, and lets signal handlers run while it waits.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import json
 import os
 import socket
@@ -168,8 +169,25 @@ class Channel:
         self.name = name
         # channels of the same name over different sets of ranks must not see each other's keys
         self._prefix = f"fourfold/{name}/{zlib.crc32(repr(self.ranks).encode()):08x}"
+        # a channel that is not fresh continues the decisions of earlier ones, so the store counts them
+        self._decisions: Iterator[int] = iter(lambda: self._count("decisions"), None)
         if fresh:
             self._prefix += f"/{self._count('made')}"
+            self._decisions = itertools.count(1)
+
+    def open(
+        self, name: str, *, seconds: float | None = None, fresh: bool = False, own_connection: bool = False
+    ) -> Channel:
+        """Return a channel of another name between the same ranks; the options are those of the constructor."""
+        return Channel(
+            name,
+            self.ranks,
+            self._store,
+            rank=self.rank,
+            seconds=seconds,
+            fresh=fresh,
+            own_connection=own_connection,
+        )
 
     @property
     def leads(self) -> bool:
@@ -227,7 +245,7 @@ class Channel:
         """Let the last rank to come judge the texts of all, in the order of the ranks; every rank gets the verdict."""
         if len(self.ranks) == 1:
             return judge([text])
-        number = self._count("decisions")
+        number = next(self._decisions)
         now, before = f"decision/{number}", f"decision/{number - 1}"
         self.put(now, text)
         if number > 1:

@@ -29,7 +29,7 @@ from fourfold.checkpoint.save import write_full_tensors
 from fourfold.checkpoint.training_state import MODEL
 from fourfold.errors import DamagedCheckpointError
 from fourfold.grid import Grid
-from fourfold.models import Config, build
+from fourfold.models import ModelConfig, build
 from fourfold.nn.layer import specs_of
 
 Table = dict[str, str | tuple[str, ...]]
@@ -164,13 +164,13 @@ class TensorMapping:
         return tuple(self.join([torch.empty(shapes[name], device="meta") for name in self.ours]).shape)
 
 
-def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of the model, by name, from a model without memory."""
     model = build(config, Grid.alone("cpu"), device="meta")
     return {name: spec.shape for name, spec in specs_of(model).items()}
 
 
-def tensor_mappings(config: Config, model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorMapping]:
+def tensor_mappings(config: ModelConfig, model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorMapping]:
     """Return all tensors of a model with these parameters in files of this type, layer by layer."""
     family = FAMILIES[model_type]
     once, layered = ([theirs for theirs in family.table if ("*" in theirs) is many] for many in (False, True))
@@ -244,7 +244,7 @@ ARCHITECTURES = {
 }
 
 
-def model_type_of(config: Config) -> str:
+def model_type_of(config: ModelConfig) -> str:
     """Return the type that computes the same as a model of this config; raise where there is none and say why."""
     faults = {model_type: _misfits(config, model_type) for model_type in NEEDS}
     nearest_type = min(faults, key=lambda name: len(faults[name]))
@@ -256,7 +256,7 @@ def model_type_of(config: Config) -> str:
     return nearest_type
 
 
-def _misfits(config: Config, model_type: str) -> list[str]:
+def _misfits(config: ModelConfig, model_type: str) -> list[str]:
     """Return what a type needs and the model has otherwise."""
     found = [
         f"{name}={value!r} instead of {getattr(config, name)!r}"
@@ -273,7 +273,7 @@ def _misfits(config: Config, model_type: str) -> list[str]:
     return found
 
 
-def config_keys(config: Config, model_type: str) -> dict[str, Any]:
+def config_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """Return the keys of a config.json that determine what is computed."""
     common = dict(model_type=model_type, architectures=[ARCHITECTURES[model_type]], vocab_size=config.vocab)
     common["tie_word_embeddings"] = config.tied
@@ -304,7 +304,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 # From their files to a checkpoint
 
 
-def import_weights(source: Path, model_type: str, config: Config, folder: Path, state: dict[str, Any]) -> torch.dtype:
+def import_weights(
+    source: Path, model_type: str, config: ModelConfig, folder: Path, state: dict[str, Any]
+) -> torch.dtype:
     """Write the weights of a Hugging Face folder as a checkpoint, in their dtypes; return the embedding's."""
     shapes = parameter_shapes(config)
     mappings = tensor_mappings(config, model_type, shapes)
@@ -422,7 +424,7 @@ def export_weights(
     checkpoint: Path,
     record: Record,
     model_type: str,
-    config: Config,
+    config: ModelConfig,
     to: Path,
     dtype: torch.dtype | None,
     max_file_bytes: int,

@@ -35,7 +35,6 @@ from fourfold.checkpoint.format import (
 from fourfold.checkpoint.training_state import LocalShards, model_shards, training_shards
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid, Shape
-from fourfold.job import Channel
 from fourfold.layout import Layout
 from fourfold.optim import AdamW
 
@@ -272,9 +271,7 @@ class PendingSave:
                 self.folder.abandon()
             raise
         # Made here, where all ranks make the same saves in the same order; the thread that writes uses it alone.
-        self._channel = Channel(
-            "write", grid.channel.ranks, seconds=SLOWEST_RANK_SECONDS, fresh=True, own_connection=True
-        )
+        self._channel = grid.channel.open("write", seconds=SLOWEST_RANK_SECONDS, fresh=True, own_connection=True)
         self._done: Future[None] = Future()
         own = {name: shards[name].local for name in self.own}
         # Not a daemon, so that an interpreter that ends lets the checkpoint be finished.

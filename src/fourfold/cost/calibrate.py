@@ -39,7 +39,7 @@ from fourfold.cost.flops import PEAK_FLOPS
 from fourfold.cost.machine import DTYPES, Machine, Timed
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Op
-from fourfold.models import Config, build
+from fourfold.models import ModelConfig, build
 from fourfold.pending import Pending
 
 Launch = Callable[[], Pending[Tensor]]
@@ -363,7 +363,7 @@ def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     return lambda: F.linear(a, w)
 
 
-def step_of(config: Config, rows: int, grid: Grid, dtype: torch.dtype) -> Callable[[], None]:
+def step_of(config: ModelConfig, rows: int, grid: Grid, dtype: torch.dtype) -> Callable[[], None]:
     """Forward and backward of a model on so many rows a rank."""
     model = build(config, grid, dtype=dtype)
     tokens = torch.zeros(rows, config.seq, dtype=torch.long, device=grid.device)

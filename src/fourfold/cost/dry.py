@@ -5,7 +5,7 @@ from a dispatch mode, in the host's order. Of two steps the second is written do
 which the overlap engine gathers ahead, so that the program is that of a steady run. Kernels are those of eager code,
 one for each operation, so their bytes are an upper bound of what compiled regions and a device's fused kernels move.
 
-Any module may be run: a reference model by its `Config`, a function that builds layers on a grid, or a plain module,
+Any module may be run: a reference model by its config, a function that builds layers on a grid, or a plain module,
 which is replicated over data and whose gradients are summed in buckets as DDP does.
 """
 
@@ -31,8 +31,8 @@ from fourfold.cost.work import Launch, Work
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective
-from fourfold.models.config import Config
-from fourfold.models.outside import Model, is_plain, make
+from fourfold.models.config import ModelConfig
+from fourfold.models.open import ModelDefinition, build_on_meta, is_plain
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
 from fourfold.parallelize.placed import RULES, placed_in
@@ -60,7 +60,7 @@ class Dry:
 
 
 def dry_run(
-    build: Model,
+    build: ModelDefinition,
     shape: Shape,
     *,
     rank: int = 0,
@@ -78,12 +78,12 @@ def dry_run(
     if rows < 1 or seq < 1 or micro_steps < 1:
         raise ValueError(f"rows={rows}, seq={seq}, micro_steps={micro_steps}: a step has at least 1 of each")
     with fake_ranks(shape, rank) as grid, grid.ledger.events() as events:
-        module = make(build, grid, policy)
+        module = build_on_meta(build, grid, policy)
         step = (_Plain if is_plain(module) else _Layers)(module, grid, policy, rows, seq, micro_steps)
         caught = Caught(events, shape)
         step.prepare(caught.mark if optimizer else None)
         caught.hold([step.tokens, *module.parameters(), *module.buffers(), *step.state()])
-        with caught, nullcontext() if isinstance(build, Config) else foreign_code():
+        with caught, nullcontext() if isinstance(build, ModelConfig) else foreign_code():
             step.run(lambda _: None)
             if not optimizer:
                 caught.mark()

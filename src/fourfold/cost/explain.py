@@ -9,10 +9,10 @@ from fourfold.cost.candidates import Estimated
 from fourfold.cost.price import Priced, Task, memory_of
 from fourfold.cost.search import Plan
 from fourfold.cost.seconds import Seconds
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 
 
-def model_facts(config: Config, name: str) -> dict[str, Any]:
+def model_facts(config: ModelConfig, name: str) -> dict[str, Any]:
     sizes = {key: getattr(config, key) for key in ("layers", "hidden", "heads", "mlp_hidden", "vocab")}
     return {"name": name, "parameters": config.parameters, **sizes}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.policy import Recompute
 
 PEAK_FLOPS = {
@@ -39,7 +39,7 @@ class Flops:
     hardware: float
 
 
-def flops_per_token(config: Config, seq: int, recompute: Recompute = "none") -> Flops:
+def flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none") -> Flops:
     """What one token of a sequence of `seq` costs in forward and backward."""
     attention = 2 * seq * config.heads * config.head_dim  # scores and their use, half of each
     block = 2 * _block_weights(config) + attention
@@ -48,7 +48,7 @@ def flops_per_token(config: Config, seq: int, recompute: Recompute = "none") -> 
     return Flops(model, model + config.layers * again)
 
 
-def _block_weights(config: Config) -> int:
+def _block_weights(config: ModelConfig) -> int:
     """Matrix weights of one block."""
     attention = config.hidden * config.head_dim * 2 * (config.heads + config.kv_heads)
     return attention + config.hidden * config.mlp_hidden * (3 if config.mlp == "swiglu" else 2)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.grid import Grid
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.models.transformer import Transformer
 from fourfold.nn.layer import assemble
 from fourfold.policy import Policy, Recompute
@@ -61,7 +61,7 @@ def _storages(values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
 
 
 def kept_bytes(
-    config: Config,
+    config: ModelConfig,
     grid: Grid,
     policy: Policy,
     rows: int,
@@ -80,7 +80,9 @@ def kept_bytes(
     }
 
 
-def _kept(config: Config, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype, documents: bool) -> int:
+def _kept(
+    config: ModelConfig, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype, documents: bool
+) -> int:
     model = Transformer(config, grid, policy)
     assemble(model, grid, policy, dtype=dtype, device=torch.device("meta"))
     tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")

@@ -19,7 +19,7 @@ from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import Timeline, simulate
 from fourfold.cost.work import Attention, Product
 from fourfold.grid import Shape, shapes_of
-from fourfold.models.outside import Builder, only_over_data
+from fourfold.models.open import ModelBuilder, why_data_only
 from fourfold.policy import Policy
 
 LONGEST = 60.0
@@ -73,7 +73,7 @@ def play(task: Task, choice: Choice, dry: Dry, *, trace: bool = False) -> Timeli
 
 
 def search_module(
-    task: Task, build: Builder, devices: int, *, longest: float = LONGEST, progress: Callable[[str], None] = print
+    task: Task, build: ModelBuilder, devices: int, *, longest: float = LONGEST, progress: Callable[[str], None] = print
 ) -> Plan:
     """Rank the grids of that many devices for a module that a function builds."""
     began = time.perf_counter()
@@ -95,17 +95,17 @@ def search_module(
     return plan
 
 
-def _shapes(build: Builder, devices: int) -> list[Shape]:
-    return [Shape(data=devices)] if only_over_data(build) else list(shapes_of(devices))
+def _shapes(build: ModelBuilder, devices: int) -> list[Shape]:
+    return [Shape(data=devices)] if why_data_only(build) else list(shapes_of(devices))
 
 
-def _try(task: Task, build: Builder, shape: Shape, plan: Plan, found: list[ModulePrice]) -> str:
+def _try(task: Task, build: ModelBuilder, shape: Shape, plan: Plan, found: list[ModulePrice]) -> str:
     """Run it with as many rows at once as fit into memory; the reason where nothing does."""
     places = shape.data * shape.z
     if task.rows % places:
         return f"data*z = {places} places do not divide a batch of {task.rows} rows"
     limit = task.machine.memory - task.machine.reserve
-    policy = Policy() if only_over_data(build) else Policy(compute=task.compute, shard_optimizer=shape.data > 1)
+    policy = Policy() if why_data_only(build) else Policy(compute=task.compute, shard_optimizer=shape.data > 1)
     reason = ""
     for rows in _divisors(task.rows // places):
         plan.candidates += 1

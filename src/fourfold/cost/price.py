@@ -22,7 +22,7 @@ from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import Timeline, Totals, simulate
 from fourfold.cost.volume import Volume
 from fourfold.grid import Shape
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.policy import Policy
 
 QUICK_LAYERS = 3, 4
@@ -38,7 +38,7 @@ SHOWN_LAYERS = 4
 class Task:
     """What is to be trained on what: a model, a machine, a batch."""
 
-    config: Config
+    config: ModelConfig
     machine: Machine
     rows: int
     """Sequences of a step, over all ranks and micro-steps."""

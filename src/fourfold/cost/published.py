@@ -22,7 +22,7 @@ from fourfold.axes import AXES
 from fourfold.cost.machine import Machine
 from fourfold.cost.seconds import inside_link
 from fourfold.grid import Shape, shapes_of
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.policy import Policy
 
 MESSAGE_ITEMSIZE = 2
@@ -46,7 +46,7 @@ class Ranked(NamedTuple):
     seconds: float
 
 
-def layers_of(config: Config) -> list[Layer]:
+def layers_of(config: ModelConfig) -> list[Layer]:
     """The layers of one block, ordinary and transposed ones in turn."""
     heads, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     up = config.mlp_hidden * (2 if config.mlp == "swiglu" else 1)
@@ -90,7 +90,7 @@ def layer_elements(layer: Layer, shape: Shape, m: float) -> dict[str, float]:
 
 
 def published_seconds(
-    config: Config, shape: Shape, rows: int, seq: int, machine: Machine, message_itemsize: int = MESSAGE_ITEMSIZE
+    config: ModelConfig, shape: Shape, rows: int, seq: int, machine: Machine, message_itemsize: int = MESSAGE_ITEMSIZE
 ) -> dict[str, float]:
     """Seconds of a step's communication by axis, for a batch of `rows` sequences over all ranks."""
     elements = dict.fromkeys(AXES, 0.0)
@@ -104,7 +104,7 @@ def published_seconds(
 
 
 def published_ranking(
-    config: Config, devices: int, rows: int, seq: int, machine: Machine, order: Sequence[str] = AXES
+    config: ModelConfig, devices: int, rows: int, seq: int, machine: Machine, order: Sequence[str] = AXES
 ) -> list[Ranked]:
     """Every grid of so many devices that can cut the model and the batch, the fastest first."""
     ranked = [
@@ -114,7 +114,7 @@ def published_ranking(
     return sorted(ranked, key=lambda one: (one.seconds, tuple(one.shape.sizes.values())))
 
 
-def _grids(config: Config, devices: int, rows: int, order: Sequence[str]) -> Iterator[Shape]:
+def _grids(config: ModelConfig, devices: int, rows: int, order: Sequence[str]) -> Iterator[Shape]:
     policy = Policy(activations="replicated")
     for shape in shapes_of(devices, order):
         if rows % (shape.z * shape.data) == 0 and config.misfit(shape, policy) is None:

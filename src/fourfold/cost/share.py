@@ -12,7 +12,7 @@ import torch
 from fourfold.grid import Shape
 from fourfold.layout import chunk
 from fourfold.ledger import Collective, Op
-from fourfold.models.config import Config, halves_of
+from fourfold.models.config import ModelConfig, halves_of
 from fourfold.policy import Policy
 
 STATISTIC_NBYTES = 8
@@ -23,7 +23,7 @@ STATISTIC_NBYTES = 8
 class Share:
     """One rank's share of a model and a batch on a grid, under a policy."""
 
-    config: Config
+    config: ModelConfig
     shape: Shape
     policy: Policy
     rows: int

@@ -35,8 +35,8 @@ from fourfold.errors import (
 )
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
+from fourfold.train.bad_steps import StepJudge
 from fourfold.train.config import Config
-from fourfold.train.numbers import Numbers
 from fourfold.train.process import READABLE
 from fourfold.train.record import Event, finish, holds_run, strict
 from fourfold.train.schema import to_table
@@ -79,13 +79,13 @@ class RunSaver:
         return self.every > 0 and step % self.every == 0
 
     def save(
-        self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, numbers: Numbers, *, last: bool
+        self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, judge: StepJudge, *, last: bool
     ) -> None:
         """Save this step; after the last one wait until the checkpoint is complete."""
         state = {
             "config": strict(to_table(self.config)),
             "data": loader.state(),
-            **numbers.state(),
+            **judge.state(),
             "schedule": asdict(self.config.schedule),
         }
         began = time.perf_counter()
@@ -214,6 +214,12 @@ def start_from(out: Path, config: Config, checkpoint: Path | None = None) -> Sta
 def newest_checkpoint(out: Path) -> Path | None:
     """Return the newest complete checkpoint of a run."""
     return Checkpoints(out / CHECKPOINTS).newest()
+
+
+def newest_step(out: Path) -> int:
+    """Return the step of the newest complete checkpoint of a run, 0 if it has none."""
+    found = newest_checkpoint(out)
+    return step_of(found) if found else 0
 
 
 def step_of(checkpoint: Path) -> int:
@@ -362,16 +368,10 @@ def require_named_folder(out: str | None) -> None:
         )
 
 
-def where_it_resumes(out: Path) -> str:
-    """Say where a run that died continues."""
-    found = newest_checkpoint(out)
-    return f"after step {step_of(found)}" if found else "from step 0"
-
-
 def what_was_lost(out: Path) -> str:
     """Say what a run that SIGTERM has ended can resume from, where that is not its last step."""
     found, last = newest_checkpoint(out), _last_step(out / "metrics.jsonl")
-    if last <= (step_of(found) if found else 0):
+    if last <= newest_step(out):
         return READABLE
     kept = f"the newest checkpoint is {found}" if found else "there is no checkpoint"
     return f"step {last} was not saved; {kept}"

@@ -21,23 +21,23 @@ from fourfold.environment import inside_a_job
 from fourfold.errors import RollBackError
 from fourfold.grid import Grid, Shape
 from fourfold.models.transformer import build
+from fourfold.train.auto_grid import memory_bytes
 from fourfold.train.begin import begin
 from fourfold.train.checkpoints import (
     Start,
     any_restarted,
     find_start,
     is_done,
+    newest_step,
     require_named_folder,
     roll_back,
     start_at,
     steps_to_profile,
     what_was_lost,
-    where_it_resumes,
 )
 from fourfold.train.config import Config, resolve
 from fourfold.train.doctor import disagreement
-from fourfold.train.job import memory_bytes
-from fourfold.train.launch import Ward, launch, share_cores
+from fourfold.train.launch import RestartPolicy, launch, share_cores
 from fourfold.train.loop import Run
 from fourfold.train.options import (
     check_options,
@@ -116,31 +116,35 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         sys.stderr,
         restarts=restarts,
         grace=config.watch.grace,
-        ward=Folder(Path(out), (lambda left: decided(resolved(left))) if may_shrink else None),
+        policy=RunRestarts(Path(out), (lambda left: decided(resolved(left))) if may_shrink else None),
     )
 
 
-class Folder(Ward):
-    """The run that ranks are started for, by what is in its folder.
+class RunRestarts(RestartPolicy):
+    """Restarts a run from its folder.
 
-    `told` says what its ranks are started with where there are fewer GPUs left; without it there must be as many.
+    `arguments_for` gives the arguments of a start on fewer ranks, where GPUs are lost; without it the number of ranks
+    stays.
     """
 
-    def __init__(self, out: Path, told: Callable[[int], Sequence[str]] | None = None) -> None:
-        self._out, self._told = out, told
+    def __init__(self, out: Path, arguments_for: Callable[[int], Sequence[str]] | None = None) -> None:
+        self._out, self._arguments_for = out, arguments_for
 
-    def goes_on(self) -> str:
-        return where_it_resumes(self._out)
+    def resume_step(self) -> int:
+        return newest_step(self._out)
 
-    def left(self) -> str:
+    def resume_text(self, step: int) -> str:
+        return f"after step {step}" if step else "from step 0"
+
+    def after_sigterm(self) -> str:
         return what_was_lost(self._out)
 
-    def known(self, since: float) -> str:
+    def evidence(self, since: float) -> str:
         return disagreement(self._out, since)
 
-    def again(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
-        if self._told is not None and 0 < (left := gpus_left()) < ranks:
-            return left, self._told(left)
+    def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
+        if self._arguments_for is not None and 0 < (left := gpus_left()) < ranks:
+            return left, self._arguments_for(left)
         return ranks, arguments
 
     def note(self, kind: str, text: str) -> None:

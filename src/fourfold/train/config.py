@@ -20,7 +20,7 @@ from fourfold.old_versions import upgrade_config
 from fourfold.optim import Schedule
 from fourfold.policy import Overlap, Policy
 from fourfold.spelling import nearest
-from fourfold.train.job import Job, find_grid
+from fourfold.train.auto_grid import Hardware, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
 from fourfold.train.sections import (
     BatchSection,
@@ -172,7 +172,7 @@ def resolve(
     if config.grid.auto:
         shape = Shape(order=config.grid.order)
         if ranks > 1:
-            shape, reason = choose_grid(config, Job.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
+            shape, reason = choose_grid(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
             say(reason)
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]
     shape = config.grid.shape
@@ -196,7 +196,7 @@ def _section(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def choose_grid(config: Config, job: Job) -> tuple[Shape, str]:
+def choose_grid(config: Config, job: Hardware) -> tuple[Shape, str]:
     """The planner's grid for the job, and why it is taken."""
     return find_grid(
         config.model.build(),

@@ -13,7 +13,7 @@ from pathlib import Path
 from fourfold.errors import End
 from fourfold.train.record import last_end
 from fourfold.watch.diagnose import diagnose
-from fourfold.watch.tape import DIAGNOSIS, Reading, read_all
+from fourfold.watch.tape import DIAGNOSIS, TapeReading, read_all
 
 OF_PREFLIGHT = ("grid", "ranks", "out", "changes", "device", "json")
 """Options that a run which has ended has no use for."""
@@ -63,7 +63,7 @@ def disagreement(folder: Path, since: float) -> str:
     return found.headline if found.disagreement is not None else ""
 
 
-def last_words(reading: Reading) -> str:
+def last_words(reading: TapeReading) -> str:
     """What a rank did last."""
     when = datetime.fromtimestamp(reading.last_seen).strftime("%H:%M:%S") if reading.last_seen else "never"
     doing = f"{reading.doing.what}, step {reading.doing.step}" if reading.doing is not None else "nothing"

@@ -1,29 +1,26 @@
-"""Watches over the ranks of a run: what each did last is on its tape, nobody waits for ever, who is slow is named.
+"""Watches over the ranks of a run: a tape of what each rank does, an alarm when one is stuck, and who is slow.
 
-The rank that raises the alarm leaves the diagnosis in the run's folder (`watch/diagnosis.txt`); every rank gives it to
-whoever started it, and ends.
+The rank that raises the alarm leaves the diagnosis in the run's folder (`watch/diagnosis.txt`). Every rank reports it
+to whoever started it, and ends.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from fourfold.grid import Grid
-from fourfold.job import Channel
 from fourfold.train.launch import report_failure
 from fourfold.train.story import logger
-from fourfold.watch.alarm import Alarm, Verdict
-from fourfold.watch.straggle import Sample, Straggler, Stragglers
+from fourfold.watch.liveness import Alarm, JobDiagnosis
+from fourfold.watch.stragglers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
 
 
-class Unguarded:
-    """In the place of a guard where a rank is alone."""
+class NoGuard:
+    """Stands in for a guard where a rank is alone; it does nothing."""
 
     def begin_step(self, step: int) -> None: ...
     def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None: ...
@@ -35,8 +32,8 @@ class Unguarded:
     def close(self, *, done: bool) -> None: ...
 
 
-class Guard(Unguarded):
-    """Of one rank; all ranks make it together. A rank may wait so many seconds for the others; inf: for ever."""
+class Guard(NoGuard):
+    """The guard of one rank; all ranks make it together. `deadline` is how long a rank may wait, in seconds."""
 
     def __init__(self, grid: Grid, folder: Path, deadline: float) -> None:
         self._ledger = grid.ledger
@@ -50,14 +47,15 @@ class Guard(Unguarded):
         self._tape.doing("reading a batch")
 
     def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None:
+        """Write onto the tape what this rank does from now on."""
         self._tape.doing(what, waits)
 
     def failed(self, reason: str) -> None:
-        """A collective failed here: find out why, with all ranks, and end; returns where that is impossible."""
+        """Find out with all ranks why a collective failed here, and end this process; return if that is impossible."""
         self._alarm.call(reason)
 
     def took(self, seconds: float, waited: Mapping[str, float]) -> None:
-        """A step, of which this rank waited so long along each axis."""
+        """Count a step: its seconds, and how many of them this rank waited along each axis."""
         self._windows.took(seconds, waited)
 
     def stragglers(self) -> list[Straggler]:
@@ -65,57 +63,20 @@ class Guard(Unguarded):
         return self._windows.exchange()
 
     def close(self, *, done: bool) -> None:
-        """This rank has done all that others may wait for, or has failed."""
+        """Stop watching; `done` says that this rank did all that others may wait for, and did not fail."""
         self._alarm.close(done=done)
         self._ledger.listener = None
         self._tape.close()
 
 
-class StepWindows:
-    """Windows of steps between two meetings of all ranks; the ranks exchange what each window cost them.
+def end(found: JobDiagnosis, judge: bool) -> None:
+    """Report the diagnosis to whoever started this rank, and end the process.
 
-    A rank puts its figures of a window after the meeting that ends it. So at the next meeting all ranks have put
-    theirs, and the first rank reads them without waiting for anyone.
+    It ends by `os._exit`, because its main thread may never come back from where it waits. The judge alone prints the
+    whole text.
     """
-
-    MIN_STEPS = 8
-    """Steps of a window, at least: in fewer steps a single pause of a busy machine would count for much."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._channel = Channel("steps", grid.channel.ranks, fresh=True)
-        self._stragglers = Stragglers(grid.shape)
-        self._window = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._steps, self._own, self._waited = 0, 0.0, Counter[str]()
-
-    def took(self, seconds: float, waited: Mapping[str, float]) -> None:
-        self._steps += 1
-        self._own += seconds - sum(waited.values())
-        self._waited.update(waited)
-
-    def exchange(self) -> list[Straggler]:
-        """Put the figures of the window that ends here; on the first rank return who has become a straggler."""
-        if self._steps < self.MIN_STEPS:
-            return []
-        found: list[Straggler] = []
-        if self._window and self._channel.leads:
-            texts = self._channel.collect(str(self._window))
-            found = self._stragglers.hear([Sample(*json.loads(text)) for text in texts.values()])
-        if self._window > 1:
-            self._channel.drop(str(self._window - 1))  # the first rank has read it: all have met since
-        self._window += 1
-        waited = {axis: seconds / self._steps for axis, seconds in self._waited.items()}
-        self._channel.put(str(self._window), json.dumps([self._own / self._steps, waited]))
-        self._clear()
-        return found
-
-
-def end(verdict: Verdict, judge: bool) -> None:
-    """Tell whoever started this rank, and end it: its main thread may never come back from where it stands."""
-    logger.error("%s", verdict.text)
-    report_failure(verdict.text, verdict.failure, whole=judge)
+    logger.error("%s", found.text)
+    report_failure(found.text, found.failure, whole=judge)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

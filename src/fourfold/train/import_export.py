@@ -30,7 +30,7 @@ from fourfold.checkpoint.hugging_face import (
     write_json,
 )
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
-from fourfold.models.foreign import read_foreign, read_keys
+from fourfold.models.hugging_face import read_config_json, read_keys
 from fourfold.report.units import count, nbytes
 from fourfold.train.config import Config, beside, read_config
 from fourfold.train.schema import parse, to_table
@@ -80,13 +80,13 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
     return Imported(model_type, config, dtype, (*notes, *more))
 
 
-def _read_model(path: Path) -> tuple[str, models.Config, tuple[str, ...]]:
+def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
     """Return the model type, the config of ours that computes the same, and notes on keys that were not read."""
-    fields, notes = read_foreign(path, exact=True)
+    fields, notes = read_config_json(path, exact=True)
     try:
         section = parse(Model, {"name": "", **fields})  # checks the type of every value
         chosen = {name: getattr(section, name) for name in fields}
-        return read_keys(path)["model_type"], models.Config(**chosen), notes
+        return read_keys(path)["model_type"], models.ModelConfig(**chosen), notes
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

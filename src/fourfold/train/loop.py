@@ -24,8 +24,7 @@ import fourfold
 from fourfold.atomic import write_json
 from fourfold.cost.flops import flops_per_token
 from fourfold.cost.kept import kept_bytes
-from fourfold.data.loader import Evaluation, Loader
-from fourfold.data.samples import unigram_entropy
+from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.environment import is_watched
 from fourfold.errors import CollectiveError, End, LostPeerError
 from fourfold.grid import Grid
@@ -33,11 +32,11 @@ from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
+from fourfold.train.bad_steps import BadStep, StepJudge
 from fourfold.train.checkpoints import RunSaver, Start, restore
 from fourfold.train.config import Config
-from fourfold.train.guard import Unguarded
+from fourfold.train.guard import NoGuard
 from fourfold.train.meter import Meter, Reading, peak_of
-from fourfold.train.numbers import Bad, Numbers
 from fourfold.train.predicted import Comparison, foresee
 from fourfold.train.profile import Profile
 from fourfold.train.record import Event, Owned, Sink, strict
@@ -115,7 +114,7 @@ class Run:
         self._comparison: Comparison | None = None
         self.saving: RunSaver | None = None
         """From `begin` on, where the config asks for checkpoints."""
-        self.guard = Unguarded()
+        self.guard = NoGuard()
         """Watches over the ranks from `begin` on."""
         self.owned: Owned | None = None
         """The run's folder, on rank 0 from `begin` on."""
@@ -123,7 +122,7 @@ class Run:
         self.stopped = False
         """Whether it was asked to stop before its last step, and did."""
         self.step = 0
-        self.numbers = Numbers(config.watch, config.train.max_skipped)
+        self.step_judge = StepJudge(config.watch, config.train.max_skipped)
         self._under_way: deque[Launched] = deque()
 
     @cached_property
@@ -166,7 +165,7 @@ class Run:
 
     def take_up(self, start: Start) -> None:
         """Go on from there; before the first step."""
-        self.numbers.restore(restore(start, self.model, self.optimizer, self.loader))
+        self.step_judge.restore(restore(start, self.model, self.optimizer, self.loader))
         self.step = start.step
 
     def describe(self, before: list[Event]) -> None:
@@ -257,7 +256,7 @@ class Run:
             share = model(tokens, targets, positions=positions, count=count)
             share.backward()
             loss += share.detach()
-        limit, skip_above = self.numbers.limit, self.numbers.skip_above
+        limit, skip_above = self.step_judge.limit, self.step_judge.skip_above
         jumps = loss > skip_above if isfinite(skip_above) else None
         clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
         optimizer.zero_grad()
@@ -279,7 +278,7 @@ class Run:
         reading = done.reading()
         self.guard.took(reading.seconds, reading.exposed_seconds)
         self.profile.add(done.step, reading)
-        bad = self.numbers.judge(done.step, loss, norm, done.limit)
+        bad = self.step_judge.judge(done.step, loss, norm, done.limit)
         rate = self.config.batch.tokens / reading.seconds
         mfu, hfu = self.peak.utilization(self.flops, rate, self.grid.shape.world)
         self.step = done.step
@@ -304,7 +303,7 @@ class Run:
         if bad is not None:
             self._deal_with(bad, done.clipped)
 
-    def _deal_with(self, bad: Bad, clipped: Clipped) -> None:
+    def _deal_with(self, bad: BadStep, clipped: Clipped) -> None:
         """Record a step whose numbers are bad, and do what the config says."""
         name = None
         if bad.spike:
@@ -314,7 +313,7 @@ class Run:
             with self.grid.ledger.aside(), self.profile.aside("skipped"):  # what it asks belongs to no step
                 name = clipped.first_not_finite()
             self._record({"event": "skipped", "step": bad.step, "parameter": name, "in_a_row": bad.in_a_row})
-        self.numbers.act(bad, name, self.loader.state())
+        self.step_judge.act(bad, name, self.loader.state())
 
     @torch.no_grad()
     def evaluate(self) -> Event:
@@ -351,7 +350,7 @@ class Run:
         self._drain()
         self.guard.doing("saving a checkpoint")
         with self.profile.aside("saving"):
-            self.saving.save(step, self.model, self.optimizer, self.loader, self.numbers, last=last)
+            self.saving.save(step, self.model, self.optimizer, self.loader, self.step_judge, last=last)
         self._record_saved()
         self.meter.begin()
 

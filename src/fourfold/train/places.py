@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.cost.machine import load_machine
+from fourfold.train.auto_grid import AUTO
 from fourfold.train.config import Config, read_config
-from fourfold.train.job import AUTO
-from fourfold.train.launch import stop_seconds
+from fourfold.train.launch import kill_seconds
 from fourfold.train.rendezvous import BACKEND, PORT
 
 LONGEST_GRACE = 65_000
@@ -94,7 +94,7 @@ class Place:
             nodes=max(1, world // per_node),
             per_node=min(world, per_node),
             tries=options.tries,
-            stop_seconds=stop_seconds(config.watch.grace),
+            stop_seconds=kill_seconds(config.watch.grace),
             time=options.time,
             more={key: str(value) for key, value in more.items() if value is not None},
             image=options.image or "",

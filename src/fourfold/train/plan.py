@@ -21,8 +21,8 @@ from fourfold.cost.price import Price, Task
 from fourfold.cost.search import Plan, Space, search
 from fourfold.cost.simulate import chrome_trace
 from fourfold.grid import Shape
-from fourfold.models.config import Config as ModelConfig
-from fourfold.models.outside import PLAIN, Builder, only_over_data, read_model
+from fourfold.models.config import ModelConfig
+from fourfold.models.open import DATA_ONLY, ModelBuilder, open_model, why_data_only
 from fourfold.models.sizes import SIZES
 from fourfold.policy import Overlap
 from fourfold.report.plan import write_plan_page
@@ -33,8 +33,8 @@ from fourfold.train.sections import BatchSection, GridSection, Model, PlanSectio
 
 def plan(options: argparse.Namespace, _: object) -> int:
     check(options)
-    opened, machine = read_model(options.model), load_machine(options.machine)
-    for note in (*opened.notes, only_over_data(opened.model)):
+    opened, machine = open_model(options.model), load_machine(options.machine)
+    for note in (*opened.notes, why_data_only(opened.model)):
         if note:
             _say(note)
     if isinstance(opened.model, ModelConfig):
@@ -80,12 +80,12 @@ def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machin
     return search(make_task(options, config, machine, seq), options.devices, top=options.top)
 
 
-def plan_module(options: argparse.Namespace, build: Builder, machine: Machine) -> Plan:
+def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> Plan:
     if options.seq is None:
         raise ValueError(f"--model {options.model} does not say how long its sequences are; give --seq")
     if options.config is not None:
         raise ValueError(f"--config: fourfold train takes no module such as {options.model}; write your own loop")
-    if only_over_data(build) and options.dtype is None:
+    if why_data_only(build) and options.dtype is None:
         options.dtype = "fp32"  # a plain module computes in what it is made of
     placeholder = models.config("gpt-tiny")  # a module has no config, and nothing here reads it
     task = make_task(options, placeholder, machine, options.seq)
@@ -164,7 +164,7 @@ def why(found: Plan, shape: Shape) -> dict[str, Any]:
     if loser is None:
         refused = [each.reason for each in found.refused if each.shape.sizes == shape.sizes]
         if refused or not isinstance(best, Price):
-            return {**asked, "lines": [f"it was refused: {refused[0]}" if refused else PLAIN]}
+            return {**asked, "lines": [f"it was refused: {refused[0]}" if refused else DATA_ONLY]}
         loser = search(found.task, found.devices, space=Space(shapes=(shape,)), top=1).best
         found.ranked = sorted([*found.ranked, loser], key=lambda each: each.seconds)
     return {**asked, "lines": reasons(loser, best)}

@@ -21,8 +21,8 @@ from fourfold.cost.seconds import Seconds
 from fourfold.cost.simulate import COMPUTE, Span, chrome_trace, simulate
 from fourfold.cost.work import Launch, Product, Work
 from fourfold.grid import Grid, Shape
+from fourfold.train.auto_grid import Hardware, Located, locate, memory_bytes
 from fourfold.train.config import Config
-from fourfold.train.job import Job, Located, locate, memory_bytes
 from fourfold.train.record import Event
 from fourfold.train.sections import DTYPES
 
@@ -99,7 +99,7 @@ def _by_axis(seconds: Any, shape: Shape) -> dict[str, float]:
     return {axis: seconds.get(axis, 0.0) for axis in AXES if shape.sizes[axis] > 1}
 
 
-def predict(config: Config, job: Job) -> Prediction:
+def predict(config: Config, job: Hardware) -> Prediction:
     """Price a resolved config on the machine that it names."""
     policy, batch, shape = config.build_policy(), config.batch, config.grid.shape
     compute = DTYPES[config.policy.dtype]
@@ -115,7 +115,7 @@ def foresee(config: Config, grid: Grid, traced: range, folder: Path) -> tuple[Ev
     Where steps are to be traced, the predicted timeline is written beside their traces.
     """
     on_gpu = grid.device.type == "cuda"
-    job = Job.here(grid.shape.world, on_gpu=on_gpu, memory_bytes=memory_bytes(grid.device.type))
+    job = Hardware.here(grid.shape.world, on_gpu=on_gpu, memory_bytes=memory_bytes(grid.device.type))
     try:
         found = predict(config, job)
         facts = found.facts

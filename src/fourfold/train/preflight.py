@@ -31,15 +31,15 @@ from fourfold.environment import Environment, inside_a_job
 from fourfold.errors import LateRanksError, LostPeerError
 from fourfold.grid import Grid, Shape
 from fourfold.job import Channel, find_store, ranks_text
+from fourfold.train.auto_grid import Hardware, memory_bytes
 from fourfold.train.config import Config, read_config, resolve
-from fourfold.train.job import Job, memory_bytes
 from fourfold.train.launch import launch, share_cores
 from fourfold.train.options import chosen_device, default_folder, grid_options, wanted_ranks
 from fourfold.train.predicted import predict
 from fourfold.train.probe import Budget, Mark, bytes_of, free_bytes, look_at, myself, product_flops, within
 from fourfold.train.progress import output
 from fourfold.train.record import strict
-from fourfold.watch.preflight import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
+from fourfold.watch.checks import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
 
 T = TypeVar("T")
 
@@ -262,7 +262,7 @@ class Look:
             there=there if isinstance(there, int) else 0,
         )
         on_gpu = self.device.type == "cuda"
-        job = Job.here(len(self.channel.ranks), on_gpu=on_gpu, memory_bytes=memory_bytes(self.device.type))
+        job = Hardware.here(len(self.channel.ranks), on_gpu=on_gpu, memory_bytes=memory_bytes(self.device.type))
         try:
             found = within(self.budget.left(PLAN_SECONDS), lambda: predict(config, job))
         except Exception as error:  # what cannot be priced can still run

@@ -21,9 +21,9 @@ import torch
 from fourfold import __version__
 from fourfold.cost.calibrate import product
 from fourfold.environment import Environment
-from fourfold.train.job import memory_bytes
+from fourfold.train.auto_grid import memory_bytes
 from fourfold.train.launch import cores
-from fourfold.watch.preflight import Disk, Rank
+from fourfold.watch.checks import Disk, Rank
 
 T = TypeVar("T")
 

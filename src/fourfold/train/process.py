@@ -1,4 +1,4 @@
-"""How signals end a process, and its exit codes. Imports no torch: a command may use it before it does."""
+"""How signals end a process, and its exit codes. Imports no torch: a command uses it before it imports torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes of what SIGINT and SIGTERM have ended."""
+"""Exit codes of processes that SIGINT and SIGTERM have ended, as shells have them: 128 and the signal's number."""
 READABLE = "what was written stays readable"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def listen_to_signals() -> None:
-    """From now on SIGTERM ends a run as Ctrl-C does; once is enough, though terminal and agent may both send it."""
+    """From now on let SIGTERM end a run as Ctrl-C does.
+
+    A second signal is ignored, because the terminal and the agent may both send one.
+    """
     for number in SIGNALS:
         signal.signal(number, _interrupt)
 
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Inside, they are listened to in this way."""
+    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt; afterwards they do what they did before."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     listen_to_signals()
     try:
@@ -33,7 +36,7 @@ def signals_interrupt() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """This process ends already, and has something to say first."""
+    """Ignore both signals, in a process that ends already and has something to report first."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

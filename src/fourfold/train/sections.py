@@ -17,18 +17,18 @@ from fourfold.axes import AXES
 from fourfold.grid import Shape
 from fourfold.optim import Decay
 from fourfold.policy import Activations, Overlap, Policy, Recompute
-from fourfold.train.job import AUTO
+from fourfold.train.auto_grid import AUTO
 
 Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
-REQUIRED = tuple(field.name for field in dataclasses.fields(models.Config) if field.default is dataclasses.MISSING)
+REQUIRED = tuple(field.name for field in dataclasses.fields(models.ModelConfig) if field.default is dataclasses.MISSING)
 """What a model of no published size must say of itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A published size and what is changed of it, or any other name and all of the fields of `models.Config`."""
+    """A published size and what is changed of it, or any other name and all of the fields of `models.ModelConfig`."""
 
     name: str = "gpt-tiny"
     layers: int | None = None
@@ -49,13 +49,13 @@ class Model:
     dropout: float | None = None
     norm_eps: float | None = None
 
-    def build(self) -> models.Config:
+    def build(self) -> models.ModelConfig:
         changes = {key: value for key, value in dataclasses.asdict(self).items() if key != "name" and value is not None}
         missing = [name for name in REQUIRED if name not in changes]
         if self.name in models.SIZES or len(missing) == len(REQUIRED):
             return models.config(self.name, **changes)
         if not missing:
-            return models.Config(**changes)
+            return models.ModelConfig(**changes)
         try:
             return models.config(self.name)
         except ValueError as error:
@@ -89,7 +89,7 @@ GridSection = make_dataclass(
 )
 """Sizes of the axes; with none given the planner finds the fastest grid for the number of ranks. `order` is how ranks
 walk the axes, fastest-varying first; this usual order may change where the planner finds the grid."""
-GridSection.__module__ = __name__  # make_dataclass says "types", where pickle does not find it; 3.12 takes it as argument
+GridSection.__module__ = __name__  # make_dataclass says "types" before Python 3.12, and pickle does not find it there
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from alarmed import DEADLINE, program, ready
+from fourfold.errors import Failure
 from fourfold.job import Channel
-from fourfold.watch.alarm import DEATH_SECONDS
-from fourfold.watch.siblings import Siblings
+from fourfold.watch.liveness import DEATH_SECONDS, RankEnd, Siblings, first_cause
 from fourfold.watch.tape import DIAGNOSIS
 from harness import RankFailed
 
@@ -100,3 +100,22 @@ def test_who_is_only_late_is_waited_for(ranks, tmp_path: Path) -> None:
     ranks(4).run(program, str(tmp_path), "late", 1, timeout=30)
     assert not list(tmp_path.glob("said-*"))
     assert not (tmp_path / DIAGNOSIS).exists()
+
+
+def end(rank: int, exit_code: int, failure: Failure | None, at: float = 0.0) -> RankEnd:
+    return RankEnd(rank, 4711 + rank, exit_code, failure, "", at)
+
+
+def test_the_first_cause_is_what_knows_most() -> None:
+    """By the order of `first_cause`, whatever came first."""
+    diagnosis, killed, error = end(0, 1, Failure.DIAGNOSIS, 9), end(1, -9, None, 8), end(2, 1, Failure.ERROR, 7)
+    users, lost, death = end(3, 1, Failure.USER, 6), end(4, 1, Failure.LOST_PEER, 5), end(5, 1, Failure.DEATH, 4)
+    in_order = [diagnosis, killed, users, error, death, lost]
+    for place, first in enumerate(in_order):
+        assert first_cause(reversed(in_order[place:])) is first
+
+
+def test_a_rank_that_was_killed_after_it_lost_a_connection_was_killed() -> None:
+    lost = end(0, 1, Failure.LOST_PEER, 1)
+    killed = end(1, -15, Failure.LOST_PEER, 2)
+    assert first_cause([lost, killed]) is killed

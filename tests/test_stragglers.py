@@ -7,23 +7,26 @@ from collections.abc import Sequence
 import pytest
 
 from fourfold.grid import Shape
-from fourfold.watch.straggle import COMPUTE, IN_A_ROW, Sample, Straggler, Stragglers, slow
+from fourfold.watch.stragglers import COMPUTE, IN_A_ROW, StepTimes, Straggler, Stragglers, slow
 
 SHAPE = Shape(x=2, z=4)
 
 
-def slow_rank(rank: int, by: float = 0.3) -> list[Sample]:
+def slow_rank(rank: int, by: float = 0.3) -> list[StepTimes]:
     """All compute for a second, that one longer; the others wait for it, its peer along x there, all others along z."""
     peer = next(one for one in SHAPE.ranks_along("x", rank) if one != rank)
-    samples = [Sample(1.0, {"x": 0.02, "z": 0.05 + by}) for _ in range(8)]
-    samples[rank], samples[peer] = Sample(1.0 + by, {"x": 0.02, "z": 0.05}), Sample(1.0, {"x": 0.02 + by, "z": 0.05})
+    samples = [StepTimes(1.0, {"x": 0.02, "z": 0.05 + by}) for _ in range(8)]
+    samples[rank], samples[peer] = (
+        StepTimes(1.0 + by, {"x": 0.02, "z": 0.05}),
+        StepTimes(1.0, {"x": 0.02 + by, "z": 0.05}),
+    )
     return samples
 
 
-def slow_link(group: Sequence[int], axis: str, by: float = 0.3) -> list[Sample]:
+def slow_link(group: Sequence[int], axis: str, by: float = 0.3) -> list[StepTimes]:
     """The ranks of that group wait for its link; the others for these, along the other axis."""
     other = "z" if axis == "x" else "x"
-    return [Sample(1.0, {axis: 0.05 + by * (rank in group), other: by * (rank not in group)}) for rank in range(8)]
+    return [StepTimes(1.0, {axis: 0.05 + by * (rank in group), other: by * (rank not in group)}) for rank in range(8)]
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -37,8 +40,8 @@ def test_a_slow_link_is_named_by_its_group(rank: int) -> None:
     [found] = slow(slow_link(group, "x"), SHAPE)
     assert (found.kind, found.ranks) == ("x", group)
     assert str(found) == (
-        f"the link of ranks {group[0]}, {group[1]} along x is slow: waiting for it takes 350 ms a step where its peers "
-        "take 50"
+        f"the link of ranks {group[0]}, {group[1]} along x is slow: waiting for it takes 350 ms per step where its "
+        "peers take 50"
     )
 
 
@@ -49,18 +52,18 @@ def test_what_is_a_little_slower_is_noise() -> None:
 
 def test_who_is_slow_for_long_is_named_once() -> None:
     stragglers = Stragglers(SHAPE)
-    told = [stragglers.hear(slow_rank(5)) for _ in range(2 * IN_A_ROW)]
+    told = [stragglers.add(slow_rank(5)) for _ in range(2 * IN_A_ROW)]
     assert [len(found) for found in told] == [0] * (IN_A_ROW - 1) + [1] + [0] * IN_A_ROW
-    assert str(told[IN_A_ROW - 1][0]) == "rank 5 is slow: its own work takes 1300 ms a step where its peers take 1000"
+    assert str(told[IN_A_ROW - 1][0]) == "rank 5 is slow: its own work takes 1300 ms per step where its peers take 1000"
 
 
 def test_a_good_window_begins_anew() -> None:
     stragglers = Stragglers(SHAPE)
     for samples in (slow_rank(5), slow_rank(5), slow_rank(4), slow_rank(5), slow_rank(5)):
-        assert not stragglers.hear(samples)
-    assert stragglers.hear(slow_rank(5))
+        assert not stragglers.add(samples)
+    assert stragglers.add(slow_rank(5))
 
 
 def test_two_ranks_have_a_median_between_them() -> None:
-    samples = [Sample(1.0, {"x": 0.5}), Sample(1.5, {"x": 0.0})]
+    samples = [StepTimes(1.0, {"x": 0.5}), StepTimes(1.5, {"x": 0.0})]
     assert [found.ranks for found in slow(samples, Shape(x=2))] == [(1,)]

@@ -10,8 +10,8 @@ import pytest
 
 import dry
 import fourfold as ff
-from fourfold.models import Config
-from fourfold.models.outside import Model, only_over_data, read_model
+from fourfold.models import ModelConfig
+from fourfold.models.open import ModelDefinition, open_model, why_data_only
 
 # the values of files on the Hugging Face hub; keys that are never read are left out but for a few
 GPT2 = dict(
@@ -41,8 +41,8 @@ GPT_NEOX = dict(
 )  # fmt: skip
 
 
-def open_model(text: str) -> Model:
-    return read_model(text).model
+def opened(text: str) -> ModelDefinition:
+    return open_model(text).model
 
 
 def written(folder: Path, keys: dict[str, Any], **changes: Any) -> str:
@@ -51,9 +51,9 @@ def written(folder: Path, keys: dict[str, Any], **changes: Any) -> str:
 
 
 def test_sizes() -> None:
-    assert open_model("gpt-80b") == ff.models.config("gpt-80b")
+    assert opened("gpt-80b") == ff.models.config("gpt-80b")
     with pytest.raises(ValueError, match="did you mean 'gpt-80b'"):
-        open_model("gpt-80")
+        opened("gpt-80")
 
 
 @pytest.mark.parametrize(
@@ -62,32 +62,32 @@ def test_sizes() -> None:
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_foreign_models_have_their_published_number_of_parameters(tmp_path: Path, keys: dict, parameters: int) -> None:
-    found = open_model(written(tmp_path, keys))
-    assert isinstance(found, Config)
+    found = opened(written(tmp_path, keys))
+    assert isinstance(found, ModelConfig)
     assert found.parameters == parameters
-    assert open_model(str(tmp_path / "config.json")) == found
+    assert opened(str(tmp_path / "config.json")) == found
 
 
 def test_foreign_fields(tmp_path: Path) -> None:
-    assert open_model(written(tmp_path, LLAMA_3_8B)) == ff.models.config("llama-3-8b")
-    assert open_model(written(tmp_path, GPT2)) == ff.models.config("gpt-125m", dropout=0.1)
-    qwen = open_model(written(tmp_path, QWEN3_0_6B))
-    assert isinstance(qwen, Config)
+    assert opened(written(tmp_path, LLAMA_3_8B)) == ff.models.config("llama-3-8b")
+    assert opened(written(tmp_path, GPT2)) == ff.models.config("gpt-125m", dropout=0.1)
+    qwen = opened(written(tmp_path, QWEN3_0_6B))
+    assert isinstance(qwen, ModelConfig)
     assert (qwen.qk_norm, qwen.head_dim, qwen.tied, qwen.bias, qwen.rope_theta) == (True, 128, True, False, 1e6)
-    neox = open_model(written(tmp_path, GPT_NEOX))
-    assert isinstance(neox, Config)
+    neox = opened(written(tmp_path, GPT_NEOX))
+    assert isinstance(neox, ModelConfig)
     assert (neox.norm, neox.positions, neox.bias, neox.tied) == ("layer", "rope", True, False)
-    both = open_model(written(tmp_path, LLAMA_3_8B, attention_bias=True, mlp_bias=True))
-    assert isinstance(both, Config)
+    both = opened(written(tmp_path, LLAMA_3_8B, attention_bias=True, mlp_bias=True))
+    assert isinstance(both, ModelConfig)
     assert both.bias
 
 
 def test_keys_that_are_not_read_are_named(tmp_path: Path) -> None:
     scaled = dict(rope_scaling={"rope_type": "llama3"}, sliding_window=4096, novelty=3)
-    neutral, unknown = read_model(written(tmp_path, LLAMA_3_8B, **scaled)).notes
-    assert "change nothing that is priced: rope_scaling, torch_dtype, use_cache" in neutral
+    neutral, unknown = open_model(written(tmp_path, LLAMA_3_8B, **scaled)).notes
+    assert "do not change the cost of a step: rope_scaling, torch_dtype, use_cache" in neutral
     assert "sliding_window" in neutral
-    assert unknown.endswith("not known here: novelty")
+    assert unknown.endswith("does not know them: novelty")
 
 
 @pytest.mark.parametrize(
@@ -101,34 +101,34 @@ def test_keys_that_are_not_read_are_named(tmp_path: Path) -> None:
         (LLAMA_3_8B, {"hidden_act": "gelu"}, "hidden_act='gelu': the MLP is computed with SwiGLU"),
         (LLAMA_3_8B, {"num_local_experts": 8}, "num_local_experts=8: a mixture of experts"),
         (LLAMA_3_8B, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        (LLAMA_3_8B, {"model_type": "qwen2"}, "biases on q, k and v and on no other layer"),
+        (LLAMA_3_8B, {"model_type": "qwen2"}, "biases on q, k and v but on no other layer"),
         (LLAMA_3_8B, {"model_type": "gemma"}, "gates its MLP with GELU"),
         (LLAMA_3_8B, {"model_type": "lama"}, "did you mean 'llama'.*gpt2, gpt_neox, llama, mistral, qwen3"),
         (LLAMA_3_8B, {"hidden_size": None}, "lacks hidden_size, which model_type='llama' needs"),
         (LLAMA_3_8B, {"num_attention_heads": 3}, "4096 is not divisible by 3 heads"),
         (LLAMA_3_8B, {"num_key_value_heads": 5}, "heads=32 is not divisible by kv_heads=5"),
         (LLAMA_3_8B, {"vocab_size": "many"}, "vocab='many' is str; it must be int"),
-        (GPT2, {"resid_pdrop": 0.2}, "dropout is one number"),
+        (GPT2, {"resid_pdrop": 0.2}, "all dropouts must be equal"),
         (GPT2, {"activation_function": "relu"}, "computed with GELU"),
         (GPT2, {"n_positions": None, "n_ctx": None}, "lacks n_positions or n_ctx"),
         (GPT_NEOX, {"use_parallel_residual": True}, "attention and MLP run one after the other"),
-        (GPT_NEOX, {"rotary_pct": 0.25}, "rotary positions turn whole heads"),
+        (GPT_NEOX, {"rotary_pct": 0.25}, "rotary positions rotate whole heads"),
         ({"hidden_size": 3}, {}, "has no model_type"),
     ],
     ids=str,
 )
 def test_what_a_config_cannot_say_is_refused(tmp_path: Path, keys: dict, changes: dict, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
-        open_model(written(tmp_path, keys, **changes))
+        opened(written(tmp_path, keys, **changes))
     assert "config.json" in str(caught.value) or str(tmp_path) in str(caught.value)
 
 
 def test_toml(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('base = "gpt-5b"\nlayers = 3\nrope_theta = 500\n')
-    assert open_model(str(file)) == ff.models.config("gpt-5b", layers=3, rope_theta=500)
+    assert opened(str(file)) == ff.models.config("gpt-5b", layers=3, rope_theta=500)
     file.write_text("layers=1\nhidden=8\nheads=2\nkv_heads=2\nhead_dim=4\nmlp_hidden=32\nvocab=9\nseq=5\n")
-    assert open_model(str(file)) == Config(1, 8, 2, 2, 4, 32, 9, 5)
+    assert opened(str(file)) == ModelConfig(1, 8, 2, 2, 4, 32, 9, 5)
     for text, why in (
         ("layers = 3", "lacks hidden, heads, kv_heads"),
         ('base = "gpt-5"', "did you mean 'gpt-5b'"),
@@ -140,24 +140,24 @@ def test_toml(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=why):
-            open_model(str(file))
+            opened(str(file))
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     for name in ("a.toml", "a.json", "folder/model"):
         with pytest.raises(FileNotFoundError, match="a model is a published size"):
-            open_model(str(tmp_path / name))
+            opened(str(tmp_path / name))
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        open_model(str(tmp_path))
+        opened(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        open_model(str(tmp_path))
+        opened(str(tmp_path))
 
 
 def test_functions() -> None:
-    assert open_model("dry:plain") is dry.plain
-    assert "replicated over data alone" in only_over_data(open_model("dry:plain"))
-    assert only_over_data(open_model("dry:on_the_grid")) == only_over_data(open_model("gpt-5b")) == ""
+    assert opened("dry:plain") is dry.plain
+    assert "replicated over data and cut over no other axis" in why_data_only(opened("dry:plain"))
+    assert why_data_only(opened("dry:on_the_grid")) == why_data_only(opened("gpt-5b")) == ""
     for text, why in (
         ("dry:plane", r"dry has no 'plane' \(did you mean 'plain'\?\)"),
         ("no_such.module:f", "there is no module 'no_such'"),
@@ -165,4 +165,4 @@ def test_functions() -> None:
         ("dry:three", r"three needs a, b, c; a function that builds a model takes \(grid, policy\), or nothing"),
     ):
         with pytest.raises(ValueError, match=why):
-            open_model(text)
+            opened(text)

@@ -19,7 +19,7 @@ from fourfold.cost.price import Priced, Task
 from fourfold.cost.search import Space, search
 from fourfold.environment import Environment
 from fourfold.grid import Shape
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
 from fourfold.policy import Policy
 from fourfold.report.units import duration
 from fourfold.train.launch import cores
@@ -34,7 +34,7 @@ MEASURED = "measured by fourfold calibrate"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Hardware:
     """Ranks on devices: what a machine must fit."""
 
     ranks: int
@@ -46,7 +46,7 @@ class Job:
     """That the ranks of a node share."""
 
     @classmethod
-    def here(cls, ranks: int, *, on_gpu: bool, memory_bytes: int) -> Job:
+    def here(cls, ranks: int, *, on_gpu: bool, memory_bytes: int) -> Hardware:
         # a config may be resolved for GPUs where there are none
         found = torch.cuda.get_device_name() if on_gpu and torch.cuda.is_available() else "an unknown GPU"
         return cls(ranks, found if on_gpu else "cpu", memory_bytes, cores())
@@ -72,7 +72,7 @@ class Located:
     notes: tuple[str, ...]
 
 
-def locate(name: str, job: Job, compute: torch.dtype) -> Located:
+def locate(name: str, job: Hardware, compute: torch.dtype) -> Located:
     """The machine of that name or file, or with `auto` the one that is most like where the job runs."""
     machine, notes = _automatic(job) if name == AUTO else (load_machine(name), [])
     machine, assumed = _with_dtype(machine, DTYPES[compute])
@@ -85,7 +85,7 @@ def locate(name: str, job: Job, compute: torch.dtype) -> Located:
     return Located(machine, tuple(notes))
 
 
-def _automatic(job: Job) -> tuple[Machine, list[str]]:
+def _automatic(job: Hardware) -> tuple[Machine, list[str]]:
     machine, notes = (load_machine(CPU), []) if job.device == "cpu" else _like(job.device)
     several = job.ranks_per_node < job.ranks
     if several and machine.between is None:
@@ -96,7 +96,7 @@ def _automatic(job: Job) -> tuple[Machine, list[str]]:
     return _shared(machine, job) if job.device == "cpu" else machine, notes
 
 
-def _shared(machine: Machine, job: Job) -> Machine:
+def _shared(machine: Machine, job: Hardware) -> Machine:
     """A device of the file is a core; a rank has its part of the cores and of the memory."""
     part = job.cores / job.ranks_per_node
     return replace(
@@ -130,9 +130,9 @@ def _with_dtype(machine: Machine, dtype: str) -> tuple[Machine, list[str]]:
 
 
 def find_grid(
-    model: Config,
+    model: ModelConfig,
     policy: Policy,
-    job: Job,
+    job: Hardware,
     *,
     rows: int,
     seq: int,

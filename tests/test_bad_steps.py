@@ -18,11 +18,10 @@ from fourfold.cli import main
 from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Shape
 from fourfold.optim import AdamW
+from fourfold.train.bad_steps import MIN_LOSSES, WINDOW, Spikes, StepJudge
 from fourfold.train.checkpoints import PASSED_OVER
 from fourfold.train.loop import Run
-from fourfold.train.numbers import Numbers
 from fourfold.train.sections import WatchSection
-from fourfold.watch.spikes import LEAST, WINDOW, Spikes
 from harness import grid_of
 
 # --- what is a spike
@@ -52,20 +51,20 @@ def test_a_jump_is_one_and_a_few_do_not_move_the_limit() -> None:
 
 
 def test_nothing_is_a_spike_at_first_nor_where_they_are_off() -> None:
-    assert Spikes(8.0, noisy(LEAST - 1)).limit == inf
-    assert Spikes(8.0, noisy(LEAST)).limit < inf
-    assert Spikes(0.0, noisy(LEAST)).limit == inf
+    assert Spikes(8.0, noisy(MIN_LOSSES - 1)).limit == inf
+    assert Spikes(8.0, noisy(MIN_LOSSES)).limit < inf
+    assert Spikes(0.0, noisy(MIN_LOSSES)).limit == inf
 
 
 def test_losses_that_do_not_vary_have_a_limit_above_them() -> None:
-    assert Spikes(8.0, [1.0] * LEAST).limit == pytest.approx(1.08)
+    assert Spikes(8.0, [1.0] * MIN_LOSSES).limit == pytest.approx(1.08)
 
 
 # --- what becomes of it
 
 
-def numbers_of(losses: Sequence[float] = (), **changes: Any) -> Numbers:
-    found = Numbers(WatchSection(**changes), max_skipped=2)
+def numbers_of(losses: Sequence[float] = (), **changes: Any) -> StepJudge:
+    found = StepJudge(WatchSection(**changes), max_skipped=2)
     for step, loss in enumerate(losses, 1):
         assert found.judge(step, loss, 1.0, found.limit) is None
     return found
@@ -86,7 +85,7 @@ def test_skipped_steps_in_a_row_end_the_run_and_a_good_one_between_counts_anew()
 
 @pytest.mark.parametrize(("action", "raised"), [("tell", None), ("skip", None), ("roll_back", RollBackError)])
 def test_a_spike_is_told_skipped_or_rolled_back(action: str, raised: type[Exception] | None) -> None:
-    numbers = numbers_of([2.0] * LEAST, spikes=action)
+    numbers = numbers_of([2.0] * MIN_LOSSES, spikes=action)
     assert numbers.skip_above == (numbers.limit if action == "skip" else inf)
     bad = numbers.judge(40, 9.0, 1.0, numbers.limit)
     assert bad is not None
@@ -99,7 +98,7 @@ def test_a_spike_is_told_skipped_or_rolled_back(action: str, raised: type[Except
 
 
 def test_a_loss_that_stays_high_is_no_spike_after_a_while_and_one_that_is_no_number_always_is() -> None:
-    numbers = numbers_of([2.0] * LEAST)
+    numbers = numbers_of([2.0] * MIN_LOSSES)
     jumps = [numbers.judge(100 + step, 9.0, 1.0, numbers.limit) is not None for step in range(400)]
     assert jumps[0]
     assert not jumps[-1]
