@@ -22,12 +22,11 @@ import fourfold as ff
 from exchanged import TOKENS, VOCAB, logits, logits_on, whole, write_run, write_run_on
 from fourfold import cli
 from fourfold.checkpoint.format import read_record
-from fourfold.checkpoint.hugging_face import TensorMapping, match_names, parameter_shapes
+from fourfold.checkpoint.hugging_face import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.checkpoint.save import save_weights
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
-from fourfold.nn.layer import specs_of
 from fourfold.train.config import read_config
 from fourfold.train.import_export import export_model, import_model
 from harness import DEVICE
@@ -125,12 +124,6 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path
 
 
 # What is computed
-
-
-@pytest.mark.parametrize("config", OURS.values(), ids=OURS)
-def test_shapes_are_those_of_the_model(config: ModelConfig) -> None:
-    model = ff.models.build(config, Grid.alone(DEVICE), device="meta")
-    assert parameter_shapes(config) == {name: spec.shape for name, spec in specs_of(model).items()}
 
 
 @pytest.mark.parametrize("name", THEIRS)

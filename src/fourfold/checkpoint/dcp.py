@@ -48,9 +48,9 @@ STATE = "fourfold"
 VERSION = 1
 """The version of the string under that key; the keys inside its state may be older, which `old_versions` knows."""
 PREFIX = "model."
-"""What the parameters' keys begin with in a folder of another program, if any key begins so."""
+"""The prefix of the parameters' keys in a folder of another program, if any key has it."""
 NOT_PARAMETERS = ("optim.", "optimizer.", "lr_scheduler.", "scheduler.", "dataloader.", "train_state.")
-"""What the keys of anything but parameters begin with in a folder where no key begins with `model.`."""
+"""Prefixes of keys that are not parameters, in a folder where no key begins with `model.`."""
 
 Progress = Callable[[int, int], object]
 """Called with the bytes that are done, and with the bytes in all."""
@@ -374,7 +374,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {
     # Python 3.11.0 to 3.11.3 pickle an enum as getattr(its class, its name); this stand-in looks nothing up
     ("builtins", "getattr"): _Unused,
 }
-"""What stands for each name in the pickle."""
+"""The stand-in for each name that the pickle may have."""
 
 FileRanges = dict[tuple[str, tuple[int, ...] | None], FileRange]
 """Bytes by key and, for a part of a tensor, by the offsets at which the part begins."""

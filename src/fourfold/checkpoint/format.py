@@ -287,7 +287,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint holds."""
+    """The record of a checkpoint: its tensors and files, the grid that wrote it, and the state of training."""
 
     grid: Shape
     """The shape of the grid that wrote the checkpoint."""

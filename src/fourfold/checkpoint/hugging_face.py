@@ -91,7 +91,7 @@ class Family:
 
     table: Table
     prefix: str
-    """What all names but the head's begin with in files of a whole model; files of its body alone lack it."""
+    """The prefix of all names but the head's in files of a whole model; files of its body alone lack it."""
     buffers: re.Pattern[str]
     """Names of tensors that older files hold and no model reads."""
     head: str = HEAD

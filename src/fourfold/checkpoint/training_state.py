@@ -27,7 +27,7 @@ from fourfold.nn.layer import specs_of
 from fourfold.optim import AdamW
 
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
-"""What the names of a group of tensors begin with."""
+"""The prefixes of the three groups of tensors."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNT = "step"
 ROW_PER_RANK = Layout.along(0, AXES)

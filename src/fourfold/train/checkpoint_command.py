@@ -28,7 +28,7 @@ UNFINISHED = {
     ".removed": "not complete: being removed, or left over from a removal",
     ".replaced": "the former one: a save died while it replaced it",
 }
-"""What a folder beside the checkpoints is, by how its name ends."""
+"""Explanations of the folders beside the checkpoints, by the ends of their names."""
 MOST_KEYS_SHOWN = 8
 """How many of the keys that a conversion left out are named."""
 
