@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
-from fourfold.checkpoint.weights import load_weights, save_weights, weights_of
+from fourfold.checkpoint.load import load_weights
+from fourfold.checkpoint.save import save_weights
+from fourfold.checkpoint.training_state import model_shards
 from fourfold.grid import Grid, Shape
+from fourfold.layout import boxed
 from fourfold.models import ModelConfig
 from fourfold.models.generate import evaluating
 from fourfold.nn.initial import key_of
@@ -45,9 +48,9 @@ def logits_on(run: Path, shape: Shape) -> Tensor:
 def write_run(folder: Path, config: ModelConfig, grid: Grid, step: int = 7) -> Path:
     """A run as training leaves it, with weights that are known."""
     model = ff.models.build(config, grid)
-    for name, held in weights_of(model).items():
+    for name, held in model_shards(model).items():
         box = held.storage.box(held.shape, grid.shape.sizes, grid.coords)
-        held.local.copy_(whole(name, held.shape)[tuple(slice(part.start, part.stop) for part in box)])
+        held.local.copy_(boxed(whole(name, held.shape), box))
     save_weights(model, folder / "checkpoints" / f"step-{step:08d}")
     if grid.rank == 0:
         section = Model("mine", **dataclasses.asdict(config))

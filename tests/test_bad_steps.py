@@ -19,8 +19,8 @@ from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Shape
 from fourfold.optim import AdamW
 from fourfold.train.bad_steps import MIN_LOSSES, WINDOW, Spikes, StepJudge
+from fourfold.train.checkpoints import PASSED_OVER
 from fourfold.train.loop import Run
-from fourfold.train.resume import PASSED_OVER
 from fourfold.train.sections import WatchSection
 from harness import grid_of
 
@@ -211,7 +211,7 @@ def test_a_run_that_cannot_be_rolled_back_stops(
     poison(monkeypatch)
     assert train(tmp_path / "none", "watch.not_finite=roll_back", "checkpoint.every=0") == 1
     assert "there is no checkpoint to roll back to, set checkpoint.every" in capsys.readouterr().err
-    monkeypatch.setattr("fourfold.train.resume.MOST_ROLL_BACKS", 0)
+    monkeypatch.setattr("fourfold.train.checkpoints.MOST_ROLL_BACKS", 0)
     assert train(tmp_path / "often", "watch.not_finite=roll_back") == 1
     assert "rolled back to step 5 0 times" in capsys.readouterr().err
 

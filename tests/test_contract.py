@@ -26,6 +26,7 @@ ORDER = [
     "grid",
     "policy",
     "layout",
+    "old_versions",
     "ahead",
     "overlap",
     "local",
@@ -71,8 +72,7 @@ INSIDE = {
         "build", "__init__",
     ],
     "checkpoint": [
-        "__init__", "files", "record", "folder", "write", "read", "weights", "training", "save", "load", "whole",
-        "names", "exchange", "dcp_metadata", "dcp",
+        "__init__", "format", "folder", "training_state", "save", "load", "hugging_face", "dcp",
     ],
     "planner": [
         "__init__", "share", "owed", "volume", "flops", "kept", "held", "lives", "memory", "machine", "seconds",
@@ -86,9 +86,9 @@ INSIDE = {
     ],
     "train": [
         "__init__", "schema", "process", "rendezvous", "launch", "auto_grid", "sections", "config", "record", "meter",
-        "predicted", "profile", "progress", "story", "bad_steps", "stop", "sources", "guard", "resume", "saving",
-        "loop", "begin", "options", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
-        "checkpoint", "exchange", "places", "demo",
+        "predicted", "profile", "progress", "story", "bad_steps", "stop", "sources", "guard", "checkpoints", "loop",
+        "begin", "options", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
+        "checkpoint_command", "import_export", "places", "demo",
     ],
     "commands": ["__init__", "parser", "running", "planning", "keeping", "completion"],
 }  # fmt: skip

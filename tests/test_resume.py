@@ -28,10 +28,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import warm
 from curves import bound, config_of, write_texts
-from fourfold.checkpoint import write as writing
+from fourfold.checkpoint import save as saving
 from fourfold.checkpoint.folder import Checkpoints
-from fourfold.checkpoint.record import Record, read_record, write_record
-from fourfold.checkpoint.whole import read_whole, verify, write_whole
+from fourfold.checkpoint.format import Record, read_record, write_record
+from fourfold.checkpoint.load import read_full_tensor, verify_checkpoint
+from fourfold.checkpoint.save import write_full_tensors
 from fourfold.cli import _failed
 from fourfold.data.order import SampleOrder, cut_windows
 from fourfold.data.text import prepare
@@ -45,11 +46,11 @@ from fourfold.train import command
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
+from fourfold.train.checkpoints import Start, any_restarted, find_start, start_from, what_was_lost
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run
 from fourfold.train.process import listen_to_signals
 from fourfold.train.record import Lines, Owned, rewind
-from fourfold.train.resume import Start, find_start, left_behind, look, restarted
 from fourfold.train.sections import DataSection
 from harness import Ranks, grid_of
 from test_train import (
@@ -199,7 +200,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_finished_run_says_so_and_stays(one: Ranks, finished: Path) -> None:
     before = contents(finished)
     (left,) = one.run(cli, "train", "--resume", str(finished))
-    said = f"{finished} has reached step {STEPS} of {STEPS}; give more --steps to go on\n"
+    said = f"{finished} has reached step {STEPS} of {STEPS}; give more --steps to continue\n"
     assert (left.code, left.out, left.err) == (0, said, "")
     assert contents(finished) == before
 
@@ -262,19 +263,19 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(
     def attempt(*more: str) -> Left:
         return one.run(cli, "train", "--resume", str(folder), *more)[0]
 
-    assert_error(attempt("--set", "train.seed=5"), "train.seed was 0 in ", "and is 5; a run goes on with the same")
-    assert_error(attempt("--set", "batch.rows=8"), "batch.rows was 4 in ", "and is 8; a run goes on with the same")
+    assert_error(attempt("--set", "train.seed=5"), "train.seed was 0 in ", "and is 5; a resumed run keeps it")
+    assert_error(attempt("--set", "batch.rows=8"), "batch.rows was 4 in ", "and is 8; a resumed run keeps it")
     assert_error(attempt("--set", "batch.seq=11"), "the data differs", "seq was 12, is 11")
     assert_error(attempt("--data", str(other.path), "--data", tokens), "there were 1 sources, now 2")
     assert_error(attempt("--set", "model.layers=2"), "is of another model: it lacks ", "layers.1.")
     assert_error(attempt("--set", "model.mlp_hidden=96"), "has shape", "build the model as saved")
-    assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "go on with the dtype of the saved run")
-    assert_error(attempt("--profile", "2"), f"--profile 2: the run goes on after step {HALF}; name steps from 4 on")
+    assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "resume with the dtype of the saved run")
+    assert_error(attempt("--profile", "2"), f"--profile 2: the run resumes after step {HALF}; name steps from 4 on")
     assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no use")
     assert_error(attempt("--compare-serial", "1"), "--compare-serial trains no run")
     assert_error(attempt("--restarts", "-1"), "--restarts -1")
     assert contents(folder) == before
-    assert_error(one.run(cli, "train", "--resume", str(tmp_path))[0], "holds no run to go on with", "CONFIG.toml")
+    assert_error(one.run(cli, "train", "--resume", str(tmp_path))[0], "holds no run to resume", "CONFIG.toml")
     assert_error(attempt("--step", "4"), "has no complete checkpoint of step 4; it has those of 3")
     (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "new", "--step", "4", steps=1))
     assert_error(left, "--step 4 names a checkpoint to go on from; give its run with --resume")
@@ -296,7 +297,7 @@ def test_weights_alone_begin_a_run_but_continue_none(one: Ranks, finished: Path,
     assert f"begins with the weights in {weights}\n" in left.out
     assert column(folder, "step", "loss")[0] < column(finished, "step", "loss")[0] - 0.05  # they were trained
     with pytest.raises(ValueError, match=r"holds weights alone.*step 7 cannot be continued"):
-        look(folder, read_config(folder / "config.toml"), weights.rename(weights.with_name("step-00000007")))
+        start_from(folder, read_config(folder / "config.toml"), weights.rename(weights.with_name("step-00000007")))
 
 
 @pytest.mark.parametrize(
@@ -314,9 +315,9 @@ def test_a_state_of_somebody_elses_is_refused(finished: Path, tmp_path: Path, ch
     checkpoint = tmp_path / "checkpoints" / f"step-{HALF:08}"
     record = read_record(finished / "checkpoints" / checkpoint.name)
     checkpoint.mkdir(parents=True)
-    write_record(checkpoint, Record(record.shape, {**record.state, **change}, record.tensors, record.files))
+    write_record(checkpoint, Record(record.grid, {**record.state, **change}, record.tensors, record.files))
     with pytest.raises(ValueError, match=rf"{re.escape(str(checkpoint))}.*{said}"):
-        look(tmp_path, read_config(finished / "config.toml"))
+        start_from(tmp_path, read_config(finished / "config.toml"))
 
 
 @pytest.mark.parametrize(
@@ -341,13 +342,13 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
     damaged.write_bytes(damaged.read_bytes()[:-1])
     command = ["train", "--resume", str(folder), "--steps", str(STEPS + 1)]
     (left,) = one.run(cli, *command)
-    assert_error(left, str(damaged), f"or go on from an earlier checkpoint: --step {HALF}")
+    assert_error(left, str(damaged), f"or resume from an earlier checkpoint: --step {HALF}")
     (left,) = one.run(cli, *command, "--step", str(HALF))
     assert (left.code, left.err) == (0, "")
     back = f"goes back to step {HALF}: removes step-{STEPS:08} and what was recorded after that step\n"
     assert left.out.startswith(back)
     assert [step for step, _ in Checkpoints(folder / "checkpoints").complete()] == [HALF, STEPS, STEPS + 1]
-    verify(damaged.parent)  # another one by now
+    verify_checkpoint(damaged.parent)  # another one by now
     assert column(folder, "step", "step") == list(range(1, STEPS + 2))
     assert column(folder, "resumed", "step") == [HALF]
 
@@ -389,7 +390,7 @@ def copy_weights(source: Path, to: Path) -> None:
     record = read_record(source)
     names = [name for name in record.tensors if name.startswith("model/")]
     layout = {name: (record.tensors[name].dtype, record.tensors[name].shape) for name in names}
-    write_whole(to, layout, (read_whole(source, record, name) for name in names), {"step": 0})
+    write_full_tensors(to, layout, (read_full_tensor(source, record, name) for name in names), {"step": 0})
 
 
 def test_samples_come_from_the_checkpoint_that_is_named(one: Ranks, finished: Path) -> None:
@@ -454,7 +455,7 @@ def started_again(times: int) -> bool:
     """A job: whether these ranks were, where rank 1 alone has been so many times."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(times * dist.get_rank())
     try:
-        return restarted(grid_of(Shape(z=2)))
+        return any_restarted(grid_of(Shape(data=2)))
     finally:
         del os.environ["TORCHELASTIC_RESTART_COUNT"]
 
@@ -472,7 +473,7 @@ def fails_while_saving(config: Config, folder: Path) -> None:
     """A job: files are written when the loss of the third step is read, which ends the run."""
     run = Run(config, grid_of(config.grid.shape), folder)
     begin(run, lambda: [Lines(folder / "metrics.jsonl")])
-    failed, write_file, launch = threading.Event(), writing.write_file, run._launch
+    failed, write_file, launch = threading.Event(), saving.write_tensor_file, run._launch
 
     def write_late(*arguments: Any) -> Any:
         assert failed.wait(20)
@@ -484,12 +485,12 @@ def fails_while_saving(config: Config, folder: Path) -> None:
             raise ZeroDivisionError
         launch(step)
 
-    writing.write_file, run._launch = write_late, fail  # type: ignore[method-assign]
+    saving.write_tensor_file, run._launch = write_late, fail  # type: ignore[method-assign]
     try:
         with pytest.raises(ZeroDivisionError):
             run.train()
     finally:
-        writing.write_file = write_file
+        saving.write_tensor_file = write_file
 
 
 def test_steps_skipped_in_a_row_are_counted_on(ranks, tmp_path: Path) -> None:
@@ -554,12 +555,12 @@ def test_ranks_stop_after_the_same_step(ranks) -> None:
 
 
 def test_what_sigterm_left_unsaved_is_said(finished: Path, tmp_path: Path) -> None:
-    assert left_behind(tmp_path) == left_behind(finished) == "what was written stays readable"
+    assert what_was_lost(tmp_path) == what_was_lost(finished) == "what was written stays readable"
     folder = halfway(finished, tmp_path / "run")
     newest = folder / "checkpoints" / f"step-{HALF:08}"
-    assert left_behind(folder) == f"step {STEPS} was not saved; the newest checkpoint is {newest}"
+    assert what_was_lost(folder) == f"step {STEPS} was not saved; the newest checkpoint is {newest}"
     shutil.rmtree(newest)
-    assert left_behind(folder) == f"step {STEPS} was not saved; there is no checkpoint"
+    assert what_was_lost(folder) == f"step {STEPS} was not saved; there is no checkpoint"
 
 
 def test_ranks_that_are_told_to_end_have_the_time_to_save() -> None:

@@ -35,8 +35,8 @@ from curves import Curves, config_of, write_texts
 from fourfold import models
 from fourfold.arriving import local_of
 from fourfold.axes import AXES
-from fourfold.checkpoint.record import read_record
-from fourfold.checkpoint.weights import weights_of
+from fourfold.checkpoint.format import read_record
+from fourfold.checkpoint.training_state import model_shards
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import BadStepsError
@@ -405,7 +405,7 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     before: list[dict[str, torch.Tensor]] = []
 
     def values() -> dict[str, torch.Tensor]:
-        return {name: held.local.clone() for name, held in weights_of(run.model).items()}
+        return {name: held.local.clone() for name, held in model_shards(run.model).items()}
 
     def spoil(step: int, tensor: torch.Tensor) -> torch.Tensor:
         if step in steps and run.grid.rank == 1:

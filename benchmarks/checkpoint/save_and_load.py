@@ -29,8 +29,7 @@ from benchmarks.shared.rank_pool import RankContext
 from benchmarks.shared.workloads import Workload
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
-from fourfold.checkpoint.training import OPTIMIZER, RANDOM, training_tensors
-from fourfold.checkpoint.write import Held
+from fourfold.checkpoint.training_state import OPTIMIZER, RANDOM, LocalShard, training_shards
 from fourfold.policy import Policy
 
 OURS, PEER = "fourfold", "DCP"
@@ -70,8 +69,8 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def tensors(self) -> dict[str, Held]:
-        held = training_tensors(self.model, self.optimizer)  # type: ignore[arg-type]
+    def tensors(self) -> dict[str, LocalShard]:
+        held = training_shards(self.model, self.optimizer)  # type: ignore[arg-type]
         return {name: found for name, found in held.items() if not name.startswith(RANDOM)}
 
     def for_dcp(self) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class Training:
         }
         return {"model": self.model.state_dict(), "optimizer": state}
 
-    def _as_dtensor(self, held: Held) -> Tensor:
+    def _as_dtensor(self, held: LocalShard) -> Tensor:
         if not held.shape:
             return held.local
         stride = torch.empty(held.shape, device="meta").stride()

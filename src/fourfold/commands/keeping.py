@@ -16,17 +16,21 @@ LARGEST_SHARD = 5_000_000_000
 def add_checkpoint(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
     inner = below(add(commands, shape, "checkpoint", None, "look into checkpoints, verify, convert", CHECKPOINT))
 
-    one = add(inner, shape, "list", "train.checkpoint:show_list", "the checkpoints of a run", LIST)
+    one = add(inner, shape, "list", "train.checkpoint_command:show_list", "the checkpoints of a run", LIST)
     one.add_argument("path", type=Path, metavar="RUN", help="the run's folder")
 
-    two = add(inner, shape, "inspect", "train.checkpoint:inspect", "what a checkpoint holds", INSPECT)
+    two = add(inner, shape, "inspect", "train.checkpoint_command:inspect", "what a checkpoint holds", INSPECT)
     two.add_argument("path", type=Path, metavar="PATH", help="a run, for its newest complete checkpoint, or one")
     two.add_argument("--json", action="store_true", help="everything, as one JSON object")
 
-    three = add(inner, shape, "verify", "train.checkpoint:check", "compare every byte with its checksum", VERIFY)
+    three = add(
+        inner, shape, "verify", "train.checkpoint_command:verify", "compare every byte with its checksum", VERIFY
+    )
     three.add_argument("path", type=Path, metavar="PATH", help="a run, for all its complete checkpoints, or one")
 
-    four = add(inner, shape, "convert", "train.checkpoint:convert", "to and from torch's own checkpoints", CONVERT)
+    four = add(
+        inner, shape, "convert", "train.checkpoint_command:convert", "to and from torch's own checkpoints", CONVERT
+    )
     four.add_argument("source", type=Path, metavar="SOURCE", help="a run or a checkpoint; with --from-dcp a DCP folder")
     four.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where to write; must not exist yet")
     way = four.add_mutually_exclusive_group(required=True)
@@ -38,14 +42,14 @@ def add_checkpoint(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
 
 
 def add_import(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
-    one = add(commands, shape, "import", "train.exchange:run_import", "a run from a Hugging Face folder", IMPORT)
+    one = add(commands, shape, "import", "train.import_export:run_import", "a run from a Hugging Face folder", IMPORT)
     one.add_argument("source", type=Path, metavar="DIR", help="has config.json and model.safetensors, perhaps in parts")
     one.add_argument("--out", type=Path, required=True, metavar="RUN", help="the run's folder, which must be new")
     one.add_argument("--eod", metavar="TOKEN", help=EOD)
 
 
 def add_export(commands: Any, shape: type[argparse.HelpFormatter]) -> None:
-    one = add(commands, shape, "export", "train.exchange:run_export", "a Hugging Face folder from a run", EXPORT)
+    one = add(commands, shape, "export", "train.import_export:run_export", "a Hugging Face folder from a run", EXPORT)
     one.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder, or that of one checkpoint")
     one.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to write, which must be new")
     one.add_argument("--step", type=whole, metavar="N", help="the checkpoint of this step; default the newest")

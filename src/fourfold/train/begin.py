@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fourfold.atomic import write_text
+from fourfold.train.checkpoints import RunSaver, Start, earlier_parts, remove_newer
 from fourfold.train.guard import Guard
 from fourfold.train.loop import Run
 from fourfold.train.record import Owned, Sink, make_folder, read_facts, rewind
-from fourfold.train.resume import Start, earlier, remove_newer
-from fourfold.train.saving import Saving
 
 
 def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = None) -> None:
@@ -24,13 +23,13 @@ def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = N
         run.owned = Owned(run.out)
         remove_newer(start)
         write_text(run.out / "config.toml", run.config.stored(run.out).toml())
-        if start.taken_up:
+        if start.resumes:
             rewind(run.out / "metrics.jsonl", start.step)
-        run.describe(earlier(read_facts(run.out), start.step) if start.taken_up else [])
+        run.describe(earlier_parts(read_facts(run.out), start.step) if start.resumes else [])
         run.sinks = list(sinks())
         if start.step:
             where = {"grid": str(run.grid.shape), "checkpoint": str(start.checkpoint)}
-            left_out = {} if start.passed_over is None else {"passed_over": str(start.passed_over)}
+            left_out = {} if start.skipped is None else {"passed_over": str(start.skipped)}
             run._record({"event": "resumed", "step": start.step, **where, **left_out})
 
     def find() -> None:
@@ -44,7 +43,7 @@ def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = N
         run.grid.first_alone("starting the run", write)
         run.grid.together("finding the run's folder", find)
         if run.config.checkpoint.save:
-            run.saving = Saving(run.config, run.grid, run.out)
+            run.saving = RunSaver(run.config, run.grid, run.out)
         if run.grid.shape.world > 1:
             run.guard = Guard(run.grid, run.out, run.config.watch.deadline)
     except BaseException:

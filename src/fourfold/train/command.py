@@ -23,6 +23,18 @@ from fourfold.grid import Grid, Shape
 from fourfold.models.transformer import build
 from fourfold.train.auto_grid import memory_bytes
 from fourfold.train.begin import begin
+from fourfold.train.checkpoints import (
+    Start,
+    any_restarted,
+    find_start,
+    is_done,
+    newest_step,
+    require_named_folder,
+    roll_back,
+    start_at,
+    steps_to_profile,
+    what_was_lost,
+)
 from fourfold.train.config import Config, resolve
 from fourfold.train.doctor import disagreement
 from fourfold.train.launch import RestartPolicy, launch, share_cores
@@ -51,18 +63,6 @@ from fourfold.train.record import (
     require_writing,
     strict,
     write_for_us_alone,
-)
-from fourfold.train.resume import (
-    Start,
-    find_start,
-    is_done,
-    left_behind,
-    left_of,
-    look_at,
-    newest_step,
-    require_found_again,
-    restarted,
-    roll_back,
 )
 from fourfold.train.schema import to_table
 from fourfold.train.sources import open_sources
@@ -100,7 +100,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         check_folder(Path(out), save=config.checkpoint.save)  # ranks that are started again take a run there for theirs
     if options.resume is not None:
         require_unowned(options.resume)
-        start = look_at(options.resume, config, options.step)
+        start = start_at(options.resume, config, options.step)
         if is_done(start, config, options.resume, people):
             return 0
 
@@ -137,7 +137,7 @@ class RunRestarts(RestartPolicy):
         return f"after step {step}" if step else "from step 0"
 
     def after_sigterm(self) -> str:
-        return left_behind(self._out)
+        return what_was_lost(self._out)
 
     def evidence(self, since: float) -> str:
         return disagreement(self._out, since)
@@ -174,9 +174,9 @@ def _train(options: argparse.Namespace, device: str) -> int:
 def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     """Train and leave a run's folder behind."""
     stream = output(options.json)
-    require_found_again(config.train.out)
+    require_named_folder(config.train.out)
     out = Path(grid.hear(config.train.out or default_folder(config)))
-    again = restarted(grid)
+    again = any_restarted(grid)
     resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
     # ranks that died and were started again go on from what they have saved since
@@ -185,7 +185,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
         close(grid)
         return 0
     kept = [Kept()] if options.json is not None else []
-    profile = left_of(options.profile, start.step, asked=not again)
+    profile = steps_to_profile(options.profile, start.step, asked=not again)
     while True:
         run = prepare(Run(config, grid, out, profile=profile), start, stream, kept)
         try:
@@ -195,7 +195,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
         except RollBackError as error:
             del run  # its memory is needed
             start = roll_back(grid, out, config, error)
-            profile = left_of(profile, start.step, asked=False)
+            profile = steps_to_profile(profile, start.step, asked=False)
             for one in kept:
                 one.rewind(start.step)
         except BaseException:
@@ -216,7 +216,7 @@ def prepare(run: Run, start: Start, stream: IO[str], kept: Sequence[Kept]) -> Ru
     if start.newer and run.grid.rank == 0:
         gone = ", ".join(folder.name for folder in start.newer)
         shown.say(f"goes back to step {start.step}: removes {gone} and what was recorded after that step")
-    taken_up = start.step if start.taken_up else None
+    taken_up = start.step if start.resumes else None
     told: list[Plain | Bar] = [shown]
 
     def sinks() -> list[Sink]:
@@ -332,7 +332,7 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
     yield f"peak of a device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:
         yield predicted(run.stored["predicted"])
-    yield from start.said
+    yield from start.notes
     if run.evaluation is None:
         yield "no evaluation: data.held_out or train.evaluate_every is 0"
     yield f"knowing only how frequent each token is, the loss would be {run.entropy:.4f} (unigram entropy)\n"

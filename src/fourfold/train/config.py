@@ -16,6 +16,7 @@ from typing import Any
 
 from fourfold.axes import AXES, BATCH
 from fourfold.grid import Shape
+from fourfold.old_versions import upgrade_config
 from fourfold.optim import Schedule
 from fourfold.policy import Overlap, Policy
 from fourfold.spelling import nearest
@@ -100,6 +101,10 @@ def read_config(path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, f
             table = tomllib.loads(path.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
+        try:
+            table = upgrade_config(table)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         _put_beside(table, path.parent)
     if forget_grid and isinstance(table.get("grid"), dict):
         table["grid"] = {key: value for key, value in table["grid"].items() if key not in AXES}

@@ -33,14 +33,13 @@ from fourfold.optim import AdamW, Clipped
 from fourfold.planner.flops import flops_per_token
 from fourfold.planner.kept import kept_bytes
 from fourfold.train.bad_steps import BadStep, StepJudge
+from fourfold.train.checkpoints import RunSaver, Start, restore
 from fourfold.train.config import Config
 from fourfold.train.guard import NoGuard
 from fourfold.train.meter import Meter, Reading, peak_of
 from fourfold.train.predicted import Comparison, foresee
 from fourfold.train.profile import Profile
 from fourfold.train.record import Event, Owned, Sink, strict
-from fourfold.train.resume import Start, take_up
-from fourfold.train.saving import Saving
 from fourfold.train.sections import DTYPES
 from fourfold.train.sources import open_sources
 from fourfold.train.stop import Stop
@@ -113,7 +112,7 @@ class Run:
         self.stored: Event = {}
         """What run.json holds, on rank 0 from `begin` on."""
         self._comparison: Comparison | None = None
-        self.saving: Saving | None = None
+        self.saving: RunSaver | None = None
         """From `begin` on, where the config asks for checkpoints."""
         self.guard = NoGuard()
         """Watches over the ranks from `begin` on."""
@@ -166,7 +165,7 @@ class Run:
 
     def take_up(self, start: Start) -> None:
         """Go on from there; before the first step."""
-        self.step_judge.restore(take_up(start, self.model, self.optimizer, self.loader))
+        self.step_judge.restore(restore(start, self.model, self.optimizer, self.loader))
         self.step = start.step
 
     def describe(self, before: list[Event]) -> None:
@@ -376,7 +375,7 @@ class Run:
                 stack.callback(sink.close)
             if self.saving is not None:
                 # somebody waits for the end, or the part of a rank that is gone will never come
-                self.saving.settle(hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError)))
+                self.saving.wait_for_own_part(hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError)))
                 self._record_saved()
             self._record({"event": "end", "step": self.step, "reason": reason})
 

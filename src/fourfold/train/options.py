@@ -14,8 +14,8 @@ import torch
 from fourfold.axes import AXES
 from fourfold.environment import inside_a_job, is_watched
 from fourfold.grid import Shape
+from fourfold.train.checkpoints import config_to_read
 from fourfold.train.config import Config, read_config
-from fourfold.train.resume import stored_config
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -41,7 +41,7 @@ def requested(options: argparse.Namespace, ranks: int | None) -> Config:
 
     A run that goes on with another number of ranks has its grid found again.
     """
-    source = stored_config(options.config, options.resume, [options.model])
+    source = config_to_read(options.config, options.resume, [options.model])
     changes = list(options.changes)
     if options.grid is not None:
         changes += [(f"grid.{axis}", size) for axis, size in options.grid.items()]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fourfold.checkpoint.folder import find_checkpoint
-from fourfold.checkpoint.weights import load_weights
+from fourfold.checkpoint.load import load_weights
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import inside_a_job
 from fourfold.grid import Shape

@@ -89,6 +89,7 @@ GridSection = make_dataclass(
 )
 """Sizes of the axes; with none given the planner finds the fastest grid for the number of ranks. `order` is how ranks
 walk the axes, fastest-varying first; this usual order may change where the planner finds the grid."""
+GridSection.__module__ = __name__  # make_dataclass says "types" before Python 3.12, and pickle does not find it there
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The commands `fourfold import` and `fourfold export`: a Hugging Face folder as a run, and a run as such a folder.
+"""The bodies of `fourfold import` and `fourfold export`: a run from a Hugging Face folder, and a folder from a run.
 
-What a run is besides its weights is decided here: the config it trains with, its tokenizer. Both commands write a new
-folder, which appears whole or not at all.
+This file decides what a run has besides its weights: the config that it trains with, and its tokenizer. Both commands
+write a new folder, which appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from typing import Any
 import torch
 
 from fourfold import models
-from fourfold.checkpoint.exchange import Written, export_weights, import_weights, new_folder, write_bytes, write_json
-from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint
-from fourfold.checkpoint.names import ARCHITECTURES, describe, kind_of
-from fourfold.checkpoint.record import RECORD, Record, read_record
+from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint, new_folder, write_bytes
+from fourfold.checkpoint.format import RECORD, Record, read_record
+from fourfold.checkpoint.hugging_face import (
+    ARCHITECTURES,
+    ExportedWeights,
+    config_keys,
+    export_weights,
+    import_weights,
+    model_type_of,
+    write_json,
+)
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.models.hugging_face import read_config_json, read_keys
 from fourfold.report.units import count, nbytes
@@ -32,49 +39,52 @@ from fourfold.train.sections import BatchSection, DataSection, Model, OptimizerS
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")
-SEQ, RATE = 1024, 2e-5
-"""What an imported run trains with unless told otherwise: sequences no longer than that, and a rate that does not undo
-what the model has learned."""
+LONGEST_SEQ = 1024
+"""Tokens per sequence that an imported run trains with at most, unless its config is edited: many models allow far
+longer ones, which would not fit into memory."""
+LEARNING_RATE = 2e-5
+"""The learning rate that an imported run trains with, unless its config is edited: a usual one for fine-tuning, which
+does not undo what the model has learned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What an import has made."""
+    """The run that an import has made."""
 
-    kind: str
+    model_type: str
     config: Config
     dtype: torch.dtype
     notes: tuple[str, ...]
 
 
 def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported:
-    """Make a run of a Hugging Face folder: its config, its weights as the checkpoint of step 0, its tokenizer.
+    """Make a run from a Hugging Face folder: its config, its weights as the checkpoint of step 0, its tokenizer.
 
-    `eod` is the token that ends a document, where the tokenizer names it unusually.
+    `eod` is the token that ends a document, where the tokenizer has an unusual name for it.
     """
     path = source / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; give the folder of a Hugging Face model, with its {CONFIG}")
-    kind, model, notes = _read_model(path)
+    model_type, model, notes = _read_model(path)
     with new_folder(out) as folder:
         data, more = _import_tokenizer(source, folder, model.vocab, eod)
         config = Config(
             model=Model(source.resolve().name, **dataclasses.asdict(model)),
             data=data,
-            batch=BatchSection(seq=min(SEQ, model.seq)),
-            optimizer=OptimizerSection(rate=RATE),
+            batch=BatchSection(seq=min(LONGEST_SEQ, model.seq)),
+            optimizer=OptimizerSection(rate=LEARNING_RATE),
         )
         state = {"step": 0, "config": to_table(config)}
-        dtype = import_weights(source, kind, model, Checkpoints(folder / CHECKPOINTS).path(0), state)
+        dtype = import_weights(source, model_type, model, Checkpoints(folder / CHECKPOINTS).path(0), state)
         write_bytes(folder / "config.toml", config.toml().encode())
-    return Imported(kind, config, dtype, (*notes, *more))
+    return Imported(model_type, config, dtype, (*notes, *more))
 
 
 def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
-    """The type, the model that computes the same, and what its file says beyond."""
+    """Return the model type, the config of ours that computes the same, and notes on keys that were not read."""
     fields, notes = read_config_json(path, exact=True)
     try:
-        section = parse(Model, {"name": "", **fields})  # every value of the right kind
+        section = parse(Model, {"name": "", **fields})  # checks the type of every value
         chosen = {name: getattr(section, name) for name in fields}
         return read_keys(path)["model_type"], models.ModelConfig(**chosen), notes
     except ValueError as error:
@@ -82,16 +92,16 @@ def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
 
 
 def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | None) -> tuple[DataSection, list[str]]:
-    """The section that names the tokenizer, which is copied into the run, and what is to be said of it."""
+    """Copy the tokenizer into the run; return the section that names it, and notes for the user."""
     path = source / TOKENIZER
     if not path.is_file():
-        said = f"{source} has no {TOKENIZER}: the run reads text as bytes; set data.tokenizer to the model's own"
+        note = f"{source} has no {TOKENIZER}: the run reads text as bytes; set data.tokenizer to the model's own"
         if others := [name for name in OTHER_TOKENIZERS if (source / name).exists()]:
-            said += (
+            note += (
                 f'; {others[0]} becomes one by: python -c "from transformers import AutoTokenizer as T; '
                 f"T.from_pretrained('{source}').save_pretrained('NEW')\""
             )
-        return DataSection(), [said]
+        return DataSection(), [note]
     notes = []
     if eod is None:
         eod, notes = _end_of_document(source)
@@ -103,27 +113,27 @@ def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | N
 
 
 def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
-    """The id that ends a document, where the tokenizer has no token that is usually called so."""
+    """Return the id that ends a document, and a note, where the tokenizer has no token of a usual name for it."""
     try:
         load_tokenizer(source / TOKENIZER)
     except ValueError:
         eos = read_keys(source / CONFIG).get("eos_token_id")
         eos = eos[0] if isinstance(eos, list) and eos else eos
         if not isinstance(eos, int):
-            raise  # which says that eod may name it
+            raise  # the error says that --eod can name the token
         return eos, [f"documents end with the id {eos}, which {CONFIG} calls eos_token_id"]
     return None, []
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export has made."""
+    """The Hugging Face folder that an export has made."""
 
-    kind: str
+    model_type: str
     checkpoint: str
-    """The name of its folder."""
+    """The name of the checkpoint's folder."""
     parameters: int
-    written: Written
+    weights: ExportedWeights
     tokenizer: bool
     notes: tuple[str, ...]
 
@@ -136,30 +146,31 @@ def export_model(
     dtype: torch.dtype | None = None,
     max_shard: int = 5_000_000_000,
 ) -> Exported:
-    """Make a Hugging Face folder of a run's newest checkpoint, of that of a step, or of a checkpoint's own folder.
+    """Make a Hugging Face folder from a run's newest checkpoint, from the one of a step, or from a checkpoint's folder.
 
-    Without a dtype the weights keep theirs.
+    Without a dtype the weights keep theirs. Files have at most `max_shard` bytes.
     """
     checkpoint = find_checkpoint(run, step)
     record = read_record(checkpoint)
     section, data = _sections_of(checkpoint, record)
     model = section.build()
-    kind = kind_of(model)
+    model_type = model_type_of(model)
     notes = []
-    if model.dropout and kind in ("llama", "qwen3"):
-        notes.append(f"dropout={model.dropout} is left out, for {kind} has none; it acts in training alone")
+    if model.dropout and model_type in ("llama", "qwen3"):
+        notes.append(f"dropout={model.dropout} is left out, for {model_type} has none; it acts in training alone")
     with new_folder(to) as folder:
         tokenizer, more = _export_tokenizer(data, checkpoint, folder, model.seq)
-        written = export_weights(checkpoint, record, kind, model, folder, dtype, max_shard)
-        keys = describe(model, kind)
+        weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)
+        keys = config_keys(model, model_type)
         keys["bos_token_id"], keys["eos_token_id"] = None, None if tokenizer is None else tokenizer.eod
-        keys["dtype"] = keys["torch_dtype"] = _name(written.dtype)  # older readers know the second alone
+        keys["dtype"] = keys["torch_dtype"] = _name(weights.dtype)  # older versions of transformers read the second
         write_json(folder / CONFIG, keys)
-    return Exported(kind, checkpoint.name, model.parameters, written, (to / TOKENIZER).exists(), (*notes, *more))
+    has_tokenizer = (to / TOKENIZER).exists()
+    return Exported(model_type, checkpoint.name, model.parameters, weights, has_tokenizer, (*notes, *more))
 
 
 def _sections_of(checkpoint: Path, record: Record) -> tuple[Model, DataSection]:
-    """Model and data as a checkpoint says they were, or else as its run does."""
+    """Return the sections model and data of the config in a checkpoint, or else of its run's config."""
     written = record.state.get("config")
     if isinstance(written, dict):
         try:
@@ -176,13 +187,13 @@ def _sections_of(checkpoint: Path, record: Record) -> tuple[Model, DataSection]:
 def _export_tokenizer(
     data: DataSection, checkpoint: Path, folder: Path, seq: int
 ) -> tuple[Tokenizer | None, list[str]]:
-    """The run's tokenizer, whose file is copied where it has one."""
+    """Copy the file of the run's tokenizer, if it has one; return the tokenizer and notes for the user."""
     name = beside(data.tokenizer, checkpoint.resolve().parent.parent)
     if name == "bytes":
         return load_tokenizer(name), []
     path = Path(name).expanduser()
     if not path.is_file():
-        return None, [f"there is no tokenizer {name}: the folder has none"]
+        return None, [f"the run's tokenizer {name} is not there: the folder has none"]
     tokenizer = load_tokenizer(path, data.eod)
     content = path.read_bytes()
     write_bytes(folder / TOKENIZER, content)
@@ -195,11 +206,12 @@ def _export_tokenizer(
 
 
 def run_import(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Import, and print what was made and what to do with it."""
     made = import_model(options.source, options.out, eod=options.eod)
     model = made.config.model.build()
     tokenizer = "bytes" if made.config.data.tokenizer == "bytes" else TOKENIZER
     print(
-        f"{options.out}: {made.kind}, {count(model.parameters)} parameters in {_name(made.dtype)}, "
+        f"{options.out}: {made.model_type}, {count(model.parameters)} parameters in {_name(made.dtype)}, "
         f"vocabulary {model.vocab}, tokenizer {tokenizer}"
     )
     for note in made.notes:
@@ -211,16 +223,17 @@ def run_import(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def run_export(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Export, and print what was made and how transformers opens it."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     made = export_model(options.run_folder, options.to, step=options.step, dtype=dtype, max_shard=options.max_shard)
-    files = f"{made.written.files} file{'s' if made.written.files > 1 else ''}"
+    files = f"{made.weights.files} file{'s' if made.weights.files > 1 else ''}"
     print(
-        f"{options.to}: {ARCHITECTURES[made.kind]} of {made.checkpoint}, {count(made.parameters)} parameters in "
-        f"{_name(made.written.dtype)}, {files}, {nbytes(made.written.nbytes)}"
+        f"{options.to}: {ARCHITECTURES[made.model_type]} of {made.checkpoint}, {count(made.parameters)} parameters in "
+        f"{_name(made.weights.dtype)}, {files}, {nbytes(made.weights.nbytes)}"
     )
     for note in made.notes:
         print(f"  {note}")
-    to = json.dumps(str(options.to), ensure_ascii=False)  # in double quotes, since the shell takes the single ones
+    to = json.dumps(str(options.to), ensure_ascii=False)  # in double quotes: shlex.quote uses the single ones
     code = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({to}))"
     if made.tokenizer:
         code = f'from transformers import pipeline; print(pipeline("text-generation", {to})("Once upon a time"))'
