@@ -27,7 +27,7 @@ from fourfold.cost.kept import kept_bytes
 from fourfold.data.loader import Evaluation, Loader
 from fourfold.data.samples import unigram_entropy
 from fourfold.environment import is_watched
-from fourfold.errors import CollectiveError, End, LostPeerError
+from fourfold.errors import CollectiveError, End, LostPeerError, LostStoreError
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
@@ -378,7 +378,7 @@ class Run:
                 stack.callback(sink.close)
             if self.saving is not None:
                 # somebody waits for the end, or the part of a rank that is gone will never come
-                self.saving.settle(hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError)))
+                self.saving.settle(hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError, LostStoreError)))
                 self._record_saved()
             self._record({"event": "end", "step": self.step, "reason": reason})
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from fourfold import comm
 from fourfold.checkpoint.folder import CHECKPOINTS
 from fourfold.environment import Environment, inside_a_job
-from fourfold.errors import LateRanksError, LostPeerError
+from fourfold.errors import LateRanksError, LostStoreError
 from fourfold.grid import Grid, Shape
 from fourfold.job import Channel, find_store, ranks_text
 from fourfold.train.auto_grid import Hardware, memory_bytes
@@ -194,7 +194,7 @@ class Look:
 
     def meet(self) -> None:
         """Wait for all ranks, as long as there is time; who does not come is noticed where facts are gathered."""
-        with suppress(LateRanksError, LostPeerError):  # the store may leave with its rank once all have met
+        with suppress(LateRanksError, LostStoreError):  # the store may leave with its rank once all have met
             self.channel.meet(self.budget.left(MEET_SECONDS))
 
     def _try(self, part: str, seconds: float, act: Callable[[], T]) -> T | None:
