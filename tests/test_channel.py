@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from fourfold import job
-from fourfold.errors import FailedElsewhereError, Failure, LateRanksError, LostPeerError
+from fourfold.errors import FailedElsewhereError, Failure, LateRanksError, LostStoreError
 from fourfold.grid import Shape
 from fourfold.job import Channel, agree
 from harness import grid_of
@@ -210,6 +210,17 @@ def test_who_came_in_time_counts_where_a_part_is_enough() -> None:
     assert channel_of(0, ALL, store).gather("word", "mine", 0.05, partial=True) == {0: "mine", 2: "here"}
 
 
+def test_a_rank_that_comes_after_the_others_gave_up_ends_too() -> None:
+    store = dist.HashStore()
+    first, second = (channel_of(rank, (0, 1), store) for rank in range(2))
+    with pytest.raises(LateRanksError):
+        first.meet(0.05)
+    with pytest.raises(LateRanksError):
+        first.meet(0.05)
+    with pytest.raises(LateRanksError, match="rank 0 did not answer"):
+        second.meet(0.05)
+
+
 def test_a_rank_that_is_only_late_is_waited_for() -> None:
     def act(one: Channel) -> str:
         time.sleep(0.3 if one.rank == 2 else 0.0)
@@ -218,12 +229,12 @@ def test_a_rank_that_is_only_late_is_waited_for() -> None:
     assert on_threads(act, ALL, dist.HashStore()) == dict.fromkeys(ALL, "0123")
 
 
-def test_a_store_that_is_gone_is_a_lost_peer() -> None:
+def test_a_store_that_is_gone_is_noticed() -> None:
     served = job.serve(job.LOOPBACK)
     one = channel_of(0, ALL, dist.TCPStore(job.LOOPBACK, served.port))
     one.put("word", "here")
     del served
-    with pytest.raises(LostPeerError, match="the job's store does not answer"):
+    with pytest.raises(LostStoreError, match="the job's store does not answer"):
         one.get("word", 1, 20.0)
 
 

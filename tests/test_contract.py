@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,15 @@ def test_torchrun_imports_little_of_fourfold() -> None:
         "fourfold.train",
         "fourfold.train.rendezvous",
     ]
+
+
+def test_no_behaviour_depends_on_the_words_of_an_error() -> None:
+    """Types and `Failure` kinds decide. What torch only says in words is recognised in these files."""
+    edges = {"job.py": "gloo and NCCL", "parallelize/gathered.py": "autograd"}
+    name = r"\w*(error|failed|caught)"
+    reads = re.compile(rf"\bin str\({name}\)|str\({name}\)\.(startswith|endswith)|in \w+\.message\b")
+    found = {str(path.relative_to(PACKAGE)) for path in modules() if reads.search(path.read_text())}
+    assert found <= edges.keys()
 
 
 def test_core_needs_torch_alone() -> None:

@@ -18,7 +18,7 @@ class Failure(StrEnum):
     DAMAGED_CHECKPOINT = "damaged checkpoint"
     """The files of a checkpoint are missing or damaged: an earlier checkpoint may be intact."""
     LOST_PEER = "lost peer"
-    """The connection to another rank broke: an effect of that rank's failure, not a cause."""
+    """The connection to another rank, or to the job's store, broke: an effect of another failure, not a cause."""
     ERROR = "error"
     """Any other exception, which is a bug or a fault of the machine."""
     DIAGNOSIS = "diagnosis"
@@ -50,7 +50,11 @@ class CollectiveError(RuntimeError):
 
 
 class LostPeerError(CollectiveError):
-    """A collective failed, or the job's store does not answer, because the connection to another process broke."""
+    """A collective failed because the connection to another rank broke."""
+
+
+class LostStoreError(RuntimeError):
+    """The job's store does not answer: the process or node that serves it is gone, so nobody can be asked why."""
 
 
 class LateRanksError(TimeoutError):
@@ -109,7 +113,7 @@ def failure_of(error: BaseException) -> Failure:
     """Return the kind of failure that an exception stands for."""
     if is_damaged(error):
         return Failure.DAMAGED_CHECKPOINT
-    if isinstance(error, LostPeerError):
+    if isinstance(error, (LostPeerError, LostStoreError)):
         return Failure.LOST_PEER
     return Failure.USER if isinstance(error, USERS) else Failure.ERROR
 

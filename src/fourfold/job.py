@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fourfold.environment import Environment, set_master_address
-from fourfold.errors import CollectiveError, Failure, LateRanksError, LostPeerError
+from fourfold.errors import CollectiveError, Failure, LateRanksError, LostPeerError, LostStoreError
 
 LOOPBACK = "127.0.0.1"
 AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -249,10 +249,10 @@ class Channel:
         now, before = f"decision/{number}", f"decision/{number - 1}"
         self.put(now, text)
         if number > 1:
-            self.drop(before)  # the others have read it: there was a verdict
+            self.drop(before)  # the others have read it, or do not wait for it any more
         verdict = self._key(now, "verdict")
         if self._ask(self._store.add, self._key(now, "came"), 1) == len(self.ranks):
-            texts = self.collect(now)
+            texts = self.collect(now, seconds=seconds)
             for what in ("came", "verdict"):
                 # all ranks have read that verdict, because they have come to this decision
                 self._ask(self._store.delete_key, self._key(before, what))
@@ -304,17 +304,19 @@ class Channel:
                 until = min(until, time.monotonic() + self.AFTER_MAIN_SECONDS)
             if time.monotonic() > until:
                 late = tuple(rank for rank, key in by_rank.items() if not self._ask(self._store.check, [key]))
+                if self._ask(self._store.check, list(keys)):
+                    return  # the last text came meanwhile
                 who = ranks_text(late) if late else "the last rank to come, which was to judge,"
                 raise LateRanksError(f"{what}: {who} did not answer within {seconds:.3g} s; look at their logs", late)
             time.sleep(pause)
             pause = min(2 * pause, self.MAX_PAUSE)
 
     def _ask(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Call the store; raise `LostPeerError` where it does not answer any more."""
+        """Call the store; raise `LostStoreError` where it does not answer any more."""
         try:
             return act(*args)
         except dist.DistNetworkError as error:
-            raise LostPeerError(f"the job's store does not answer: its process or node is gone ({error})") from error
+            raise LostStoreError(f"the job's store does not answer: its process or node is gone ({error})") from error
 
 
 # --- what ranks agree on

@@ -1,7 +1,7 @@
-"""Which machine a run is priced on, and the grid that the planner finds for it.
+"""`--grid auto`: the machine on which a run is priced, and the grid that the planner finds for it.
 
-A machine that the config names is taken as its file says. `auto` is the packaged file of this kind of device, with
-the nodes and the memory that this job has.
+A machine that the config names is used as its file describes it. The machine `auto` is the packaged file of this kind
+of device, with the nodes and the memory of this job.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ AUTO = "auto"
 CPU = "laptop"
 """The packaged machine whose devices are processes on the CPU."""
 ANY_GPU = "dgx-h100"
-"""The packaged machine that stands for a GPU which is like none of them."""
+"""The packaged machine for a GPU whose name is near none of the packaged ones."""
 MEASURED = "measured by fourfold calibrate"
-"""How the sources of a file begin that was measured."""
+"""The sources in a machine file that `fourfold calibrate` wrote begin with these words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Ranks on devices: what a machine must fit."""
+    """The ranks of a job and their devices, which a machine file must fit."""
 
     ranks: int
     device: str
-    """torch's name of it; `cpu`."""
+    """torch's name of the GPU, or `cpu`."""
     memory_bytes: int
-    """Of a GPU, or of the node whose processes share it."""
+    """Memory of a GPU; on the CPU memory of a node, which its ranks share."""
     cores: int
-    """That the ranks of a node share."""
+    """Cores that the ranks of a node share."""
 
     @classmethod
     def here(cls, ranks: int, *, on_gpu: bool, memory_bytes: int) -> Hardware:
@@ -53,12 +53,12 @@ class Hardware:
 
     @property
     def ranks_per_node(self) -> int:
-        """As the launcher says; ranks that are still to be started are all on this node."""
+        """The number that the launcher says; ranks that are still to be started are all on this node."""
         return min(self.ranks, Environment.read().local_world or self.ranks)
 
 
 def memory_bytes(device: str) -> int:
-    """Of a GPU, or of this computer."""
+    """Return the memory of the first GPU, or of this computer."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -66,14 +66,14 @@ def memory_bytes(device: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A machine, and what a reader of its prices must know."""
+    """A machine, and notes that a reader of its prices must know."""
 
     machine: Machine
     notes: tuple[str, ...]
 
 
 def locate(name: str, job: Hardware, compute: torch.dtype) -> Located:
-    """The machine of that name or file, or with `auto` the one that is most like where the job runs."""
+    """Return the machine of that name or file; for `auto` the packaged one that is most like this hardware."""
     machine, notes = _automatic(job) if name == AUTO else (load_machine(name), [])
     machine, assumed = _with_dtype(machine, DTYPES[compute])
     notes += assumed
@@ -97,7 +97,7 @@ def _automatic(job: Hardware) -> tuple[Machine, list[str]]:
 
 
 def _shared(machine: Machine, job: Hardware) -> Machine:
-    """A device of the file is a core; a rank has its part of the cores and of the memory."""
+    """Give a rank its share of the node: a device of the CPU's file is one core."""
     part = job.cores / job.ranks_per_node
     return replace(
         machine,
@@ -110,7 +110,7 @@ def _shared(machine: Machine, job: Hardware) -> Machine:
 
 
 def _like(device: str) -> tuple[Machine, list[str]]:
-    """The packaged machine with that GPU, else with the one of the nearest name."""
+    """Return the packaged machine with that GPU, else the one with the GPU of the nearest name."""
     machines = {machine.device: machine for machine in map(load_machine, reversed(machine_names()))}
     if device in machines:
         return machines[device], []
@@ -120,7 +120,7 @@ def _like(device: str) -> tuple[Machine, list[str]]:
 
 
 def _with_dtype(machine: Machine, dtype: str) -> tuple[Machine, list[str]]:
-    """With FLOP/s for that dtype: where its file has none, fp32's, and half of them for fp64."""
+    """Give the machine FLOP/s for that dtype where its file has none: those of fp32, and for fp64 half of them."""
     if dtype in machine.gemm or "fp32" not in machine.gemm:
         return machine, []
     part = 0.5 if dtype == "fp64" else 1.0
@@ -141,9 +141,9 @@ def find_grid(
     parameters: torch.dtype,
     machine: str,
 ) -> tuple[Shape, str]:
-    """The fastest grid for the job under this policy, and why it is taken, in one line.
+    """Return the fastest grid for the job under this policy, and the reason for it in one line.
 
-    Ranks walk the axes in that order, unless it is the usual one: then in the best.
+    A given order of the axes is kept; with the default order the planner also chooses the order.
     """
     compute = policy.compute or parameters
     located = locate(machine, job, compute)
@@ -160,7 +160,7 @@ def find_grid(
 
 def _reason(ranked: Sequence[Priced], grids: int, located: Located) -> str:
     best, *others = ranked
-    said = f"grid {best.choice.shape} by the planner: {duration(best.seconds)} a step on {located.machine.name}"
+    said = f"grid {best.choice.shape} by the planner: {duration(best.seconds)} per step on {located.machine.name}"
     if others:
         said += f"; next of {grids} that fit, {others[0].choice.shape}: {_slower(others[0], best)}"
     else:
@@ -169,7 +169,7 @@ def _reason(ranked: Sequence[Priced], grids: int, located: Located) -> str:
 
 
 def _slower(other: Priced, best: Priced) -> str:
-    """`18 ms, 5 ms more of it exposed over x`: the largest part of what a slower grid takes longer."""
+    """Say how much slower a grid is, with the largest part of the difference: `18 ms, 5 ms more exposed over x`."""
     parts = {f"exposed over {axis}": _exposed(other, axis) - _exposed(best, axis) for axis in AXES}
     parts["of computing"] = other.totals.compute - best.totals.compute
     worst = max(parts, key=lambda part: parts[part])

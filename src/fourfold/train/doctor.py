@@ -64,7 +64,7 @@ def disagreement(folder: Path, since: float) -> str:
 
 
 def last_words(reading: TapeReading) -> str:
-    """What a rank did last."""
+    """Say what a rank did last."""
     when = datetime.fromtimestamp(reading.last_seen).strftime("%H:%M:%S") if reading.last_seen else "never"
     doing = f"{reading.doing.what}, step {reading.doing.step}" if reading.doing is not None else "nothing"
     return f"rank {reading.who.rank}, last seen at {when}: {doing}"

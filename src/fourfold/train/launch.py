@@ -50,7 +50,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class RestartPolicy:
-    """What the launcher asks about the work of its ranks. By default the ranks leave nothing behind."""
+    """Tells the launcher where and how to restart its ranks. By default the ranks leave nothing behind."""
 
     def resume_step(self) -> int:
         """Return the step that a restart resumes after. A higher one than before means progress."""

@@ -24,7 +24,7 @@ import fourfold
 from fourfold.atomic import write_json
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.environment import is_watched
-from fourfold.errors import CollectiveError, End, LostPeerError
+from fourfold.errors import CollectiveError, End, LostPeerError, LostStoreError
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
@@ -375,7 +375,9 @@ class Run:
                 stack.callback(sink.close)
             if self.saving is not None:
                 # somebody waits for the end, or the part of a rank that is gone will never come
-                self.saving.wait_for_own_part(hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError)))
+                self.saving.wait_for_own_part(
+                    hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError, LostStoreError))
+                )
                 self._record_saved()
             self._record({"event": "end", "step": self.step, "reason": reason})
 

@@ -1,8 +1,8 @@
-"""`fourfold doctor --preflight`: measures on the ranks of a run to come what `watch.preflight` judges.
+"""`fourfold doctor --preflight`: measures, on the ranks of a future run, what `watch.checks` judges.
 
-Ranks tell each other through the job's store, and every wait for another rank, a device, a link or a disk ends by
-itself: what may stand still runs on a thread that is left behind. Links alone need process groups. Rank 0 gathers what
-all have found, judges and prints it, and is the one to fail.
+Ranks exchange their facts through a channel, and every wait for another rank, a device, a link or a disk has a
+deadline: whatever may hang runs on a thread that is left behind. Only the links need process groups. Rank 0 gathers all
+facts, judges and prints them, and is the rank that fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from fourfold import comm
 from fourfold.checkpoint.folder import CHECKPOINTS
 from fourfold.environment import Environment, inside_a_job
-from fourfold.errors import LateRanksError, LostPeerError
+from fourfold.errors import LateRanksError, LostStoreError
 from fourfold.grid import Grid, Shape
 from fourfold.job import Channel, find_store, ranks_text
 from fourfold.train.auto_grid import Hardware, memory_bytes
@@ -36,37 +36,38 @@ from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.launch import launch, share_cores
 from fourfold.train.options import chosen_device, default_folder, grid_options, wanted_ranks
 from fourfold.train.predicted import predict
-from fourfold.train.probe import Budget, Mark, bytes_of, free_bytes, look_at, myself, product_flops, within
+from fourfold.train.probe import Budget, FolderMark, bytes_of, free_bytes, look_at, myself, product_flops, within
 from fourfold.train.progress import output
 from fourfold.train.record import strict
-from fourfold.watch.checks import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
+from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
 
 T = TypeVar("T")
 
 SECONDS = 55.0
-"""For everything."""
+"""The preflight as a whole takes no longer than this, so that a user waits less than a minute."""
 JOIN_SECONDS, MEET_SECONDS = 25.0, 7.0
-"""To find each other and make process groups; to wait for others who measure."""
+"""Limits for ranks to find each other and make process groups, and for a rank to wait for others that measure."""
 PRODUCT_SECONDS, DISK_SECONDS, PLAN_SECONDS, CLOCK_SECONDS = 10.0, 10.0, 10.0, 5.0
+"""Limits for one part each."""
 TRIPS = 8
-"""Of asking rank 0 for its time."""
+"""How often a rank asks rank 0 for its time; the fastest answer counts."""
 LINK_SECONDS, LINK_WINDOW = 6.0, 0.4
-"""That two ranks have to answer each other, and for which they exchange messages."""
+"""The limit for two ranks to answer each other, and for how long they exchange messages."""
 MESSAGE = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Bytes."""
+"""Bytes of a message that times a link."""
 JOINING = "joining the job"
 OPENED = float("inf")
-"""In the place of a rate, where ranks have come together."""
+"""Stands for a rate where a group has opened its connections and nothing was timed."""
 STATES = 3
 """A checkpoint has the parameters, and AdamW's two moments of them in the same dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The run to come."""
+class PlannedRun:
+    """The run that the preflight is for."""
 
     config: Config | None
-    """Resolved; None: the machine alone is looked at."""
+    """The resolved config; None where only the machine is looked at."""
     shape: Shape
     folder: str | None
 
@@ -86,7 +87,7 @@ def preflight(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def requested(options: argparse.Namespace) -> Config:
-    """The config with what the command line changes of it; the defaults where there is none."""
+    """Return the config with the changes of the command line; the defaults where no config is given."""
     if options.path is None and options.changes:
         raise ValueError(f"--set {options.changes[0][0]} changes a config; give CONFIG.toml with it")
     changes = [*options.changes, *((f"grid.{axis}", size) for axis, size in (options.grid or {}).items())]
@@ -95,17 +96,17 @@ def requested(options: argparse.Namespace) -> Config:
     return read_config(options.path, changes, forget_grid=options.grid is not None)
 
 
-def planned(options: argparse.Namespace, ranks: int, device: str) -> Plan:
-    """What is to run on so many ranks; without a config a line of them."""
+def planned(options: argparse.Namespace, ranks: int, device: str) -> PlannedRun:
+    """Return the run that is planned for so many ranks; without a config the ranks are a line along data."""
     config = requested(options)
     if options.path is None:
-        return Plan(None, Shape(data=ranks) if config.grid.auto else config.grid.shape, options.out)
+        return PlannedRun(None, Shape(data=ranks) if config.grid.auto else config.grid.shape, options.out)
     config = resolve(config, ranks, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
-    return Plan(config, config.grid.shape, config.train.out or default_folder(config))
+    return PlannedRun(config, config.grid.shape, config.train.out or default_folder(config))
 
 
 def _preflight(options: argparse.Namespace, device: str) -> int:
-    """As one rank of the job."""
+    """Run the preflight as one rank of the job."""
     began = time.monotonic()
     job = Environment.read()
     world = job.world
@@ -131,7 +132,7 @@ def _preflight(options: argparse.Namespace, device: str) -> int:
         raise ValueError(f"not fit for a long run: {', '.join(failed)} FAILED; what to do stands beside each")
     if inside_a_job():
         sys.stdout.flush()
-        os._exit(0)  # taking leave in order would wait for a rank or a device that stands still
+        os._exit(0)  # an orderly exit would wait for a rank or a device that hangs
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -154,10 +155,10 @@ def show(checks: Sequence[Check], facts: Facts, json_to: str | None, seconds: fl
 
 
 class Look:
-    """At everything, by one rank; all ranks look together."""
+    """The measurements of one rank; all ranks make the same ones together."""
 
     def __init__(
-        self, channel: Channel, budget: Budget, plan: Plan, device: torch.device, *, first_of_node: bool
+        self, channel: Channel, budget: Budget, plan: PlannedRun, device: torch.device, *, first_of_node: bool
     ) -> None:
         self.channel, self.budget = channel, budget
         self.plan, self.device, self.first_of_node = plan, device, first_of_node
@@ -165,7 +166,7 @@ class Look:
         self.faults: dict[str, str] = {}
 
     def facts(self) -> Facts | None:
-        """All that the ranks have measured, on rank 0."""
+        """Measure everything; return the facts of all ranks on rank 0."""
         channel, world = self.channel, len(self.channel.ranks)
         self.grid = self._try(JOINING, JOIN_SECONDS, self._join)
         if self.device.type == "cpu":
@@ -184,20 +185,20 @@ class Look:
             needs = self._needs()
             channel.put("unlinked", why_unlinked(ranks, world))
         unlinked = channel.get("unlinked", seconds=self.budget.left(SECONDS))
-        links: list[Link] = []
+        links: list[MeasuredLink] = []
         if not unlinked and self.grid is not None:
-            found = Links(channel, self.budget, self.grid)
+            found = LinkTimer(channel, self.budget, self.grid)
             links = found.measure()
             ranks = {rank: one for rank, one in ranks.items() if rank not in found.lost}
         return Facts(world, ranks, links, needs, unlinked) if channel.leads else None
 
     def meet(self) -> None:
         """Wait for all ranks, as long as there is time; who does not come is noticed where facts are gathered."""
-        with suppress(LateRanksError, LostPeerError):  # the store may leave with its rank once all have met
+        with suppress(LateRanksError, LostStoreError):  # the store may leave with its rank once all have met
             self.channel.meet(self.budget.left(MEET_SECONDS))
 
     def _try(self, part: str, seconds: float, act: Callable[[], T]) -> T | None:
-        """What it gives; why it could not is noted."""
+        """Return what `act` returns; note why it failed, if it did."""
         try:
             return within(self.budget.left(seconds), act)
         except Exception as error:
@@ -210,7 +211,7 @@ class Look:
         return Grid.of_shape(shape, device=self.device)
 
     def _clock(self) -> tuple[float, float] | None:
-        """Of the first rank of another node, by asking rank 0 for its time again and again."""
+        """Compare the clock of each node's first rank with rank 0's, which answers with its time several times."""
         channel, left = self.channel, self.budget.left
         firsts = channel.gather("first of node", str(int(self.first_of_node)), left(MEET_SECONDS), partial=True)
         if channel.leads:
@@ -224,31 +225,31 @@ class Look:
         return ask_clock(channel, left(MEET_SECONDS + CLOCK_SECONDS)) if self.first_of_node else None
 
     def _disk(self) -> Disk | None:
-        """The run's folder, in which rank 0 leaves a mark while all look; nothing where that cannot be."""
+        """Look at the run's folder, in which rank 0 leaves a mark while all ranks look."""
         channel, mark, found = self.channel, None, None
         if self.plan.folder is None:
             return None
         if channel.leads:
             folder = Path(self.plan.folder).absolute()
-            mark = self._write(lambda: Mark.leave(folder, f"{os.getpid()}"))
-            channel.put("mark", str(mark.path) if isinstance(mark, Mark) else "")
+            mark = self._write(lambda: FolderMark.leave(folder, f"{os.getpid()}"))
+            channel.put("mark", str(mark.path) if isinstance(mark, FolderMark) else "")
         there = channel.get("mark", seconds=self.budget.left(SECONDS))
         if there:
             found = self._write(lambda: look_at(Path(there), channel.rank))
         self.meet()
-        if isinstance(mark, Mark):
+        if isinstance(mark, FolderMark):
             self._write(mark.remove)
         return mark if isinstance(mark, Disk) else found
 
     def _write(self, act: Callable[[], T]) -> T | Disk:
-        """What it gives, or the disk on which it fails."""
+        """Return what `act` returns, or the disk with its fault."""
         try:
             return within(self.budget.left(DISK_SECONDS), act)
         except OSError as error:
             return Disk(seen=False, fault=error.strerror or str(error))
 
     def _needs(self) -> Needs:
-        """Of the run, as the planner and the config say."""
+        """Return what the run needs, by the planner and the config."""
         config, folder = self.plan.config, self.plan.folder
         if config is None:
             return Needs(folder=folder)
@@ -271,20 +272,20 @@ class Look:
 
 
 def rank_of(text: str) -> Rank:
-    """A rank's facts as it wrote them."""
+    """Read a rank's facts from the text in which it sent them."""
     found = json.loads(text)
     clock, disk = found.pop("clock"), found.pop("disk")
     return Rank(**found, clock=tuple(clock) if clock else None, disk=Disk(**disk) if disk else None)
 
 
 def why_unlinked(ranks: dict[int, Rank], world: int) -> str:
-    """Why links cannot be measured; nothing where they can."""
+    """Say why links cannot be measured; return nothing where they can."""
     apart = [rank for rank in range(world) if rank not in ranks or JOINING in ranks[rank].faults]
     return f"{ranks_text(apart)} of {world} did not join the job" if apart else ""
 
 
 def ask_clock(channel: Channel, seconds: float) -> tuple[float, float] | None:
-    """Seconds by which this clock is ahead of rank 0's, by the shortest round trip, and half of that trip."""
+    """Return by how many seconds this clock is ahead of rank 0's, by the shortest round trip, and half of that trip."""
     trips = []
     with suppress(TimeoutError):
         for trip in range(TRIPS):
@@ -300,15 +301,17 @@ def ask_clock(channel: Channel, seconds: float) -> tuple[float, float] | None:
 
 
 def pairs_of(ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """The links of a ring, in rounds in which every place has one of them at the most."""
+    """Yield the links of a ring in rounds; in a round every place has at most one link."""
     ring = [(place, (place + 1) % ranks) for place in range(ranks if ranks > 2 else ranks - 1)]
     last = ring.pop() if ranks % 2 and ranks > 1 else None
     yield from (pairs for pairs in (ring[::2], ring[1::2], [last] if last else []) if pairs)
 
 
-class Links:
-    """Times the links of every axis, those of all groups at once, up to the first that does not answer: whoever waits
-    for it is lost to the others."""
+class LinkTimer:
+    """Times the links of every axis, those of all groups at once.
+
+    It stops at the first link that does not answer, because the ranks that wait for it cannot measure any other.
+    """
 
     def __init__(self, channel: Channel, budget: Budget, grid: Grid) -> None:
         self.channel, self.budget, self.grid = channel, budget, grid
@@ -316,29 +319,29 @@ class Links:
         self.broken = False
         self.lost: list[int] = []
 
-    def measure(self) -> list[Link]:
-        """Of all ranks, on rank 0."""
-        found: list[Link] = []
+    def measure(self) -> list[MeasuredLink]:
+        """Time all links; return them on rank 0."""
+        found: list[MeasuredLink] = []
         for name, mine, act in self._rounds():
             if self.broken:
                 break
             found += self._round(name, mine, act)
         return [link for link in found if link.rate != OPENED]
 
-    def _rounds(self) -> Iterator[tuple[str, Link | None, Callable[[], float]]]:
-        """The link that this rank has in each, if any, and what times it."""
+    def _rounds(self) -> Iterator[tuple[str, MeasuredLink | None, Callable[[], float]]]:
+        """Yield for each round the link of this rank, if it has one, and the function that times it."""
         for axis in self.grid.shape.several:
             group, place = self.grid.shape.ranks_along(axis, self.grid.rank), self.grid.coords[axis]
-            yield f"{axis}/open", Link(axis, tuple(group), None), partial(self._open, axis)
+            yield f"{axis}/open", MeasuredLink(axis, tuple(group), None), partial(self._open, axis)
             for number, pairs in enumerate(pairs_of(len(group))):
                 pair = next((pair for pair in pairs if place in pair), None)
                 other = -1 if pair is None else sum(pair) - place
-                mine = None if pair is None else Link(axis, (group[pair[0]], group[pair[1]]), None)
+                mine = None if pair is None else MeasuredLink(axis, (group[pair[0]], group[pair[1]]), None)
                 leads = pair is not None and place == pair[0]
                 yield f"{axis}/{number}", mine, partial(self._rate, axis, other, leads)
 
-    def _round(self, name: str, mine: Link | None, act: Callable[[], float]) -> list[Link]:
-        """What all ranks have found of their links; both ends of one must have."""
+    def _round(self, name: str, mine: MeasuredLink | None, act: Callable[[], float]) -> list[MeasuredLink]:
+        """Run a round; return the links of all ranks. A link counts as answered if both of its ends measured it."""
         told = []
         if mine is not None:
             try:
@@ -347,9 +350,9 @@ class Links:
                 told = [mine]
         mine_told, left = json.dumps([asdict(link) for link in told]), self.budget.left
         texts = self.channel.gather(f"links/{name}", mine_told, left(MEET_SECONDS), partial=True)
-        found: dict[tuple[int, ...], Link] = {}
+        found: dict[tuple[int, ...], MeasuredLink] = {}
         for one in (one for text in texts.values() for one in json.loads(text)):
-            link = Link(one["axis"], tuple(one["ranks"]), one["rate"])
+            link = MeasuredLink(one["axis"], tuple(one["ranks"]), one["rate"])
             rates = [end.rate for end in (link, found.get(link.ranks, link))]
             found[link.ranks] = replace(link, rate=None if None in rates else min(rate for rate in rates if rate))
         if self.channel.leads:
@@ -360,14 +363,14 @@ class Links:
         return list(found.values())
 
     def _open(self, axis: str) -> float:
-        """Let all ranks of the axis come together, which makes their connections."""
+        """Gather along the axis, which opens the connections of the group."""
         self._settle()
         comm.all_gather(self.message[:1], self.grid, axis, label="preflight").wait()
         self._settle()
         return OPENED
 
     def _rate(self, axis: str, other: int, leads: bool) -> float:
-        """Bytes a second each way; the first message waits for the other rank and does not count."""
+        """Return bytes per second in each direction; the first message waits for the other rank and does not count."""
         self._settle()
         until, seconds, go_on = time.monotonic() + LINK_WINDOW, [], True
         while go_on:

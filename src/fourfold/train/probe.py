@@ -1,4 +1,4 @@
-"""What a rank measures of itself, its device, its node and the run's folder."""
+"""Measurements that a rank makes of itself before a run: its device, its node and the run's folder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from fourfold.watch.checks import Disk, Rank
 T = TypeVar("T")
 
 ON_GPU, ON_CPU = (8192, 4096, 4096), (512, 512, 512)
-"""Products [m, k] x [k, n]."""
+"""m, k, n of the product [m, k] x [k, n] that is timed: large enough to fill a device, and some milliseconds long."""
 WINDOWS, WINDOW_SECONDS = 5, 0.2
-"""Of products; the median counts."""
-TOGETHER = 16
-"""Products between two waits for a GPU."""
+"""The product runs for this many windows of so many seconds; the median window counts."""
+QUEUED = 16
+"""Products that are launched between two waits for a GPU, so that launching costs nothing."""
 WRITTEN = 16 << 20
-"""Bytes that a rank writes to the run's folder."""
+"""Bytes that a rank writes to the run's folder: enough to see a slow disk, and little on any."""
 SEEN_SECONDS = 3.0
-"""After which a file of another node is seen on a network's file system."""
+"""Seconds until a file of another node shows on a network file system; NFS caches a folder for up to 3 s and more."""
 HIDDEN = ".preflight-"
+"""The names of files that a preflight leaves for a moment begin with this."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -77,7 +78,7 @@ def within(seconds: float, act: Callable[[], T]) -> T:
 
 
 def myself(rank: int, device: torch.device) -> Rank:
-    """Who this rank is; nothing is measured yet."""
+    """Describe this rank, without measuring anything yet."""
     host = socket.gethostname()
     node = Environment.read().node
     on_gpu = device.type == "cuda"
@@ -108,7 +109,7 @@ def versions(*, on_gpu: bool) -> dict[str, str]:
 
 
 def sources() -> str:
-    """A digest of this package: nodes may have different states of one version."""
+    """Return a digest of this package's files: nodes may have different states of one version."""
     package, digest = Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
@@ -116,7 +117,7 @@ def sources() -> str:
 
 
 def product_flops(device: torch.device) -> float:
-    """A second, now."""
+    """Measure the FLOP/s of a product on the device, now."""
     on_gpu = device.type == "cuda"
     m, k, n = shape = ON_GPU if on_gpu else ON_CPU
     act = product(shape, torch.bfloat16 if on_gpu else torch.float32, device)
@@ -124,19 +125,19 @@ def product_flops(device: torch.device) -> float:
     def window(seconds: float) -> float:
         began, runs = time.perf_counter(), 0
         while (took := time.perf_counter() - began) < seconds or not runs:
-            for _ in range(TOGETHER if on_gpu else 1):
+            for _ in range(QUEUED if on_gpu else 1):
                 act()
                 runs += 1
             if on_gpu:
                 torch.cuda.synchronize(device)
         return 2 * m * k * n * runs / took
 
-    window(WINDOW_SECONDS)  # the first product makes the libraries ready
+    window(WINDOW_SECONDS)  # the first product initialises the libraries
     return median(window(WINDOW_SECONDS) for _ in range(WINDOWS))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory, or of that which this node, or the container that it is in, can still give."""
+    """Return the free memory of a GPU, or of this node, or of the container that this process is in."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = memory_bytes("cpu")
@@ -154,20 +155,20 @@ def _figure(path: Path, name: str) -> int:
 
 
 def bytes_of(folder: Path) -> int:
-    """Of all files in it; none where it is not there."""
+    """Return the bytes of all files in a folder; 0 if there is no such folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """What rank 0 leaves in the run's folder for the others to see."""
+class FolderMark:
+    """A file that rank 0 leaves in the run's folder for the other ranks to see."""
 
     path: Path
     made: tuple[Path, ...]
-    """Folders that were not there before, the innermost first."""
+    """Folders that did not exist before, the innermost first."""
 
     @classmethod
-    def leave(cls, folder: Path, name: str) -> Mark:
+    def leave(cls, folder: Path, name: str) -> FolderMark:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         mark = cls(folder / f"{HIDDEN}{name}", tuple(made))
@@ -177,12 +178,12 @@ class Mark:
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
         for folder in self.made:
-            with suppress(OSError):  # somebody else has put something there
+            with suppress(OSError):  # somebody else uses the folder by now
                 folder.rmdir()
 
 
 def look_at(mark: Path, rank: int) -> Disk:
-    """The folder of rank 0's mark from here: whether it is the same, and what writing takes."""
+    """Look at the folder of rank 0's mark from this rank: whether the mark is there, and how long a write takes."""
     until = time.monotonic() + SEEN_SECONDS
     while not (seen := mark.exists()) and time.monotonic() < until:
         time.sleep(0.1)

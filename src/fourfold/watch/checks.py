@@ -1,11 +1,11 @@
-"""Whether ranks are fit for a long run, from what each of them has measured before it. Pure.
+"""Checks whether ranks are fit for a long run, from what each rank measured before it. Pure functions.
 
-A rank tells of itself, its device, its node and its disk (`Rank`), two neighbours along an axis of the link between
-them (`Link`), and the planner what the run needs (`Needs`). `judge` turns that into checks:
+Each rank describes itself, its device, its node and its disk (`Rank`), two neighbours along an axis measure the link
+between them (`MeasuredLink`), and the planner says what the run needs (`Needs`). `judge` turns that into checks:
 
     ok        nothing stands against the run
-    warning   it would run, slower than it could or with less to spare than it should have
-    FAILED    it would not begin, not save, or not end
+    warning   the run would work, but slower than it could or with less to spare than it should have
+    FAILED    the run would not begin, not save, or not end
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from fourfold.job import ranks_text
 State = Literal["ok", "warning", "FAILED"]
 
 SLOW_DEVICE = 0.85
-"""Of the median rate of products, below which a device is slow."""
+"""A device is slow when its products run at less than this share of the median rate."""
 SLOW_LINK = 0.5
-"""Of the median rate of links of its class."""
+"""A link is slow below this share of the median rate of its class: inside a node, or between nodes."""
 CLOCK_SECONDS = 1.0
-"""That clocks of nodes may differ before what ranks log and tape does not line up any more."""
+"""Seconds by which the clocks of nodes may differ: beyond that, logs and tapes of several nodes do not line up."""
 LITTLE_DISK = 0.1
-"""Of the bytes that checkpoints need, which should be left beside them."""
+"""The share of the bytes of checkpoints that should stay free beside them."""
 MAY_DIFFER = ("python", "driver")
-"""Versions whose difference alone does not stop a run."""
+"""Versions that may differ between nodes without stopping a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was found, and what to do about it."""
+    """A finding, and what to do about it."""
 
     name: str
     state: State
@@ -49,87 +49,87 @@ class Disk:
     """The run's folder as a rank finds it."""
 
     seen: bool
-    """Whether it has there what rank 0 has written ..."""
+    """Whether the rank sees the file that rank 0 has written there."""
     fault: str = ""
-    """... and why it cannot write itself."""
+    """Why the rank cannot write there itself; empty if it can."""
     mode: int = 0o755
     free: int = 0
     nbytes: int = 0
-    """That it wrote to the disk itself ..."""
+    """Bytes that the rank wrote there."""
     seconds: float = 0.0
-    """... and what that took while all ranks did."""
+    """Seconds that this took, while all ranks wrote at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a rank says of itself."""
+    """A rank as it describes itself."""
 
     rank: int
     host: str
     node: str
-    """The host, and which of the launcher's nodes it is."""
+    """The host, with the number of the launcher's node."""
     versions: Mapping[str, str]
     device: str
-    """torch's name of it; `cpu`."""
+    """torch's name of the GPU, or `cpu`."""
     uuid: str = ""
-    """Of a GPU."""
+    """The identity of the GPU; empty on the CPU."""
     cores: int = 1
-    """That the ranks of its node share."""
+    """Cores that the ranks of its node share."""
     flops: float | None = None
-    """A second, of a product while all ranks compute one."""
+    """FLOP/s of a product while all ranks compute one."""
     free: int | None = None
-    """Bytes of its GPU's memory, or of its node's."""
+    """Free bytes of its GPU's memory, or of its node's."""
     clock: tuple[float, float] | None = None
-    """Of a node's first rank: seconds by which its clock is ahead of rank 0's, and how far off that may be."""
+    """For a node's first rank: seconds by which its clock is ahead of rank 0's, and the uncertainty of that."""
     disk: Disk | None = None
     faults: Mapping[str, str] = field(default_factory=dict)
-    """What it could not measure, and why."""
+    """Why it could not measure something, by what that is."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host})"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Between two ranks that are neighbours along an axis; or of a whole group, where it does not come together."""
+class MeasuredLink:
+    """The link between two neighbours along an axis; or a whole group that could not open its connections."""
 
     axis: str
     ranks: tuple[int, ...]
     rate: float | None
-    """Bytes a second, each way at once; None: no answer in time."""
+    """Bytes per second in each direction, both at once; None if there was no answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the run takes."""
+    """Memory and disk that the run needs."""
 
     peak: int | None = None
-    """Bytes of a rank's tensors at the most, as the planner says ..."""
+    """The peak bytes of a rank's tensors, as the planner predicts."""
     reserve: int = 0
-    """... and what a device has to have beside them."""
+    """Bytes that a device must have beside them."""
     unknown: str = ""
-    """Why the planner says nothing."""
+    """Why the planner predicts nothing."""
     folder: str | None = None
     saves: bool = False
     checkpoint: int = 0
-    """Bytes of one; 0: not known."""
+    """Bytes of one checkpoint; 0 if that is not known."""
     kept: int = 0
-    """How many there are at once, with the one that is being written."""
+    """The largest number of checkpoints at once, including the one that is being written."""
     there: int = 0
-    """Bytes of those that are there already."""
+    """Bytes of the checkpoints that exist already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that was measured."""
+    """Everything that was measured."""
 
     world: int
     ranks: Mapping[int, Rank]
-    """Those that have answered."""
-    links: Sequence[Link]
+    """The ranks that have answered."""
+    links: Sequence[MeasuredLink]
     needs: Needs
     unlinked: str = ""
-    """Why links were not measured, where they should have been."""
+    """Why links were not measured although they should have been."""
 
     @property
     def nodes(self) -> dict[str, list[Rank]]:
@@ -144,14 +144,14 @@ class Facts:
 
 
 def judge(facts: Facts) -> list[Check]:
-    """What the facts say, part by part: what stands against the run, or that nothing does."""
+    """Return the checks, part by part: the findings against the run, or one `ok` where there are none."""
     parts = (check_ranks, check_versions, check_devices, check_speed, check_memory, check_clocks, check_links)
     found = [list(part(facts)) for part in (*parts, check_disk, check_space)]
     return [one for checks in found for one in [check for check in checks if check.state != "ok"] or checks]
 
 
 def lines(checks: Sequence[Check]) -> Iterator[str]:
-    """A table for people; what to do stands below what was found."""
+    """Yield the lines of a table for people, with advice below each finding."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         yield f"{check.state:<7}  {check.name:<{width}}  {check.evidence}"
@@ -171,7 +171,7 @@ def check_ranks(facts: Facts) -> Iterator[Check]:
 
 
 def check_versions(facts: Facts) -> Iterator[Check]:
-    """A rank whose version is not that of most is named."""
+    """Name the ranks with another version than most ranks."""
     ranks, usual = list(facts.ranks.values()), {}
     for name in dict.fromkeys(name for rank in ranks for name in rank.versions):
         has = {rank.rank: rank.versions.get(name, "none") for rank in ranks}
@@ -220,7 +220,7 @@ def check_speed(facts: Facts) -> Iterator[Check]:
 
 
 def check_memory(facts: Facts) -> Iterator[Check]:
-    """Of each GPU against what a rank needs, of each node against what all its ranks do."""
+    """Compare each GPU's free memory with what a rank needs, on the CPU each node's with what all its ranks need."""
     needs = facts.needs
     places = [
         (str(rank) if facts.on_gpu else node, rank.free, 1 if facts.on_gpu else len(ranks))
@@ -252,7 +252,7 @@ def check_memory(facts: Facts) -> Iterator[Check]:
 
 
 def check_clocks(facts: Facts) -> Iterator[Check]:
-    """Of the first rank of each node beside rank 0's."""
+    """Compare the clock of each node's first rank with that of rank 0."""
     others = [ranks[0] for ranks in facts.nodes.values() if ranks[0].rank != 0]
     if not others:
         yield Check("clocks", "ok", "one node, one clock")
@@ -270,7 +270,7 @@ def check_clocks(facts: Facts) -> Iterator[Check]:
 
 
 def check_links(facts: Facts) -> Iterator[Check]:
-    """Beside those of the same class: inside a node, or between nodes."""
+    """Compare each link with the others of its class: inside a node, or between nodes."""
     if facts.unlinked:
         yield Check("links", "FAILED", f"not measured: {facts.unlinked}", "mend that, then look again")
         return
@@ -297,7 +297,7 @@ def check_links(facts: Facts) -> Iterator[Check]:
 
 
 def _all_links(facts: Facts) -> str:
-    """`x: 4 inside a node, 1.1 to 1.3 GB/s; z: ...`."""
+    """Sum up all links: `x: 4 inside a node, 1.1 to 1.3 GB/s; z: ...`."""
     by_axis: defaultdict[tuple[str, bool], list[float]] = defaultdict(list)
     for link in facts.links:
         by_axis[link.axis, _inside(link, facts)].append(link.rate or 0.0)
@@ -308,7 +308,7 @@ def _all_links(facts: Facts) -> str:
 
 
 def check_disk(facts: Facts) -> Iterator[Check]:
-    """Whether every rank can write where the run is to lie."""
+    """Check that every rank can write to the run's folder."""
     folder, disks = facts.needs.folder, {rank.rank: rank.disk for rank in facts.ranks.values() if rank.disk}
     if folder is None:
         yield Check("disk", "ok", "not looked at: no --out, and no config that names train.out")
@@ -332,7 +332,7 @@ def check_disk(facts: Facts) -> Iterator[Check]:
 
 
 def check_space(facts: Facts) -> Iterator[Check]:
-    """Whether checkpoints find room, and what writing one takes."""
+    """Check that there is room for the checkpoints, and estimate how long writing one takes."""
     needs = facts.needs
     disks = [rank.disk for rank in facts.ranks.values() if rank.disk and rank.disk.seen and not rank.disk.fault]
     if not disks:
@@ -359,7 +359,7 @@ def check_space(facts: Facts) -> Iterator[Check]:
 
 
 def most_kept(steps: int, every: int, keep_last: int, keep_every: int) -> int:
-    """How many checkpoints there are at once while the last one of a run is being written, it included."""
+    """Return how many checkpoints exist at once while the last one of a run is being written, including that one."""
     before = -(-steps // every) - 1 if every else 0
     last = min(keep_last, before)
     for_good = every * (before - last) // lcm(every, keep_every) if every and keep_every else 0
@@ -367,12 +367,12 @@ def most_kept(steps: int, every: int, keep_last: int, keep_every: int) -> int:
 
 
 def size(nbytes: float) -> str:
-    """Of memory and files, in the units of plans and reports."""
+    """Format bytes of memory and files, in the units of plans and reports."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _rate(rate: float) -> str:
-    """Of a link, in the units of data sheets."""
+    """Format the rate of a link, in the units of data sheets."""
     return f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.1f} MB/s"
 
 
@@ -390,10 +390,10 @@ def _many(count: int, what: str) -> str:
 
 
 def _named(ranks: Sequence[int], facts: Facts) -> str:
-    """`ranks 0, 3 (one, two)`: with the hosts that they are on."""
+    """Name ranks with their hosts: `ranks 0, 3 (one, two)`."""
     hosts = dict.fromkeys(facts.ranks[rank].host for rank in ranks if rank in facts.ranks)
     return f"{ranks_text(ranks)} ({', '.join(list(hosts)[:4])}{', ...' if len(hosts) > 4 else ''})"
 
 
-def _inside(link: Link, facts: Facts) -> bool:
+def _inside(link: MeasuredLink, facts: Facts) -> bool:
     return len({facts.ranks[rank].node for rank in link.ranks if rank in facts.ranks}) <= 1

@@ -54,7 +54,7 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the tapes and stacks of a job say together; `lines` puts it into words."""
+    """The cause that the tapes and stacks of a job show together; `lines` puts it into words."""
 
     readings: Mapping[int, TapeReading]
     stacks: Mapping[int, str]

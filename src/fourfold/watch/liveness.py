@@ -78,7 +78,7 @@ class RankEnd:
     exit_code: int
     """Below 0 the process was killed by that signal."""
     failure: Failure | None
-    """What the rank wrote into its failure file; None where it could not write one."""
+    """The kind that the rank wrote into its failure file; None where it could not write one."""
     message: str
     time: float
     """When it failed, by the wall clock."""
@@ -165,7 +165,7 @@ def is_sibling(process: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JobDiagnosis:
-    """What the ranks of a job found out together."""
+    """The diagnosis that the ranks of a job reached together."""
 
     text: str
     failure: Failure

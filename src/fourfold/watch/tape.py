@@ -50,7 +50,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 
 
 class Waits(IntEnum):
-    """What the host of a rank waits for while it is not inside a collective; stands on the tape as one byte."""
+    """The thing that the host of a rank waits for while it is not inside a collective; one byte of the tape."""
 
     NOTHING = 0
     RANKS = 1
@@ -170,7 +170,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a rank does, in words, and what it waits for meanwhile."""
+    """The present activity of a rank, in words, and what it waits for meanwhile."""
 
     since: float
     waits: Waits
