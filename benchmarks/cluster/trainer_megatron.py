@@ -29,7 +29,7 @@ from benchmarks.cluster.trainer_base import MAX_NORM, Trainer, adamw
 from benchmarks.shared.peers import Llama, Rope, apply_rope, init_of, rows_of
 from benchmarks.shared.workloads import Workload
 from fourfold.layout import chunk
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.nn.initial import fill_
 
 try:
@@ -81,7 +81,7 @@ class RowLinear(RowParallelLinear):
 class MegatronAttention(nn.Module):
     """a [seq/x, rows, hidden] -> [seq/x, rows, hidden]"""
 
-    def __init__(self, config: Config, options: dict[str, Any]) -> None:
+    def __init__(self, config: ModelConfig, options: dict[str, Any]) -> None:
         super().__init__()
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.head_dim = config.head_dim
@@ -97,7 +97,7 @@ class MegatronAttention(nn.Module):
 
 
 class MegatronMLP(nn.Module):
-    def __init__(self, config: Config, options: dict[str, Any]) -> None:
+    def __init__(self, config: ModelConfig, options: dict[str, Any]) -> None:
         super().__init__()
         self.gate_up = ColumnLinear(config.hidden, {"gate": config.mlp_hidden, "up": config.mlp_hidden}, options)
         self.down = RowLinear(config.mlp_hidden, config.hidden, options)
@@ -110,7 +110,7 @@ class MegatronMLP(nn.Module):
 class MegatronLlama(Llama):
     """tokens [rows, seq] -> logits [seq, rows, vocab/x]"""
 
-    def __init__(self, config: Config, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         with torch.device("meta"):
             super().__init__(config)
         self.to_empty(device="cpu").to(dtype)

@@ -22,7 +22,7 @@ from benchmarks.shared.workloads import Line, Measure, Workload
 from fourfold import comm
 from fourfold.layout import Init, Spec
 from fourfold.ledger import Collective
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.nn import layer
 from fourfold.nn.initial import key_of
 
@@ -115,7 +115,9 @@ class Arena:
         self.shard_inits: list[ShardInit] = []
         self._reserve = layer.reserve
 
-    def build(self, config: Config, grid: ff.Grid, policy: ff.Policy) -> tuple[ff.models.Transformer, list[ShardInit]]:
+    def build(
+        self, config: ModelConfig, grid: ff.Grid, policy: ff.Policy
+    ) -> tuple[ff.models.Transformer, list[ShardInit]]:
         """Return a model with its weights in this buffer, not yet initialised."""
         self.used, self.shard_inits = 0, []
         before = layer.reserve, layer.fill_
@@ -212,7 +214,7 @@ class FourfoldModel(BenchmarkModel):
         return record.nbytes // record.ranks if record.op == "all_gather" else record.nbytes
 
 
-def build_on_device(config: Config, grid: ff.Grid, policy: ff.Policy) -> ff.models.Transformer:
+def build_on_device(config: ModelConfig, grid: ff.Grid, policy: ff.Policy) -> ff.models.Transformer:
     """Build a model with initial weights drawn on the device: the CPU's generator takes half a minute for 1 B."""
     original = layer.fill_
 

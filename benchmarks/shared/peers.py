@@ -34,7 +34,7 @@ from torch.nn import functional
 from benchmarks.shared.models import BenchmarkModel, ShardInit, local_shard
 from benchmarks.shared.workloads import Workload
 from fourfold.layout import Init, chunk
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.nn.initial import fill_, key_of
 
 Rope = tuple[Tensor, Tensor]
@@ -42,7 +42,7 @@ PREFETCHED_BLOCKS = 2
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.head_dim = config.head_dim
@@ -60,7 +60,7 @@ class LlamaAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def rope_tables(config: Config, seq: int, device: torch.device) -> Rope:
+def rope_tables(config: ModelConfig, seq: int, device: torch.device) -> Rope:
     """Return cos and sin of the rotary angles, each [seq, head_dim]."""
     size = config.head_dim
     frequencies = config.rope_theta ** -(torch.arange(0, size, 2, device=device) / size)
@@ -74,7 +74,7 @@ def apply_rope(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(config.hidden, config.mlp_hidden, bias=False)
         self.up = nn.Linear(config.hidden, config.mlp_hidden, bias=False)
@@ -85,7 +85,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.attention = LlamaAttention(config)
@@ -100,7 +100,7 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """tokens [rows, seq] -> logits [rows, seq, vocab]"""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if (config.norm, config.mlp, config.positions, config.bias, config.tied) != (
             "rms",
@@ -232,7 +232,7 @@ def rows_of(workload: Workload, mesh: DeviceMesh, device: torch.device) -> tuple
     return tokens, targets
 
 
-def init_of(config: Config, name: str) -> Init:
+def init_of(config: ModelConfig, name: str) -> Init:
     """Return the initial distribution that Fourfold's models use for this parameter."""
     if name.endswith("norm.weight"):
         return Init(mean=1.0)
@@ -240,7 +240,7 @@ def init_of(config: Config, name: str) -> Init:
     return Init(std=0.02 / (2 * config.layers) ** 0.5 if deep else 0.02)
 
 
-def init_weights(model: nn.Module, config: Config, seed: int = 0) -> None:
+def init_weights(model: nn.Module, config: ModelConfig, seed: int = 0) -> None:
     """Fill the model with Fourfold's initial weights for this seed; each rank draws only its own shards."""
     for name, parameter in model.named_parameters():
         shard = local_shard(parameter.detach())

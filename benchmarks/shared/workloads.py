@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 
 Measure = Literal["step", "compute", "communication"]
 
@@ -19,7 +19,7 @@ class Workload:
     """A model and a batch, the same for every line."""
 
     name: str
-    config: Config
+    config: ModelConfig
     rows: int
     """Rows of the whole batch; a row has `config.seq` tokens."""
     dtype: torch.dtype

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.shared.peers import Rope, apply_rope, rope_tables
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 
 
 class PlainAttention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.widths = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
@@ -35,7 +35,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gated = config.mlp == "swiglu"
         self.up = nn.Linear(config.hidden, config.mlp_hidden * (2 if self.gated else 1), bias=config.bias)
@@ -49,7 +49,7 @@ class PlainMLP(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norm(config), norm(config)
         self.attention, self.mlp = PlainAttention(config), PlainMLP(config)
@@ -59,14 +59,14 @@ class PlainBlock(nn.Module):
         return a + self.mlp(self.mlp_norm(a))
 
 
-def norm(config: Config) -> nn.Module:
+def norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.hidden, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
