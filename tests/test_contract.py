@@ -77,10 +77,7 @@ INSIDE = {
         "candidates", "search", "modules", "explain", "published",
     ],
     "watch": ["__init__", "tape", "diagnose", "siblings", "alarm", "straggle", "replicas", "spikes", "preflight"],
-    "report": [
-        "units", "html", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text",
-        "plan_figures", "plan", "__init__",
-    ],
+    "report": ["units", "page", "run_data", "run_figures", "run_page", "plan_text", "plan_page", "__init__"],
     "train": [
         "__init__", "schema", "process", "rendezvous", "launch", "job", "sections", "config", "record", "meter",
         "predicted", "profile", "progress", "story", "numbers", "stop", "sources", "guard", "resume", "saving", "loop",

@@ -36,7 +36,7 @@ from fourfold.data.order import SampleOrder, cut_windows
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Shape
-from fourfold.report.run import read_run
+from fourfold.report.run_data import read_run
 from fourfold.train import command
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping

@@ -41,7 +41,7 @@ from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import AXES, Shape
 from fourfold.overlap import Overlap
-from fourfold.report.run import read_run
+from fourfold.report.run_data import read_run
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run
 from fourfold.train.numbers import BadNumbersError

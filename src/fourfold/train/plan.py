@@ -24,7 +24,7 @@ from fourfold.models.config import ModelConfig
 from fourfold.models.open import DATA_ONLY, ModelBuilder, open_model, why_data_only
 from fourfold.models.sizes import SIZES
 from fourfold.overlap import Overlap
-from fourfold.report.plan import write_plan_page
+from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
 from fourfold.train.config import Config
 from fourfold.train.record import write_json, write_text
