@@ -70,7 +70,7 @@ class OverRanks:
 
 @dataclass(frozen=True, slots=True)
 class ProfileSummary:
-    """What `profile/summary.json` says about the profiled steps, per step."""
+    """The content of `profile/summary.json`: numbers of the profiled steps, per step."""
 
     first: int
     last: int
