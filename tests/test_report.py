@@ -332,7 +332,9 @@ def test_without_plotly_the_error_names_the_extra(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-@pytest.mark.parametrize("shape", [Shape(x=2, y=3, z=2, data=2, order=("z", "x", "data", "y")), Shape(), Shape(z=64)])
+@pytest.mark.parametrize(
+    "shape", [Shape(x=2, y=3, z=2, data=2, order=(AXES[2], AXES[0], *AXES[3:], AXES[1])), Shape(), Shape(z=64)]
+)
 def test_every_rank_stands_at_its_coordinates(shape: Shape) -> None:
     drawn = re.findall(r'data-coords="([\d ]+)" title="rank (\d+):', draw_grid(shape))
     assert sorted(int(rank) for _, rank in drawn) == list(range(shape.world))

@@ -151,7 +151,9 @@ def _read_facts(path: Path) -> Mapping[str, Any]:
 
 def _shape(facts: Mapping[str, Any], path: Path) -> Shape:
     try:
-        return Shape(**facts["grid"], order=tuple(facts.get("order", AXES)))
+        order = tuple(facts.get("order", AXES))
+        # A run from before an axis existed does not name it; its size is 1, so its place in the order means nothing.
+        return Shape(**facts["grid"], order=order + tuple(axis for axis in AXES if axis not in order))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: grid={facts['grid']!r}, order={facts.get('order')!r}: {error}") from error
 
