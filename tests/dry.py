@@ -1,4 +1,4 @@
-"""Jobs of test_dry.py, test_outside.py and soak_dry.py: dry runs, for a process that has no process group of its own.
+"""Jobs of test_dry.py, test_open_model.py and soak_dry.py: dry runs, for a process without a process group.
 
 `python tests/dry.py` compares the dry run with the closed form and prints how many collectives were equal.
 """

@@ -81,10 +81,7 @@ INSIDE = {
         "candidates", "search", "modules", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
-    "report": [
-        "units", "html", "run", "figures", "ranks", "summary", "profile", "predicted", "page", "plan_text",
-        "plan_figures", "plan", "__init__",
-    ],
+    "report": ["units", "page", "run_data", "run_figures", "run_page", "plan_text", "plan_page", "__init__"],
     "train": [
         "__init__", "schema", "process", "rendezvous", "launch", "auto_grid", "sections", "config", "record", "meter",
         "predicted", "profile", "progress", "story", "bad_steps", "stop", "sources", "guard", "checkpoints", "loop",

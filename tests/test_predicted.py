@@ -15,7 +15,7 @@ from curves import Curves, config_of, write_texts
 from fourfold.grid import Shape
 from fourfold.planner.machine import load_machine, to_toml
 from fourfold.report import write_report
-from fourfold.report.run import read_run
+from fourfold.report.run_data import read_run
 from fourfold.train.auto_grid import MEASURED, Hardware, locate
 from fourfold.train.begin import begin
 from fourfold.train.config import Config
@@ -108,9 +108,9 @@ def check_report(folder: Path) -> None:
     page = write_report(folder).read_text()
     assert "<h2>Plan and run</h2>" in page
     assert 'id="plan"' in page
-    for row in ("seconds", "computing", "exposed over z", "on the link of z", "peak memory"):
+    for row in ("seconds", "computation", "exposed over z", "on the link of z", "peak memory"):
         assert f"<tr><td>{row}</td><td>" in page
-    assert "Measured: median of steps 3, 5, 6, 7, 8 on rank 0." in page
+    assert "Measured is the median of steps 3, 5, 6, 7, 8 on rank 0." in page
     assert ESTIMATES in page
     assert '<a href="profile/predicted.json">predicted.json</a>' in page
 
@@ -130,7 +130,7 @@ def test_a_run_whose_machine_cannot_be_priced_trains_and_says_why(ranks, tmp_pat
     assert "\n" not in said["unpriced"]
     assert not (folder / "profile" / "predicted.json").exists()
     page = write_report(folder).read_text()
-    assert "This run was not priced: the grid x=2 has 2 ranks" in page
+    assert "The planner could not price this run: the grid x=2 has 2 ranks" in page
 
 
 def test_a_run_need_not_be_predicted(ranks, tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_run_need_not_be_predicted(ranks, tmp_path: Path) -> None:
     [
         ({"predicted": {}}, "The run ended before enough of its steps were measured."),
         ({"predicted": {"seconds": 0.5, "exposed_seconds": [], "memory_bytes": 3, "notes": "none"}}, ">500 ms<"),
-        ({"predicted": {"seconds": "0.5", "machine": "<b>"}, "compared": 7}, "on the machine &lt;b&gt;."),
-        ({"predicted": {"unpriced": "a < b"}}, "This run was not priced: a &lt; b."),
+        ({"predicted": {"seconds": "0.5", "machine": "<b>"}, "compared": 7}, "for the machine &lt;b&gt;."),
+        ({"predicted": {"unpriced": "a < b"}}, "The planner could not price this run: a &lt; b."),
         ({"predicted": {"seconds": None}, "compared": {"seconds": {"measured": 2.0}, "steps": [3]}}, ">2 s<"),
     ],
 )

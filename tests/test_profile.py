@@ -151,7 +151,7 @@ def check_summary(folder: Path, results: list[dict[str, Any]]) -> None:
 def check_report(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("")
     page = write_report(folder).read_text()
-    assert "Communication in steps 2 to 3, profiled" in page
+    assert "Communication in the profiled steps 2 to 3" in page
     assert "<tr><td>z</td><td>" in page
     assert '<a href="profile/rank-0.json">rank-0.json</a>, <a href="profile/rank-1.json">' in page
     assert "ui.perfetto.dev" in page

@@ -41,7 +41,7 @@ from fourfold.environment import LAUNCHED
 from fourfold.errors import Failure
 from fourfold.grid import Shape
 from fourfold.job import Channel
-from fourfold.report.run import read_run
+from fourfold.report.run_data import read_run
 from fourfold.train import command
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping

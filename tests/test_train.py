@@ -43,7 +43,7 @@ from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
 from fourfold.planner.volume import Volume
 from fourfold.policy import Overlap
-from fourfold.report.run import read_run
+from fourfold.report.run_data import read_run
 from fourfold.train.config import Config, read_config
 from fourfold.train.loop import Run
 from fourfold.train.record import Lines, open_sinks

@@ -58,7 +58,7 @@ class TextChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `prepare` has written; `empty` is the number of files without text."""
+    """The result of `prepare`; `empty` is the number of files without text."""
 
     path: Path
     tokens: int

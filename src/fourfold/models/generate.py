@@ -40,7 +40,7 @@ class Sampling:
 
     @property
     def fault(self) -> str:
-        """What is wrong with the options; empty if nothing is."""
+        """The first invalid option and its rule; empty if all options are valid."""
         if not (isfinite(self.temperature) and self.temperature >= 0):
             return f"temperature={self.temperature} must be a number from 0 (greedy) up"
         if self.top_k is not None and self.top_k < 1:

@@ -25,7 +25,7 @@ from fourfold.planner.price import Price, Task
 from fourfold.planner.search import Plan, Space, search
 from fourfold.planner.simulate import chrome_trace
 from fourfold.policy import Overlap
-from fourfold.report.plan import write_plan_page
+from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
 from fourfold.train.config import Config
 from fourfold.train.sections import BatchSection, GridSection, Model, PlanSection, PolicySection

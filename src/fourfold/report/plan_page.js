@@ -1,4 +1,4 @@
-// Draws a plan: figures, and the panels that follow the grid which the reader selects. Formats no number.
+// The page of a plan: draws its figures, and the panels that show the grid that the reader selects. Formats no number.
 "use strict";
 (() => {
   const { data: plan, node } = fourfold;
@@ -7,7 +7,7 @@
   const AXES = Object.keys(plan.cuts);
   let selected = 0;
 
-  // an element with attributes and children; text goes in as text, never as tags
+  // Makes an element with attributes and children. Text is inserted as text, never as tags.
   const build = (space) => (tag, attributes = {}, ...children) => {
     const made = document.createElementNS(space, tag);
     for (const [key, value] of Object.entries(attributes)) {
@@ -36,8 +36,8 @@
     };
     node("selected").replaceChildren(
       html("span", {}, "Selected: ", html("b", {}, `${grid.rank}. ${grid.name}`), ` ${grid.cards[0][1]}, ${grid.against}`),
-      html("span", { class: "steps" }, step(selected - 1, "\u2039", "one faster"), step(selected + 1, "\u203a", "one slower"),
-        step(0, "best", "the best")),
+      html("span", { class: "steps" }, step(selected - 1, "\u2039", "the next faster grid"), step(selected + 1, "\u203a", "the next slower grid"),
+        step(0, "best", "the best grid")),
     );
   };
 
@@ -47,7 +47,7 @@
     const policy = grid.policy.map(([name, value]) => html("li", {}, `${name} `, html("b", {}, value)));
     const words = `${plan.command} ${grid.changes}`.split(" ").flatMap((word) => [html("span", {}, word), " "]);
     const lost = [html("p", {}, html("b", {}, "Why it is not the best: "), grid.reason || grid.against),
-      html("p", { class: "hint" }, "To run it, with the config above:"), html("pre", { class: "words" }, ...words)];
+      html("p", { class: "hint" }, "To run it with the config above:"), html("pre", { class: "words" }, ...words)];
     node("chosen").replaceChildren(
       html("p", { class: "winner small" }, ...coloured(grid)), html("dl", { class: "cards" }, ...cards),
       html("ul", { class: "policy" }, ...policy), ...(selected ? lost : []),
@@ -66,16 +66,16 @@
     const shade = ({ kind }) => `--kind:var(--kind-${kind % 8})`;
     const parts = kinds.map((part) =>
       html("i", { style: `${shade(part)};width:${100 * part.share / whole}%`, title: `${part.name}: ${part.text}` }));
-    const limit = html("b", { style: `left:${100 / whole}%`, title: "what a device can use" });
+    const limit = html("b", { style: `left:${100 / whole}%`, title: "usable memory of a device" });
     node("memory").replaceChildren(
-      html("p", { class: "hint" }, `${grid.name}: ${grid.cards.at(-1)[1]}, ${grid.cards.at(-1)[2]} that a device can use.`),
+      html("p", { class: "hint" }, `${grid.name}: ${grid.cards.at(-1)[1]}, ${grid.cards.at(-1)[2]} of usable memory.`),
       html("div", { class: "stack" }, ...parts, limit),
       html("ul", { class: "kinds" }, ...kinds.map((part) =>
         html("li", { style: shade(part) }, html("i"), part.name, " ", html("b", {}, part.text)))),
     );
   };
 
-  // the grid on its nodes: `lit` is the axis whose ring through rank `base` is drawn
+  // The grid on its nodes: draws the ring of the axis `lit` that goes through the rank `base`.
   let lit = null;
   let base = 0;
   const coords = (grid, rank) => {
@@ -101,21 +101,22 @@
       type: "button", "data-axis": axis, style: `--axis:var(--axis-${axis})`,
       onclick: light(axis), onmouseenter: light(axis), onfocus: light(axis),
     }, html("b", {}, `${axis}=${grid.sizes[axis]}`), ` ${grid.links[axis].short}`));
-    const [said, picture] = [html("p", { class: "said", "aria-live": "polite" }), html("div")];
+    const [caption, picture] = [html("p", { class: "ring-text", "aria-live": "polite" }), html("div")];
     const paint = () => {
       buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.axis === lit)));
       const group = lit ? ring(grid, lit) : [];
       const drawn = drawNodes(grid, axes, group, host.clientWidth, (rank) => { base = rank; paint(); });
       picture.replaceChildren(drawn.picture);
       const unseen = group.filter((rank) => rank >= drawn.ranks).length;
-      said.textContent = lit === null ? "One device: nothing is communicated." :
-        `${lit} cuts ${plan.cuts[lit]}. ${grid.links[lit].text}. Drawn: the ring through rank ${base}` +
+      caption.textContent = lit === null ? "With one device nothing is communicated." :
+        (plan.cuts[lit] ? `${lit} cuts ${plan.cuts[lit]}. ` : "") +
+        `${grid.links[lit].text}. The ring through rank ${base} is drawn` +
         (unseen ? `; ${unseen} of its ${group.length} ranks are on nodes that are not drawn.` : ".");
     };
     host.replaceChildren(
-      html("p", { class: "hint" }, "Point at an axis to see one of its rings; select a device to see the ring through it."),
-      html("div", { class: "axes-row" }, ...buttons), said, picture,
-      html("p", { class: "hint" }, `In a device: its rank and, below, its coordinates on ${axes.join(", ") || "no axis"}.`),
+      html("p", { class: "hint" }, "Point at an axis to see one of its rings. Select a device to see the ring through it."),
+      html("div", { class: "axes-row" }, ...buttons), caption, picture,
+      html("p", { class: "hint" }, `Each device shows its rank and, below it, its coordinates on ${axes.join(", ") || "no axis"}.`),
     );
     paint();
   };
@@ -133,7 +134,7 @@
     const down = Math.ceil(Math.min(plan.perNode, plan.devices) / columns) * (high + gap) - gap + 2 * pad + top;
     const all = Math.ceil(plan.devices / plan.perNode);
     const inRow = Math.max(1, Math.floor((width + 16) / (across + 16)));
-    // whole rows, about 64 devices, fewer on a phone; the last place says how many nodes are left
+    // Whole rows with about 64 devices, fewer on a phone. The last place says how many nodes are not drawn.
     const places = Math.max(1, Math.ceil((width > 600 ? 64 : 32) / plan.perNode / inRow)) * inRow;
     const shown = all <= places ? all : Math.max(1, places - 1);
     const corner = (place) => [(place % inRow) * (across + 16), Math.floor(place / inRow) * (down + 14)];
@@ -175,10 +176,10 @@
       ...boxes, ...line, ...devices, ...more) };
   };
 
-  // rows in pages, with a filter: every word must occur, and x=2 does not find x=24
+  // A table in pages, with a filter: every word must occur in a row, and x=2 does not match x=24.
   const paged = (host, heads, rows, { size = 25, pick = null } = {}) => {
     let [page, found] = [0, rows.map((_, place) => place)];
-    const [head, body, told] = [html("tr", {}, ...heads.map((name) => html("th", {}, name))), html("tbody"), html("span")];
+    const [head, body, status] = [html("tr", {}, ...heads.map((name) => html("th", {}, name))), html("tbody"), html("span")];
     const show = () => {
       const last = Math.max(0, Math.ceil(found.length / size) - 1);
       page = Math.min(Math.max(page, 0), last);
@@ -187,11 +188,11 @@
         const here = pick && place === selected ? { class: "picked" } : {};
         return html("tr", { ...act, ...here }, ...rows[place].map((cell) => html("td", {}, cell)));
       }));
-      told.textContent = found.length ? `${page * size + 1} to ${Math.min(found.length, (page + 1) * size)} of ${found.length}` : "none";
-      [back.disabled, on.disabled] = [page === 0, page === last];
+      status.textContent = found.length ? `${page * size + 1} to ${Math.min(found.length, (page + 1) * size)} of ${found.length}` : "none";
+      [back.disabled, next.disabled] = [page === 0, page === last];
     };
     const turn = (by, text, label) => html("button", { type: "button", "aria-label": label, onclick: () => { page += by; show(); } }, text);
-    const [back, on] = [turn(-1, "\u2039", "back"), turn(1, "\u203a", "on")];
+    const [back, next] = [turn(-1, "\u2039", "previous page"), turn(1, "\u203a", "next page")];
     const filter = html("input", { type: "search", placeholder: "filter, such as x=2 block", "aria-label": "filter", oninput: () => {
       const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
       const text = (place) => ` ${rows[place].join(" ").toLowerCase()} `;
@@ -199,7 +200,7 @@
       [page, found] = [0, rows.map((_, place) => place).filter(holds)];
       show();
     } });
-    host.replaceChildren(html("div", { class: "pages" }, filter, html("span", { class: "steps" }, told, " ", back, on)),
+    host.replaceChildren(html("div", { class: "pages" }, filter, html("span", { class: "steps" }, status, " ", back, next)),
       html("div", { class: "scroll tall" }, html("table", {}, html("thead", {}, head), body)));
     show();
     return show;
@@ -215,7 +216,7 @@
     mark();
     [showBar, showChosen, showMemory, showNodes].forEach((panel) => panel(grid));
     node("other").textContent = selected && figures.timeline ?
-      `The plan holds the timeline of its best grid only, so this is still ${grids[0].name} and not ${grid.name}.` : "";
+      `The plan has the timeline of its best grid only: this is ${grids[0].name}, not ${grid.name}.` : "";
     refresh();
     document.documentElement.dataset.selected = grid.name;
   };
@@ -230,12 +231,13 @@
     try {
       await navigator.clipboard.writeText(source.textContent);
       button.textContent = "copied";
-    } catch { // not allowed here: the reader copies what is selected
+    } catch { // the browser does not allow it here: select the text, so that the reader can copy it
       getSelection().selectAllChildren(source);
       button.textContent = "selected";
     }
     setTimeout(() => { button.textContent = "copy"; }, 2000);
   }));
+  // Without WebGL, as in some remote desktops, the points are drawn as SVG.
   if (!document.createElement("canvas").getContext("webgl")) {
     figures.tradeoff?.traces.forEach((trace) => { trace.type = "scatter"; });
   }

@@ -1,4 +1,4 @@
-// Draws the figures, follows the colour scheme, zooms figures together, colours the neighbours of a rank.
+// The page of a run: draws its figures, zooms them together, and colours the ranks that a rank communicates with.
 "use strict";
 (() => {
   const { data: figures, node } = fourfold;
@@ -12,6 +12,7 @@
     return fourfold.draw(name, { ...figures[name], layout: { ...layout, yaxis } }, byStep.includes(name));
   };
 
+  // Zooming one figure zooms the others; `following` stops their own events from starting it all over.
   let following = false;
   const follow = (source, change) => {
     if (following) {
@@ -32,6 +33,7 @@
     }
   };
 
+  // The ranks that differ from the one under the pointer on a single axis get the colour of that axis.
   const watchRanks = (grid) => {
     const axes = grid.dataset.axes.split(" ");
     const ranks = [...grid.querySelectorAll(".rank")];
