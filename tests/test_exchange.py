@@ -391,24 +391,24 @@ def test_a_head_that_is_missing(gpt2: Path, tmp_path: Path) -> None:
     ("name", "changes", "why"),
     [
         ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu': .* in its tanh form"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True: scores"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True: all layers"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False: scores"),
-        ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3: dropout is one number"),
+        ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3: all dropouts must be equal"),
         ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config: its weights are packed"),
-        ("gpt2", {"auto_map": {"AutoModel": "a.b"}}, "auto_map: the folder brings code of its own"),
-        ("gpt2", {"model_type": "gpt3"}, "model_type='gpt3' is not understood"),
+        ("gpt2", {"auto_map": {"AutoModel": "a.b"}}, "auto_map: the folder has code of its own"),
+        ("gpt2", {"model_type": "gpt3"}, "model_type='gpt3' cannot be read"),
         ("mistral", {"max_position_embeddings": "many", "sliding_window": 32}, "max_position_embeddings=many"),
         ("llama", {"rope_parameters": {"rope_theta": "wide"}}, 'rope_theta = "wide"; it must be a number'),
         ("gpt2", {"n_layer": "two"}, 'layers = "two"; it must be a whole number'),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*: rotary angles are not scaled"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "'llama3'.*rotary angles"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotary positions turn whole heads"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotary positions rotate whole heads"),
         ("llama", {"attention_bias": True}, "attention_bias=True, mlp_bias=False: biases"),
         ("mistral", {"sliding_window": 32}, "sliding_window=32: .* max_position_embeddings=64; lower that to 32"),
-        ("mistral", {"attention_bias": True, "mlp_bias": True}, "model_type='mistral' has no biases on all layers"),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}, "model_type='mistral' does not have biases"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32}, "sliding_window=32"),
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual=True"),
-        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary positions turn whole heads"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary positions rotate whole heads"),
         ("gpt_neox", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
     ids=str,
@@ -427,7 +427,7 @@ def test_harmless_values_are_read(tmp_path: Path) -> None:
     keys = dict(sliding_window=64, rope_scaling=rope, novelty=3)
     made = import_model(edit(mistral, **keys), tmp_path / "run")
     assert made.config.model.rope_theta == 700.0
-    assert made.notes[0] == "not read, for they are not known here: novelty"
+    assert made.notes[0] == "not read, because Fourfold does not know them: novelty"
 
 
 def test_folders_that_are_not_whole_are_refused(gpt2: Path, tmp_path: Path) -> None:
