@@ -405,7 +405,7 @@ def test_a_head_that_is_missing(gpt2: Path, tmp_path: Path) -> None:
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: rotary positions rotate whole heads"),
         ("llama", {"attention_bias": True}, "attention_bias=True, mlp_bias=False: biases"),
         ("mistral", {"sliding_window": 32}, "sliding_window=32: .* max_position_embeddings=64; lower that to 32"),
-        ("mistral", {"attention_bias": True, "mlp_bias": True}, "does not have biases on all layers"),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}, "model_type='mistral' does not have biases"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 32}, "sliding_window=32"),
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual=True"),
         ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary positions rotate whole heads"),
