@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +14,16 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from fourfold import comm
+from fourfold.arriving import local_of
 from fourfold.axes import AXES
+from fourfold.checkpoint.load import load_weights
+from fourfold.checkpoint.save import save_weights
 from fourfold.environment import Environment, first_node, set_master_address
 from fourfold.grid import Grid, Shape, _fewest_cores, shapes_of
 from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Spec
+from fourfold.nn.layer import specs_of
 from fourfold.policy import Policy
+from harness import RankFailed, join_shards
 
 ORDERS = [
     ("x", "y", "z", "data"),
@@ -254,3 +260,63 @@ def test_ranks_that_may_run_on_the_same_cores_share_them() -> None:
     assert _fewest_cores([shared]) == "4.0"
     assert _fewest_cores([shared, pinned]) == "2.0"
     assert _fewest_cores([shared, shared, shared, shared, pinned]) == "1.0"
+
+
+def wholes(model: torch.nn.Module, grid: Grid) -> list[torch.Tensor]:
+    specs = specs_of(model)
+    return [
+        join_shards(local_of(parameter).detach(), specs[name], grid) for name, parameter in model.named_parameters()
+    ]
+
+
+def train_in_parts(parts: list[list[int]], folder: str) -> float | None:
+    """Train one step on this rank's part of the job, save, load; return the largest difference from one process."""
+    shape = Shape(x=2)
+    grid = Grid.over_parts(shape, parts)
+    if grid is None:
+        return None
+    number = next(index for index, ranks in enumerate(parts) if torch.distributed.get_rank() in ranks)
+    tokens = torch.arange(32).view(4, 8) + number  # every part has data of its own
+
+    def step(on: Grid) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+        model = ff.models.build("gpt-tiny", on, dtype=torch.float64, seed=number)
+        optimizer = ff.optim.AdamW(model, lr=0.1)
+        loss = model(ff.local_rows(tokens, on), ff.local_rows(tokens, on))
+        loss.backward()
+        norm = ff.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return model, [loss.detach(), norm, *wholes(model, on)]
+
+    model, found = step(grid)
+    folder = f"{folder}/{number}"
+    save_weights(model, folder)
+    other = ff.models.build("gpt-tiny", grid, dtype=torch.float64, seed=99)
+    load_weights(other, folder)
+    grid.agree("the part", str(number))  # would fail if it reached beyond the part
+    _, expected = step(Grid.alone())
+    found += wholes(other, grid)
+    expected += expected[2:]
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[1, 3]]], ids=str)
+def test_a_grid_over_a_part_of_the_job_concerns_its_own_ranks_alone(ranks, tmp_path: Path, parts) -> None:
+    members = {rank for part in parts for rank in part}
+    for rank, error in enumerate(ranks(4).run(train_in_parts, parts, str(tmp_path))):
+        assert (error is not None) == (rank in members)
+        assert error is None or error < 1e-10  # law 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[0, 1], [1, 2]], "at most once"),
+        ([[0, 9]], "at most once"),
+        ([[1, 0]], "in increasing order"),
+        ([[0, 1, 2]], "lists 2 ranks"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_on_every_rank(ranks, parts, message: str) -> None:
+    with pytest.raises(RankFailed, match=message) as failed:
+        ranks(4).run(train_in_parts, parts, "")
+    assert len(failed.value.errors) == 4

@@ -290,7 +290,8 @@ def from_first(tensor: Tensor, grid: Grid) -> Tensor:
         return tensor
     mine = tensor.clone() if grid.rank == 0 else torch.zeros_like(tensor)
     with typed_errors("giving a tensor of rank 0 to all ranks"):
-        dist.all_reduce(mine)
+        for axis in grid.shape.several:
+            _launch_all_reduce(mine, Link(grid.group(axis)))()
     return mine
 
 

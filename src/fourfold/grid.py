@@ -191,13 +191,13 @@ class Grid:
     ) -> None:
         """Take the size of each axis by name, `Grid(x=2, z=2)`, or in the order of AXES; the others have one rank."""
         _join(device, timeout)
-        self.channel = Channel("grid")
+        job = Channel("grid")
         shape = _checked_shape(sizes, named, order)
         if isinstance(shape, Shape):
-            agree(self.channel, "the grid", f"{shape} on {_device(device).type}")
-            self._place(shape, dist.get_rank(), device, timeout)
+            agree(job, "the grid", f"{shape} on {_device(device).type}")
+            self._place(shape, range(shape.world), device, timeout, job)
         else:
-            agree(self.channel, "the grid", str(shape), fault=shape)
+            agree(job, "the grid", str(shape), fault=shape)
 
     @classmethod
     def of_shape(
@@ -207,44 +207,85 @@ class Grid:
         return cls(**shape.sizes, order=shape.order, device=device, timeout=timeout)
 
     @classmethod
+    def over_parts(
+        cls,
+        shape: Shape,
+        parts: Sequence[Sequence[int]],
+        *,
+        device: str | torch.device | None = None,
+        timeout: timedelta | None = None,
+    ) -> Grid | None:
+        """Make a grid of this shape over each of several parts of the job; return the one that this rank is on.
+
+        Each part lists ranks of the job in increasing order; a rank is in one part at most and gets None if it is in
+        none. All ranks of the job call this with the same parts: torch makes process groups with all ranks of the job,
+        members or not, in the same order. Whatever takes a grid (models, gradients, norms, checkpoints, agreement)
+        then concerns the ranks of its part alone.
+        """
+        _join(device, timeout)
+        job = Channel("grid")
+        agree(job, "the parts of the job", f"{shape} over {[list(ranks) for ranks in parts]}", _misfit(shape, parts))
+        own = None
+        for ranks in parts:
+            grid = cls.__new__(cls)
+            grid._place(shape, ranks, device, timeout, job)
+            own = grid if dist.get_rank() in ranks else own
+        return own
+
+    @classmethod
     def alone(cls, device: str | torch.device | None = None) -> Grid:
-        """A grid of this process by itself, also inside a larger job; it never communicates."""
+        """Make a grid of this process by itself, also inside a larger job; it never communicates."""
         _join(device, None)
+        here = dist.get_rank()
         grid = cls.__new__(cls)
-        grid.channel = Channel("grid", (dist.get_rank(),))
-        grid._place(Shape(), 0, device)
+        grid._place(Shape(), (here,), device, None, Channel("grid", (here,)))
         return grid
 
     def _place(
-        self, shape: Shape, rank: int, device: str | torch.device | None, timeout: timedelta | None = None
+        self,
+        shape: Shape,
+        ranks: Sequence[int],
+        device: str | torch.device | None,
+        timeout: timedelta | None,
+        job: Channel,
     ) -> None:
+        """Put this process on the grid, or help to make the groups of a grid that it is not on."""
         self.shape = shape
-        self.rank = rank
-        self.coords = shape.coords(rank)
+        self.ranks = tuple(ranks)
+        """The ranks of the job that are on the grid: number n of the grid is rank `ranks[n]` of the job."""
         self.device = _device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        member = dist.get_rank() in self.ranks
+        alone = shape.world == 1
+        if alone and not member:
+            return
+        with typed_errors(f"making the groups of the grid {shape}"):
+            self.mesh = DeviceMesh(self.device.type, self._mesh_ranks(), mesh_dim_names=AXES, _init_backend=not alone)
+            self._groups = {} if alone else self._lanes(timeout, job, member=member)
+        if not member:
+            return
+        self.rank = self.ranks.index(dist.get_rank())
+        self.coords = shape.coords(self.rank)
+        self.channel = Channel("grid", self.ranks)
         self.ledger = Ledger()
         self.tags = {axis: itertools.count() for axis in AXES}
         """Numbers for messages; the ranks along an axis launch in the same order and so count alike."""
         self.muted = False
         """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
-        alone = shape.world == 1
-        with typed_errors(f"making the groups of the grid {shape}"):
-            self.mesh = DeviceMesh(
-                self.device.type,
-                torch.full([1] * len(AXES), dist.get_rank()) if alone else shape.mesh_ranks(),
-                mesh_dim_names=AXES,
-                _init_backend=not alone,
-            )
         # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
         self.mesh._thread_id = -next(self._made)
-        self._groups = {} if alone else self._lanes(timeout)
         derive_quickly()
         self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
 
-    def _lanes(self, timeout: timedelta | None) -> dict[tuple[str, str], dist.ProcessGroup]:
-        """The group of each lane along each axis.
+    def _mesh_ranks(self) -> torch.Tensor:
+        """Return the ranks of the job by coordinates, one dim per axis."""
+        return torch.tensor(self.ranks)[self.shape.mesh_ranks()]
+
+    def _lanes(
+        self, timeout: timedelta | None, job: Channel, *, member: bool
+    ) -> dict[tuple[str, str], dist.ProcessGroup]:
+        """Make the group of each lane along each axis, on all ranks of the job in the same order.
 
         On a GPU their kernels go before computation, which otherwise keeps them from starting; the mesh's own groups
         have no such streams and are left to DTensors. On the CPU gathers take the mesh's.
@@ -252,29 +293,28 @@ class Grid:
         groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         on_gpu = self.device.type == "cuda" and dist.get_backend() != "fake"
         two = self.shape.two_lanes
-        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank(self.channel) < CORES_FOR_TWO_LANES:
+        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank(job) < CORES_FOR_TWO_LANES:
             two = ()
         for axis in AXES:
-            group = self.mesh.get_group(axis)
-            if timeout is not None:  # the mesh makes its groups with torch's default
+            group = self.mesh.get_group(axis) if member else None
+            if timeout is not None and group is not None:  # the mesh makes its groups with torch's default
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
             if on_gpu and self.size(axis) > 1:
                 group = self._new_group(axis, timeout)
-            groups[axis, "gather"] = groups[axis, "reduce"] = group
-            if axis in two and dist.get_backend() != "fake":
-                groups[axis, "reduce"] = self._new_group(axis, timeout)
+            reduce = self._new_group(axis, timeout) if axis in two and dist.get_backend() != "fake" else group
+            if group is not None and reduce is not None:
+                groups[axis, "gather"], groups[axis, "reduce"] = group, reduce
         return groups
 
-    def _new_group(self, axis: str, timeout: timedelta | None) -> dist.ProcessGroup:
-        lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
+    def _new_group(self, axis: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+        """Make a group for every line of ranks along an axis; return this rank's, or None if it is on no line."""
+        lines = self._mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            with typed_errors(f"making groups along {axis}"):
-                made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
+            made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
         else:
-            with typed_errors(f"making groups along {axis}"):
-                made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
-        return cast(dist.ProcessGroup, made)  # every rank is in one of the lines
+            made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
+        return cast("dist.ProcessGroup | None", made)
 
     @staticmethod
     def of(parameter: torch.Tensor) -> Grid:
@@ -374,6 +414,20 @@ def _checked_shape(sizes: Sequence[int], named: Mapping[str, int], order: Sequen
             f"start {shape.world} ranks or choose sizes whose product is {world}"
         )
     return shape
+
+
+def _misfit(shape: Shape, parts: Sequence[Sequence[int]]) -> Exception | None:
+    """Return why no grid of this shape lies over each of these parts of the job."""
+    known = range(dist.get_world_size())
+    listed = [rank for ranks in parts for rank in ranks]
+    for ranks in parts:
+        if len(ranks) != shape.world or list(ranks) != sorted(ranks):
+            return ValueError(f"a part of the job for {shape} lists {shape.world} ranks in increasing order: {ranks}")
+    if len(set(listed)) != len(listed) or not set(listed) <= set(known):
+        return ValueError(
+            f"parts of a job of {len(known)} ranks list each rank below {len(known)} at most once: {parts}"
+        )
+    return None
 
 
 def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
