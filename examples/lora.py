@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         parser.error("--model and --text must be given together")
     grid = ff.Grid(**given.grid)
     sizes = dict(steps=given.steps, rows=given.rows, seq=given.seq)
-    out = grid.hear(given.out or tempfile.mkdtemp())
+    out = grid.broadcast_text(given.out or tempfile.mkdtemp())
     losses = train(grid, out, given.model, given.text, learning_rate=given.learning_rate, **sizes)
     if grid.rank == 0:
         print(f"{grid}: losses {losses[0]:.4f} to {losses[-1]:.4f}; adapters in {out}")

@@ -30,7 +30,7 @@ def train(given: argparse.Namespace, grid: ff.Grid) -> list[float]:
     schedule = ff.optim.Schedule(given.learning_rate, steps=given.steps, warmup=min(10, given.steps))
     saver, losses, done = Saver(grid, given.out), [], 0
     text = dict(tokenizer=load_tokenizer(given.tokenizer), cache=given.out / "data")
-    grid.first_alone("reading the text", lambda: open_source(given.data, **text))  # rank 0 tokenizes it into a file
+    grid.run_on_rank0("reading the text", lambda: open_source(given.data, **text))  # rank 0 tokenizes it into a file
     source, sizes = open_source(given.data, **text), dict(rows=given.rows, seq=given.seq, vocab=model.config.vocab)
     with Loader([source], None, grid, **sizes) as loader:
         if (newest := Checkpoints(given.out).newest()) is not None:

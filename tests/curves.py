@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
+from fourfold.params import local_of
 from fourfold.train.config import Config, read_config, resolve
 from fourfold.train.loop import Run
 from fourfold.train.record import Kept

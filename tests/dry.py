@@ -55,7 +55,7 @@ class Case:
 CASES = [
     Case(Shape(4, 2, 4, 2), rank=37, config=LLAMA),
     Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap.off(halves=2)), rank=5, micro_steps=2),
-    Case(Shape(data=16), ff.Policy(compute=BF16, reduce=BF16), rank=15, optimizer=True),
+    Case(Shape(data=16), ff.Policy(compute_dtype=BF16, reduce_dtype=BF16), rank=15, optimizer=True),
     Case(
         Shape(3, 2, 5, 7, order=("z", "data", "x", "y")),
         ff.Policy(shard_optimizer=True),
@@ -66,12 +66,12 @@ CASES = [
     ),
     Case(
         Shape(8, 4, 8, 4),
-        ff.Policy("replicated", compute=BF16, recompute="block", loss_chunk=700),
+        ff.Policy("replicated", compute_dtype=BF16, recompute="block", loss_chunk=700),
         rank=1023,
         config=LLAMA,
     ),
-    Case(Shape(16, 1, 64, 16), ff.Policy(compute=BF16, recompute="attention", keep_gathered=True), rank=9000),
-    Case(Shape(8, 2, 64, 16), ff.Policy(compute=BF16, recompute="block", shard_optimizer=True), optimizer=True),
+    Case(Shape(16, 1, 64, 16), ff.Policy(compute_dtype=BF16, recompute="attention", keep_gathered=True), rank=9000),
+    Case(Shape(8, 2, 64, 16), ff.Policy(compute_dtype=BF16, recompute="block", shard_optimizer=True), optimizer=True),
 ]
 
 

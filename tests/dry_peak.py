@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
+from fourfold.params import local_of
 from fourfold.planner.kept import Alive
 from fourfold.policy import Policy
 

@@ -18,10 +18,10 @@ from torch.nn import functional
 
 import fourfold as ff
 import plain
-from fourfold.arriving import local_of
 from fourfold.axes import AXES
 from fourfold.grid import Shape, shapes_of
 from fourfold.ledger import Collective
+from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from harness import grid_of
 
@@ -305,7 +305,7 @@ def rotating_cases() -> list[Case]:
         rare = 0.4 if world <= 4 else 0.1
         for number, plain_shape in enumerate(shapes_of(world)):
             shape = plain_shape.reordered(tuple(draw.sample(AXES, len(AXES))))
-            both = world < 8 or len(shape.several) == 3
+            both = world < 8 or len(shape.used_axes) == 3
             for activations in modes if both else [modes[number % 2]]:
                 options = {name: draw.random() < (rare if name in DOUBLING else 0.5) for name in NAMES}
                 cases.append(Case(shape, activations, Options(**options)))

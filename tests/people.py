@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from fourfold.wrap import whole_tensors
 from fourfold.wrap.grid_tensor import GridTensor

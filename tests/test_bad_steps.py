@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.cli import main
 from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Shape
 from fourfold.optim import AdamW
+from fourfold.params import local_of
 from fourfold.train.bad_steps import MIN_LOSSES, WINDOW, Spikes, StepJudge
 from fourfold.train.checkpoints import PASSED_OVER
 from fourfold.train.loop import Run

@@ -292,7 +292,7 @@ def fail_on_one_rank() -> tuple[str, Failure]:
             raise OSError("no space")
 
     try:
-        grid.together("writing", act)
+        grid.run_together("writing", act)
     except FailedElsewhereError as error:
         return str(error), error.failure
     except OSError as error:

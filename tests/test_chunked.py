@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
+from fourfold.params import local_of
 from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import Largest, grid_of

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import fourfold as ff
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.optim import AdamW
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import grid_of
 

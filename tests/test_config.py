@@ -51,14 +51,17 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     **{f"grid.{axis}": (2, "2", WHOLE) for axis in ("x", "y", "z", "data")},
     "grid.order": (["z", "x", "y", "data"], ["z", "x", "y", "date"], '"x", "y", "z", "data"'),
     "policy.dtype": ("fp64", "fp46", f'"auto", {DTYPES}'),
-    "policy.reduce": ("bf16", "bf61", DTYPES),
+    "policy.reduce_dtype": ("bf16", "bf61", DTYPES),
     "policy.activations": ("replicated", "replicate", '"sharded", "replicated"'),
     "policy.recompute": ("block", "blocks", '"none", "attention", "block"'),
     **{f"policy.{name}": (True, "true", FLAG) for name in ("keep_gathered", "keep_weights", "shard_optimizer")},
     "policy.loss_chunk": (64, 64.0, WHOLE),
     "policy.bucket_bytes": (1 << 20, True, WHOLE),
     "policy.compile": (False, "autos", '"auto"'),
-    **{f"overlap.{name}": (False, "false", FLAG) for name in ("prefetch", "defer", "behind_products", "data")},
+    **{
+        f"overlap.{name}": (False, "false", FLAG)
+        for name in ("prefetch", "defer", "wgrad_behind_messages", "reduce_early")
+    },
     "overlap.halves": (2, "2", WHOLE),
     "overlap.bytes_in_flight": (1 << 20, 1e6, WHOLE),
     "data.sources": ([{"path": "a.txt"}], "a.txt", "a list"),

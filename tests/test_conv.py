@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid, Shape, shapes_of
 from fourfold.ledger import Collective
@@ -25,6 +24,7 @@ from fourfold.nn.channels import Channels, convert
 from fourfold.nn.conv import Conv, GroupedConv
 from fourfold.nn.convolve import Geometry
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from harness import grid_of, join_shards
 

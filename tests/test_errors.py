@@ -357,7 +357,7 @@ def test_ranks_of_one_place_must_read_the_same_rows(ranks) -> None:
 def test_mixed_precision_is_a_policy() -> None:
     model = ff.models.build("gpt-tiny", Grid.alone("cpu"))
     tokens = torch.arange(8).view(1, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="Policy\\(compute="):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="Policy\\(compute_dtype="):
         model(tokens, tokens)
     with pytest.raises(ValueError, match="parameter of a Fourfold module"):
         plain = torch.nn.Linear(2, 2)

@@ -11,9 +11,9 @@ import torch
 from torch.distributed import checkpoint
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Shape
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
 from parity import rotating_cases

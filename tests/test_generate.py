@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.models.generate import NO_CHOICE, Sampling, generate
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import DEVICE, grid_of
 from share import share

@@ -11,10 +11,9 @@ import torch
 from torch.distributed.tensor import Partial
 
 import fourfold as ff
-from fourfold.arriving import local_of
-from fourfold.buckets import fill_buckets
-from fourfold.gradients import grad_norm
+from fourfold.gradients import fill_buckets, grad_norm
 from fourfold.grid import Shape
+from fourfold.params import local_of
 from harness import RankFailed, grid_of
 
 GRID = Shape(x=2, data=2)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.axes import AXES
 from fourfold.checkpoint.load import load_weights
 from fourfold.checkpoint.save import save_weights
@@ -22,6 +21,7 @@ from fourfold.environment import Environment, first_node, set_master_address
 from fourfold.grid import Grid, Shape, _fewest_cores, shapes_of
 from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Spec
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import RankFailed, join_shards
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 import fourfold as ff
 import plain
-from fourfold.arriving import local_of
 from fourfold.gradients import grad_norm
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Init, inner, rest
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
 

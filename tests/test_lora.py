@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from families import VOCAB, Case, batch, build
-from fourfold.arriving import local_of
 from fourfold.grid import Shape
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.policy import Policy
 from fourfold.wrap import whole_tensors
 from harness import grid_of

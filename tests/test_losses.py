@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import fourfold as ff
 from families import Widened
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
+from fourfold.params import local_of
 from fourfold.wrap import whole_tensors
 from harness import grid_of, join_shards
 from share import share

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
 from fourfold.optim import AdamW, Schedule
+from fourfold.params import local_of
 from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import grid_of, join_shards

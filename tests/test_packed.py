@@ -16,9 +16,9 @@ from torch.nn import functional
 
 import fourfold as ff
 import plain
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import grid_of, join_shards

@@ -212,11 +212,11 @@ def try_policies(shape: Shape) -> dict[str, float]:
         torch.manual_seed(0)
         wide = ff.parallelize(kind(), grid)
         torch.manual_seed(0)
-        narrow = ff.parallelize(kind(), grid, policy=Policy(compute=torch.bfloat16))
+        narrow = ff.parallelize(kind(), grid, policy=Policy(compute_dtype=torch.bfloat16))
         inputs = rows_of(grid, 5, size, dtype=torch.float32)
         expected = gradients_with(wide, grid, inputs)
         with torch.autocast(grid.device.type, torch.bfloat16):
-            both = ff.parallelize(build(kind).float(), grid, policy=Policy(compute=torch.bfloat16))
+            both = ff.parallelize(build(kind).float(), grid, policy=Policy(compute_dtype=torch.bfloat16))
             under = gradients_with(both, grid, inputs)
         for label, (loss, gradients) in (("bf16", gradients_with(narrow, grid, inputs)), ("autocast", under)):
             worst = max(

@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import Layer, assemble
+from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from harness import RankFailed, grid_of
 

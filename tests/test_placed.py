@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fourfold.grid import Grid, Shape
 from fourfold.nn.embedding import Head
-from fourfold.nn.moment import drawing
+from fourfold.nn.rng import seeded
 from fourfold.policy import Policy
 from fourfold.wrap.context import ModelContext
 from fourfold.wrap.grid_tensor import RULES, GridTensor, distribute, to_whole
@@ -34,9 +34,9 @@ TOLERANCE = 1e-12
 def compare(label: str, context: ModelContext, kind: str, call: Callable[[Operands], Any], seed: int) -> list[str]:
     """How the two sides differ."""
     expected_in, found_in = Operands(seed, kind, None), Operands(seed, kind, context)
-    with drawing(seed, torch.device("cpu")):
+    with seeded(seed, torch.device("cpu")):
         expected = leaves_of(call(expected_in))
-    with drawing(seed, torch.device("cpu")):
+    with seeded(seed, torch.device("cpu")):
         found = leaves_of(call(found_in))
     wrong = []
     if len(expected) != len(found):
@@ -214,7 +214,7 @@ def draws(mode: str) -> dict[str, Any]:
     torch.manual_seed(context.grid.rank)
     found: dict[str, Any] = {}
     for kind in ("rest", "blocks 1", "columns", "shared 1", "fused"):
-        with drawing(7, torch.device("cpu")):  # as a model does
+        with seeded(7, torch.device("cpu")):  # as a model does
             ones = torch.ones(40, 30, 24, dtype=torch.float64)
             layout = LogitsPlacement(
                 context, 2, ("x", "y")[: 2 if mode == "sharded" else 1], Head(context.grid, context.policy, 4, 24)

@@ -135,7 +135,7 @@ def published_run(micro_steps: int, **overlaps: bool) -> tuple[Task, Choice]:
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlaps", "none"])
 def test_without_gathers_ahead_a_replay_is_the_whole_step(micro_steps: int, overlaps: bool) -> None:
-    task, choice = published_run(micro_steps, behind_products=overlaps, defer=overlaps, prefetch=False)
+    task, choice = published_run(micro_steps, wgrad_behind_messages=overlaps, defer=overlaps, prefetch=False)
     whole, found = timeline(task, choice).totals, replay.replay(task, choice)
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-9)
     assert found.compute == pytest.approx(whole.compute, rel=1e-9)

@@ -47,7 +47,7 @@ def brute_force(task: Task, devices: int) -> float:
     limit = task.machine.memory - task.machine.reserve
     best = float("inf")
     for shape, mode, lever in product(shapes_of(devices), ("sharded", "replicated"), LEVERS):
-        policy = lever.on(Policy(activations=mode, compute=task.compute, shard_optimizer=True))
+        policy = lever.on(Policy(activations=mode, compute_dtype=task.compute, shard_optimizer=True))
         places = shape.data * shape.z
         if task.rows % places or task.config.misfit(shape, policy) is not None:
             continue
@@ -93,7 +93,7 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_space_holds_still_what_it_names() -> None:
     task = Task(SMALL, load_machine("dgx-h100"), 32, 2048)
-    policy = Policy(recompute="attention", compute=torch.bfloat16)
+    policy = Policy(recompute="attention", compute_dtype=torch.bfloat16)
     order = ("z", "x", "y", "data")
     found = search(task, 8, space=Space(policies=(policy,), micro_steps=(2,), orders=(order,)), top=3)
     for each in found.ranked:

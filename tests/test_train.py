@@ -33,7 +33,6 @@ import torch
 import warm
 from curves import Curves, config_of, write_texts
 from fourfold import models
-from fourfold.arriving import local_of
 from fourfold.axes import AXES
 from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.training_state import model_shards
@@ -41,6 +40,7 @@ from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
+from fourfold.params import local_of
 from fourfold.planner.volume import Volume
 from fourfold.policy import Overlap
 from fourfold.report.run_data import read_run

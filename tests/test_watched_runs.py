@@ -10,9 +10,9 @@ import torch
 
 from curves import config_of, write_texts
 from disks import small_disk
-from fourfold.arriving import local_of
 from fourfold.errors import FailedElsewhereError, NotSavedError, ReplicasDifferError
 from fourfold.grid import Shape
+from fourfold.params import local_of
 from fourfold.train import stop as stopping
 from fourfold.train.begin import begin
 from fourfold.train.config import Config

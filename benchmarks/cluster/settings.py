@@ -28,7 +28,7 @@ POLICY = ff.Policy(keep_gathered=True)
 PUBLISHED = ff.Policy(
     activations="replicated",
     keep_gathered=True,
-    overlap=ff.Overlap(prefetch=True, defer=True, behind_products=True, halves=1, data=False),
+    overlap=ff.Overlap(prefetch=True, defer=True, wgrad_behind_messages=True, halves=1, reduce_early=False),
 )
 """The published algorithm with its overlaps."""
 FOURFOLD, PUBLISHED_KIND = OURS = "fourfold", "published"
@@ -125,7 +125,7 @@ def _spread(shape: ff.Shape, per_node: int) -> tuple[object, ...]:
     for axis in shape.order:
         found[axis] = spread_of(stride, shape.sizes[axis], shape.world, per_node)
         stride *= shape.sizes[axis]
-    return tuple(found[axis] for axis in shape.several)
+    return tuple(found[axis] for axis in shape.used_axes)
 
 
 def grids_of(setting: Setting) -> list[Line]:

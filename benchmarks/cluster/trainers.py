@@ -18,8 +18,8 @@ from torch import Tensor
 import fourfold as ff
 from benchmarks.cluster.trainer_base import ADAMW_LEARNING_RATE, MAX_NORM, Groups, Trainer
 from benchmarks.shared.workloads import Workload
-from fourfold.arriving import local_of
 from fourfold.optim import AdamW
+from fourfold.params import local_of
 
 AXES_OF = {
     "fourfold": ("x", "y", "z", "data"),
@@ -67,7 +67,7 @@ def make_trainer(
     shape = layout if isinstance(layout, ff.Shape) else ff.Shape(**layout)
     if kind not in AXES_OF:
         raise ValueError(f"there is no trainer {kind!r}; choose one of {', '.join(AXES_OF)}")
-    if unused := [axis for axis in shape.several if axis not in AXES_OF[kind]]:
+    if unused := [axis for axis in shape.used_axes if axis not in AXES_OF[kind]]:
         raise ValueError(f"{kind} cannot use axis {unused[0]} of {shape}; it uses {', '.join(AXES_OF[kind])}")
     if kind == "fourfold":
         return FourfoldTrainer(workload, groups.grid(shape), policy or ff.Policy())

@@ -160,8 +160,8 @@ def _with_bubble(choice: Choice, stages: int) -> float:
 
 def megatron_policy(recompute: Recompute) -> Policy:
     """Return Megatron's policy: sequence parallelism, a sharded optimizer, no halves."""
-    overlap = Overlap(halves=1, data=True)
-    return Policy(recompute=recompute, compute=torch.bfloat16, shard_optimizer=True, overlap=overlap)
+    overlap = Overlap(halves=1, reduce_early=True)
+    return Policy(recompute=recompute, compute_dtype=torch.bfloat16, shard_optimizer=True, overlap=overlap)
 
 
 def _fits(whole: Task, choice: Choice, stages: int) -> bool:

@@ -31,7 +31,7 @@ from benchmarks.shared.models import build_on_device
 from benchmarks.shared.rank_pool import RankPool, multi_process_service
 from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Workload
-from fourfold.arriving import local_of
+from fourfold.params import local_of
 from fourfold.planner.kept import Alive
 from fourfold.planner.memory import peak_memory
 from fourfold.planner.share import Share
@@ -72,12 +72,12 @@ class MemoryCase:
 
 def cases_of(workload: Workload) -> list[MemoryCase]:
     return [
-        MemoryCase(ff.Shape(z=4), Policy(compute=BF16)),
-        MemoryCase(ff.Shape(z=4), Policy(compute=BF16, recompute="block")),
-        MemoryCase(ff.Shape(x=4), Policy(compute=BF16)),
-        MemoryCase(ff.Shape(x=2, z=2), Policy(compute=BF16, recompute="attention")),
-        MemoryCase(ff.Shape(x=2, y=2), Policy(compute=BF16, keep_gathered=True)),
-        MemoryCase(ff.Shape(data=4), Policy(compute=BF16, recompute="block", loss_chunk=workload.config.seq)),
+        MemoryCase(ff.Shape(z=4), Policy(compute_dtype=BF16)),
+        MemoryCase(ff.Shape(z=4), Policy(compute_dtype=BF16, recompute="block")),
+        MemoryCase(ff.Shape(x=4), Policy(compute_dtype=BF16)),
+        MemoryCase(ff.Shape(x=2, z=2), Policy(compute_dtype=BF16, recompute="attention")),
+        MemoryCase(ff.Shape(x=2, y=2), Policy(compute_dtype=BF16, keep_gathered=True)),
+        MemoryCase(ff.Shape(data=4), Policy(compute_dtype=BF16, recompute="block", loss_chunk=workload.config.seq)),
     ]
 
 

@@ -50,7 +50,7 @@ class AblationStep(NamedTuple):
     """One step of the published overlap ablation: which overlaps are on, and the seconds per batch."""
 
     name: str
-    behind_products: bool
+    wgrad_behind_messages: bool
     defer: bool
     prefetch: bool
     compute: float

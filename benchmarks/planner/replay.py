@@ -48,20 +48,22 @@ class Replay:
 
 def policy_of(*, behind_products: bool = True, defer: bool = True, prefetch: bool = True) -> Policy:
     """Return the published system's policy with some of its overlaps."""
-    overlap = Overlap(prefetch=prefetch, defer=defer, behind_products=behind_products, halves=1, data=False)
+    overlap = Overlap(
+        prefetch=prefetch, defer=defer, wgrad_behind_messages=behind_products, halves=1, reduce_early=False
+    )
     return Policy(
         activations="replicated",
         keep_gathered=True,
         keep_weights=True,
         recompute="block",
-        compute=torch.bfloat16,
-        reduce=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.bfloat16,
         overlap=overlap,
     )
 
 
 def ablated(choice: Choice, step: AblationStep) -> Choice:
-    policy = policy_of(behind_products=step.behind_products, defer=step.defer, prefetch=step.prefetch)
+    policy = policy_of(wgrad_behind_messages=step.wgrad_behind_messages, defer=step.defer, prefetch=step.prefetch)
     return replace(choice, policy=policy)
 
 

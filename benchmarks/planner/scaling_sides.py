@@ -178,8 +178,8 @@ def _inside_a_node(case: Case) -> Iterator[Shape]:
 def _torch_policies(*, keep_gathered: bool) -> Iterator[Policy]:
     """Yield FSDP's policies: with and without resharding after forward, prefetched gathers, deferred reductions, and an
     optimizer that is not sharded over replicas."""
-    overlap = Overlap(halves=1, behind_products=False)
-    base = Policy(compute=torch.bfloat16, keep_gathered=keep_gathered, overlap=overlap)
+    overlap = Overlap(halves=1, wgrad_behind_messages=False)
+    base = Policy(compute_dtype=torch.bfloat16, keep_gathered=keep_gathered, overlap=overlap)
     for recompute, keep_weights in product(RECOMPUTE, (False, True)):
         yield replace(base, recompute=recompute, keep_weights=keep_weights)
 

@@ -89,7 +89,7 @@ def _mechanisms(world: int) -> Iterator[Line]:
         if shape.x * shape.z > shape.x > 1:
             # weights sharded over TP and z, one weight prefetched, reduce-scatters deferred
             overlap = ff.Overlap(
-                prefetch=True, bytes_in_flight=1, defer=True, behind_products=False, halves=1, data=False
+                prefetch=True, bytes_in_flight=1, defer=True, wgrad_behind_messages=False, halves=1, reduce_early=False
             )
             yield Line("fourfold", shape, MEGATRON, replace(BASE, overlap=overlap))
 

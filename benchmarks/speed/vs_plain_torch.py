@@ -126,7 +126,7 @@ def plain_torch(config, tokens, targets, device, options) -> Contender:
 
 def fourfold(config, tokens, targets, device, options) -> Contender:
     grid = ff.Grid(device=device)
-    policy = Policy(compute=DTYPES[options.dtype], compile=options.compile, **options.policy)
+    policy = Policy(compute_dtype=DTYPES[options.dtype], compile=options.compile, **options.policy)
     model = ff.models.build(config, grid, policy=policy, dtype=DTYPES[options.weights])
     optimizer = ff.optim.AdamW(model, lr=1e-4)
 

@@ -54,7 +54,7 @@ class WatchedTraining:
         self.grid = ff.Grid(GRID.x, GRID.y, GRID.z, GRID.data, device=device)
         if device == "cpu":
             share_cores()
-        policy = ff.Policy(compute=torch.bfloat16 if device == "cuda" else None, shard_optimizer=True)
+        policy = ff.Policy(compute_dtype=torch.bfloat16 if device == "cuda" else None, shard_optimizer=True)
         self.model = ff.models.build(ff.models.config("llama-3-8b", **MODEL_SIZES[device]), self.grid, policy=policy)
         self.optimizer = ff.optim.AdamW(self.model, 1e-3)
         torch.manual_seed(0)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Thread
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,43 @@ from torch.nn import functional
 from fourfold.grid import Grid
 from fourfold.job import typed_errors
 from fourfold.layout import Layout, chunk
-from fourfold.ledger import Collective, Op
-from fourfold.pending import Pending, named
+from fourfold.ledger import Collective, Op, span
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Pending(Generic[T]):
+    """A collective in flight. `wait()` gives its result and may be called again."""
+
+    def __init__(self, finish: Callable[[], T], record: Collective | None = None, grid: Grid | None = None) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._record = record
+        self._grid = grid
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        if self._finish is not None:
+            if self._record is None or self._grid is None:
+                self._result = self._finish()
+            else:
+                on_gpu = self._grid.device.type == "cuda"
+                with named(self._record, "wait "), self._grid.ledger.waiting(self._record, on_gpu=on_gpu):
+                    self._result = self._finish()
+            self._finish = None  # lets go of the buffers that only the flight needed
+        return self._result  # type: ignore[return-value]
+
+    def then(self, step: Callable[[T], U]) -> Pending[U]:
+        """The same with a local step after it."""
+        return Pending(lambda: step(self.wait()))
+
+
+@contextmanager
+def named(record: Collective, doing: str = "") -> Iterator[None]:
+    """Name the collective in profiles and in the error that the backend raises inside."""
+    with typed_errors(str(record)), span(f"{doing}{record}"):
+        yield
+
 
 # torch 2.13 renamed the two; torch 2.11 has only the old names, which 2.13 warns about.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -261,7 +297,7 @@ def join(
     The first `keep` cuts stay. With `counted=False`, for comparing and inspecting outside of a training step, the
     ledger does not count it.
     """
-    with nullcontext() if counted else grid.ledger.aside():
+    with nullcontext() if counted else grid.ledger.not_counted():
         for cut in range(len(layout.cuts) - 1, keep - 1, -1):
             axis, dim = layout.cuts[cut]
             length = len(layout.outer(cut).box(shape, grid.shape.sizes, grid.coords)[dim])
@@ -290,7 +326,7 @@ def from_first(tensor: Tensor, grid: Grid) -> Tensor:
         return tensor
     mine = tensor.clone() if grid.rank == 0 else torch.zeros_like(tensor)
     with typed_errors("giving a tensor of rank 0 to all ranks"):
-        for axis in grid.shape.several:
+        for axis in grid.shape.used_axes:
             _launch_all_reduce(mine, Link(grid.group(axis)))()
     return mine
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.data.rows import local_rows
 from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of
 from fourfold.grid import Grid
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 
 
 class Stepper(Protocol):
@@ -93,11 +93,11 @@ def compare_serial(
     if gradients_of(sides[0].model).policy.shard_optimizer and grid.size("data") > 1:
         raise ValueError("a sharded optimizer cuts gradients over data; compare with shard_optimizer=False")
     # Only rank 0 has the serial model. If it fails there, it fails on all ranks, which would hang otherwise.
-    grid.first_alone("the serial model", lambda: sides.append(_Side(build, Grid.alone(grid.device), make_optimizer)))
+    grid.run_on_rank0("the serial model", lambda: sides.append(_Side(build, Grid.alone(grid.device), make_optimizer)))
     found = SerialComparison(str(grid))
     for step, (tokens, targets) in enumerate(batches):
         values = [sides[0].backward(tokens, targets, max_norm)]
-        values += grid.together(
+        values += grid.run_together(
             "the serial model",
             lambda: [side.backward(tokens, targets, max_norm) for side in sides[1:]],  # noqa: B023
         )

@@ -18,30 +18,155 @@ import copy
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
-from fourfold.ahead import in_backward
-from fourfold.arriving import local_of
 from fourfold.axes import AXES, BATCH
-from fourfold.buckets import Bucket, fill_buckets
+from fourfold.comm import Pending
+from fourfold.engine import Engine, in_backward
 from fourfold.grid import Grid
-from fourfold.hooks import Hooks
 from fourfold.layout import GATHERED, Spec, chunk
-from fourfold.optimizers import refuse_unfit_optimizers
-from fourfold.overlap import Engine
-from fourfold.parameter import ShardedParameter, adopt, leaf_of, own_storage
-from fourfold.pending import Pending
+from fourfold.optimizer_checks import refuse_unfit_optimizers
+from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
 from fourfold.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that owe the same sums and travel in one message."""
+
+    owes: tuple[str, ...]
+    names: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def span(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[-1]} .. {self.names[0]}"
+
+    @property
+    def label(self) -> str:
+        return f"gradients {self.span}"
+
+
+def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int) -> list[Bucket]:
+    """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
+
+    Gradients of one dtype that owe the same share one, last ones first, as backward makes them; a bucket is closed when
+    the next gradient would take it past `bucket_bytes`. Those that backward completes first come first.
+    """
+    buckets: list[Bucket] = []
+    open_for: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
+    for name, owes, dtype, nbytes in reversed(gradients):
+        at = open_for.get((owes, dtype))
+        if at is None or buckets[at].nbytes + nbytes > bucket_bytes:
+            open_for[owes, dtype] = len(buckets)
+            buckets.append(Bucket(owes, (name,), nbytes))
+        else:
+            buckets[at] = Bucket(owes, (*buckets[at].names, name), buckets[at].nbytes + nbytes)
+    place = {name: index for index, (name, *_) in enumerate(reversed(gradients))}
+    return sorted(buckets, key=lambda bucket: place[bucket.names[-1]])
+
+
+class DeferredHook:
+    """A hook in torch's table of them. Does nothing when autograd calls it; the user's handle removes it as ever."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *_: object) -> None:
+        return
+
+
+class ParameterHooks:
+    """The hooks on the parameters of one model."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.leaves: dict[nn.Parameter, Node] = {}
+        """Where autograd would leave the gradients of trained parameters. They are held here: autograd forgets such a
+        node, and its hooks, if nobody holds it."""
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+        """Complete gradients of earlier passes, which hooks on this pass's gradients do not see."""
+
+    def defer(self) -> None:
+        """A backward pass begins: autograd is about to call hooks."""
+        for parameter in self.parameters.values():
+            for table in (on_gradient(parameter), after(parameter)):
+                for number, hook in table.items():
+                    if not isinstance(hook, DeferredHook):
+                        table[number] = DeferredHook(hook)
+
+    def left_out(self) -> set[nn.Parameter]:
+        """Parameters to which the backward pass that runs now leads no gradient: `backward(inputs=...)` leaves some
+        out, `torch.autograd.grad(loss, inputs)` all."""
+        trained = [(p, leaf) for p, leaf in self.leaves.items() if p.requires_grad]
+        try:
+            return {parameter for parameter, leaf in trained if not torch._C._will_engine_execute_node(leaf)}
+        except RuntimeError as error:
+            raise RuntimeError(
+                "torch.autograd.grad(loss, parameters) cannot return gradients of parameters on a grid, which are "
+                "summed over ranks when backward ends; call loss.backward(inputs=parameters) and read parameter.grad"
+            ) from error
+
+    def set_aside(self, parameter: nn.Parameter) -> bool:
+        """Keep what earlier passes gave a parameter whose gradient hooks will see; False where there are no hooks."""
+        if not on_gradient(parameter):
+            return False
+        self._earlier[parameter] = parameter.grad  # type: ignore[assignment]
+        return True
+
+    def forget(self, *parameters: nn.Parameter) -> None:
+        """What was set aside for these parameters, or for all: their gradients were cleared, or the pass failed."""
+        for parameter in parameters or tuple(self._earlier):
+            self._earlier.pop(parameter, None)
+
+    @torch.no_grad()
+    def call(self, complete: Iterable[nn.Parameter]) -> None:
+        """The gradients of these parameters are complete."""
+        known = set(complete)
+        for name, parameter in self.parameters.items():
+            if parameter not in known:
+                continue
+            for deferred in list(on_gradient(parameter).values()):
+                given = deferred.hook(parameter.grad)
+                if given is not None:
+                    parameter.grad = _laid_alike(given, parameter.grad, name)
+            if (earlier := self._earlier.pop(parameter, None)) is not None:
+                local_of(earlier).add_(local_of(parameter.grad))  # type: ignore[arg-type]
+                parameter.grad = earlier
+            for deferred in list(after(parameter).values()):
+                deferred.hook(parameter)
+
+
+def on_gradient(parameter: nn.Parameter) -> dict[int, Any]:
+    """torch's own table of what `register_hook` was given."""
+    return parameter._backward_hooks or {}
+
+
+def after(parameter: nn.Parameter) -> dict[int, Any]:
+    """torch's own table of what `register_post_accumulate_grad_hook` was given."""
+    return parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+
+
+def _laid_alike(given: Tensor, gradient: Tensor | None, name: str) -> Tensor:
+    if not isinstance(given, DTensor) or not isinstance(gradient, DTensor) or given.shape != gradient.shape:
+        raise TypeError(
+            f"a hook on {name} returned {type(given).__name__} of shape {tuple(given.shape)} for a gradient that is "
+            f"a DTensor of shape {tuple(gradient.shape)}; return None, or one computed from that DTensor"  # type: ignore[union-attr]
+        )
+    return given if given.placements == gradient.placements else given.redistribute(placements=gradient.placements)
+
 
 REPLICA = "data"
 """The axis over which every parameter and every complete gradient is equal."""
@@ -109,7 +234,7 @@ class Gradients:
         self._names = {p: name for name, (p, _) in self.parameters.items()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
         refuse_unfit_optimizers()
-        self.hooks = Hooks({name: parameter for name, (parameter, _) in self.parameters.items()})
+        self.hooks = ParameterHooks({name: parameter for name, (parameter, _) in self.parameters.items()})
         self._left_out: set[nn.Parameter] = set()  # of this pass, by backward(inputs=...)
         self._new: set[nn.Parameter] = set()  # have had deposits since hooks were called
         self._passes: set[int] = set()  # backward passes under way whose end will call _finish
@@ -225,7 +350,7 @@ class Gradients:
         if any(self.grid.coords[axis] for axis in spec.owes if axis not in BATCH):
             gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
         part = spec.storage.compute.take(gradient, self.grid)
-        own = part.to(self.policy.reduce or parameter.dtype, copy=True).contiguous()
+        own = part.to(self.policy.reduce_dtype or parameter.dtype, copy=True).contiguous()
         if GATHERED not in spec.storage.axes:
             self.deposit([parameter], [own], during=during, uses=uses)
             return
@@ -252,7 +377,7 @@ class Gradients:
             self.deposit(parameters, gradients, during=during, uses=uses)
             return
         pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
-        self.engine.behind.defer(pending, nbytes, partial(self.deposit, parameters, during=during, uses=uses))
+        self.engine.deferred.defer(pending, nbytes, partial(self.deposit, parameters, during=during, uses=uses))
 
     def _take(self, parameter: nn.Parameter, during: ForwardPass | None, uses: int) -> None:
         """Count that a gradient came, for the pass that used the parameter."""
@@ -296,7 +421,7 @@ class Gradients:
 
     def _final(self, bucket: Bucket) -> bool:
         """Whether no pass of this step is to begin and none of those alive expects a gradient of its parameters."""
-        if self.accumulating or self._to_begin or self._unannounced or not self.policy.overlap.data:
+        if self.accumulating or self._to_begin or self._unannounced or not self.policy.overlap.reduce_early:
             return False
         last_first = [self.parameters[name][0] for name in reversed(bucket.names)]  # the one that comes last decides
         return not any(each.expects(parameter) for each in self._alive.values() for parameter in last_first)

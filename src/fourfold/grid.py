@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fourfold.axes import AXES, BATCH
-from fourfold.derive import derive_quickly
+from fourfold.dtensor_strategies import speed_up_strategies
 from fourfold.environment import Environment
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
 from fourfold.job import Channel, agree, first_fault, join_store, typed_errors
@@ -92,7 +92,7 @@ class Shape:
         return prod(self.sizes[axis] for axis in BATCH)
 
     @property
-    def several(self) -> tuple[str, ...]:
+    def used_axes(self) -> tuple[str, ...]:
         """The axes that have more than one rank."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
@@ -104,7 +104,7 @@ class Shape:
         an axis that is alone sends both ways at once. Elsewhere collectives are used in the order of their launch, and
         further communicators only share the links and cost memory.
         """
-        several = self.several
+        several = self.used_axes
         return tuple(axis for axis in several if axis == "z" or len(several) == 1)
 
     def reordered(self, order: Sequence[str]) -> Shape:
@@ -275,7 +275,7 @@ class Grid:
         """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
         # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
         self.mesh._thread_id = -next(self._made)
-        derive_quickly()
+        speed_up_strategies()
         self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
 
     def _mesh_ranks(self) -> torch.Tensor:
@@ -293,7 +293,7 @@ class Grid:
         groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         on_gpu = self.device.type == "cuda" and dist.get_backend() != "fake"
         two = self.shape.two_lanes
-        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank(job) < CORES_FOR_TWO_LANES:
+        if on_gpu and len(self.shape.used_axes) == 1 and _cores_per_rank(job) < CORES_FOR_TWO_LANES:
             two = ()
         for axis in AXES:
             group = self.mesh.get_group(axis) if member else None
@@ -354,11 +354,11 @@ class Grid:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
         agree(self.channel, what, text)
 
-    def hear(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Rank 0's text, on every rank."""
         return self.channel.decide(text, lambda texts: texts[0])
 
-    def together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
+    def run_together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
         """Act on every rank. When it fails on one, all raise, since none may go on to wait for the others: that rank
         what it met, the others whose fault it was. All must hold the `same` text too."""
         result, fault = None, None
@@ -378,9 +378,9 @@ class Grid:
             raise fault
         return result  # type: ignore[return-value]
 
-    def first_alone(self, what: str, act: Callable[[], object]) -> None:
+    def run_on_rank0(self, what: str, act: Callable[[], object]) -> None:
         """Act on rank 0 while the others wait; when it fails there, all raise."""
-        self.together(what, act if self.rank == 0 else lambda: None)
+        self.run_together(what, act if self.rank == 0 else lambda: None)
 
     def close(self) -> None:
         """Give back the process groups of this grid. The process group that it joined stays."""

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.arriving import await_use, local_of, restore
 from fourfold.axes import AXES
-from fourfold.buckets import Bucket
-from fourfold.gradients import REPLICA, gradients_of, is_owed, measure_norms, scale_gradients
+from fourfold.comm import Pending
+from fourfold.gradients import REPLICA, Bucket, gradients_of, is_owed, measure_norms, scale_gradients
 from fourfold.grid import Grid
-from fourfold.pending import Pending
+from fourfold.params import local_of, restore, wait_on_use
 
 Decay = Literal["cosine", "stable", "constant"]
 
@@ -139,9 +138,9 @@ class AdamW(torch.optim.AdamW):
             if unknown := [name for name in bucket.names if name not in self.parts]:
                 raise RuntimeError(f"{unknown[0]} was frozen when this optimizer was made; make it anew")
             arrival = Arrival(self, bucket)
-            if self.gradients.policy.overlap.data:
+            if self.gradients.policy.overlap.reduce_early:
                 for parameter in arrival.parameters:
-                    await_use(parameter, arrival.settle)
+                    wait_on_use(parameter, arrival.settle)
             else:
                 arrival.settle()
 

@@ -22,12 +22,12 @@ class Overlap:
     """Gather weights over z ahead of their use, in the order recorded in the first pass."""
     defer: bool = True
     """Reduce dw over z behind the rest of backward."""
-    behind_products: bool = True
+    wgrad_behind_messages: bool = True
     """In backward run dw's product while the collective that da needs is in flight."""
     halves: int | None = None
     """Parts of the local batch that take turns, so that one's collectives over x and y run behind the other's
     products; None: 2 where that is worth it, else 1."""
-    data: bool = True
+    reduce_early: bool = True
     """Sum gradients over data as soon as they are final; gather what the sharded optimizer stepped behind the next
     forward. Who reads a parameter meanwhile waits for it; tensors that were taken from it before the step do not."""
     bytes_in_flight: int | None = None
@@ -46,7 +46,7 @@ class Overlap:
     @classmethod
     def off(cls, *, halves: int = 1) -> Overlap:
         """Every collective is waited for where it is launched."""
-        return cls(prefetch=False, defer=False, behind_products=False, halves=halves, data=False)
+        return cls(prefetch=False, defer=False, wgrad_behind_messages=False, halves=halves, reduce_early=False)
 
 
 class Halves(NamedTuple):
@@ -85,9 +85,9 @@ class Policy:
     """Keep weights gathered over z from forward to backward; otherwise gather them again."""
     recompute: Recompute = "none"
     """What is forgotten in forward and computed again in backward: nothing, attention's inside, whole blocks."""
-    compute: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
     """Dtype of gathered weights, activations and their messages; None: that of the parameters."""
-    reduce: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients of weights are reduced over z; None: that of the parameters."""
     loss_chunk: int = 0
     """Tokens of a place whose logits exist at once, so that a large vocabulary does not set the peak; 0: all."""
@@ -107,7 +107,7 @@ class Policy:
             raise ValueError(f"activations={self.activations!r} is none of {get_args(Activations)}")
         if self.recompute not in get_args(Recompute):
             raise ValueError(f"recompute={self.recompute!r} is none of {get_args(Recompute)}")
-        for name in ("compute", "reduce"):
+        for name in ("compute_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name}={dtype!r} must be a floating-point dtype such as torch.bfloat16, or None")

@@ -307,7 +307,7 @@ class Record:
         found = {}
         for name, info in sorted(self.tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
             copies = [axis for axis in AXES if axis not in info.storage.axes]
-            several = tuple(axis for axis in copies if axis in self.grid.several)
+            several = tuple(axis for axis in copies if axis in self.grid.used_axes)
             count = prod(self.grid.sizes[axis] for axis in several)
             heap = loads.setdefault(several, [(0, index) for index in range(count)])
             load, index = heap[0]

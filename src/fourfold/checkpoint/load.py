@@ -154,8 +154,8 @@ def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Re
                     shards[read.name].local[read.target].copy_(file.read(read.name, read.source))
 
     # Two rounds: no rank may change a tensor before every rank has found everything in order.
-    record, shards, reads = grid.together(f"reading {source}", check)
-    grid.together(f"reading {source}, with tensors half changed by then,", copy)
+    record, shards, reads = grid.run_together(f"reading {source}", check)
+    grid.run_together(f"reading {source}, with tensors half changed by then,", copy)
     return record
 
 

@@ -84,7 +84,7 @@ class Saver:
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # kept when it is complete: the next one writes the same parts
         self._hooked: AdamW | None = None
-        grid.first_alone("clearing unfinished checkpoints", self.checkpoints.remove_leftovers)
+        grid.run_on_rank0("clearing unfinished checkpoints", self.checkpoints.remove_leftovers)
 
     def save(self, step: int, model: nn.Module, optimizer: AdamW, state: dict[str, Any]) -> None:
         """Write everything that continues the run after this step.
@@ -265,7 +265,7 @@ class PendingSave:
                 self.folder.prepare()
 
         try:
-            grid.together(self._what, start, same=f"{self.folder.target}, {len(shards)} tensors")
+            grid.run_together(self._what, start, same=f"{self.folder.target}, {len(shards)} tensors")
         except BaseException:
             if grid.rank == 0:
                 self.folder.abandon()
@@ -344,4 +344,4 @@ class PendingSave:
 
     def wait(self) -> None:
         """Wait until the folder is complete; what failed on any rank raises on all, and the old folder stays."""
-        self.grid.together(self._what, self._done.result)
+        self.grid.run_together(self._what, self._done.result)

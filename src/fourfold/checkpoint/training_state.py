@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fourfold.arriving import local_of
 from fourfold.axes import AXES
 from fourfold.checkpoint.format import TensorInfo
 from fourfold.gradients import REPLICA
@@ -25,6 +24,7 @@ from fourfold.grid import Grid
 from fourfold.layout import Box, Layout
 from fourfold.nn.layer import specs_of
 from fourfold.optim import AdamW
+from fourfold.params import local_of
 
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """The prefixes of the three groups of tensors."""

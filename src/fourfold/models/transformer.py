@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fourfold.axes import AXES, BATCH
 from fourfold.comm import equal_along
+from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import Init
 from fourfold.models.config import ModelConfig, config, halves_of
@@ -30,8 +31,7 @@ from fourfold.nn.loss import IGNORE_INDEX, cross_entropy, sum_over_batch
 from fourfold.nn.mlp import MLP
 from fourfold.nn.norm import Norm
 from fourfold.nn.recompute import recompute
-from fourfold.operators import Flight, Landed
-from fourfold.overlap import Turns
+from fourfold.operators import AsyncResult, Ready
 from fourfold.policy import Halves, Policy
 
 Rope = tuple[Tensor, Tensor] | None
@@ -43,17 +43,17 @@ class ResidualStream:
     The next norm adds the two as it reads them, in one pass over memory.
     """
 
-    def __init__(self, a: Tensor, delta: Flight | Landed | None = None) -> None:
+    def __init__(self, a: Tensor, delta: AsyncResult | Ready | None = None) -> None:
         self.a, self.delta = a, delta
 
     def read(self) -> tuple[Tensor, Tensor | None]:
         """Return both parts; wait for the second one."""
-        return self.a, None if self.delta is None else self.delta.land()
+        return self.a, None if self.delta is None else self.delta.wait()
 
     def add_now(self) -> None:
         """Add the two parts. When a block is recomputed there is only one: the block has kept the sum."""
         if self.delta is not None:
-            self.a, self.delta = self.a + self.delta.land(), None
+            self.a, self.delta = self.a + self.delta.wait(), None
 
 
 Streams = list[ResidualStream]
@@ -108,7 +108,7 @@ class TransformerBlock(Layer):
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
 
     def forward(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> tuple[Tensor, Tensor | None]:
-        (stream,) = self._together([ResidualStream(a, None if delta is None else Landed(delta))], [batch], [rope])
+        (stream,) = self._together([ResidualStream(a, None if delta is None else Ready(delta))], [batch], [rope])
         return stream.read()
 
     def together(self, streams: Streams, batches: Sequence[Batch], ropes: Sequence[Rope]) -> Streams:
@@ -141,13 +141,13 @@ class TransformerBlock(Layer):
             stream.add_now()  # recompute then keeps one tensor instead of two
         a, normed = self.attention_norm.add(*stream.read())
         if self.attention.hooked:
-            leaving = Landed(self.attention(normed, batch, rope))
+            leaving = Ready(self.attention(normed, batch, rope))
         else:
             leaving = self.attention.out.leave((yield from self.attention.turns(normed, batch, rope)), batch.tokens)
         yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
-        a, normed = self.mlp_norm.add(a, self.attention_dropout(leaving.land()))
+        a, normed = self.mlp_norm.add(a, self.attention_dropout(leaving.wait()))
         if self.mlp.hooked:
-            leaving = Landed(self.mlp(normed, batch.tokens))
+            leaving = Ready(self.mlp(normed, batch.tokens))
         else:
             owed = yield from self.mlp.turns(normed, batch.tokens)
             if self.engine.recomputing and not self.mlp_dropout.acts:
@@ -155,14 +155,14 @@ class TransformerBlock(Layer):
             leaving = self.mlp.down.leave(owed, batch.tokens)
         if self.mlp_dropout.acts:
             yield
-            leaving = Landed(self.mlp_dropout(leaving.land()))
+            leaving = Ready(self.mlp_dropout(leaving.wait()))
         return ResidualStream(a, leaving)
 
 
 def call_module(layer: nn.Module, stream: ResidualStream, batch: Batch, rope: Rope) -> ResidualStream:
     """Run a block through its `__call__`: it was hooked or wrapped, so its inside cannot take turns."""
     a, delta = layer(*stream.read(), batch, rope)
-    return ResidualStream(a, None if delta is None else Landed(delta))
+    return ResidualStream(a, None if delta is None else Ready(delta))
 
 
 class Transformer(Layer):
@@ -238,7 +238,7 @@ class Transformer(Layer):
     @property
     def compute(self) -> torch.dtype:
         """The dtype of products and messages."""
-        return self.policy.compute or self.embedding.member("weight").parameter.dtype
+        return self.policy.compute_dtype or self.embedding.member("weight").parameter.dtype
 
     def _cut(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Half]:
         number = self.halves(*tokens.shape).number
@@ -276,10 +276,10 @@ class Transformer(Layer):
 
     def _embed(self, half: Half) -> Turns[ResidualStream]:
         """Embed the tokens: the stream that the first block reads, in rest."""
-        leaving = Landed(self.embedding(half.tokens)) if self.embedding.hooked else self.embedding.launch(half.tokens)
+        leaving = Ready(self.embedding(half.tokens)) if self.embedding.hooked else self.embedding.launch(half.tokens)
         if leaving.travels:
             yield
-        a = leaving.land()
+        a = leaving.wait()
         if self.positions is not None:
             a = self.positions(a, half.batch.seq, half.batch.positions)
         return ResidualStream(self.dropout(a))
@@ -343,7 +343,7 @@ class Transformer(Layer):
                 "shorten it or build the model with a larger seq"
             )
         if torch.is_autocast_enabled(self.grid.device.type):
-            return "torch.autocast is on; turn it off and build the model with Policy(compute=torch.bfloat16)"
+            return "torch.autocast is on; turn it off and build the model with Policy(compute_dtype=torch.bfloat16)"
         return ""
 
     def _id_fault(self, what: str, ids: Tensor) -> str:

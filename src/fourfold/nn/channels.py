@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fourfold import comm
 from fourfold.axes import AXES, BATCH
+from fourfold.comm import Pending
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Layout
-from fourfold.operators import Conjugate, Flight, Landed, Site, identity
-from fourfold.pending import Pending
+from fourfold.operators import AsyncResult, Conjugate, OpContext, Ready, identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,39 +102,39 @@ def embed(part: Tensor, held: range, rows: int) -> Tensor:
     return whole
 
 
-def gather(part: Tensor, site: Site, axis: str, count: int) -> Pending[Tensor]:
+def gather(part: Tensor, site: OpContext, axis: str, count: int) -> Pending[Tensor]:
     """[r, count/axis, ...] -> [r, count, ...]"""
     return comm.all_gather(part, site.grid, axis, dim=1, length=count, label=site.label)
 
 
-def scatter(whole: Tensor, site: Site, axis: str) -> Pending[Tensor]:
+def scatter(whole: Tensor, site: OpContext, axis: str) -> Pending[Tensor]:
     """[r, count, ...] {sum axis} -> [r, count/axis, ...]"""
     return comm.reduce_scatter(whole, site.grid, axis, dim=1, label=site.label)
 
 
-def sum_over(owed: Tensor, site: Site, axis: str) -> Pending[Tensor]:
+def sum_over(owed: Tensor, site: OpContext, axis: str) -> Pending[Tensor]:
     """[r, count, ...] {sum axis} -> the sum, on all ranks of the axis"""
     return comm.all_reduce(owed, site.grid, axis, label=site.label)
 
 
-def enter(a: Tensor, site: Site, axis: str, count: int, *, cut: bool) -> Flight | Landed:
+def enter(a: Tensor, site: OpContext, axis: str, count: int, *, cut: bool) -> AsyncResult | Ready:
     """[r, count/axis, ...], or where it is not cut [r, count, ...], -> whole over the axis, for ranks that each find
     a part of the gradient."""
     if not cut:
-        return site.fly(a, axis, identity, partial(sum_over, site=site, axis=axis))
+        return site.launch(a, axis, identity, partial(sum_over, site=site, axis=axis))
     there = partial(gather, site=site, axis=axis, count=count)
-    return site.fly(a, axis, there, partial(scatter, site=site, axis=axis))
+    return site.launch(a, axis, there, partial(scatter, site=site, axis=axis))
 
 
-def leave(a: Tensor, site: Site, axis: str, *, cut: bool) -> Flight | Landed:
+def leave(a: Tensor, site: OpContext, axis: str, *, cut: bool) -> AsyncResult | Ready:
     """[r, count, ...] {sum axis} -> cut over the axis, or the whole sum"""
     if not cut:
-        return site.fly(a, axis, partial(sum_over, site=site, axis=axis), identity)
+        return site.launch(a, axis, partial(sum_over, site=site, axis=axis), identity)
     back = partial(gather, site=site, axis=axis, count=a.shape[1])
-    return site.fly(a, axis, partial(scatter, site=site, axis=axis), back)
+    return site.launch(a, axis, partial(scatter, site=site, axis=axis), back)
 
 
-def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: Site) -> Tensor:
+def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: OpContext) -> Tensor:
     """The same tensor with its channels cut over other axes; backward converts its gradient back.
 
     Gathered are the axes that follow those which both cuts begin with; no axis is summed over, since a tensor that is
@@ -150,7 +150,7 @@ def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: Site) ->
     )
 
 
-def _recut(a: Tensor, here: Channels, aim: Channels, site: Site) -> Tensor:
+def _recut(a: Tensor, here: Channels, aim: Channels, site: OpContext) -> Tensor:
     common = 0
     while here.axes[common : common + 1] == aim.axes[common : common + 1] != ():
         common += 1
@@ -159,7 +159,7 @@ def _recut(a: Tensor, here: Channels, aim: Channels, site: Site) -> Tensor:
     return found.clone() if found is a or found._is_view() else found  # model code may write into it
 
 
-def join(a: Tensor, channels: Channels, cuts: int, site: Site) -> Tensor:
+def join(a: Tensor, channels: Channels, cuts: int, site: OpContext) -> Tensor:
     """Gather the channels over all axes but the first `cuts`; outside of autograd."""
     shape = (a.shape[0], channels.count, *a.shape[2:])
     return comm.join(a, Layout.along(1, channels.axes), shape, site.grid, keep=cuts, label=site.label)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import (
     CONTRACT_WEIGHT,
@@ -30,7 +31,6 @@ from fourfold.nn.convolve import Convolve, Geometry, Kernel
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import keeps_weights
 from fourfold.operators import Body, identity
-from fourfold.overlap import Turns
 from fourfold.policy import Policy
 
 Role = Literal["expand", "contract"]
@@ -61,7 +61,7 @@ class _Convolution(Layer):
                 f"{self.label}: a kernel of {self.geometry.kernel} reads [rows, channels, *space] with "
                 f"{len(self.geometry.kernel)} dims of space, but the input is {tuple(a.shape)}"
             )
-        return self.geometry.surround(a if self.policy.compute is None else a.to(self.policy.compute))
+        return self.geometry.surround(a if self.policy.compute_dtype is None else a.to(self.policy.compute_dtype))
 
     def kernel(self, output_padding: Sequence[int] | None, **options: Any) -> Kernel:
         geometry = self.geometry
@@ -141,10 +141,10 @@ class Conv(_Convolution):
         if entering.travels:
             yield
         reread = partial(gather, site=site, axis=self.t, count=count) if cut else identity
-        out = self.convolve(self._kernel(output_padding), reread, entering.land(), a)
+        out = self.convolve(self._kernel(output_padding), reread, entering.wait(), a)
         leaving = leave(out, site, self.s, cut=sharded)
         yield  # also where nothing travels: the other half's messages need a product between them
-        return leaving.land()
+        return leaving.wait()
 
     def _kernel(self, output_padding: Sequence[int] | None) -> Kernel:
         block = self.gives.outer(1).block(self.grid)
@@ -216,7 +216,7 @@ class GroupedConv(_Convolution):
         site = self.site(a.shape[0])
         for cut in range(len(self.reads.axes) - 1, -1, -1):
             count = len(self.reads.outer(cut).block(self.grid))
-            a = enter(a, site, self.reads.axes[cut], count, cut=True).land()
+            a = enter(a, site, self.reads.axes[cut], count, cut=True).wait()
         a = take(a, self._all_of(groups, self.reads.count))
         return take(self.convolve(kernel, identity, a, a), columns)
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import (
     CONTRACT_WEIGHT,
@@ -29,11 +30,10 @@ from fourfold.layout import (
     inner,
 )
 from fourfold.nn.layer import Layer
-from fourfold.operators import Flight, Landed, leave, spread, take_apart
-from fourfold.overlap import Turns
+from fourfold.operators import AsyncResult, Ready, leave, spread, take_apart
+from fourfold.param_group import GroupMember
 from fourfold.policy import Policy
 from fourfold.product import Factor, contract, expand
-from fourfold.unit import Member
 
 
 class Linear(Layer, ABC):
@@ -92,7 +92,7 @@ class Expand(Linear):
         return self.out_features // self.grid.size("x")
 
     @property
-    def weight_member(self) -> Member:
+    def weight_member(self) -> GroupMember:
         return self.member("weight")
 
     @property
@@ -129,7 +129,7 @@ class Contract(Linear):
         self.require_divisible("out_features", "y")
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
-        return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).land()
+        return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
 
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
         """The product alone; `leave` brings it to rest."""
@@ -147,13 +147,13 @@ class Contract(Linear):
         )
         return (yield from contract(factor, a, self.site(tokens), self.in_features // self.grid.size("x")))
 
-    def leave(self, out: Tensor, tokens: int) -> Flight | Landed:
+    def leave(self, out: Tensor, tokens: int) -> AsyncResult | Ready:
         return leave(out, self.site(tokens))
 
 
-def keeps_weights(layer: Layer, weight: Member) -> bool:
+def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
     """Where z is 1 and nothing is cast they are whole already: keeping a second copy would save nothing."""
-    casts = layer.policy.compute not in (None, weight.parameter.dtype)
+    casts = layer.policy.compute_dtype not in (None, weight.parameter.dtype)
     return layer.policy.keep_weights and (layer.grid.size(GATHERED) > 1 or casts)
 
 
@@ -196,7 +196,7 @@ def expand_in_turns(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[l
     site = layers[0].site(tokens).named(label_of(layers))
     spreading = spread((yield from read(layers, a, tokens)), site, widths)
     yield  # also where nothing travels: the other half's messages need a product between them
-    out = spreading.land()
+    out = spreading.wait()
     if len(layers) == 1:
         return [out]  # taking a tensor apart costs a copy in backward, also where there is one part
     cuts = sum(widths) // out.shape[1]

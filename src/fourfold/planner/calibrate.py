@@ -24,10 +24,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fourfold import comm
+from fourfold.comm import Pending
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Op
 from fourfold.models import ModelConfig, build
-from fourfold.pending import Pending
 from fourfold.planner.fit import (
     HIDDEN,
     HIDDEN_ROWS,

@@ -130,7 +130,7 @@ def _needs_no_less(choice: Choice, lever: Lever, other: Choice, others: Lever) -
 def _links(machine: Machine, shape: Shape) -> tuple[Route, ...]:
     """Orders of ranks that have them in common cost the same."""
     prices = Seconds(machine, shape)
-    return tuple(prices.link(axis) for axis in shape.several)
+    return tuple(prices.link(axis) for axis in shape.used_axes)
 
 
 def _same(one: Choice, other: Choice) -> bool:

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fourfold.arriving import Arriving, local_of
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Event
+from fourfold.params import LazyTensor, local_of
 from fourfold.planner.kept import Alive
 from fourfold.planner.work import Attention, Compute, Kernel, Launch, Product, Wait, Work
 
@@ -106,7 +106,7 @@ class Caught(Alive):
         return self._marks[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(issubclass(kind, (DTensor, Arriving)) for kind in types):
+        if types and any(issubclass(kind, (DTensor, LazyTensor)) for kind in types):
             return NotImplemented  # they run on their shards, which come by here
         kwargs = kwargs or {}
         if func.namespace == "profiler":  # a mark on the host's time

@@ -25,15 +25,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fourfold import comm
-from fourfold.buckets import Bucket, fill_buckets
-from fourfold.gradients import accumulate
+from fourfold.comm import Pending
+from fourfold.gradients import Bucket, accumulate, fill_buckets
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective
 from fourfold.models.config import ModelConfig
 from fourfold.models.open import ModelDefinition, build_on_meta, is_plain
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
-from fourfold.pending import Pending
 from fourfold.planner.caught import Caught
 from fourfold.planner.work import Launch, Work
 from fourfold.policy import Policy

@@ -55,7 +55,7 @@ class Held:
         self.up = self.gates * self.n * self.k
         self.down = self.n * self.k
         self.travels = shape.z > 1
-        self.casts = policy.compute not in (None, share.dtype)
+        self.casts = policy.compute_dtype not in (None, share.dtype)
         self.keeps_weights = policy.keep_weights and (self.travels or self.casts)
         """Products keep them, where block recompute does not forget them again."""
 

@@ -86,7 +86,7 @@ def _kept(
     model = Transformer(config, grid, policy)
     assemble(model, grid, policy, dtype=dtype, device=torch.device("meta"))
     tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
-    with grid.ledger.aside(), Alive() as alive:
+    with grid.ledger.not_counted(), Alive() as alive:
         loss = model(tokens, tokens, positions=tokens if documents else None)
         kept = alive.nbytes
     del loss

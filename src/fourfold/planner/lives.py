@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from fourfold.overlap import Backlog
+from fourfold.engine import WgradQueue
 from fourfold.planner.held import Held
 
 DOWN, UP, OUT, QKV = range(4)
@@ -37,8 +37,8 @@ class Lives:
         self.policy = share.policy
         self.over_x, self.over_y = share.shape.x > 1, share.shape.y > 1
         self.cut_x, self.cut_y = self.over_x and held.sharded, self.over_y and held.sharded
-        behind = self.policy.overlap.behind_products and (self.over_x or self.over_y)
-        self.most = Backlog.MOST if behind else 0
+        behind = self.policy.overlap.wgrad_behind_messages and (self.over_x or self.over_y)
+        self.most = WgradQueue.MOST if behind else 0
         self.rereads = not self.policy.keep_gathered
         self.reading = held.entered if self.cut_x and self.rereads else 0
         """An Expand layer's input, gathered once more."""

@@ -103,7 +103,7 @@ class _Step:
         self.table = self._whole(held.padded_table)
         self.sent_along = 1 / self.shape.z if held.casts else 0.0
         """Of a gathered weight: the cast shard, which is held until the gather has been waited for."""
-        self.ahead = overlap.most_in_flight(largest * held.compute) if held.travels and overlap.prefetch else 0
+        self.prefetcher = overlap.most_in_flight(largest * held.compute) if held.travels and overlap.prefetch else 0
         self.behind = overlap.most_in_flight(largest * held.reduce) if held.travels and overlap.defer else 0
         self.made = [unit * held.reduce for unit in self.units]
         self.table_made = held.padded_table * held.reduce
@@ -136,12 +136,12 @@ class _Step:
     # --- weights over z
 
     def _in_flight_ahead(self, first: Sequence[int], layers: int) -> int:
-        if not self.ahead:
+        if not self.prefetcher:
             return 0
         everything = sum(first) + layers * self.cycle_nbytes
-        if everything <= self.ahead:
+        if everything <= self.prefetcher:
             return ceil(everything * (1 + self.sent_along))
-        return ceil(fit(first, self.cycle, layers, self.ahead) * (1 + self.sent_along))
+        return ceil(fit(first, self.cycle, layers, self.prefetcher) * (1 + self.sent_along))
 
     def _in_flight_behind(self, sent: int, done: int) -> int:
         """Reductions, the youngest first: of this layer, of those above, of the head."""
@@ -253,7 +253,7 @@ class _Step:
         """The largest moment of a layer's backward, with so many layers behind it."""
         held, below = self.held, self.layers - 1 - done
         reads = [] if held.keeps_weights else self.gathered
-        ahead = [self._in_flight_ahead(reads[used:], below) for used in range(5)] if self.ahead else [0] * 5
+        ahead = [self._in_flight_ahead(reads[used:], below) for used in range(5)] if self.prefetcher else [0] * 5
         sent = [self._gradients(done, sum(self.units[:number])) for number in range(5)]
         behind = [self._in_flight_behind(number, done) for number in range(5)] if self.behind else [0] * 5
         sent.append(sent[0])  # -1: not even the last one of the layer above

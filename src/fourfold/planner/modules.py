@@ -105,7 +105,7 @@ def _try(task: Task, build: ModelBuilder, shape: Shape, plan: Plan, found: list[
     if task.rows % places:
         return f"data*z = {places} places do not divide a batch of {task.rows} rows"
     limit = task.machine.memory - task.machine.reserve
-    policy = Policy() if why_data_only(build) else Policy(compute=task.compute, shard_optimizer=shape.data > 1)
+    policy = Policy() if why_data_only(build) else Policy(compute_dtype=task.compute, shard_optimizer=shape.data > 1)
     reason = ""
     for rows in _divisors(task.rows // places):
         plan.candidates += 1

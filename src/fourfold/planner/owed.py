@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from fourfold.buckets import Bucket, fill_buckets
+from fourfold.gradients import Bucket, fill_buckets
 from fourfold.ledger import Collective, Op
 from fourfold.planner.share import STATISTIC_NBYTES, Share
 

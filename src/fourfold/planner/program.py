@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fourfold.overlap import Turns
+from fourfold.engine import Turns
 from fourfold.planner.rehearse import LANDED, Flight, Landed, Stage, Weights
 from fourfold.planner.volume import Volume
 from fourfold.planner.work import Attention, Kernel, Product, Work

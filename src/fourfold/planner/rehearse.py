@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from fourfold.ahead import Gathering
 from fourfold.axes import AXES
-from fourfold.buckets import Bucket
+from fourfold.engine import Engine, WeightGather
+from fourfold.gradients import Bucket
 from fourfold.ledger import Collective
-from fourfold.overlap import Engine
 from fourfold.planner.volume import Volume
 from fourfold.planner.work import Compute, Kernel, Launch, Product, Wait, Work
 
@@ -81,7 +80,7 @@ class Stage:
         two = volume.shape.two_lanes
         self._gathers = {axis: f"{axis} gather" if axis in two else axis for axis in AXES}
         self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
-        self._gatherings: dict[Hashable, Gathering[None]] = {}
+        self._gatherings: dict[Hashable, WeightGather[None]] = {}
         self.recording = False
         """Whether the engine only learns the order, and nothing is written down."""
         self._tape: list[_Node] = []
@@ -158,14 +157,14 @@ class Stage:
         gathering = self._gatherings.get(key)
         if gathering is None:
             gathered = self.shape.z > 1
-            gathering = self._gatherings[key] = Gathering(
+            gathering = self._gatherings[key] = WeightGather(
                 key=key,
                 launch=lambda: self._gather(weights),
                 nbytes=weights.elements * self.volume.compute_itemsize if gathered else 0,
                 version=lambda: 0,
                 buffers=lambda _: (),
             )
-        return self.engine.ahead.using(gathering, uses=turns, keep=keep)
+        return self.engine.prefetcher.using(gathering, uses=turns, keep=keep)
 
     def _gather(self, weights: Weights) -> Flying:
         self.owed.need(weights.names)
@@ -183,7 +182,7 @@ class Stage:
             return
         records = self.volume.weights("reduce_scatter", [*weights.matrices], [*weights.vectors], weights.label)
         nbytes = weights.elements * self.volume.reduce_itemsize
-        self.engine.behind.defer(self.launch(records), nbytes, lambda _: self.owed.deposit(weights.names))
+        self.engine.deferred.defer(self.launch(records), nbytes, lambda _: self.owed.deposit(weights.names))
 
     def product(self, weights: Weights, tokens: int, p: int, reread: Records) -> None:
         """E1 with p columns, and for backward E2 and, when something is in flight, E3; `reread` gathers the input
@@ -199,13 +198,13 @@ class Stage:
             self.add_gradients("product", weights, turns)
 
         def backward() -> None:
-            reading = self.launch(reread()) if self.policy.overlap.behind_products else None
+            reading = self.launch(reread()) if self.policy.overlap.wgrad_behind_messages else None
             if kept:
                 self.compute(Product(f"E2 {label}", tokens, p, k))
             else:
                 with self.using(weights.only_matrices(), "weights", turns):
                     self.compute(Product(f"E2 {label}", tokens, p, k))
-            self.engine.backlog.add(lambda: gradients(reading))
+            self.engine.wgrad_queue.add(lambda: gradients(reading))
 
         self.on_backward(backward)
 
@@ -245,7 +244,7 @@ class Flight:
         self._flying = self._stage.launch(self._back())
 
     def _land_back(self) -> None:
-        self._stage.engine.backlog.run_one()
+        self._stage.engine.wgrad_queue.run_one()
         self._flying.wait()
 
 
@@ -271,7 +270,7 @@ class Owing:
     def deposit(self, names: Sequence[str]) -> None:
         for name in names:
             self._deposits[name] += 1
-            if self._accumulating or not self.stage.policy.overlap.data or not self._expected:
+            if self._accumulating or not self.stage.policy.overlap.reduce_early or not self._expected:
                 continue
             while self._todo and self._final(self._todo[-1]):
                 self._open(self._todo.pop())
@@ -305,7 +304,7 @@ class Owing:
         """What the sharded optimizer stepped, the first layers first."""
         for bucket in reversed(self.buckets):
             flying = self.stage.launch(self.stage.volume.stepped(bucket, self.members))
-            if self.stage.policy.overlap.data:
+            if self.stage.policy.overlap.reduce_early:
                 self._arriving |= dict.fromkeys(bucket.names, flying)
             else:
                 flying.wait()

@@ -237,7 +237,7 @@ class _Search:
         if self.space.policies is not None:
             return self.space.policies
         modes: tuple[Activations, ...] = ("sharded", "replicated") if shape.x * shape.y > 1 else ("sharded",)
-        return [Policy(activations=mode, compute=self.task.compute, shard_optimizer=True) for mode in modes]
+        return [Policy(activations=mode, compute_dtype=self.task.compute, shard_optimizer=True) for mode in modes]
 
     def _rows(self, rows: int) -> Iterator[int]:
         if self.space.micro_steps is not None:

@@ -74,11 +74,11 @@ class Share:
 
     @cached_property
     def compute_itemsize(self) -> int:
-        return (self.policy.compute or self.dtype).itemsize
+        return (self.policy.compute_dtype or self.dtype).itemsize
 
     @cached_property
     def reduce_itemsize(self) -> int:
-        return (self.policy.reduce or self.dtype).itemsize
+        return (self.policy.reduce_dtype or self.dtype).itemsize
 
     @cached_property
     def vocab_rows(self) -> int:

@@ -145,7 +145,7 @@ def find_grid(
 
     A given order of the axes is kept; with the default order the planner also chooses the order.
     """
-    compute = policy.compute or parameters
+    compute = policy.compute_dtype or parameters
     located = locate(machine, job, compute)
     task = Task(model, located.machine, rows, seq, parameters, compute)
     orders = None if tuple(order) == AXES else (tuple(order),)

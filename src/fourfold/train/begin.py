@@ -40,8 +40,8 @@ def begin(run: Run, sinks: Callable[[], Sequence[Sink]], start: Start | None = N
             )
 
     try:
-        run.grid.first_alone("starting the run", write)
-        run.grid.together("finding the run's folder", find)
+        run.grid.run_on_rank0("starting the run", write)
+        run.grid.run_together("finding the run's folder", find)
         if run.config.checkpoint.save:
             run.saving = RunSaver(run.config, run.grid, run.out)
         if run.grid.shape.world > 1:

@@ -63,7 +63,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     """As one rank of the job."""
     line = join(device, options.ranks)
     listen_to_signals()
-    line.first_alone("opening the machine file", lambda: check_writable(options.out))
+    line.run_on_rank0("opening the machine file", lambda: check_writable(options.out))
     with showing(sys.stderr, line.rank == 0, f"measuring for about {options.seconds:g} s") as progress:
         found = Calibration(
             line,
@@ -72,7 +72,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
             settle=share_cores if device == "cpu" else lambda: None,
             progress=progress,
         ).measure(options.out.stem)
-    line.first_alone("writing the machine file", lambda: write(found, options.out))
+    line.run_on_rank0("writing the machine file", lambda: write(found, options.out))
     if line.rank == 0:
         print("\n".join(summary(found, options.out)))
     close(line)

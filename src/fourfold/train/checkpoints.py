@@ -166,10 +166,10 @@ class Start:
 def find_start(grid: Grid, out: Path, config: Config, step: int | None = None) -> Start:
     """Return where a run starts, the same on every rank: after this step, or from the newest checkpoint."""
     if step is not None:
-        return grid.together(f"looking at {out}", lambda: start_at(out, config, step))
+        return grid.run_together(f"looking at {out}", lambda: start_at(out, config, step))
     # rank 0 says which checkpoint is the newest: nodes may see a shared folder at different times
-    found = grid.hear(str(newest_checkpoint(out) or "") if grid.rank == 0 else "")
-    return grid.together(f"looking at {out}", lambda: start_from(out, config, Path(found) if found else None))
+    found = grid.broadcast_text(str(newest_checkpoint(out) or "") if grid.rank == 0 else "")
+    return grid.run_together(f"looking at {out}", lambda: start_from(out, config, Path(found) if found else None))
 
 
 def start_at(out: Path, config: Config, step: int | None) -> Start:
@@ -300,7 +300,7 @@ def roll_back(grid: Grid, out: Path, config: Config, error: RollBackError) -> St
             f"stopped: {error}; the run was rolled back to step {start.step} {times - 1} times, and no data goes well"
         )
     skipped = SkippedData(start.step, error.step, str(error), times, error.data)
-    grid.first_alone("noting which data is skipped", lambda: write_json(out / PASSED_OVER, strict(asdict(skipped))))
+    grid.run_on_rank0("noting which data is skipped", lambda: write_json(out / PASSED_OVER, strict(asdict(skipped))))
     return replace(start, skipped=skipped)
 
 

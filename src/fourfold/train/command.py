@@ -175,7 +175,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     """Train and leave a run's folder behind."""
     stream = output(options.json)
     require_named_folder(config.train.out)
-    out = Path(grid.hear(config.train.out or default_folder(config)))
+    out = Path(grid.broadcast_text(config.train.out or default_folder(config)))
     again = any_restarted(grid)
     resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
@@ -255,7 +255,7 @@ def check_outputs(grid: Grid, out: Path, config: Config, json_to: str | None, *,
         if json_to not in (None, "-"):
             Path(json_to).open("a").close()
 
-    grid.first_alone("the run's folder", check)
+    grid.run_on_rank0("the run's folder", check)
 
 
 def join(options: argparse.Namespace, device: str) -> tuple[Grid, Config, str]:

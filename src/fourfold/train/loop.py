@@ -310,7 +310,7 @@ class Run:
             facts = {"loss": bad.loss, "limit": bad.limit, "action": bad.action}
             self._record({"event": "spike", "step": bad.step, **facts})
         else:
-            with self.grid.ledger.aside(), self.profile.aside("skipped"):  # what it asks belongs to no step
+            with self.grid.ledger.not_counted(), self.profile.aside("skipped"):  # what it asks belongs to no step
                 name = clipped.first_not_finite()
             self._record({"event": "skipped", "step": bad.step, "parameter": name, "in_a_row": bad.in_a_row})
         self.step_judge.act(bad, name, self.loader.state())

@@ -330,7 +330,7 @@ class LinkTimer:
 
     def _rounds(self) -> Iterator[tuple[str, MeasuredLink | None, Callable[[], float]]]:
         """Yield for each round the link of this rank, if it has one, and the function that times it."""
-        for axis in self.grid.shape.several:
+        for axis in self.grid.shape.used_axes:
             group, place = self.grid.shape.ranks_along(axis, self.grid.rank), self.grid.coords[axis]
             yield f"{axis}/open", MeasuredLink(axis, tuple(group), None), partial(self._open, axis)
             for number, pairs in enumerate(pairs_of(len(group))):

@@ -79,7 +79,7 @@ class Profile:
             self._profiler = profiler
 
         # starting takes a rank up to seconds: none may begin the step before all are ready, and wait for them there
-        self.grid.together("starting the profiler", start)
+        self.grid.run_together("starting the profiler", start)
         self._time_links()
 
     def step(self, step: int) -> AbstractContextManager[object]:
@@ -105,7 +105,7 @@ class Profile:
     def end(self) -> Event:
         """Write the traces and what they say; the event that tells of it."""
         self._take_link_seconds()
-        mine = self.grid.together("writing the profile", self._write)
+        mine = self.grid.run_together("writing the profile", self._write)
         ranks = _share(mine, self.grid)
         summary = {
             "steps": [self.steps[0], self.steps[-1]],
@@ -114,7 +114,7 @@ class Profile:
             "per_step": summarize(ranks, [axis for axis in AXES if self.grid.size(axis) > 1]),
         }
         path = self.folder / "summary.json"
-        self.grid.first_alone("writing the profile", lambda: write_json(path, strict(summary)))
+        self.grid.run_on_rank0("writing the profile", lambda: write_json(path, strict(summary)))
         return {
             "event": "profile",
             "step": self.steps[-1],
@@ -237,7 +237,7 @@ def _share(mine: Sequence[float], grid: Grid) -> list[list[float]]:
     """The numbers of every rank, on all of them."""
     table = torch.zeros(grid.shape.world, len(mine), dtype=torch.float64, device=grid.device)
     table[grid.rank] = torch.tensor(mine, dtype=torch.float64)
-    with grid.ledger.aside():  # belongs to no step
+    with grid.ledger.not_counted():  # belongs to no step
         for axis in AXES:  # each row is 0 but on its own rank, so sums over all axes put it everywhere
             table = comm.all_reduce(table, grid, axis, label="profile").wait()
     return table.tolist()

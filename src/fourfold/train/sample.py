@@ -35,7 +35,7 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
     policy = replace(config.build_policy(), compile=False)  # every token would be another shape to compile
     model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
-    load_weights(model, grid.hear(str(checkpoint)))  # a run may save a newer one meanwhile
+    load_weights(model, grid.broadcast_text(str(checkpoint)))  # a run may save a newer one meanwhile
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
     (found,) = generate(
         model,

@@ -124,8 +124,8 @@ class PolicySection:
             loss_chunk=self.loss_chunk,
             shard_optimizer=self.shard_optimizer,
             bucket_bytes=self.bucket_bytes,
-            compute=DTYPES[self.dtype],
-            reduce=None if self.reduce is None else DTYPES[self.reduce],
+            compute_dtype=DTYPES[self.dtype],
+            reduce_dtype=None if self.reduce is None else DTYPES[self.reduce],
             compile=self.compile is True,
         )
 

@@ -20,5 +20,5 @@ def open_sources(config: Config, grid: Grid, cache: Path) -> list[TokenSource]:
             open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
         ]
 
-    found = grid.together("opening the data", lambda: opened() if grid.rank == 0 else [])
-    return grid.together("opening the data", lambda: found or opened())
+    found = grid.run_together("opening the data", lambda: opened() if grid.rank == 0 else [])
+    return grid.run_together("opening the data", lambda: found or opened())

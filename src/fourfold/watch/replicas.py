@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.errors import ReplicasDifferError
 from fourfold.gradients import REPLICA
 from fourfold.grid import Grid
 from fourfold.job import ranks_text
+from fourfold.params import local_of
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type by bytes of an element."""
@@ -45,7 +45,7 @@ def check_replicas(model: nn.Module, grid: Grid) -> None:
     if grid.size(REPLICA) == 1:
         return
     mine = checksum(local_of(parameter) for parameter in model.parameters())
-    with grid.ledger.aside():  # belongs to no step
+    with grid.ledger.not_counted():  # belongs to no step
         sums = comm.all_gather(mine.view(1), grid, REPLICA, label="checksums").wait().tolist()
 
     def judge() -> None:
@@ -57,4 +57,4 @@ def check_replicas(model: nn.Module, grid: Grid) -> None:
                 "device or its memory is at fault; take it out of the job, and resume from the last checkpoint"
             )
 
-    grid.together("comparing replicas", judge)
+    grid.run_together("comparing replicas", judge)

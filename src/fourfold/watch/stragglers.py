@@ -78,7 +78,7 @@ def slow(times: Sequence[StepTimes], shape: Shape) -> Iterator[Straggler]:
     for rank, one in enumerate(times):
         if one.own - own > SLOWER * step:
             yield Straggler(COMPUTE, (rank,), one.own, own)
-    for axis in shape.several:
+    for axis in shape.used_axes:
         groups = sorted({tuple(shape.ranks_along(axis, rank)) for rank in range(shape.world)})
         waited = {group: min(times[rank].waited.get(axis, 0.0) for rank in group) for group in groups}
         usual = median(waited.values())

@@ -19,15 +19,14 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.layout import CONTRACT_WEIGHT, EXPAND_WEIGHT, REPEATED, WHOLE, Layout, Spec
 from fourfold.nn.embedding import Embedding
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand
 from fourfold.nn.norm import HeadNorm, Norm, add_gradients
-from fourfold.once import once_differentiable
-from fourfold.operators import collect, enter, leave, spread
-from fourfold.unit import Unit
+from fourfold.operators import collect, enter, leave, once_differentiable, spread
+from fourfold.param_group import ParamGroup
+from fourfold.params import local_of
 from fourfold.wrap.context import ModelContext
 from fourfold.wrap.detect import LinearForm
 from fourfold.wrap.grid_tensor import GridTensor, distribute, to_whole, version_of
@@ -126,7 +125,7 @@ class LayerAdapter(Adapter, Generic[L]):
         return (self.layer,)
 
     def input_dtype(self, *, autocast: bool) -> torch.dtype | None:  # noqa: ARG002
-        return self.context.policy.compute
+        return self.context.policy.compute_dtype
 
     def parameters(self) -> Mapping[str, LayerParameter]:
         return {name: (self.layer, name, PlainSlice(name)) for name in self.layer.specs}
@@ -305,7 +304,7 @@ class GatheredAdapter(Adapter):
         return {name: (self.layer, name, PlainSlice(name)) for name in self.layer.specs}
 
     def input_dtype(self, *, autocast: bool) -> torch.dtype | None:
-        return self.context.policy.compute if self.layer.specs and not autocast else None
+        return self.context.policy.compute_dtype if self.layer.specs and not autocast else None
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = self.context
@@ -388,7 +387,7 @@ class GatherParameters(torch.autograd.Function):
     """Parameters gathered over z, for code that uses them in any way; gradients go back to the shards."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *_: nn.Parameter) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: ParamGroup, *_: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         with unit.gathered("gathered", unit.gather, lambda _: (), turns=1, keep=True) as wholes:
@@ -413,7 +412,7 @@ class ReadScalar(torch.autograd.Function):
         ctx.layer, ctx.parameter, ctx.during = layer, parameter, layer.gradients.forward_pass
         ctx.during.use(parameter)
         held = local_of(parameter).detach()
-        return held.to(layer.policy.compute or held.dtype) if held.is_floating_point() else held.clone()
+        return held.to(layer.policy.compute_dtype or held.dtype) if held.is_floating_point() else held.clone()
 
     @staticmethod
     @once_differentiable
@@ -457,7 +456,7 @@ class ComputedWeightAdapter(GatheredAdapter):
         self.form = form
 
     def input_dtype(self, *, autocast: bool) -> torch.dtype | None:
-        return None if autocast else self.context.policy.compute
+        return None if autocast else self.context.policy.compute_dtype
 
     def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         return self.form.accepts(args, kwargs)
@@ -495,8 +494,8 @@ class ComputedExpandAdapter(ComputedWeightAdapter):
         resting = to_rest(a, self.context)
         leading = resting.shape[:-1]
         site = self.layer.site(prod(leading))
-        owed = functional.linear(enter(resting.local, site).land(), self.block(weight, EXPAND_WEIGHT.compute))
-        out = spread(owed, site, [owed.shape[1]]).land()
+        owed = functional.linear(enter(resting.local, site).wait(), self.block(weight, EXPAND_WEIGHT.compute))
+        out = spread(owed, site, [owed.shape[1]]).wait()
         placement = ChunkPlacement(self.context, len(leading), self.context.inner_axes)
         return GridTensor(out.view(*leading, out.shape[1]), placement, (*leading, self.form.outputs))
 
@@ -513,8 +512,8 @@ class ComputedContractAdapter(ComputedWeightAdapter):
         site = self.layer.site(prod(leading))
         flat = a.local.reshape(prod(leading), a.local.shape[-1])
         columns = self.form.inputs // layout.parts(self.context.grid.shape.sizes, 1)
-        owed = functional.linear(collect(flat, site, columns).land(), self.block(weight, layout))
-        return GridTensor(leave(owed, site).land(), RestPlacement(self.context), (*leading, self.form.outputs))
+        owed = functional.linear(collect(flat, site, columns).wait(), self.block(weight, layout))
+        return GridTensor(leave(owed, site).wait(), RestPlacement(self.context), (*leading, self.form.outputs))
 
     def describe(self) -> tuple[str, str]:
         return "computed w[k/y, n/x]: inner -> rest", "collect over y, leave over x, gradients of w over x and y"

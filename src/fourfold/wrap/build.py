@@ -17,7 +17,7 @@ from fourfold.nn.channel_norm import GroupNorm
 from fourfold.nn.conv import Conv, GroupedConv
 from fourfold.nn.convolve import Geometry
 from fourfold.nn.layer import SPECS
-from fourfold.nn.moment import Clock
+from fourfold.nn.rng import StepRng
 from fourfold.policy import Policy
 from fourfold.wrap.adapters import (
     Adapter,
@@ -373,7 +373,7 @@ def _register(model: nn.Module, context: ModelContext, seed: int) -> None:
             )
         parameters[name] = parameter, spec
     context.gradients = Gradients(context.grid, parameters, context.policy)
-    context.clock = Clock(seed, context.engine)
+    context.clock = StepRng(seed, context.engine)
     context.parameter_homes = []
     for name, module in model.named_modules():
         for adapter in adapters_of(module):

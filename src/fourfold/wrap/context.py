@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.axes import AXES, BATCH
+from fourfold.engine import Engine
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, inner
-from fourfold.nn.moment import Clock
-from fourfold.overlap import Engine
+from fourfold.nn.rng import StepRng
 from fourfold.policy import Policy
 
 WITHIN_PLACE = tuple(axis for axis in AXES if axis not in BATCH)
@@ -29,7 +29,7 @@ class ModelContext:
     """The grid, the policy, the gradients and the clock of a wrapped model, and the state of its current pass."""
 
     gradients: Gradients
-    clock: Clock
+    clock: StepRng
 
     def __init__(self, grid: Grid, policy: Policy, rows_dims: Sequence[int] = (0,)) -> None:
         self.grid, self.policy = grid, policy

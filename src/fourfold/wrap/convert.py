@@ -24,8 +24,8 @@ from fourfold.grid import Grid
 from fourfold.layout import Spec
 from fourfold.nn.initial import key_of
 from fourfold.nn.layer import SPECS, Layer, reserve
-from fourfold.optimizers import REPLACED
-from fourfold.parameter import shard_parameter
+from fourfold.optimizer_checks import REPLACED
+from fourfold.params import shard_parameter
 from fourfold.product import MEMORY
 from fourfold.wrap.adapters import Adapter, ExpandAdapter, GatheredAdapter
 from fourfold.wrap.context import ModelContext

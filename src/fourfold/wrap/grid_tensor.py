@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fourfold import comm
 from fourfold.layout import Layout
 from fourfold.operators import Conjugate
-from fourfold.parameter import whole_tensor
+from fourfold.params import whole_tensor
 from fourfold.wrap.context import ModelContext
 
 

@@ -25,7 +25,7 @@ from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED
 from fourfold.nn.initial import key_of
-from fourfold.nn.moment import drawing
+from fourfold.nn.rng import seeded
 from fourfold.wrap.context import ModelContext
 from fourfold.wrap.grid_tensor import ShardedPlacement, distribute
 from fourfold.wrap.ops import rule
@@ -66,7 +66,7 @@ def _save_pretrained(module: nn.Module, save: Callable[..., Any], grid: Grid, di
         if grid.rank == 0:
             whole[name] = tensor.cpu()
     whole_options = options | dict(state_dict=whole, is_main_process=True)
-    grid.first_alone(f"save_pretrained({str(directory)!r})", lambda: save(directory, **whole_options))
+    grid.run_on_rank0(f"save_pretrained({str(directory)!r})", lambda: save(directory, **whole_options))
 
 
 def _keep_vocabulary(
@@ -159,12 +159,12 @@ def require_autocast_precision(context: ModelContext, dtype: torch.dtype) -> Non
 
 
 def _require_dtype(context: ModelContext, source: str, dtype: torch.dtype) -> None:
-    if context.policy.compute == dtype:
+    if context.policy.compute_dtype == dtype:
         return
     raise ValueError(
-        f"{source} is on, but the model was parallelised with Policy(compute={context.policy.compute}) and would not "
-        f"follow it; use ff.parallelize(model, grid, policy=ff.Policy(compute={dtype})), with which it may stay on, or "
-        "turn it off"
+        f"{source} is on, but the model was parallelised with Policy(compute_dtype={context.policy.compute_dtype}) and "
+        f"would not follow it; use ff.parallelize(model, grid, policy=ff.Policy(compute_dtype={dtype})), with which it "
+        "may stay on, or turn it off"
     )
 
 
@@ -198,7 +198,7 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
     # one number for all ranks, so that torch.manual_seed on rank 0 decides; fp64 holds 52 bits exactly
     drawn = int(comm.from_first(torch.randint(1 << 52, (1,), dtype=torch.float64, device=grid.device), grid))
     key = key_of(drawn, *(f"{axis}={grid.coords[axis]}" for axis in BATCH))
-    with drawing(key, grid.device):
+    with seeded(key, grid.device):
         tokens = own(model, *args, **kwargs)
     sequences = len(tokens) * places // (rows + missing)  # returned per row
     return _join_rows(tokens, grid, _padding_id(model, kwargs))[: rows * sequences]

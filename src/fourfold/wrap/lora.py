@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fourfold.arriving import local_of
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, GATHERED, Layout, Spec, inner, rest
 from fourfold.nn.embedding import Head
 from fourfold.nn.layer import SPECS, Layer
 from fourfold.operators import Conjugate
+from fourfold.params import local_of
 from fourfold.wrap.adapters import (
     Adapter,
     ContractAdapter,

@@ -57,7 +57,7 @@ class MultiheadAdapter(Adapter):
 
     def input_dtype(self, *, autocast: bool) -> torch.dtype | None:
         own: Any = self.readers[0].weight
-        return self.context.policy.compute or (own.dtype if autocast else None)
+        return self.context.policy.compute_dtype or (own.dtype if autocast else None)
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold.nn.initial import key_of
-from fourfold.nn.moment import drawing
+from fourfold.nn.rng import seeded
 from fourfold.operators import Conjugate
 from fourfold.wrap.grid_tensor import RULES, GridTensor, ShardedPlacement, grid_tensors_in, is_in_place, to_whole
 from fourfold.wrap.placements import ChunkPlacement, FusedPlacement, SharedHeadsPlacement, conjugate, fuse, same
@@ -178,7 +178,7 @@ def dropout(func: Callable, args: tuple, kwargs: dict) -> Any:
         return a
     if not isinstance(a.placement, ShardedPlacement) or isinstance(a.placement, SharedHeadsPlacement):
         return NotImplemented
-    with drawing(seed_of_part(a), a.device):
+    with seeded(seed_of_part(a), a.device):
         return a.like(run_on_local(func, args, kwargs))
 
 
@@ -190,7 +190,7 @@ def draw_in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     if not isinstance(a.placement, ShardedPlacement) or isinstance(a.placement, SharedHeadsPlacement):
         return NotImplemented
-    with drawing(seed_of_part(a), a.device):
+    with seeded(seed_of_part(a), a.device):
         func(a.local, *args[1:], **kwargs)
     return a
 
@@ -450,7 +450,7 @@ def attend(func: Callable, args: tuple, kwargs: dict) -> Any:
     shape = (*query.shape[:-1], value.shape[-1])
     if not named.get("dropout_p", 0.0):
         return GridTensor(func(query.local, *own, **named), placement, shape)
-    with drawing(seed_of_part(query), query.device):
+    with seeded(seed_of_part(query), query.device):
         return GridTensor(func(query.local, *own, **named), placement, shape)
 
 

@@ -15,7 +15,7 @@ from torch import Size, Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from fourfold.nn.moment import drawing
+from fourfold.nn.rng import seeded
 from fourfold.wrap.grid_tensor import GridTensor, grid_tensors_in
 from fourfold.wrap.ops import argument, functions_named, rule, run_on_local, seed_of_part
 from fourfold.wrap.placements import ChunkPlacement, FusedPlacement, RestPlacement
@@ -349,5 +349,5 @@ def dropout_of_channels(func: Callable, args: tuple, kwargs: dict) -> Any:
         return a
     if type(a.placement) is not ChunkPlacement or a.placement.dim > 1:
         return NotImplemented
-    with drawing(seed_of_part(a), a.device):
+    with seeded(seed_of_part(a), a.device):
         return a.like(func(a.local, probability, True, *([True] if named.get("inplace") else [])))

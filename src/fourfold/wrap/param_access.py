@@ -21,13 +21,12 @@ from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold import comm
-from fourfold.ahead import in_backward
-from fourfold.arriving import local_of
+from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, REPEATED, Layout, Spec
 from fourfold.nn.layer import SPECS
-from fourfold.once import once_differentiable
-from fourfold.parameter import shard_parameter
+from fourfold.operators import once_differentiable
+from fourfold.params import local_of, shard_parameter
 from fourfold.wrap.adapters import PlainSlice, lost_change_error
 from fourfold.wrap.context import ModelContext
 from fourfold.wrap.grid_tensor import GridTensor, TensorPlacement, version_of
@@ -271,7 +270,10 @@ def lend_parameter(module: nn.Module, name: str, context: ModelContext, owner: s
     shape = (sum(len(parameter) for parameter, _ in parts), *first.shape[1:]) if first.dim() else ()
     # stands for the values, which are not gathered unless somebody computes with them
     empty = torch.empty(
-        0, dtype=context.policy.compute or first.dtype, device=local_of(first).device, requires_grad=first.requires_grad
+        0,
+        dtype=context.policy.compute_dtype or first.dtype,
+        device=local_of(first).device,
+        requires_grad=first.requires_grad,
     )
     placement = ParameterPlacement(context, f"{owner}.{name}".lstrip("."), parts, part)
     return GridTensor(empty, placement, shape[::-1] if part.transposed else shape)
@@ -287,7 +289,7 @@ class ReadWhole(torch.autograd.Function):
         ctx.during.use(parameter)
         held = local_of(parameter).detach()
         if held.is_floating_point():
-            held = held.to(context.policy.compute or held.dtype)  # cast before it travels
+            held = held.to(context.policy.compute_dtype or held.dtype)  # cast before it travels
         # a clone, because on a grid of one rank the gathered tensor is the shard itself
         return comm.join(held, spec.storage, spec.shape, context.grid, label=name).clone()
 

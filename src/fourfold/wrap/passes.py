@@ -29,10 +29,10 @@ from fourfold.comm import equal_along
 from fourfold.layout import REPEATED, inner
 from fourfold.nn.initial import key_of
 from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
-from fourfold.nn.moment import drawing, drawing_outside_torch
 from fourfold.nn.recompute import recompute
+from fourfold.nn.rng import seeded, seeded_outside_torch
 from fourfold.operators import Conjugate
-from fourfold.parameter import whole_tensor
+from fourfold.params import whole_tensor
 from fourfold.wrap.adapters import Adapter, lost_change_error
 from fourfold.wrap.context import WITHIN_PLACE, ModelContext
 from fourfold.wrap.grid_tensor import GridTensor, is_in_place, sync_whole_copies, to_whole, version_of
@@ -274,7 +274,7 @@ class RootAdapter(Adapter):
         name = self.name if module.training else f"{self.name} evaluation {self.evaluations}"
         # one seed for all ranks of a place, so that they drop the same elements of tensors that they all hold
         seed = context.clock.key(name, context.grid, REPEATED)
-        with seeded(seed, context.grid.device), drawing_outside_torch(seed):
+        with seeded_everywhere(seed, context.grid.device), seeded_outside_torch(seed):
             result = self._pass(forward, args, kwargs)
         if before:
             self._require_same_buffers(module, before)
@@ -426,9 +426,9 @@ def counted_changes(context: ModelContext) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seeded_everywhere(seed: int, device: torch.device) -> Iterator[None]:
     """Inside the block torch draws from this seed, on the host and on the device."""
-    with drawing(seed, torch.device("cpu")), drawing(seed, device) if device.type != "cpu" else nullcontext():
+    with seeded(seed, torch.device("cpu")), seeded(seed, device) if device.type != "cpu" else nullcontext():
         yield
 
 
@@ -480,5 +480,5 @@ def _run_seeded(
     seed: int, device: torch.device, again: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block with its seed. Only a block that is recomputed seeds Python and numpy too, because that is slow."""
-    with seeded(seed, device), drawing_outside_torch(seed) if again else nullcontext():
+    with seeded_everywhere(seed, device), seeded_outside_torch(seed) if again else nullcontext():
         return forward(*args, **kwargs)

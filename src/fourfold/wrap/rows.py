@@ -29,11 +29,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.axes import BATCH
 from fourfold.grid import Grid
-from fourfold.nn.moment import drawing_outside_torch
+from fourfold.nn.rng import seeded_outside_torch
 from fourfold.operators import Conjugate
+from fourfold.params import local_of
 from fourfold.wrap.context import ModelContext
 from fourfold.wrap.grid_tensor import RULES, to_whole, version_of
 from fourfold.wrap.ops import ATTENTION_ARGUMENTS
@@ -304,9 +304,9 @@ class RowComparison:
         with (
             state_restored(self.model),
             torch.no_grad(),
-            grid.ledger.aside(),
+            grid.ledger.not_counted(),
             torch.random.fork_rng(devices),
-            drawing_outside_torch(seed),
+            seeded_outside_torch(seed),
             warnings.catch_warnings(),
             NoDropout(),
         ):

@@ -18,21 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.ahead import Gathering, in_backward
-from fourfold.arriving import local_of
 from fourfold.axes import AXES
+from fourfold.comm import Pending
+from fourfold.engine import Engine, WeightGather, in_backward
 from fourfold.gradients import ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
-from fourfold.overlap import Engine
-from fourfold.pending import Pending
+from fourfold.params import local_of
 from fourfold.policy import Policy
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
-class Member:
+class GroupMember:
     """A parameter in compute layout: the length of its dim 0 on this rank, and its elements on the rank that has most,
     the same number on all ranks."""
 
@@ -41,31 +40,31 @@ class Member:
     most: int
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, spec: Spec, grid: Grid) -> Member:
+    def of(cls, parameter: nn.Parameter, spec: Spec, grid: Grid) -> GroupMember:
         box = partial(spec.storage.compute.box, spec.shape, grid.shape.sizes)
         return cls(parameter, len(box(grid.coords)[0]), prod(len(part) for part in box(dict.fromkeys(AXES, 0))))
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ParamGroup:
     """Parameters that are gathered over z in one message and given back in one."""
 
     grid: Grid
     policy: Policy
     gradients: Gradients
     label: str
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     during: ForwardPass
     """The forward pass that uses the members; what it expects is counted there."""
 
     @property
     def compute(self) -> torch.dtype:
         own = self.members[0].parameter.dtype
-        return self.policy.compute or own if own.is_floating_point else own
+        return self.policy.compute_dtype or own if own.is_floating_point else own
 
     @property
     def reduce(self) -> torch.dtype:
-        return self.policy.reduce or self.members[0].parameter.dtype
+        return self.policy.reduce_dtype or self.members[0].parameter.dtype
 
     @property
     def engine(self) -> Engine:
@@ -93,14 +92,14 @@ class Unit:
             for member in self.members:
                 self.during.use(member.parameter)
         travels = self.grid.size(GATHERED) > 1
-        gathering = Gathering(
+        gathering = WeightGather(
             key=(kind, self.label, self.members),
             launch=launch,
             nbytes=self.elements * self.compute.itemsize if travels else 0,
             version=lambda: tuple((m.parameter._version, local_of(m.parameter)._version) for m in self.members),
             buffers=buffers if travels else lambda _: (),
         )
-        return self.engine.ahead.using(gathering, uses=turns, keep=keep)
+        return self.engine.prefetcher.using(gathering, uses=turns, keep=keep)
 
     @property
     def elements(self) -> int:
@@ -158,6 +157,6 @@ class Unit:
         nbytes = self.elements * self.reduce.itemsize
         self.gradients.scatter(parameters, wide, nbytes, label=self.label, during=self.during, uses=turns)
 
-    def only(self, members: Sequence[Member]) -> Unit:
+    def only(self, members: Sequence[GroupMember]) -> ParamGroup:
         """A part of the unit, under the same label."""
         return replace(self, members=tuple(members))

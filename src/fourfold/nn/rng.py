@@ -16,19 +16,19 @@ from typing import NamedTuple
 import torch
 
 from fourfold.axes import AXES
+from fourfold.engine import Engine, HalfTurn
 from fourfold.grid import Grid
 from fourfold.layout import Layout
 from fourfold.nn.initial import key_of
-from fourfold.overlap import Engine, Turn
 
 
-class Moment(NamedTuple):
+class RngPoint(NamedTuple):
     step: int
     micro_step: int
-    turn: Turn
+    turn: HalfTurn
 
 
-class Clock:
+class StepRng:
     """When it is. A model's training forward advances the micro-step; a trainer sets the step; the overlap engine knows
     which half of a batch has its turn."""
 
@@ -39,8 +39,8 @@ class Clock:
         self.micro_step = 0
 
     @property
-    def now(self) -> Moment:
-        return Moment(self.step, self.micro_step, self.engine.turn)
+    def now(self) -> RngPoint:
+        return RngPoint(self.step, self.micro_step, self.engine.turn)
 
     def advance(self) -> None:
         self.micro_step += 1
@@ -49,7 +49,7 @@ class Clock:
         self.step, self.micro_step = step, 0
 
     @contextmanager
-    def at(self, moment: Moment) -> Iterator[None]:
+    def at(self, moment: RngPoint) -> Iterator[None]:
         """Inside the block it is that moment again."""
         now = self.now
         self.step, self.micro_step, self.engine.turn = moment
@@ -66,7 +66,7 @@ class Clock:
 
 
 @contextmanager
-def drawing(key: int, device: torch.device) -> Iterator[None]:
+def seeded(key: int, device: torch.device) -> Iterator[None]:
     """Inside the block torch's own generator of that device draws from `key`; afterwards it is as before."""
     generator = torch.default_generator
     if device.type == "cuda":
@@ -81,7 +81,7 @@ def drawing(key: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def drawing_outside_torch(key: int) -> Iterator[None]:
+def seeded_outside_torch(key: int) -> Iterator[None]:
     """Inside the block Python's `random` draws from `key`, and numpy's where it is imported; afterwards as before.
 
     Model code may use them, and ranks that compute parts of one tensor must draw the same.

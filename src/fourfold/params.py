@@ -4,6 +4,9 @@ Layers read their shards and nothing else. Whoever else computes with a paramete
 penalty outside of the model, say) is given the whole tensor, so that plain tensors and parameters mix as in a plain
 model; the gradient of the whole goes back to the shards through `Gradients`. Where nothing is recorded, in optimizers
 and checkpoints, a parameter is an ordinary DTensor.
+
+A shard that a collective is still writing is a `LazyTensor`: whoever touches it gets the finished value, never a stale
+one.
 """
 
 from __future__ import annotations
@@ -18,10 +21,51 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
 from fourfold import comm
-from fourfold.ahead import in_backward
-from fourfold.arriving import local_of
+from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import Spec
+
+
+class LazyTensor(Tensor):
+    """Stands for `held` until it is used for the first time; `settle` then waits for the collective."""
+
+    held: Tensor
+    settle: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, held: Tensor, settle: Callable[[], None]) -> LazyTensor:
+        new = Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=held.dtype, device=held.device
+        )
+        new.held, new.settle = held, settle
+        return new
+
+    def arrived(self) -> Tensor:
+        self.settle()
+        return self.held
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.arrived, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; `to_local()` would record a node in the graph."""
+    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local.arrived() if type(local) is LazyTensor else local
+
+
+def wait_on_use(tensor: Tensor, settle: Callable[[], None]) -> None:
+    """From now on the first use of this DTensor's shard calls `settle`, which must end in `restore`."""
+    tensor._local_tensor = LazyTensor(local_of(tensor), settle)  # type: ignore[attr-defined]
+
+
+def restore(tensor: Tensor) -> None:
+    local = tensor._local_tensor  # type: ignore[attr-defined]
+    if type(local) is LazyTensor:
+        tensor._local_tensor = local.held  # type: ignore[attr-defined]
+
 
 aten = torch.ops.aten
 

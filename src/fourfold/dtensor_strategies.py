@@ -1,9 +1,10 @@
 """How torch finds out what an operation on DTensors does to their layout, made fast on a grid's mesh.
 
 For every operation, shape and layout torch builds all combinations of what each dim of the mesh could do: on a mesh of
-four dims hundreds to thousands, of which it then takes one that moves nothing, if there is one. `derive_quickly` has
-it build only those in which each dim of the mesh does what the operands' own layouts say. If none of these is possible
-torch builds them all. What torch chooses is the same; an optimizer's first step takes a second instead of a minute.
+four dims hundreds to thousands, of which it then takes one that moves nothing, if there is one. After
+`speed_up_strategies` torch builds only those in which each dim of the mesh does what the operands' own layouts say, and
+builds all of them only if none of these is possible. What torch chooses is the same; an optimizer's first step takes a
+second instead of a minute.
 
 Only meshes of a `Grid` are affected. Where torch has no such function, as in other releases, nothing changes.
 """
@@ -24,7 +25,7 @@ GRID = "_fourfold_grid"
 """Attribute of a mesh that belongs to a grid."""
 
 
-def derive_quickly() -> None:
+def speed_up_strategies() -> None:
     """From now on, in this process."""
     expand = getattr(utils, NAME, None)
     known = expand is not None and hasattr(OpSchema, "args_strategy") and hasattr(OpSchema, "kwargs_strategy")

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fourfold.derive import GRID
+from fourfold.dtensor_strategies import GRID
 
 REFUSED = ("Adafactor", "LBFGS", "Muon", "Rprop")
 """Classes of torch.optim and transformers. Rprop only because torch does not index DTensors in place."""
