@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import fourfold as ff
 from fourfold import kernels
+from fourfold.gradients import Gradients
 from fourfold.grid import Grid, Shape
 from fourfold.nn.linear import Expand, join
 from fourfold.nn.norm import Norm, NormSpec
@@ -101,7 +102,7 @@ def test_norms_compute_what_torch_computes_whole_and_by_phases(kind: str, tokens
 def norm_spec(kind: str, *, compiled: bool = False, bias: bool = True) -> NormSpec:
     policy = Policy(compile=compiled)
     layer = Norm(Grid.alone("cpu"), policy, FEATURES, kind=kind, bias=bias and kind == "layer", eps=EPS)
-    layer.gradients = None  # type: ignore[assignment]  # nothing is handed in here
+    layer.gradients = Gradients(layer.grid, {}, policy)  # nothing is handed in here
     return NormSpec(layer.unit(*layer.specs), kind, FEATURES, "y", EPS)
 
 

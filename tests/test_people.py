@@ -121,8 +121,8 @@ def test_what_once_failed(ranks, case: Case) -> None:
 # the comparison itself
 
 
-def grow(gradients: Gradients, parameters: Sequence[nn.Parameter], found: Sequence[Tensor]) -> None:
-    _deposit(gradients, parameters, [gradient * (1 + 1e-7) for gradient in found])
+def grow(gradients: Gradients, parameters: Sequence[nn.Parameter], found: Sequence[Tensor], **options: Any) -> None:
+    _deposit(gradients, parameters, [gradient * (1 + 1e-7) for gradient in found], **options)
 
 
 def shift(layout: ChunkPlacement, local: Tensor, shape: torch.Size) -> Tensor:

@@ -10,6 +10,7 @@ but `AXES` says how many axes there are.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import socket
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -144,6 +145,18 @@ class Shape:
         slowest_first = tuple(reversed(self.order))
         ranks = torch.arange(self.world).reshape([self.sizes[axis] for axis in slowest_first])
         return ranks.permute([slowest_first.index(axis) for axis in AXES]).contiguous()
+
+
+def _signature(**options: Any) -> inspect.Signature:
+    """Return the signature that help and editors show: the size of every axis, then these options."""
+    kinds = inspect.Parameter
+    sizes = [kinds(axis, kinds.POSITIONAL_OR_KEYWORD, default=1, annotation=int) for axis in AXES]
+    return inspect.Signature(
+        [*sizes, *(kinds(name, kinds.KEYWORD_ONLY, default=default) for name, default in options.items())]
+    )
+
+
+Shape.__signature__ = _signature(order=AXES)  # type: ignore[attr-defined]
 
 
 def sizes_by_axis(sizes: Sequence[int], named: Mapping[str, int]) -> dict[str, int]:
@@ -388,6 +401,9 @@ class Grid:
             for group in {id(group): group for group in self._groups.values()}.values():
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
+
+
+Grid.__signature__ = _signature(order=AXES, device=None, timeout=None)  # type: ignore[attr-defined]
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -18,6 +18,7 @@ Renames = dict[str, dict[str, str]]
 FIRST_AXES = ("x", "y", "z", "data")
 """The axes of version 1. Every order of ranks that any version has written names these."""
 CONFIG_KEYS: Renames = {
+    "policy": {"reduce": "reduce_dtype"},
     "overlap": {"data": "reduce_early", "behind_products": "wgrad_behind_messages"},
 }
 """Renamed keys of a config, by section."""

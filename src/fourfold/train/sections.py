@@ -98,7 +98,7 @@ class PolicySection:
 
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """Of products and messages; auto: bf16 on a GPU, fp32 on the CPU. Weights are fp32, or fp64 with fp64."""
-    reduce: Dtype | None = None
+    reduce_dtype: Dtype | None = None
     """In which gradients are reduced over z; by default that of the weights."""
     activations: Activations = "sharded"
     recompute: Recompute = "none"
@@ -125,7 +125,7 @@ class PolicySection:
             shard_optimizer=self.shard_optimizer,
             bucket_bytes=self.bucket_bytes,
             compute_dtype=DTYPES[self.dtype],
-            reduce_dtype=None if self.reduce is None else DTYPES[self.reduce],
+            reduce_dtype=None if self.reduce_dtype is None else DTYPES[self.reduce_dtype],
             compile=self.compile is True,
         )
 
