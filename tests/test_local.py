@@ -320,9 +320,9 @@ def one_rank() -> Grid:
     return Grid.alone("cpu")
 
 
-def model_of(name: str = "llama-tiny", compute: torch.dtype | None = None) -> ff.models.Transformer:
+def model_of(name: str = "llama-tiny", compute_dtype: torch.dtype | None = None) -> ff.models.Transformer:
     config = ff.models.config(name, layers=1)
-    return ff.models.build(config, one_rank(), policy=Policy(compute_dtype=compute), dtype=torch.float64)
+    return ff.models.build(config, one_rank(), policy=Policy(compute_dtype=compute_dtype), dtype=torch.float64)
 
 
 def reads(model: ff.models.Transformer) -> list[list[Expand]]:
