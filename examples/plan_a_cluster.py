@@ -13,23 +13,23 @@ from dataclasses import replace
 import fourfold as ff
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Task
-from fourfold.planner.search import Plan, search
+from fourfold.planner.search import GridPlan, search
 
 
-def table(plan: Plan, top: int) -> str:
+def table(plan: GridPlan, top: int) -> str:
     """Return the fastest grids with their throughput, exposed communication and peak memory."""
     lines = [f"{'grid':38}{'s/step':>8}{'tokens/s':>10}{'MFU':>7}{'exposed s':>11}{'peak GiB':>10}"]
     for found in plan.ranked[:top]:
         exposed = sum(found.totals.exposed.values())
         memory = found.memory.total / 2**30
         lines.append(
-            f"{found.choice.shape!s:38}{found.seconds:8.2f}{found.tokens_per_second:10,.0f}{found.mfu:7.1%}"
+            f"{found.candidate.shape!s:38}{found.seconds:8.2f}{found.tokens_per_second:10,.0f}{found.mfu:7.1%}"
             f"{exposed:11.2f}{memory:10.1f}"
         )
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> tuple[Plan, Plan]:
+def main(arguments: Sequence[str] | None = None) -> tuple[GridPlan, GridPlan]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt-20b", help="a published size")
     parser.add_argument("--machine", default="perlmutter", help="a known machine, or a file from `fourfold calibrate`")

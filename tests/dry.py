@@ -1,6 +1,6 @@
-"""Jobs of test_dry.py, test_open_model.py and soak_dry.py: dry runs, for a process without a process group.
+"""Jobs of test_dry.py, test_outside.py and soak_dry.py: dry runs, for a process that has no process group of its own.
 
-`python tests/dry.py` compares the dry run with the closed form and prints how many collectives were equal.
+`python tests/dry.py` compares the dry run with the rehearsed program and prints how many collectives were equal.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
+from fourfold.engine import Overlap
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
 from fourfold.models.open import open_model
-from fourfold.planner.dry import Dry, dry_run, fake_ranks
-from fourfold.planner.kept import kept_bytes
-from fourfold.planner.volume import Volume
-from fourfold.policy import Overlap
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.trace import DryRun, dry_run, fake_ranks, kept_bytes
+from fourfold.planner.transformer import step_program
 
 LLAMA = ff.models.config(
     "llama-3-8b", layers=2, hidden=4032, heads=96, kv_heads=12, head_dim=84, mlp_hidden=14400, qk_norm=True
@@ -43,7 +43,7 @@ class Case:
     micro_steps: int = 1
     optimizer: bool = False
 
-    def run(self) -> Dry:
+    def run(self) -> DryRun:
         return dry_run(self.config, self.shape, **self.options)
 
     @property
@@ -76,18 +76,16 @@ CASES = [
 
 
 def compare(case: Case) -> int:
-    """How many collectives the dry run and the closed form agree in; an error where they do not."""
+    """Return how many collectives the dry run and the rehearsed program agree in; raise where they do not."""
     found = Counter(case.run().records)
-    volume = Volume(case.config, case.shape, case.policy, case.rows, case.seq, torch.float32, case.rank)
-    wanted = Counter(volume.training_step(micro_steps=case.micro_steps, clip=case.optimizer))
-    if case.optimizer:
-        wanted += Counter(volume.optimizer_step())
+    sizes = LocalSizes(case.config, case.shape, case.policy, case.rows, case.seq, torch.float32, case.rank)
+    wanted = Counter(step_program(sizes, micro_steps=case.micro_steps, optimizer=case.optimizer).records)
     if found != wanted:
-        raise ValueError(f"{case}: the dry run has {found - wanted}, the closed form {wanted - found}")
+        raise ValueError(f"{case}: the dry run has {found - wanted}, the program {wanted - found}")
     return found.total()
 
 
-def run(case: Case) -> Dry:
+def run(case: Case) -> DryRun:
     return case.run()
 
 
@@ -97,7 +95,7 @@ def kept(case: Case) -> int:
         return kept_bytes(case.config, grid, case.policy, case.rows, case.seq)[case.policy.recompute]
 
 
-def in_company() -> Dry:
+def in_company() -> DryRun:
     """A dry run in a process that has joined a group."""
     ff.Grid()
     try:
@@ -106,7 +104,7 @@ def in_company() -> Dry:
         torch.distributed.destroy_process_group()
 
 
-def run_named(text: str, shape: Shape, **options: Any) -> Dry:
+def run_named(text: str, shape: Shape, **options: Any) -> DryRun:
     return dry_run(open_model(text).model, shape, **options)
 
 
@@ -158,8 +156,8 @@ def plain() -> nn.Module:
     return Plain(Sizes())
 
 
-def image() -> nn.Module:
-    return Image()
+def image(grid: Grid, policy: ff.Policy) -> nn.Module:
+    return ff.parallelize(Image(), grid, policy=policy)
 
 
 def on_the_grid(grid: Grid, policy: ff.Policy) -> nn.Module:

@@ -15,7 +15,7 @@ import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
 from fourfold.params import local_of
-from fourfold.planner.kept import Alive
+from fourfold.planner.trace import StorageCounter
 from fourfold.policy import Policy
 
 
@@ -46,12 +46,12 @@ def dry_peak(case: Case) -> Found:
         model = ff.models.build(case.config, grid, policy=case.policy, device="meta")
         parameters = sum(local_of(parameter).nbytes for parameter in model.parameters())
         tokens = torch.zeros(case.rows, case.seq, dtype=torch.long, device="meta")
-        with Alive() as first:
+        with StorageCounter() as first:
             loss = model(tokens, tokens)
             kept = first.nbytes
         loss.backward()  # records the order in which weights are used
         model.zero_grad()
-        with Alive() as alive:
+        with StorageCounter() as alive:
             with ff.accumulate(model):
                 for _ in range(case.micro_steps - 1):
                     model(tokens, tokens, count=1).backward()

@@ -281,11 +281,12 @@ def stream_block(whole: Tensor, case: Case, coords: dict[str, int]) -> Tensor:
 
 
 def predicted(case: Case, rank: int) -> list[Collective]:
-    from fourfold.planner.volume import Volume
+    from fourfold.planner.sizes import LocalSizes
+    from fourfold.planner.transformer import step_program
 
     rows, seq = case.place
-    volume = Volume(case.config, case.shape, case.policy, rows, seq, torch.float64, rank)
-    return volume.training_step(micro_steps=case.micro_steps, clip=True)
+    sizes = LocalSizes(case.config, case.shape, case.policy, rows, seq, torch.float64, rank)
+    return step_program(sizes, micro_steps=case.micro_steps, optimizer=False, clip=True).records
 
 
 WORLDS = (1, 2, 3, 4, 6, 8)

@@ -47,7 +47,8 @@ def test_shapes_and_layouts_have_the_fifth_axis(five) -> None:
     code = (
         "from fourfold.axes import AXES; from fourfold.grid import Shape; from fourfold.layout import EXPAND_WEIGHT\n"
         "shape = Shape(x=2, fifth=1)\n"
-        "assert AXES[-1] == 'fifth' and shape.fifth == 1 and shape.world == 2 and len(EXPAND_WEIGHT.placements()) == 5\n"
+        "assert AXES[-1] == 'fifth' and shape.fifth == 1 and shape.world == 2\n"
+        "assert len(EXPAND_WEIGHT.placements()) == 5\n"
         "assert Shape(fifth=3, order=('fifth', 'x', 'y', 'z', 'data')).coords(2)['fifth'] == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], env=five[1], check=True, timeout=120)

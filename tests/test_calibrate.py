@@ -17,35 +17,38 @@ from fourfold.cli import parser
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.planner import calibrate as planner_calibrate
-from fourfold.planner.calibrate import LEAST_LARGEST, Calibration, Launch, groups_of
-from fourfold.planner.fit import (
+from fourfold.planner.calibrate import (
     HIDDEN,
     HIDDEN_ROWS,
+    LEAST_LARGEST,
     MOST_TURN,
     SMALL,
     SMALL_ROWS,
+    Calibration,
     Computation,
+    LaunchCall,
     Measured,
     Message,
     fit_links,
     fit_products,
+    groups_of,
     machine_of,
     not_negative,
 )
-from fourfold.planner.machine import Link, Timed, load_machine, parse_machine, to_toml
-from fourfold.planner.program import step_program
+from fourfold.planner.machine import LinkSpeed, Timed, load_machine, parse_machine, to_toml
 from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import simulate
-from fourfold.planner.volume import Volume
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from fourfold.train.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.train.launch import share_cores
 from harness import grid_of
 
-LINKS = {(1, 2): Link(2e9, 3e-6), (2, 4): Link(5e8, 40e-6)}
+LINKS = {(1, 2): LinkSpeed(2e9, 3e-6), (2, 4): LinkSpeed(5e8, 40e-6)}
 
 
-def messages(launch: float, links: dict[tuple[int, int], Link]) -> list[Message]:
+def messages(launch: float, links: dict[tuple[int, int], LinkSpeed]) -> list[Message]:
     """Collectives that take exactly what the rule says."""
     found = []
     for group, link in links.items():
@@ -139,8 +142,8 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
 def test_the_small_step_takes_what_it_took(device: str) -> None:
     """The host's part of each piece of work is such that the program of that step takes its seconds again."""
     machine = machine_of("here", "two nodes", found(device=device), "today")
-    volume = Volume(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, torch.bfloat16)
-    program = step_program(volume, optimizer=False)
+    sizes = LocalSizes(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, torch.bfloat16)
+    program = step_program(sizes, optimizer=False)
     assert simulate(program.work, Seconds(machine, Shape()), "bf16").seconds == pytest.approx(2e-3, rel=1e-6)
 
 
@@ -148,8 +151,8 @@ def test_the_small_step_takes_what_it_took(device: str) -> None:
 def test_the_step_on_z_takes_what_it_took(turn: float) -> None:
     """What messages wait is such that the program of that step takes its seconds again."""
     machine = machine_of("here", "two nodes", found(device="cpu"), "today")
-    volume = Volume(HIDDEN, Shape(z=4), Policy(), HIDDEN_ROWS, HIDDEN.seq, torch.bfloat16)
-    program = step_program(volume, optimizer=False)
+    sizes = LocalSizes(HIDDEN, Shape(z=4), Policy(), HIDDEN_ROWS, HIDDEN.seq, torch.bfloat16)
+    program = step_program(sizes, optimizer=False)
     seconds = Seconds(replace(machine, turn=turn, name="waiting"), Shape(z=4))
     step = simulate(program.work, seconds, "bf16").seconds
     again = machine_of("here", "two nodes", found(device="cpu", hidden=step, ranks=4), "today")
@@ -181,7 +184,7 @@ class Stopwatch:
     """Times every message of a calibration by itself: what the fit is held against is measured in the same moments, so
     that others who want the cores slow down both."""
 
-    def __init__(self, collective: Callable[..., tuple[Collective, Launch]]) -> None:
+    def __init__(self, collective: Callable[..., tuple[Collective, LaunchCall]]) -> None:
         self.collective = collective
         self.seconds: dict[Collective, list[float]] = {}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fourfold as ff
+from closed_form import ClosedForm
 from fourfold.grid import Grid, Shape
 from fourfold.params import local_of
-from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import Largest, grid_of
 from share import share
@@ -48,7 +48,7 @@ def test_chunks_change_nothing_but_messages(ranks, shape: Shape, mode: str) -> N
             assert a["losses"] == pytest.approx(b["losses"], rel=1e-13)
             for first, second in zip(a["gradients"], b["gradients"], strict=True):
                 torch.testing.assert_close(first, second, rtol=0, atol=1e-14)
-            volume = Volume(CONFIG, shape, policy, 4 // (shape.z * shape.data), 13, torch.float64, rank)
+            volume = ClosedForm(CONFIG, shape, policy, 4 // (shape.z * shape.data), 13, torch.float64, rank)
             assert Counter(b["records"]) == Counter([*volume.micro_step(counted=counted), *volume.gradients()])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.planner.machine import Link, Machine, Timed, load_machine, machine_names, parse_machine, to_toml
+from fourfold.planner.machine import LinkSpeed, Machine, Timed, load_machine, machine_names, parse_machine, to_toml
 from fourfold.planner.seconds import CARD, Seconds, count_spread, inside_link, spread_of
 
 GB = 1e9
@@ -36,8 +36,8 @@ def small(**changes: object) -> Machine:
         launch=5e-6,
         contention=1.25,
         turn=1e-4,
-        inside={(1, 2): Link(64e9, 1e-6)},
-        between=Link(16e9, 8e-6),
+        inside={(1, 2): LinkSpeed(64e9, 1e-6)},
+        between=LinkSpeed(16e9, 8e-6),
     )
     return replace(machine, **changes)  # type: ignore[arg-type]
 
@@ -262,7 +262,7 @@ def test_a_small_sum_over_many_takes_a_tree() -> None:
 
 
 def test_a_ring_is_never_faster_than_its_links_inside_the_nodes() -> None:
-    seconds = Seconds(small(inside={(1, 2): Link(4e9, 1e-6)}), Shape(z=4))
+    seconds = Seconds(small(inside={(1, 2): LinkSpeed(4e9, 1e-6)}), Shape(z=4))
     assert seconds.link("z").bandwidth == 4e9
 
 

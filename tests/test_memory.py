@@ -21,7 +21,7 @@ from fourfold.nn.initial import BLOCK_ELEMENTS
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
 from fourfold.planner.memory import Memory, kept_for_backward, peak_memory
-from fourfold.planner.share import Share
+from fourfold.planner.sizes import LocalSizes
 from fourfold.policy import Overlap, Policy
 from harness import Largest, grid_of, join_shards
 
@@ -158,14 +158,14 @@ CASES = [
 
 
 def predicted(case: Case) -> Memory:
-    share = Share(case.config, case.shape, case.policy, case.rows, case.seq)
+    share = LocalSizes(case.config, case.shape, case.policy, case.rows, case.seq)
     return peak_memory(share, micro_steps=case.micro_steps, optimizer_bytes_per_parameter=0)
 
 
 def compare(case: Case, found: Found) -> None:
     """The closed form and the dry run."""
     memory = predicted(case)
-    kept = kept_for_backward(Share(case.config, case.shape, case.policy, case.rows, case.seq))
+    kept = kept_for_backward(LocalSizes(case.config, case.shape, case.policy, case.rows, case.seq))
     assert memory.parameters == found.parameters, case
     assert kept == pytest.approx(found.kept, rel=0.03), case
     assert memory.total == pytest.approx(found.peak, rel=0.10), (case, memory)
@@ -186,7 +186,7 @@ def test_each_kind_and_moment_sets_the_peak_somewhere_in_the_sample() -> None:
 
 
 def test_optimizer_state_counts_at_every_moment_and_is_cut_over_replicas() -> None:
-    share = Share(DEEP, Shape(z=2, data=4), bf16(), 2, 2048)
+    share = LocalSizes(DEEP, Shape(z=2, data=4), bf16(), 2, 2048)
     without, whole = peak_memory(share, optimizer_bytes_per_parameter=0), peak_memory(share)
     assert whole.optimizer == 2 * whole.parameters  # two fp32 moments of fp32 parameters
     assert whole.total - without.total == whole.optimizer
@@ -195,13 +195,13 @@ def test_optimizer_state_counts_at_every_moment_and_is_cut_over_replicas() -> No
 
 
 def test_one_rank_holds_the_whole_model_and_accumulates_all_gradients() -> None:
-    share = Share(DEEP, Shape(), bf16(), 1, 512)
+    share = LocalSizes(DEEP, Shape(), bf16(), 1, 512)
     assert peak_memory(share).parameters == 4 * DEEP.parameters
     assert peak_memory(share, micro_steps=2).gradients == 4 * DEEP.parameters
 
 
 def test_a_prediction_takes_microseconds() -> None:
-    share = Share(ff.models.config("gpt-640b"), Shape(8, 4, 8, 4), bf16(recompute="block"), 4, 2048)
+    share = LocalSizes(ff.models.config("gpt-640b"), Shape(8, 4, 8, 4), bf16(recompute="block"), 4, 2048)
     taken = []
     for _ in range(20):
         began = time.process_time_ns()

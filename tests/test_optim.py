@@ -13,7 +13,8 @@ from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
 from fourfold.optim import AdamW, Schedule
 from fourfold.params import local_of
-from fourfold.planner.volume import Volume
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
 from share import share
@@ -89,8 +90,8 @@ def test_sharded_state_gives_the_same_parameters(ranks, shape: Shape) -> None:
         assert a["norms"] == pytest.approx(b["norms"], rel=1e-12)
         assert a["state"] == a["held"]
         assert b["state"] <= b["held"] / shape.data + 40  # an uneven row or two of each vector
-        volume = Volume(CONFIG, shape, policy, rows=4 // (shape.z * shape.data), seq=16, dtype=torch.float64, rank=rank)
-        predicted = Counter(volume.training_step(clip=True)) + Counter(volume.optimizer_step())
+        sizes = LocalSizes(CONFIG, shape, policy, 4 // shape.places, seq=16, dtype=torch.float64, rank=rank)
+        predicted = Counter(step_program(sizes).records)
         assert Counter(b["records"]) == predicted
 
 

@@ -19,7 +19,8 @@ import plain
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
-from fourfold.planner.volume import Volume
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
 
@@ -124,8 +125,8 @@ def test_packed_rows_on_a_grid_equal_documents_alone_and_send_what_is_predicted(
             for name, gradient in gradients.items():
                 assert (result["gradients"][name] - gradient).abs().max() <= 1e-10 * scale, name
             policy, rows = policies[index // len(kinds)], len(LENGTHS) // (shape.z * shape.data)
-            volume = Volume(CONFIGS[result["kind"]], shape, policy, rows, SEQ, torch.float64, rank)
-            assert Counter(result["records"]) == Counter(volume.training_step())
+            sizes = LocalSizes(CONFIGS[result["kind"]], shape, policy, rows, SEQ, torch.float64, rank)
+            assert Counter(result["records"]) == Counter(step_program(sizes, optimizer=False).records)
 
 
 @pytest.mark.parametrize("shape", [Shape(x=2, y=2), Shape(x=2, z=2)], ids=str)

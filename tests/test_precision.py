@@ -10,7 +10,8 @@ import fourfold as ff
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
-from fourfold.planner.volume import Volume
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from harness import grid_of, join_shards
 
@@ -45,8 +46,8 @@ def train(policy: Policy) -> dict:
 def check(ranks, policy: Policy) -> None:
     for rank, found in enumerate(ranks(4).run(train, policy)):
         assert found["dtypes"] == {(torch.float32, torch.float32)}
-        volume = Volume(CONFIG, SHAPE, policy, rows=2, seq=16, dtype=torch.float32, rank=rank)
-        assert Counter(found["records"]) == Counter(volume.training_step())
+        sizes = LocalSizes(CONFIG, SHAPE, policy, rows=2, seq=16, dtype=torch.float32, rank=rank)
+        assert Counter(found["records"]) == Counter(step_program(sizes, optimizer=False).records)
         # bf16 keeps 8 bits: a product is off by about 2^-9 of its size, a chain of ten by a few times that
         assert abs(found["loss"][0] - found["loss"][1]) < 0.01 * found["loss"][1]
         assert 1e-4 < found["off"] / found["norm"] < 0.03
@@ -65,7 +66,7 @@ def test_what_travels_is_cast_first() -> None:
 
     def sizes(policy: Policy) -> dict[tuple[str, str], int]:
         found: Counter[tuple[str, str]] = Counter()
-        for record in Volume(CONFIG, Shape(2, 2, 2, 2), policy, 2, 16).training_step():
+        for record in step_program(LocalSizes(CONFIG, Shape(2, 2, 2, 2), policy, 2, 16), optimizer=False).records:
             if "norm" not in record.label and record.label != "loss":
                 found[record.op, record.axis] += record.nbytes
         return found

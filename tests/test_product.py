@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fourfold as ff
+from closed_form import ClosedForm
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.planner.volume import Volume
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from harness import grid_of
 
@@ -74,8 +77,9 @@ def total(records: list[Collective], op: str, axis: str) -> int:
 
 def layer_elements(shape: Shape, policy: Policy, rows: int, seq: int) -> dict[tuple[str, str], int]:
     config = ff.models.config("gpt-5b", hidden=96, heads=12, kv_heads=12, head_dim=8, mlp_hidden=384, bias=False)
-    records = list(Volume(config, shape, policy, rows, seq).layer(0))
-    big = [record for record in records if "norm" not in record.label]
+    program = step_program(LocalSizes(replace(config, layers=1), shape, policy, rows, seq), optimizer=False)
+    layer = [record for record in program.records if record.label.startswith("layers.0.")]
+    big = [record for record in layer if "norm" not in record.label]
     return {key: total(big, *key) // 4 for key in {(record.op, record.axis) for record in big}}
 
 
@@ -94,7 +98,7 @@ LLAMA = ff.models.config("llama-tiny", hidden=64, heads=8, kv_heads=8, head_dim=
 
 
 def step_of(shape: Shape, policy: Policy = Policy(), **options) -> list[Collective]:
-    return Volume(LLAMA, shape, policy, rows=4, seq=32).training_step(**options)
+    return step_program(LocalSizes(LLAMA, shape, policy, rows=4, seq=32), optimizer=False, **options).records
 
 
 def test_data_axis_is_ddp() -> None:
@@ -137,6 +141,8 @@ def test_accumulation_reduces_over_data_once() -> None:
 def test_volume_of_published_sizes_is_instant(mode: str) -> None:
     """A grid of thousands of ranks needs no process."""
     policy = Policy(activations=mode)
-    records = Volume(ff.models.config("gpt-80b"), Shape(8, 4, 8, 4), policy, 4, 2048, torch.bfloat16).training_step()
+    records = ClosedForm(
+        ff.models.config("gpt-80b"), Shape(8, 4, 8, 4), policy, 4, 2048, torch.bfloat16
+    ).training_step()
     weights = 12 * 42 * 12288**2 // 32 * 2
     assert total(records, "reduce_scatter", "z") == pytest.approx(weights, rel=0.02)  # tables and vectors on top

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 import fourfold as ff
+from closed_form import ClosedForm
+from fourfold.engine import Overlap
 from fourfold.grid import Shape
-from fourfold.planner.dry import dry_run
-from fourfold.planner.flops import flops_per_token
-from fourfold.planner.program import step_program
-from fourfold.planner.volume import Volume
-from fourfold.planner.work import Attention, Launch, Product, Wait, Work
-from fourfold.policy import Overlap, Policy
+from fourfold.planner.program import LaunchOp, MatmulOp, WaitOp, Work
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.trace import dry_run
+from fourfold.planner.transformer import flops_per_token, step_program
+from fourfold.policy import Policy
+from share import share
 
 ROWS, SEQ = 4, 16
 MODELS = {
@@ -65,7 +67,7 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
             keep_weights=draw.random() < 0.3,
             loss_chunk=draw.choice([0, 0, 7]),
             shard_optimizer=draw.random() < 0.5,
-            compute_dtype=draw.choice([None, torch.bfloat16]),
+            compute=draw.choice([None, torch.bfloat16]),
             bucket_bytes=draw.choice([4000, 25 << 20]),
             overlap=overlap,
         )
@@ -76,14 +78,14 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
 
 def order(work: list[Work]) -> list[tuple[str, object]]:
     """Launches, waits and the sizes of products."""
-    records = {item.flight: item.record for item in work if isinstance(item, Launch)}
+    records = {item.flight: item.record for item in work if isinstance(item, LaunchOp)}
     found: list[tuple[str, object]] = []
     for item in work:
-        if isinstance(item, Launch):
+        if isinstance(item, LaunchOp):
             found.append((f"launch on {item.lane}", item.record))
-        elif isinstance(item, Wait):
+        elif isinstance(item, WaitOp):
             found.append(("wait", records[item.flight]))
-        elif isinstance(item, Product):
+        elif isinstance(item, MatmulOp):
             found.append(("product", (item.m, item.k, item.n)))
     return found
 
@@ -92,7 +94,7 @@ def compare(name: str, shape: Shape, policy: Policy, micro_steps: int) -> None:
     """The rehearsed program and the dry run."""
     config = MODELS[name]
     dry = dry_run(config, shape, rows=ROWS, seq=SEQ, policy=policy, micro_steps=micro_steps, optimizer=True)
-    planned = step_program(Volume(config, shape, policy, ROWS, SEQ), micro_steps=micro_steps)
+    planned = step_program(LocalSizes(config, shape, policy, ROWS, SEQ), micro_steps=micro_steps)
     assert order(planned.work) == order(dry.program)
 
 
@@ -102,13 +104,14 @@ def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, in
 
 
 def test_program_launches_the_closed_form() -> None:
-    for name, shape, policy, micro_steps in cases()[CASES : 2 * CASES]:
-        volume = Volume(MODELS[name], shape, policy, ROWS, SEQ)
-        launched = [
-            item.record for item in step_program(volume, micro_steps=micro_steps).work if isinstance(item, Launch)
-        ]
-        closed = [*volume.training_step(micro_steps=micro_steps, clip=True), *volume.optimizer_step()]
-        assert Counter(launched) == Counter(closed)
+    """On every rank, also those that hold less than rank 0."""
+    for name, shape, policy, micro_steps in share(cases(), 4):
+        for rank in {0, shape.world // 2, shape.world - 1}:
+            arguments = MODELS[name], shape, policy, ROWS, SEQ, torch.float32, rank
+            closed = ClosedForm(*arguments)
+            expected = [*closed.training_step(micro_steps=micro_steps, clip=True), *closed.optimizer_step()]
+            launched = step_program(LocalSizes(*arguments), micro_steps=micro_steps).records
+            assert Counter(launched) == Counter(expected)
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
@@ -116,7 +119,6 @@ def test_program_computes_the_closed_form(recompute: ff.layout.Recompute) -> Non
     """FLOPs of all ranks together are the hardware FLOPs of the batch."""
     config, shape = ff.models.config("gpt-5b", layers=2), Shape(x=4, y=2, z=2, data=2)
     policy = Policy(recompute=recompute, compute_dtype=torch.bfloat16)
-    work = step_program(Volume(config, shape, policy, 2, 2048)).work
-    flops = sum(item.flops for item in work if isinstance(item, Product | Attention))
+    flops = step_program(LocalSizes(config, shape, policy, 2, 2048)).flops
     tokens = 2 * 2048 * shape.data * shape.z
     assert flops * shape.world == flops_per_token(config, 2048, recompute).hardware * tokens

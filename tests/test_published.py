@@ -21,8 +21,8 @@ from benchmarks.planner.published import (
 from fourfold.axes import AXES
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
-from fourfold.planner.machine import Link, Machine, load_machine
-from fourfold.planner.price import Choice, Task, price, timeline
+from fourfold.planner.machine import LinkSpeed, Machine, load_machine
+from fourfold.planner.price import Candidate, Task, price, timeline
 
 sys.path.append(str(Path(__file__).parent.parent))
 
@@ -34,7 +34,7 @@ from benchmarks.planner.validate import Compared, Judge
 def flat(bandwidth: float = 1e9) -> Machine:
     """All devices on one node, every ring as fast as any other."""
     machine = load_machine("frontier")
-    return replace(machine, devices_per_node=1 << 20, inside={(1, 2): Link(bandwidth, 0.0)}, between=None)
+    return replace(machine, devices_per_node=1 << 20, inside={(1, 2): LinkSpeed(bandwidth, 0.0)}, between=None)
 
 
 def test_bytes_of_one_layer_are_the_published_ones() -> None:
@@ -127,9 +127,9 @@ def test_faster_links_scale_the_seconds() -> None:
 # --- the published system on our simulator
 
 
-def published_run(micro_steps: int, **overlaps: bool) -> tuple[Task, Choice]:
+def published_run(micro_steps: int, **overlaps: bool) -> tuple[Task, Candidate]:
     task = Task(config("gpt-5b"), load_machine("perlmutter"), 16 * 4 * micro_steps, 2048)
-    return task, Choice(Shape(x=4, z=4, data=4), replay.policy_of(**overlaps), 4, micro_steps)
+    return task, Candidate(Shape(x=4, z=4, data=4), replay.policy_of(**overlaps), 4, micro_steps)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fourfold as ff
+from closed_form import ClosedForm
 from fourfold.grid import Shape
 from fourfold.params import local_of
-from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
 from harness import grid_of
 
@@ -67,7 +67,7 @@ def test_what_runs_again_is_predicted(ranks, policy: Policy) -> None:
     for dropout, kind in ((0.0, "attention"), (0.3, "block")):
         config, chosen = replace(CONFIG, dropout=dropout), replace(policy, recompute=kind)
         for rank, found in enumerate(ranks(4).run(train, Shape(x=2, z=2), chosen, config)):
-            volume = Volume(config, Shape(x=2, z=2), chosen, rows=2, seq=16, rank=rank)
+            volume = ClosedForm(config, Shape(x=2, z=2), chosen, rows=2, seq=16, rank=rank)
             whole, forward = Counter(volume.training_step()), Counter(forward_of(volume))
             # two backward passes in one: gradients travel once, everything else twice
             gradients = Counter(volume.gradients())
@@ -75,7 +75,7 @@ def test_what_runs_again_is_predicted(ranks, policy: Policy) -> None:
             assert Counter(found["backward"]) == expected + expected + gradients
 
 
-def forward_of(volume: Volume) -> list:
+def forward_of(volume: ClosedForm) -> list:
     """What forward alone communicates, which recompute does not change."""
     records = [record for index in range(volume.config.layers) for record in volume.layer_forward(index)]
     records += [*volume.norm_forward("norm"), *volume.loss_statistics(), *volume.loss(counted=False)]

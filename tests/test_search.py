@@ -19,11 +19,10 @@ from fourfold.grid import Shape, shapes_of
 from fourfold.planner import search as search_file
 from fourfold.planner.estimate import LEVERS
 from fourfold.planner.machine import Machine, load_machine
-from fourfold.planner.modules import search_module
-from fourfold.planner.price import Choice, Priced, Task, memory_of, price, timeline
-from fourfold.planner.program import step_program
-from fourfold.planner.search import Space, search
-from fourfold.planner.work import Launch
+from fourfold.planner.price import Candidate, Priced, Task, memory_of, price, timeline
+from fourfold.planner.program import LaunchOp
+from fourfold.planner.search import Space, search, search_built
+from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from fourfold.train.config import read_config, resolve
 from fourfold.train.plan import rows_of
@@ -36,7 +35,7 @@ ALL_SIMULATIONS = search_file.SIMULATIONS
 
 @pytest.fixture(autouse=True, scope="module")
 def few_simulations() -> Iterator[None]:
-    """What is tested here, but for the best choice itself, does not depend on how many candidates are simulated."""
+    """What is tested here, but for the best candidate itself, does not depend on how many candidates are simulated."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(search_file, "SIMULATIONS", 20)
         yield
@@ -53,12 +52,12 @@ def brute_force(task: Task, devices: int) -> float:
             continue
         rows = task.rows // places
         for each in (each for each in range(1, rows + 1) if rows % each == 0):
-            choice = Choice(shape, policy, each, rows // each)
-            if memory_of(task, choice).total <= limit:
+            candidate = Candidate(shape, policy, each, rows // each)
+            if memory_of(task, candidate).total <= limit:
                 seen = {}
                 for order in ORDERS:
                     walked = tuple(axis for axis in order if shape.sizes[axis] > 1)
-                    seen.setdefault(walked, replace(choice, shape=shape.reordered(order)))
+                    seen.setdefault(walked, replace(candidate, shape=replace(shape, order=order)))
                 best = min([best, *(price(task, each).seconds for each in seen.values())])
     return best
 
@@ -97,9 +96,9 @@ def test_space_holds_still_what_it_names() -> None:
     order = ("z", "x", "y", "data")
     found = search(task, 8, space=Space(policies=(policy,), micro_steps=(2,), orders=(order,)), top=3)
     for each in found.ranked:
-        assert each.choice.policy == policy
-        assert each.choice.micro_steps == 2
-        assert each.choice.shape.order == order
+        assert each.candidate.policy == policy
+        assert each.candidate.micro_steps == 2
+        assert each.candidate.shape.order == order
 
 
 def test_a_model_that_fits_nowhere_says_what_is_missing() -> None:
@@ -219,20 +218,20 @@ def test_slower_links_move_the_plan_to_less_communication() -> None:
     machine = load_machine("dgx-h100")
     tasks = [Task(SMALL, on, 256, 2048) for on in (machine, slow(machine, 10))]
     fast, slowed = (search(task, 8, top=4).best for task in tasks)
-    assert slowed.seconds < 0.98 * price(tasks[1], fast.choice).seconds
+    assert slowed.seconds < 0.98 * price(tasks[1], fast.candidate).seconds
     assert wire_bytes(slowed) < wire_bytes(fast)
 
 
 def wire_bytes(found: Priced) -> int:
-    work = step_program(found.choice.volume(found.task)).work
-    return found.choice.micro_steps * sum(item.record.wire_bytes for item in work if isinstance(item, Launch))
+    work = step_program(found.candidate.sizes(found.task)).work
+    return found.candidate.micro_steps * sum(item.record.wire_bytes for item in work if isinstance(item, LaunchOp))
 
 
 def test_the_answer_does_not_depend_on_how_many_are_shown() -> None:
     task = Task(ff.models.config("gpt-5b"), load_machine("perlmutter"), 64, 2048)
     first = search(task, 16, top=1)
-    assert first.best.choice == search(task, 16, top=8).best.choice
-    assert first.best.seconds == pytest.approx(timeline(task, first.best.choice).seconds, rel=0.02)
+    assert first.best.candidate == search(task, 16, top=8).best.candidate
+    assert first.best.seconds == pytest.approx(timeline(task, first.best.candidate).seconds, rel=0.02)
 
 
 def test_grids_that_were_not_ranked_fit_too() -> None:
@@ -241,14 +240,14 @@ def test_grids_that_were_not_ranked_fit_too() -> None:
     estimated = found.estimated()
     assert len(estimated) > 5
     limit = task.machine.memory - task.machine.reserve
-    assert all(memory_of(task, each.choice).total <= limit for each in estimated)
-    shown = [each.choice.shape.sizes for each in (*found.ranked, *estimated)]
+    assert all(memory_of(task, each.candidate).total <= limit for each in estimated)
+    shown = [each.candidate.shape.sizes for each in (*found.ranked, *estimated)]
     assert all(shown.count(sizes) == 1 for sizes in shown)
 
 
 def test_many_short_rows_are_taken_at_once() -> None:
     task = Task(ff.models.config("gpt-125m"), load_machine("perlmutter"), 4096, 128)
-    assert search(task, 8).best.choice.rows == 512
+    assert search(task, 8).best.candidate.rows == 512
 
 
 def test_json_on_standard_output_is_all_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,6 +262,12 @@ def test_a_module_has_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fourfold train takes no module" in capsys.readouterr().err
 
 
+def test_a_plain_module_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "dry:plain", "--machine", "dgx-h100", "--devices", "2", "--seq", "128"]
+    assert main([*arguments, "--batch-tokens", "512"]) == 1
+    assert "ff.parallelize" in capsys.readouterr().err
+
+
 def test_a_module_in_micro_steps_computes_as_much(alone) -> None:
     whole, cut = alone(mfu_in_one_and_in_more)
     assert cut == pytest.approx(whole, rel=1e-6)
@@ -273,7 +278,7 @@ def mfu_in_one_and_in_more() -> list[float]:
     machine, found = load_machine("dgx-h100"), []
     for memory in (machine.memory, machine.reserve + 5_000_000):
         task = Task(SMALL, replace(machine, memory=memory), 16, 128)
-        plan = search_module(task, my_model, 1, progress=lambda _: None)
+        plan = search_built(task, my_model, 1, progress=lambda _: None)
         found.append(plan.best.flops.hardware)
-    assert plan.best.choice.micro_steps > 1
+    assert plan.best.candidate.micro_steps > 1
     return found

@@ -10,11 +10,11 @@ import torch
 import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
-from fourfold.planner.machine import Link, Machine
-from fourfold.planner.price import Choice, Task, price, timeline
+from fourfold.planner.machine import LinkSpeed, Machine
+from fourfold.planner.price import Candidate, Task, price, timeline
+from fourfold.planner.program import ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
 from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import COMPUTE, chrome_trace, simulate
-from fourfold.planner.work import Kernel, Launch, Product, Wait, Work
 
 MACHINE = Machine(
     name="toy",
@@ -32,8 +32,8 @@ MACHINE = Machine(
     launch=1e-3,
     contention=1.0,
     turn=0.0,
-    inside={(1, 2): Link(1e9, 2e-3), (1, 4): Link(1e9, 2e-3), (2, 2): Link(1e9, 2e-3)},
-    between=Link(1e8, 5e-3),
+    inside={(1, 2): LinkSpeed(1e9, 2e-3), (1, 4): LinkSpeed(1e9, 2e-3), (2, 2): LinkSpeed(1e9, 2e-3)},
+    between=LinkSpeed(1e8, 5e-3),
 )
 SHAPE = Shape(x=4, z=4, data=2)
 
@@ -42,9 +42,9 @@ def collective(op: Op, axis: str, nbytes: int) -> Collective:
     return Collective(op, axis, nbytes, SHAPE.sizes[axis], "message")
 
 
-def product_of(seconds: float) -> Product:
+def product_of(seconds: float) -> MatmulOp:
     """A product that takes so long on MACHINE: 1e12 FLOP/s."""
-    return Product("product", 1000, 1000, round(seconds * 1e12 / 2e6))
+    return MatmulOp("product", 1000, 1000, round(seconds * 1e12 / 2e6))
 
 
 def run(*work: Work, machine: Machine = MACHINE):
@@ -54,7 +54,7 @@ def run(*work: Work, machine: Machine = MACHINE):
 @pytest.mark.parametrize(("op", "passes"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)])
 def test_ring(op: Op, passes: int) -> None:
     record = collective(op, "x", 400_000_000)
-    line = run(Launch(0, record, "x"), Wait(0))
+    line = run(LaunchOp(0, record, "x"), WaitOp(0))
     assert line.seconds == pytest.approx(1e-3 + passes * (3 * 2e-3 + 0.75 * 0.4), rel=1e-12)
     assert line.exposed_seconds == {"x": line.seconds}
     assert line.link_seconds == {"x": line.seconds}
@@ -64,9 +64,9 @@ def test_no_overlap_is_the_sum_and_full_overlap_the_larger() -> None:
     record = collective("all_gather", "x", 400_000_000)
     alone = Seconds(MACHINE, SHAPE).collective(record)
     for compute in (0.1, 1.0):
-        waited = run(Launch(0, record, "x"), Wait(0), product_of(compute))
+        waited = run(LaunchOp(0, record, "x"), WaitOp(0), product_of(compute))
         assert waited.seconds == pytest.approx(alone + compute, rel=1e-12)
-        hidden = run(Launch(0, record, "x"), product_of(compute), Wait(0))
+        hidden = run(LaunchOp(0, record, "x"), product_of(compute), WaitOp(0))
         assert hidden.seconds == pytest.approx(max(alone, compute), rel=1e-12)
         assert hidden.exposed_seconds.get("x", 0.0) == pytest.approx(max(0.0, alone - compute), abs=1e-12)
 
@@ -74,16 +74,16 @@ def test_no_overlap_is_the_sum_and_full_overlap_the_larger() -> None:
 def test_a_lane_takes_one_after_another_and_lanes_run_beside_each_other() -> None:
     record = collective("all_gather", "x", 400_000_000)
     alone = Seconds(MACHINE, SHAPE).collective(record)
-    one = run(Launch(0, record, "x"), Launch(1, record, "x"), Wait(0), Wait(1))
+    one = run(LaunchOp(0, record, "x"), LaunchOp(1, record, "x"), WaitOp(0), WaitOp(1))
     assert one.seconds == pytest.approx(2 * alone, rel=1e-12)
-    two = run(Launch(0, record, "x gather"), Launch(1, record, "x reduce"), Wait(0), Wait(1))
+    two = run(LaunchOp(0, record, "x gather"), LaunchOp(1, record, "x reduce"), WaitOp(0), WaitOp(1))
     assert two.seconds == pytest.approx(alone, rel=1e-12)
 
 
 def test_transfers_that_cross_nodes_share_the_card() -> None:
     over_z, over_data = collective("all_gather", "z", 10_000_000), collective("all_gather", "data", 10_000_000)
     z, data = (Seconds(MACHINE, SHAPE).transfer(record) for record in (over_z, over_data))
-    line = run(Launch(0, over_z, "z"), Launch(1, over_data, "data"), Wait(0), Wait(1))
+    line = run(LaunchOp(0, over_z, "z"), LaunchOp(1, over_data, "data"), WaitOp(0), WaitOp(1))
     # data's latency is over first; its transfer is alone until z's begins, then each has half of the card
     assert data.fixed < z.fixed
     left = data.moving - (z.fixed - data.fixed)
@@ -93,7 +93,7 @@ def test_transfers_that_cross_nodes_share_the_card() -> None:
 
 def test_a_collective_waits_for_what_was_computed_before_its_launch() -> None:
     record = collective("all_gather", "x", 400_000_000)
-    line = run(product_of(0.5), Launch(0, record, "x"), product_of(2.0), Wait(0))
+    line = run(product_of(0.5), LaunchOp(0, record, "x"), product_of(2.0), WaitOp(0))
     (span,) = [span for span in line.spans if span.track == "x"]
     assert span.start == pytest.approx(0.5, rel=1e-12)
     assert line.seconds == pytest.approx(2.5, rel=1e-12)
@@ -102,7 +102,7 @@ def test_a_collective_waits_for_what_was_computed_before_its_launch() -> None:
 def test_computation_is_slower_while_something_is_in_flight() -> None:
     record = collective("all_gather", "x", 400_000_000)
     busy = Seconds(MACHINE, SHAPE).collective(record)
-    line = run(Launch(0, record, "x"), product_of(1.0), Wait(0), machine=replace(MACHINE, contention=1.25))
+    line = run(LaunchOp(0, record, "x"), product_of(1.0), WaitOp(0), machine=replace(MACHINE, contention=1.25))
     assert line.seconds == pytest.approx(busy + (1.0 - busy / 1.25), rel=1e-12)
     assert line.compute_seconds == pytest.approx(line.seconds, rel=1e-12)
 
@@ -115,7 +115,7 @@ def test_a_collective_is_slower_while_the_device_computes(contention: float, axi
     record, machine = collective("all_gather", axis, 40_000_000), replace(MACHINE, contention=contention, turn=0.05)
     alone = Seconds(machine, SHAPE).collective(record)
     slow = 1 + 0.05 / alone
-    line = run(Launch(0, record, axis), product_of(compute), Wait(0), machine=machine)
+    line = run(LaunchOp(0, record, axis), product_of(compute), WaitOp(0), machine=machine)
     if contention * compute < slow * alone:
         left = alone - contention * compute / slow
         assert line.exposed_seconds[axis] == pytest.approx(left, rel=1e-9)
@@ -128,15 +128,17 @@ def test_a_collective_is_slower_while_the_device_computes(contention: float, axi
 def test_the_launch_of_a_collective_is_computation_on_the_cpu() -> None:
     """Alone it takes the same; beside computation a GPU hides it, and a CPU does not."""
     record, machine = collective("all_gather", "x", 400_000_000), replace(MACHINE, device="cpu")
-    assert run(Launch(0, record, "x"), Wait(0), machine=machine).seconds == Seconds(MACHINE, SHAPE).collective(record)
+    assert run(LaunchOp(0, record, "x"), WaitOp(0), machine=machine).seconds == Seconds(MACHINE, SHAPE).collective(
+        record
+    )
     for on, seconds in ((MACHINE, 1.0), (machine, 1.0 + MACHINE.launch)):
-        hidden = run(Launch(0, record, "x"), product_of(1.0), Wait(0), machine=on)
+        hidden = run(LaunchOp(0, record, "x"), product_of(1.0), WaitOp(0), machine=on)
         assert hidden.seconds == hidden.compute_seconds == pytest.approx(seconds, rel=1e-12)
 
 
 def test_trace_has_a_thread_for_each_track() -> None:
     record = collective("all_gather", "x", 4_000_000)
-    events = chrome_trace(run(Launch(0, record, "x"), Kernel("norm", 10**15), Wait(0)).spans)["traceEvents"]
+    events = chrome_trace(run(LaunchOp(0, record, "x"), ElementwiseOp("norm", 10**15), WaitOp(0)).spans)["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names == {COMPUTE, "x"}
     assert {event["name"] for event in events if event["ph"] == "X"} == {"message", "norm"}
@@ -156,14 +158,14 @@ def test_a_few_layers_stand_for_all(shape: Shape, recompute: ff.layout.Recompute
     """The price of a deep model from a few of its layers, beside a simulation of all of them."""
     config = ff.models.config("llama-3-8b", layers=20)
     machine = replace(MACHINE, gemm={"bf16": 3e14}, memory_bandwidth=2e12, overhead=5e-6, launch=1e-5, contention=1.1)
-    links = {group: Link(1e11, 5e-6) for group in machine.inside}
-    machine = replace(machine, inside=links, between=Link(5e10, 1e-5))
+    links = {group: LinkSpeed(1e11, 5e-6) for group in machine.inside}
+    machine = replace(machine, inside=links, between=LinkSpeed(5e10, 1e-5))
     task = Task(config, machine, rows * micro_steps * shape.data * shape.z, 2048)
     policy = ff.Policy(recompute=recompute, compute_dtype=torch.bfloat16, shard_optimizer=True)
-    choice = Choice(shape, policy, rows, micro_steps)
-    found, whole = price(task, choice), timeline(task, choice)
+    candidate = Candidate(shape, policy, rows, micro_steps)
+    found, whole = price(task, candidate), timeline(task, candidate)
     assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
-    assert price(task, choice, quick=True).seconds == pytest.approx(whole.seconds, rel=0.12)
+    assert price(task, candidate, quick=True).seconds == pytest.approx(whole.seconds, rel=0.12)
     assert sum(found.totals.exposed.values()) == pytest.approx(
         sum(whole.exposed_seconds.values()), abs=0.02 * whole.seconds
     )

@@ -7,7 +7,8 @@ from collections import Counter
 import torch
 
 import fourfold as ff
-from fourfold.planner.volume import Volume
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from harness import grid_of
 
@@ -56,5 +57,5 @@ def test_step_learns_and_communicates_what_was_predicted(ranks) -> None:
     assert found[0]["losses"][-1] < found[0]["losses"][0]
     for rank, result in enumerate(found):
         assert result["losses"] == found[0]["losses"]
-        volume = Volume(ff.models.config("gpt-tiny"), SHAPE, Policy(), rows=2, seq=16, rank=rank)
-        assert Counter(result["records"]) == Counter(volume.training_step(clip=True))
+        sizes = LocalSizes(ff.models.config("gpt-tiny"), SHAPE, Policy(), rows=2, seq=16, rank=rank)
+        assert Counter(result["records"]) == Counter(step_program(sizes).records)

@@ -41,7 +41,8 @@ from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
 from fourfold.params import local_of
-from fourfold.planner.volume import Volume
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
 from fourfold.policy import Overlap
 from fourfold.report.run_data import read_run
 from fourfold.train.config import Config, read_config
@@ -352,11 +353,9 @@ def predicted(config: Config, rank: int) -> dict[str, int]:
     shape, batch = config.grid.shape, config.batch
     rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
     policy = config.build_policy()
-    volume = Volume(config.model.build(), shape, policy, rows, batch.seq, config.policy.parameters, rank)
+    sizes = LocalSizes(config.model.build(), shape, policy, rows, batch.seq, config.policy.parameters, rank)
     sent: Counter[str] = Counter()
-    for found in volume.training_step(clip=True, micro_steps=batch.micro_steps):
-        sent[found.axis] += found.wire_bytes
-    for found in volume.optimizer_step() if policy.shard_optimizer else ():
+    for found in step_program(sizes, micro_steps=batch.micro_steps).records:
         sent[found.axis] += found.wire_bytes
     return dict(sent)
 

@@ -19,11 +19,11 @@ from benchmarks.planner.published_runs import ROWS, SEQ
 from benchmarks.planner.replay import choices_of, replays
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
-from fourfold.planner.flops import flops_per_token
 from fourfold.planner.machine import load_machine
 from fourfold.planner.memory import kept_for_backward
-from fourfold.planner.price import Choice, Task, memory_of, price
+from fourfold.planner.price import Candidate, Task, memory_of, price
 from fourfold.planner.search import Space, search
+from fourfold.planner.transformer import flops_per_token
 from fourfold.policy import Overlap, Policy, Recompute
 
 MACHINE, MODEL, DEVICES = "perlmutter", "gpt-80b", 1024
@@ -85,7 +85,7 @@ def compare_with_megatron() -> tuple[list[Alternative], list[str]]:
 
 def planned(name: str, space: Space) -> Alternative:
     best = search(task(), DEVICES, space=space).best
-    choice, policy = best.choice, best.choice.policy
+    choice, policy = best.candidate, best.candidate.policy
     how = f"{choice.shape}, {policy.activations}, recompute {policy.recompute}, {choice.micro_steps} micro-steps"
     return Alternative(name, how, best.seconds)
 
@@ -97,7 +97,7 @@ def planned(name: str, space: Space) -> Alternative:
 class Pipeline:
     """A pipeline of tensor-parallel stages, with its seconds per step."""
 
-    choice: Choice
+    choice: Candidate
     """The grid, policy and micro-batches of one stage."""
     stages: int
     seconds: float
@@ -106,7 +106,7 @@ class Pipeline:
 
     @property
     def how(self) -> str:
-        choice = self.choice
+        choice = self.candidate
         return (
             f"{choice.shape}, {self.stages} stages, recompute {choice.policy.recompute}, {choice.micro_steps} "
             f"micro-steps of {choice.rows} rows"
@@ -135,7 +135,7 @@ def fastest_pipeline(whole: Task, devices: int, recompute: Sequence[Recompute]) 
     return best
 
 
-def _pipelines(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Iterator[tuple[Choice, int]]:
+def _pipelines(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Iterator[tuple[Candidate, int]]:
     """Yield all pipelines that divide devices and batch evenly, whether they fit or not: a stage and the number of
     stages."""
     per_node = whole.machine.devices_per_node
@@ -146,15 +146,15 @@ def _pipelines(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Ite
         for rows, policy in product(ROWS_OF_MICRO_STEPS, map(megatron_policy, recompute)):
             micro_steps, rest = divmod(whole.rows, shape.data * rows)
             if rest == 0 and micro_steps:
-                yield Choice(shape, policy, rows, micro_steps), stages
+                yield Candidate(shape, policy, rows, micro_steps), stages
 
 
-def _least_seconds(whole: Task, devices: int, choice: Choice, stages: int) -> float:
+def _least_seconds(whole: Task, devices: int, choice: Candidate, stages: int) -> float:
     flops = flops_per_token(whole.config, whole.seq, choice.policy.recompute).hardware * whole.tokens
     return flops / (devices * whole.machine.gemm[whole.dtype]) * _with_bubble(choice, stages)
 
 
-def _with_bubble(choice: Choice, stages: int) -> float:
+def _with_bubble(choice: Candidate, stages: int) -> float:
     return (choice.micro_steps + stages - 1) / choice.micro_steps
 
 
@@ -164,13 +164,13 @@ def megatron_policy(recompute: Recompute) -> Policy:
     return Policy(recompute=recompute, compute_dtype=torch.bfloat16, shard_optimizer=True, overlap=overlap)
 
 
-def _fits(whole: Task, choice: Choice, stages: int) -> bool:
+def _fits(whole: Task, choice: Candidate, stages: int) -> bool:
     stage = replace(whole, config=replace(whole.config, layers=ceil(whole.config.layers / stages)))
-    waiting = (stages - 1) * kept_for_backward(choice.volume(stage))
+    waiting = (stages - 1) * kept_for_backward(choice.sizes(stage))
     return memory_of(stage, choice).total + waiting <= whole.machine.memory - whole.machine.reserve
 
 
-def _staged(whole: Task, choice: Choice, stages: int) -> Pipeline:
+def _staged(whole: Task, choice: Candidate, stages: int) -> Pipeline:
     few, more = (
         price(replace(whole, config=replace(whole.config, layers=layers)), choice).totals for layers in (FEW, MORE)
     )

@@ -32,9 +32,9 @@ from benchmarks.shared.rank_pool import RankPool, multi_process_service
 from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Workload
 from fourfold.params import local_of
-from fourfold.planner.kept import Alive
 from fourfold.planner.memory import peak_memory
-from fourfold.planner.share import Share
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.trace import StorageCounter
 from fourfold.policy import Policy
 
 RANKS = 4
@@ -137,7 +137,7 @@ def one_step(model: torch.nn.Module, optimizer: ff.optim.AdamW, tokens: torch.Te
         take_step(model, optimizer, tokens)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
-    with Alive() as alive:
+    with StorageCounter() as alive:
         take_step(model, optimizer, tokens)
     return alive.peak_nbytes
 
@@ -154,7 +154,7 @@ def measure_all(pool: RankPool, workload: Workload, device: str, cases: Sequence
         began = time.monotonic()
         measured = max(pool.run(measure_peak, case, workload, timeout=TIMEOUT))
         rows = workload.rows // (case.shape.z * case.shape.data)
-        memory = peak_memory(Share(workload.config, case.shape, case.policy, rows, workload.config.seq))
+        memory = peak_memory(LocalSizes(workload.config, case.shape, case.policy, rows, workload.config.seq))
         result = MemoryResult(case.name, memory.kinds, memory.at, memory.total, measured, time.monotonic() - began)
         results.append(result)
         judged = verdict(result) if device == "cuda" else "not judged on the CPU"

@@ -15,7 +15,7 @@ from benchmarks.planner.published_runs import FITTED, POINTS, ROWS, SEQ, Ablatio
 from fourfold.grid import Shape
 from fourfold.models.config import config
 from fourfold.planner.machine import Machine, load_machine
-from fourfold.planner.price import Choice, Task, memory_of, timeline
+from fourfold.planner.price import Candidate, Task, memory_of, timeline
 from fourfold.planner.simulate import Totals
 from fourfold.policy import Overlap, Policy
 
@@ -36,7 +36,7 @@ PHASES = ("forward", "backward", "optimizer")
 class Replay:
     """A choice of the published system, with its seconds."""
 
-    choice: Choice
+    choice: Candidate
     totals: Totals
     place: int
     """The place of its grid in the published list, counted from 1."""
@@ -46,10 +46,10 @@ class Replay:
         return sum(self.totals.exposed.values())
 
 
-def policy_of(*, behind_products: bool = True, defer: bool = True, prefetch: bool = True) -> Policy:
+def policy_of(*, wgrad_behind_messages: bool = True, defer: bool = True, prefetch: bool = True) -> Policy:
     """Return the published system's policy with some of its overlaps."""
     overlap = Overlap(
-        prefetch=prefetch, defer=defer, wgrad_behind_messages=behind_products, halves=1, reduce_early=False
+        prefetch=prefetch, defer=defer, wgrad_behind_messages=wgrad_behind_messages, halves=1, reduce_early=False
     )
     return Policy(
         activations="replicated",
@@ -62,7 +62,7 @@ def policy_of(*, behind_products: bool = True, defer: bool = True, prefetch: boo
     )
 
 
-def ablated(choice: Choice, step: AblationStep) -> Choice:
+def ablated(choice: Candidate, step: AblationStep) -> Candidate:
     policy = policy_of(wgrad_behind_messages=step.wgrad_behind_messages, defer=step.defer, prefetch=step.prefetch)
     return replace(choice, policy=policy)
 
@@ -83,7 +83,7 @@ def fitted_machine(machine: Machine, fit: Fit) -> Machine:
 # --- seconds
 
 
-def replay(task: Task, choice: Choice) -> Totals:
+def replay(task: Task, choice: Candidate) -> Totals:
     """Simulate a step that prefetches in forward only: its backward is that of the same choice without prefetch."""
     forward, backward = passes(task, choice)
     overlap = choice.policy.overlap
@@ -93,7 +93,7 @@ def replay(task: Task, choice: Choice) -> Totals:
     return forward.plus(backward)
 
 
-def passes(task: Task, choice: Choice) -> tuple[Totals, Totals]:
+def passes(task: Task, choice: Candidate) -> tuple[Totals, Totals]:
     """Return the totals of all forward passes of a step, and of everything else, extrapolated from a few layers."""
     few, more = (_passes(task, choice, layers) for layers in (FEW_LAYERS, FEW_LAYERS + 1))
     beyond = task.config.layers - FEW_LAYERS
@@ -101,7 +101,7 @@ def passes(task: Task, choice: Choice) -> tuple[Totals, Totals]:
     return forward, backward
 
 
-def _passes(task: Task, choice: Choice, layers: int) -> tuple[Totals, Totals]:
+def _passes(task: Task, choice: Candidate, layers: int) -> tuple[Totals, Totals]:
     line = timeline(task, choice, layers=layers, micro_steps=min(choice.micro_steps, 2))
     marks = [*line.marks, ("end", line.totals)]
     spans = [(name, after.plus(before, -1.0)) for (name, before), (_, after) in pairwise(marks)]
@@ -114,21 +114,21 @@ def _passes(task: Task, choice: Choice, layers: int) -> tuple[Totals, Totals]:
 # --- grids
 
 
-def fewest_micro_steps(task: Task, shape: Shape, policy: Policy) -> Choice | None:
+def fewest_micro_steps(task: Task, shape: Shape, policy: Policy) -> Candidate | None:
     """Return the choice with the largest micro-batch that fits into memory, or None if not even one row fits."""
     rows = task.rows // (shape.z * shape.data)
     for micro_steps in (number for number in range(1, rows + 1) if rows % number == 0):
-        choice = Choice(shape, policy, rows // micro_steps, micro_steps)
+        choice = Candidate(shape, policy, rows // micro_steps, micro_steps)
         if memory_of(task, choice).total <= task.machine.memory - task.machine.reserve:
             return choice
     return None
 
 
 @cache
-def choices_of(machine: str, model: str, devices: int) -> list[tuple[int, Choice]]:
+def choices_of(machine: str, model: str, devices: int) -> list[tuple[int, Candidate]]:
     """Return the first grids of the published list that fit on the unfitted machine, with their places in the list."""
     task = Task(config(model), load_machine(machine), ROWS, SEQ)
-    found: list[tuple[int, Choice]] = []
+    found: list[tuple[int, Candidate]] = []
     for place, ranked in enumerate(published_ranking(task.config, devices, ROWS, SEQ, task.machine), start=1):
         choice = fewest_micro_steps(task, ranked.shape, policy_of())
         if choice is not None:
@@ -138,7 +138,7 @@ def choices_of(machine: str, model: str, devices: int) -> list[tuple[int, Choice
     return found
 
 
-def replays(task: Task, choices: Sequence[tuple[int, Choice]]) -> list[Replay]:
+def replays(task: Task, choices: Sequence[tuple[int, Candidate]]) -> list[Replay]:
     """Simulate the choices and sort them, fastest first."""
     found = [Replay(choice, replay(task, choice), place) for place, choice in choices]
     return sorted(found, key=lambda one: one.totals.seconds)
@@ -156,7 +156,7 @@ def fit(machine: str, report: Callable[[str], None]) -> Fit:
     found = Fit(1.0, 1.0)
     for _ in range(2):
         shortlists = [
-            (point, [(one.place, one.choice) for one in _all_replays(point, found)[:SHORTLIST]])
+            (point, [(one.place, one.candidate) for one in _all_replays(point, found)[:SHORTLIST]])
             for point in POINTS
             if point.machine == machine and point.fitted
         ]
@@ -169,7 +169,7 @@ def _all_replays(point: Point, tried: Fit) -> list[Replay]:
     return replays(task_of(point, tried), choices_of(point.machine, point.model, point.devices))
 
 
-def _squares(tried: Fit, shortlists: Sequence[tuple[Point, list[tuple[int, Choice]]]]) -> float:
+def _squares(tried: Fit, shortlists: Sequence[tuple[Point, list[tuple[int, Candidate]]]]) -> float:
     return sum(
         log(replays(task_of(point, tried), choices)[0].totals.seconds / point.seconds) ** 2
         for point, choices in shortlists

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `import benchmarks`
 
+
 from benchmarks.cluster.compare import planned_line
 from benchmarks.cluster.emulate import Cluster, ClusterShape, EmulationUnavailableError, exit_on_signals
 from benchmarks.cluster.runs import LineResult, calibrate, measure
@@ -28,7 +29,7 @@ from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Line
 from fourfold.grid import Shape
 from fourfold.planner.machine import Machine
-from fourfold.planner.price import Choice, price
+from fourfold.planner.price import Candidate, price
 
 NODES, RANKS = (1, 2, 4), 2
 ROWS_OF_RANK = 2
@@ -64,7 +65,7 @@ def measure_setting(kind: str, setting: Setting, options: argparse.Namespace) ->
     if ours.compute is None:
         raise RuntimeError(f"{ours.name} was not measured on {setting}: {ours.error}")
     rows = lines[0].shape.z * lines[0].shape.data
-    choice = Choice(lines[0].shape, lines[0].policy, setting.workload.rows // rows, 1)
+    choice = Candidate(lines[0].shape, lines[0].policy, setting.workload.rows // rows, 1)
     predicted = price(setting.task(machine), choice).seconds
     return [
         _measured(one, kind, setting, predicted if one is ours else None, ours.compute)

@@ -18,10 +18,10 @@ from benchmarks.planner.published_runs import FITTED, ROWS, SEQ
 from benchmarks.planner.replay import choices_of, fitted_machine, replays
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
-from fourfold.planner.flops import flops_per_token
 from fourfold.planner.machine import load_machine
-from fourfold.planner.price import Choice, Task
+from fourfold.planner.price import Candidate, Task
 from fourfold.planner.search import SHOWN, Space, search
+from fourfold.planner.transformer import flops_per_token
 from fourfold.policy import Overlap, Policy, Recompute
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -136,7 +136,7 @@ def published(case: Case) -> Best:
     if not choices:
         raise ValueError(f"{case.model} fits on no grid of the published list for {case.devices} devices")
     best = replays(case.task(), choices)[0]
-    return _of_choice(best.choice, best.totals.seconds, best.totals.compute)
+    return _of_choice(best.candidate, best.totals.seconds, best.totals.compute)
 
 
 SIDES: dict[str, Callable[[Case], Best]] = {
@@ -167,7 +167,7 @@ def _searched(case: Case, space: Space, top: int = SHOWN) -> Best:
     if space.shapes == ():
         raise ValueError(f"this family has no grid for {case.devices} devices")
     best = search(case.task(), case.devices, space=space, top=top).best
-    return _of_choice(best.choice, best.seconds, best.totals.compute)
+    return _of_choice(best.candidate, best.seconds, best.totals.compute)
 
 
 def _inside_a_node(case: Case) -> Iterator[Shape]:
@@ -184,7 +184,7 @@ def _torch_policies(*, keep_gathered: bool) -> Iterator[Policy]:
         yield replace(base, recompute=recompute, keep_weights=keep_weights)
 
 
-def _of_choice(choice: Choice, seconds: float, compute: float) -> Best:
+def _of_choice(choice: Candidate, seconds: float, compute: float) -> Best:
     kept = [name for name in ("keep_gathered", "keep_weights") if getattr(choice.policy, name)]
     parts: Sequence[str] = [choice.policy.activations, f"recompute {choice.policy.recompute}", *kept]
     how = f"{', '.join(parts)}, {choice.micro_steps} x {choice.rows} rows"

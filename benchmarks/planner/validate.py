@@ -110,7 +110,7 @@ class Judge:
 
 
 def describe(found: Replay) -> str:
-    return f"{found.choice.shape}, {found.choice.micro_steps} x {found.choice.rows} rows"
+    return f"{found.candidate.shape}, {found.candidate.micro_steps} x {found.candidate.rows} rows"
 
 
 def speed(judge: Judge) -> Iterator[str]:
@@ -139,7 +139,7 @@ def weak_scaling(judge: Judge, found: dict[str, Replay]) -> Iterator[str]:
     rows, compared = [], []
     for point in POINTS:
         best = found[point.name]
-        unfitted = replay(task_of(point, UNFITTED), best.choice).seconds
+        unfitted = replay(task_of(point, UNFITTED), best.candidate).seconds
         one = Compared(point.name, best.totals.seconds, point.seconds)
         judge.add(one)
         compared.append((point, one))
@@ -173,7 +173,7 @@ def ablation(judge: Judge, point: Point, best: Replay) -> Iterator[str]:
     yield ""
     rows, compared = [], []
     for step in ABLATION:
-        totals = replay(task_of(point), ablated(best.choice, step))
+        totals = replay(task_of(point), ablated(best.candidate, step))
         row = [step.name]
         for kind, predicted, published in (
             ("compute", totals.compute, step.compute),

@@ -26,7 +26,7 @@ from benchmarks.shared.tables import markdown_table
 from benchmarks.shared.workloads import Line
 from fourfold.grid import Shape
 from fourfold.planner.machine import Machine
-from fourfold.planner.price import Choice, Task, price
+from fourfold.planner.price import Candidate, Task, price
 
 SPEARMAN, WITHIN_FIRST, REGRET, ERROR = 0.95, 3, 0.05, 0.15
 """Bars: the least rank correlation, the last place in the planned list that the measured best grid may have, and the
@@ -51,7 +51,7 @@ def lines_of(setting: Setting, machine: Machine) -> list[Line]:
 
 def predicted_seconds(task: Task, shape: Shape) -> float:
     """Return the predicted seconds per step on this grid with the policy of the measured lines."""
-    return price(task, Choice(shape, POLICY, task.rows // (shape.z * shape.data), 1)).seconds
+    return price(task, Candidate(shape, POLICY, task.rows // (shape.z * shape.data), 1)).seconds
 
 
 def published_total(task: Task, shape: Shape) -> float:

@@ -29,7 +29,8 @@ import torch
 
 import fourfold as ff
 from benchmarks.speed import plain_models
-from fourfold.planner.flops import PEAK_FLOPS, flops_per_token
+from fourfold.planner.machine import PEAK_FLOPS
+from fourfold.planner.transformer import flops_per_token
 from fourfold.policy import Policy
 
 CPU_CASES = [

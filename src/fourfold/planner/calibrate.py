@@ -1,8 +1,21 @@
-"""Measures the machine that it runs on: links, products, attention, memory; the result is a `Machine`.
+"""Measures the machine that it runs on (links, products, attention, memory) and fits a `Machine` to what it measured.
 
 Collectives go through `comm`, so that what is measured is what training does. All groups of an axis are active at
-once, and the slowest rank's time counts. Every decision that changes what is launched is made from times that all
-ranks have agreed on, or they would wait for each other for ever.
+once, and the slowest rank's time counts. Every decision that changes what is launched is made from times that all ranks
+have agreed on; otherwise they would wait for each other for ever.
+
+The fit is pure arithmetic:
+
+    collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
+    products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
+    both at once  products take `contention` times as long; a message `turn` longer, if they run all the time
+    the host      seconds of a step so small that little else is left, over the pieces of work that its program has
+
+`turn` is chosen so that the program of a step on z, whose messages are to be hidden, takes the seconds that the step
+took. Products beside a single message do not tell it: there all ranks compute at once, while ranks of a step drift
+apart. Errors are relative, so that a message of 64 KiB weighs as much as one of 64 MiB, and no constant is negative.
+Products are fitted by least squares, collectives by least absolute errors: single sizes fall out of the rule (buffers
+with room, fresh memory) and must not bend it for the others.
 """
 
 from __future__ import annotations
@@ -14,7 +27,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from statistics import median
 from typing import get_args
@@ -28,21 +42,16 @@ from fourfold.comm import Pending
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Op
 from fourfold.models import ModelConfig, build
-from fourfold.planner.fit import (
-    HIDDEN,
-    HIDDEN_ROWS,
-    SMALL,
-    SMALL_ROWS,
-    Computation,
-    Group,
-    Measured,
-    Message,
-    machine_of,
-)
-from fourfold.planner.flops import PEAK_FLOPS
-from fourfold.planner.machine import DTYPES, Machine, Timed
+from fourfold.models.config import config
+from fourfold.planner.machine import CONSTANTS, DTYPES, LINK, PEAK_FLOPS, LinkSpeed, Machine, Timed
+from fourfold.planner.program import ComputeOp
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import simulate
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
+from fourfold.policy import Policy
 
-Launch = Callable[[], Pending[Tensor]]
+LaunchCall = Callable[[], Pending[Tensor]]
 
 OPS: tuple[Op, ...] = get_args(Op)
 MESSAGES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26))
@@ -52,8 +61,10 @@ LEAST_LARGEST = 1 << 20
 BESIDE = (1 << 20, 1 << 22)
 """Bytes of the messages that products run beside on the CPU, as weights and activations have them; on a GPU it is the
 largest."""
-PART, ROUNDS = 0.7, 5
-"""Of a message's time that these products take, so that it is in flight all the while; and how often."""
+PART = 0.7
+"""The products fill this share of a message's time, so that the message is in flight throughout."""
+ROUNDS = 5
+"""Repetitions; their average counts."""
 HIDDEN_STEPS = 3
 """Timed after two others: the first records in which order weights are gathered ahead."""
 LINKS_SHARE = 0.6
@@ -82,7 +93,72 @@ WINDOWS, LEAST_WINDOW = 3, 0.15
 """On the CPU, and the seconds of each at the least."""
 
 
-def groups_of(ranks: int) -> list[Group]:
+GroupShape = tuple[int, int]
+"""Stride and size of groups of ranks: base, base + stride, ..."""
+
+
+# --- measuring
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A collective that was timed, and along which groups."""
+
+    group: GroupShape
+    record: Collective
+    seconds: float
+
+    @property
+    def hops(self) -> int:
+        return (2 if self.record.op == "all_reduce" else 1) * (self.record.ranks - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """What the slowest device does."""
+
+    products: tuple[Timed, ...]
+    """Those of the dtype that matters first."""
+    attention: float
+    """FLOP/s, without the scores that backward computes again."""
+    memory_bandwidth: float
+    kernel: float
+    """Seconds of the smallest kernel."""
+    step: float
+    """Seconds of a forward and backward pass of the model `SMALL`."""
+
+
+SMALL, SMALL_ROWS = replace(config("llama-tiny"), seq=16), 2
+"""A model whose step is the host's work."""
+HIDDEN_SIZES = dict(layers=2, hidden=384, heads=8, kv_heads=8, head_dim=48, mlp_hidden=1024, vocab=1024, seq=64)
+HIDDEN, HIDDEN_ROWS = replace(config("llama-tiny"), **HIDDEN_SIZES), 2
+"""A model whose weights are gathered while it computes, and the rows of a rank. Of smaller messages all that could be
+hidden is lost with a short wait already, and a longer one cannot be told from it."""
+MOST_TURN = 0.2
+"""Seconds: a message that waits longer cannot be told from one that stands still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that was measured."""
+
+    device: str
+    devices_per_node: int
+    memory: int
+    held: int
+    """Bytes of the memory that are taken before any tensor is made."""
+    advertised: Mapping[str, float]
+    """FLOP/s by dtype, where the vendor's are known."""
+    messages: Sequence[Message]
+    computation: Computation
+    contention: float
+    """Seconds of products beside messages over those alone; 1 where one rank is alone."""
+    hidden: float | None = None
+    """Seconds of a forward and backward pass of the model `HIDDEN` on z = all ranks, where cores move the bytes."""
+    ranks: int = 1
+
+
+def groups_of(ranks: int) -> list[GroupShape]:
     """Every (stride, size) of groups that tile this many ranks."""
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return [(stride, size) for stride in divisors for size in divisors if size > 1 and ranks % (stride * size) == 0]
@@ -158,7 +234,7 @@ class Calibration:
 
     # links
 
-    def _grids(self) -> Iterator[tuple[Shape, dict[str, Group]]]:
+    def _grids(self) -> Iterator[tuple[Shape, dict[str, GroupShape]]]:
         """Grids that have each group along one of their axes, and which."""
         left = list(self.groups)
         while left:
@@ -169,7 +245,7 @@ class Calibration:
             yield shape, {axis: group for axis, group in axes.items() if group in left}
             left = [group for group in left if group not in axes.values()]
 
-    def _messages(self, shape: Shape, axes: dict[str, Group]) -> Iterator[Message]:
+    def _messages(self, shape: Shape, axes: dict[str, GroupShape]) -> Iterator[Message]:
         grid = Grid(x=shape.x, z=shape.z, data=shape.data, device=self.line.device)
         self.settle()
         for axis, group in axes.items():
@@ -188,7 +264,7 @@ class Calibration:
             self.held = max(self.held, self.held_bytes())  # with the buffers of communicators
         grid.close()
 
-    def _repeat(self, launch: Launch, seconds: float) -> float:
+    def _repeat(self, launch: LaunchCall, seconds: float) -> float:
         """The slowest rank's best average."""
 
         def arrive() -> None:
@@ -234,7 +310,7 @@ class Calibration:
         self._advance()
         return computed / products if products else 1.0
 
-    def _agreed_beside(self, launch: Launch, act: Callable[[], object], runs: int) -> float:
+    def _agreed_beside(self, launch: LaunchCall, act: Callable[[], object], runs: int) -> float:
         """Seconds of so many acts beside a collective, on average of the rounds."""
         self._agree(0.0)
         computing = 0.0
@@ -341,7 +417,7 @@ class Calibration:
         self.progress(self.done / self.steps)
 
 
-def collective(op: Op, axis: str, nbytes: int, grid: Grid, dtype: torch.dtype) -> tuple[Collective, Launch]:
+def collective(op: Op, axis: str, nbytes: int, grid: Grid, dtype: torch.dtype) -> tuple[Collective, LaunchCall]:
     """The record of a collective of about these bytes, and what launches it."""
     ranks = grid.size(axis)
     elements = max(1, nbytes // dtype.itemsize // ranks) * ranks
@@ -386,3 +462,162 @@ def attention(device: torch.device, dtype: torch.dtype) -> tuple[float, Callable
         torch.autograd.grad(out, (q, k, v), out)
 
     return 3 * 2 * rows * heads * seq * seq * width, run
+
+
+# --- fitting
+
+CARDS = "estimate: network cards and copy engines move the bytes"
+FRAGMENTS = 0.03
+"""Of a GPU's memory, that the allocator cannot give away."""
+
+
+def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
+    """The machine, every constant of which has this source."""
+    work = found.computation
+    launch, links = fit_links(found.messages)
+    across = {group: link for group, link in links.items() if group[0] == found.devices_per_node}
+    between = next(
+        (LinkSpeed(link.bandwidth * found.devices_per_node, link.latency) for link in across.values()), None
+    )  # all rings of a node shared its cards
+    fastest: dict[str, float] = {}
+    for one in work.products:
+        fastest[one.dtype] = max(fastest.get(one.dtype, 0.0), 2 * one.m * one.k * one.n / one.seconds)
+    peak = {dtype: max(rate, found.advertised.get(dtype, 0.0)) for dtype, rate in fastest.items()}
+    main = work.products[0].dtype
+    rate, half = fit_products([one for one in work.products if one.dtype == main], peak[main])
+    on_gpu = found.device != "cpu"
+    machine = Machine(
+        name=name,
+        about=about,
+        device=found.device,
+        devices_per_node=found.devices_per_node,
+        memory=found.memory,
+        reserve=min(found.held + round(FRAGMENTS * found.memory if on_gpu else 0), found.memory // 2),
+        peak=peak,
+        gemm=fastest | {main: rate},
+        gemm_half=half,
+        attention=min(1.0, work.attention / rate),
+        memory_bandwidth=work.memory_bandwidth,
+        overhead=work.kernel,
+        launch=launch,
+        contention=max(1.0, found.contention),
+        turn=0.0,
+        inside={group: link for group, link in links.items() if group not in across},
+        between=between,
+        measured=work.products,
+    )
+    machine = replace(machine, overhead=max(work.kernel, host_seconds(machine, main, work.step)))
+    if found.hidden is not None:
+        machine = replace(machine, turn=turn_seconds(machine, main, found.ranks, found.hidden))
+    return replace(machine, sources=_sources(machine, found, source))
+
+
+def host_seconds(machine: Machine, dtype: str, step: float) -> float:
+    """Of the host for a piece of work: what the small step takes beyond its work on the CPU, all of it on a GPU."""
+    alone = replace(machine, overhead=0.0, name=f"{machine.name} without its host")
+    parameters = next(found for found, name in DTYPES.items() if name == dtype)
+    sizes = LocalSizes(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, parameters)
+    work = [item for item in step_program(sizes, optimizer=False).work if isinstance(item, ComputeOp)]
+    busy = simulate(work, Seconds(alone, Shape()), dtype).compute_seconds if machine.device == "cpu" else 0.0
+    return max(0.0, step - busy) / len(work)
+
+
+def turn_seconds(machine: Machine, dtype: str, ranks: int, step: float) -> float:
+    """Of a message that waits while ranks compute: such that the step on z takes what it took."""
+    parameters = next(found for found, name in DTYPES.items() if name == dtype)
+    shape = Shape(z=ranks)
+    sizes = LocalSizes(HIDDEN, shape, Policy(), HIDDEN_ROWS, HIDDEN.seq, parameters)
+    work = step_program(sizes, optimizer=False).work
+
+    def predicted(turn: float) -> float:
+        waiting = replace(machine, turn=turn, name=f"{machine.name} with {turn}")
+        return simulate(work, Seconds(waiting, shape), dtype).seconds
+
+    low, high = 0.0, MOST_TURN
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted(middle) < step else (low, middle)
+    return low
+
+
+HALVINGS = 12
+
+
+def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
+    constants = [key for key in CONSTANTS if key not in ("reserve", "launch", "contention", "turn")]
+    sources = dict.fromkeys([*constants, "measured"], source)
+    held = f"{source}: what the process holds beside tensors"
+    sources["reserve"] = held if found.device == "cpu" else f"{held}, and {FRAGMENTS:.0%} for fragmentation (estimate)"
+    alone = source if found.messages else "estimate: one rank communicates with nobody"
+    sources |= {"launch": alone, "contention": alone, "turn": alone if found.device == "cpu" else CARDS}
+    for dtype, rate in machine.peak.items():
+        sources[f"gemm.{dtype}"] = source
+        sheet = found.advertised.get(dtype) == rate
+        sources[f"peak.{dtype}"] = f"data sheet of {found.device}" if sheet else f"{source}: the fastest product"
+    paths = [f"inside[{stride},{size}]" for stride, size in machine.inside] + ["between"] * bool(machine.between)
+    return sources | {f"{path}.{name}": source for path in paths for name in LINK}
+
+
+def fit_links(messages: Sequence[Message]) -> tuple[float, dict[GroupShape, LinkSpeed]]:
+    """Seconds of a launch, and the link of each group."""
+    groups = list(dict.fromkeys(message.group for message in messages))
+    if not groups:
+        return 0.0, {}
+    rows = torch.zeros(len(messages), 1 + 2 * len(groups), dtype=torch.float64)
+    for row, message in zip(rows, messages, strict=True):
+        column = 1 + 2 * groups.index(message.group)
+        row[0], row[column], row[column + 1] = 1.0, message.hops, message.record.wire_bytes
+    seconds = torch.tensor([message.seconds for message in messages], dtype=torch.float64)
+    launch, *found = least_absolute(rows / seconds[:, None], torch.ones_like(seconds))
+    links = {}
+    for index, group in enumerate(groups):
+        latency, per_byte = found[2 * index : 2 * index + 2]
+        # noise may leave nothing for the bytes: then the fastest message is what the link has shown
+        seen = max(message.record.wire_bytes / message.seconds for message in messages if message.group == group)
+        links[group] = LinkSpeed(1 / per_byte if per_byte else seen, latency)
+    return launch, links
+
+
+def fit_products(timed: Sequence[Timed], peak: float) -> tuple[float, float]:
+    """FLOP/s of a large product, at most the peak, and the smallest dim with which half of it is reached."""
+    flops = torch.tensor([2.0 * one.m * one.k * one.n for one in timed], dtype=torch.float64)
+    seconds = torch.tensor([one.seconds for one in timed], dtype=torch.float64)
+    least = torch.tensor([float(min(one.m, one.k, one.n)) for one in timed], dtype=torch.float64)
+    rows = torch.stack([flops, flops / least], dim=1) / seconds[:, None]
+    per_flop, per_cut = not_negative(rows, torch.ones_like(seconds))
+    if per_flop * peak >= 1:
+        return 1 / per_flop, per_cut / per_flop
+    left = 1 - rows[:, 0] / peak
+    return peak, max(0.0, float(rows[:, 1] @ left / (rows[:, 1] @ rows[:, 1]))) * peak
+
+
+def least_absolute(rows: torch.Tensor, right: torch.Tensor) -> list[float]:
+    """The solution with the least sum of absolute errors, none of it negative: least squares, weighted again and again
+    by what they leave."""
+    solution = not_negative(rows, right)
+    for _ in range(REWEIGHTINGS):
+        errors = (rows @ torch.tensor(solution, dtype=rows.dtype) - right).abs()
+        weights = errors.clamp(min=NO_ERROR).rsqrt()
+        solution = not_negative(rows * weights[:, None], right * weights)
+    return solution
+
+
+REWEIGHTINGS = 50
+"""How often least squares are weighted again."""
+NO_ERROR = 1e-4
+"""The relative error below which a message counts as met."""
+
+
+def not_negative(rows: torch.Tensor, right: torch.Tensor) -> list[float]:
+    """Least squares without what would become negative, the most negative first."""
+    scale = rows.norm(dim=0)
+    kept = list(range(rows.shape[1]))
+    while kept:
+        found = torch.linalg.lstsq(rows[:, kept] / scale[kept], right[:, None], driver="gelsd").solution[:, 0]
+        if found.min() >= 0:
+            break
+        kept.pop(int(found.argmin()))
+    solution = [0.0] * rows.shape[1]
+    for column, value in zip(kept, found.tolist() if kept else [], strict=True):
+        solution[column] = value / float(scale[column])
+    return solution

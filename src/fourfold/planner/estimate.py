@@ -1,36 +1,47 @@
-"""Seconds of many candidates at once, roughly: to decide which of them are worth a simulation.
+"""Rough seconds of many candidates at once, to decide which of them are worth a simulation.
 
-A cell is a grid, an activation mode and a number of rows; levers are what is kept and what is done again; orders are
-how ranks walk the axes. What a layer computes and sends is summed up for each cell from its leading terms, then all
-cells, levers and orders are priced together as tensors:
+A cell is a grid in any rank order, an activation mode and a number of rows. Levers are what is kept and what is done
+again; orders are how ranks walk the axes. What a cell sends and computes is read from the programs of one layer and of
+embedding, head and loss (transformer.py), which are rehearsed once per structure. Then all cells, levers and orders are
+priced together as tensors:
 
-    forward   max(compute, messages over x and y, gathers over z, what shares the cards)
+    forward   max(compute, messages over x and y, gathers over z, everything that shares the network cards)
     backward  the same, with products that run again and reductions over z
 
-where halves do not take turns, messages over x and y stand between products instead of beside them. What gradients owe
-over data hides behind the last backward. The simulation of program.py has the last word.
+Where halves do not take turns, messages over x and y stand between products instead of beside them. What gradients owe
+over data hides behind the last backward. The simulation has the last word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple, get_args
+from typing import NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 
 from fourfold.axes import AXES
 from fourfold.planner.machine import Machine
-from fourfold.planner.price import Choice, Task
+from fourfold.planner.memory import REHEARSED_LAYERS
+from fourfold.planner.price import Candidate, Task
+from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
 from fourfold.planner.seconds import Seconds, route_of
+from fourfold.planner.sizes import Name, SizeReader, Structure, Term
+from fourfold.planner.transformer import ends_program, layers_program
 from fourfold.policy import Policy, Recompute
 
-FORWARD, BACKWARD, REREAD, REGATHER, AGAIN, STEP = range(6)
-"""Parts of a step: the last is once a step, the others once a micro-step. REREAD is left out where gathered inputs are
-kept, REGATHER where weights are, AGAIN without block recompute."""
+PARTS = ("forward", "backward", "reread", "regather", "again", "attention")
+"""Parts of a micro-step. Reread is left out where gathered inputs are kept, regather where weights are; again is what
+block recompute runs once more, but for attention's inside, which comes last."""
+FORWARD, BACKWARD, REREAD, REGATHER, AGAIN, ATTENTION = range(len(PARTS))
+HIDDEN_BY_BACKWARD = 0.9
+"""The share of the last backward behind which sums over data can hide: its first gradients come a little later."""
+NEVER_HIDDEN = 0.02
+"""The share of messages that stays exposed in any case: the first and the last have nothing to run beside."""
 
 
 class Lever(NamedTuple):
@@ -43,202 +54,216 @@ class Lever(NamedTuple):
     def on(self, policy: Policy) -> Policy:
         return replace(policy, **self._asdict())
 
+    @property
+    def parts(self) -> list[int]:
+        """The parts that backward consists of."""
+        again = {"none": [], "attention": [ATTENTION], "block": [AGAIN, ATTENTION]}[self.recompute]
+        rereads = [] if self.keep_gathered else [REREAD]
+        return [BACKWARD, *rereads, *([] if self.keep_weights else [REGATHER]), *again]
+
 
 LEVERS = [Lever(*lever) for lever in product(get_args(Recompute), (False, True), (False, True))]
 
 
-@dataclass(slots=True)
-class Wires:
-    """Messages of one part over one axis: passes around a ring, all-reduces, and bytes that a rank sends."""
-
-    rings: float = 0.0
-    sums: float = 0.0
-    nbytes: float = 0.0
-
-    def ring(self, nbytes: float, ranks: int, times: float = 1.0) -> None:
-        self.rings += times if ranks > 1 else 0.0
-        self.nbytes += times * nbytes * (ranks - 1) / ranks
-
-    def sum(self, nbytes: float, ranks: int, times: float = 1.0) -> None:
-        self.sums += times if ranks > 1 else 0.0
-        self.nbytes += times * 2 * nbytes * (ranks - 1) / ranks
+# --- what a structure sends and computes
 
 
-class Cell:
-    """A grid in any order, a mode, and rows of a place: what a step sends and computes, in leading terms."""
+class _Matrix:
+    """Sums of sizes as rows of a matrix with a column for each name."""
 
-    def __init__(self, task: Task, choice: Choice, seconds: Seconds) -> None:
-        self.task, self.choice, self.seconds = task, choice, seconds
-        self.volume = choice.volume(task)
-        self.halves = len(self.volume.halves())
-        self.wires = {part: {axis: Wires() for axis in AXES} for part in range(STEP + 1)}
-        self.compute = [0.0] * (STEP + 1)
-        self.attention_again = 0.0
-        self._layers()
-        self._ends()
+    def __init__(self) -> None:
+        self.columns: dict[Name, int] = {}
+        self._rows: dict[Term, int] = {}
+
+    def row(self, size: int | Term) -> int:
+        """Return the number of the row that holds this size."""
+        return self._rows.setdefault(cast(Term, size), len(self._rows))
+
+    def tensor(self) -> Tensor:
+        rows, columns, values = [], [], []
+        for term, row in self._rows.items():
+            for name, times in term.parts.items():
+                rows.append(row)
+                columns.append(self.columns.setdefault(name, len(self.columns)))
+                values.append(float(times))
+        found = torch.zeros(len(self._rows), len(self.columns), dtype=torch.float64)
+        found[rows, columns] = torch.tensor(values, dtype=torch.float64)
+        return found
+
+
+class ProgramWork:
+    """What one program computes and sends: for each piece the part of the micro-step and the rows of its sizes."""
+
+    def __init__(self, program: Program, matrix: _Matrix) -> None:
+        self.products: list[tuple[int, int, int, int]] = []
+        """Part, m, k, n."""
+        self.aside: list[bool] = []
+        """Whether each product makes dw, which no message waits for."""
+        self.attention: list[tuple[int, int, int]] = []
+        """Part, FLOPs, bytes."""
+        self.kernels: list[tuple[int, int]] = []
+        """Part, bytes."""
+        self.messages: list[tuple[int, int, int, int]] = []
+        """Part, axis, how often the bytes go around, bytes."""
+        ends = [*(start for start, _ in program.phases[1:]), len(program.work)]
+        for (start, name), end in zip(program.phases, ends, strict=True):
+            part = PARTS.index(name)
+            for item in program.work[start:end]:
+                if isinstance(item, MatmulOp):
+                    self.products.append((part, matrix.row(item.m), matrix.row(item.k), matrix.row(item.n)))
+                    self.aside.append(item.label.startswith("E3"))
+                elif isinstance(item, AttentionOp):
+                    self.attention.append((part, matrix.row(item.flops), matrix.row(item.nbytes)))
+                elif isinstance(item, ElementwiseOp):
+                    self.kernels.append((part, matrix.row(item.nbytes)))
+                elif isinstance(item, LaunchOp) and isinstance(item.record.nbytes, Term):
+                    axis, passes = AXES.index(item.record.axis), 2 if item.record.op == "all_reduce" else 1
+                    self.messages.append((part, axis, passes, matrix.row(item.record.nbytes)))
+
+
+class WorkForm:
+    """What the layers, and embedding, head and loss send and compute, with names in place of sizes."""
+
+    def __init__(self, structure: Structure) -> None:
+        matrix = _Matrix()
+        self.layers = ProgramWork(layers_program(structure, REHEARSED_LAYERS), matrix)
+        self.ends = ProgramWork(ends_program(structure), matrix)
+        self.sizes = matrix.tensor()
+        """Coefficients of all sizes: [size, name]."""
+        self.values = SizeReader(matrix.columns)
+        """Reads the sizes that have these names."""
+
+
+@lru_cache(maxsize=1024)
+def work_form(structure: Structure) -> WorkForm:
+    """Return what a structure sends and computes; with every part, whatever its levers are."""
+    return _work_form(structure.for_names("block", chunked=False))
+
+
+@lru_cache(maxsize=1024)
+def _work_form(structure: Structure) -> WorkForm:
+    return WorkForm(structure)
+
+
+# --- cells
+
+
+class Cells:
+    """What the micro-steps of many cells send and compute, in leading terms."""
+
+    def __init__(self, task: Task, candidates: Sequence[Candidate]) -> None:
+        self.task, self.candidates = task, candidates
+        self.sizes = [candidate.sizes(task) for candidate in candidates]
+        number, parts, axes = len(candidates), len(PARTS), len(AXES)
+        self.rings, self.sums, self.nbytes = torch.zeros(3, number, parts, axes, dtype=torch.float64)
+        """Messages of each cell by part and axis, and bytes that a rank sends: [cell, part, axis]."""
+        self.compute = torch.zeros(number, parts, dtype=torch.float64)
+        """Seconds of computation by part: [cell, part]."""
+        self.chain = torch.zeros(number, parts, dtype=torch.float64)
+        """Of these, seconds without the products of dw, which no message waits for."""
+        by_structure: dict[Structure, list[int]] = {}
+        for index, sizes in enumerate(self.sizes):
+            by_structure.setdefault(sizes.structure, []).append(index)
+        for structure, cells in by_structure.items():
+            self._read(work_form(structure), cells)
         self._once()
 
-    def _layers(self) -> None:
-        v, config = self.volume, self.task.config
-        gated = 2 if config.mlp == "swiglu" else 1
-        mlp = config.mlp_hidden // v.shape.x
-        self._over_x()
-        self._over_y([v.q + 2 * v.kv, gated * mlp], [v.q, mlp])
-        weights = [(v.q + 2 * v.kv) * v.k, v.q * v.k, gated * mlp * v.k, mlp * v.k]
-        self._over_z(weights)
-        self._compute_layers(v.m / self.halves, weights, config.layers * self.halves)
+    def _read(self, form: WorkForm, cells: list[int]) -> None:
+        found = [self.sizes[index] for index in cells]
+        values = torch.tensor([form.values(sizes) for sizes in found], dtype=torch.float64)
+        sizes = form.sizes @ values.T  # [size, cell]
+        ranks = torch.tensor([[one.shape.sizes[axis] for one in found] for axis in AXES], dtype=torch.float64)
+        for work, times in ((form.layers, self.task.config.layers / REHEARSED_LAYERS), (form.ends, 1.0)):
+            if work.messages:
+                parts, axes, passes, rows = torch.tensor(work.messages).T
+                places, twice = parts * len(AXES) + axes, passes == 2
+                self._add(self.rings, cells, places, times * (~twice)[:, None].double().expand(-1, len(cells)))
+                self._add(self.sums, cells, places, times * twice[:, None].double().expand(-1, len(cells)))
+                sent = sizes[rows] * passes[:, None] * (ranks - 1)[axes] / ranks[axes]
+                self._add(self.nbytes, cells, places, times * sent)
+            self._compute(work, times, sizes, cells)
 
-    def _over_x(self) -> None:
-        """Into and out of two sublayers, half by half."""
-        v, x, times = self.volume, self.volume.shape.x, self.task.config.layers * self.halves
-        stream = v.m_padded * v.k * v.compute_itemsize / self.halves
-        if v.sharded:
-            for part, messages in ((FORWARD, 4), (BACKWARD, 4), (REREAD, 2), (AGAIN, 3)):
-                self.wires[part]["x"].ring(stream, x, messages * times)
-        else:
-            for part, messages in ((FORWARD, 2), (BACKWARD, 2), (AGAIN, 1)):
-                self.wires[part]["x"].sum(stream, x, messages * times)
+    def _compute(self, work: ProgramWork, times: float, sizes: Tensor, cells: list[int]) -> None:
+        prices, dtype = Seconds(self.task.machine, self.candidates[0].shape), self.task.dtype
+        whole = sizes.long().tolist()
+        known: dict[tuple[int, int, int], list[float]] = {}
+        for _, *rows in work.products:
+            if (shape := tuple(rows)) not in known:
+                shapes = zip(*(whole[row] for row in rows), strict=True)
+                known[shape] = [prices.product(*each, dtype) for each in shapes]  # type: ignore[index]
+        products = torch.tensor([known[m, k, n] for _, m, k, n in work.products], dtype=torch.float64)
+        parts = torch.tensor([part for part, *_ in work.products])
+        self._add(self.compute, cells, parts, times * products)
+        self._add(self.chain, cells, parts, times * products * ~torch.tensor(work.aside)[:, None])
+        for pieces, price in (
+            (work.attention, lambda flops, nbytes: prices.attention(flops, nbytes, dtype)),
+            (work.kernels, prices.kernel),
+        ):
+            if pieces:
+                parts, *rows = torch.tensor(pieces).T
+                seconds = price(*(sizes[row] for row in rows))
+                self._add(self.compute, cells, parts, times * seconds)
+                self._add(self.chain, cells, parts, times * seconds)
 
-    def _over_y(self, spread: Sequence[int], collected: Sequence[int]) -> None:
-        """What products of these widths give and read, and the statistics of norms."""
-        v, y, times = self.volume, self.volume.shape.y, self.task.config.layers * self.halves
-        column = v.m / self.halves * v.compute_itemsize
-        both = [*spread, *collected]
-        if v.sharded:
-            for part, widths in ((FORWARD, both), (BACKWARD, both), (AGAIN, both), (REREAD, collected)):
-                self.wires[part]["y"].ring(column * sum(widths) / len(widths), y, len(widths) * times)
-        else:
-            for part, widths in ((FORWARD, spread), (AGAIN, spread), (BACKWARD, collected)):
-                self.wires[part]["y"].sum(column * sum(widths) / len(widths), y, len(widths) * times)
-        for part in (FORWARD, BACKWARD, AGAIN):
-            self.wires[part]["y"].sum(v.m_rest / self.halves * v.wide, y, 2 * times)
-
-    def _over_z(self, weights: Sequence[int]) -> None:
-        """Weights of a layer, and those of its norms."""
-        v, z, layers = self.volume, self.volume.shape.z, self.task.config.layers
-        mean = sum(weights) / len(weights)
-        for part in (FORWARD, REGATHER, AGAIN):
-            self.wires[part]["z"].ring(mean * v.compute_itemsize, z, len(weights) * layers)
-        self.wires[BACKWARD]["z"].ring(mean * v.reduce_itemsize, z, len(weights) * layers)
-        for part, messages in ((FORWARD, 2), (AGAIN, 2), (BACKWARD, 4)):
-            self.wires[part]["z"].ring(v.k * v.compute_itemsize, z, messages * layers)
-
-    def _compute_layers(self, tokens: float, weights: Sequence[int], times: int) -> None:
-        v, config, price, dtype = self.volume, self.task.config, self.seconds, self.task.dtype
-        k, item, m = v.k, v.compute_itemsize, int(tokens)
-        one, back = 0.0, 0.0
-        for elements, contracts in zip(weights, (False, True, False, True), strict=True):
-            inner, outer = (elements // k, k) if contracts else (k, elements // k)
-            one += price.product(m, inner, outer, dtype)
-            back += price.product(m, outer, inner, dtype) + price.product(outer, m, inner, dtype)
-        cut = v.shape.y if v.sharded else 1
-        q = m * v.q // cut
-        flops, nbytes = 2 * q * v.seq, 2 * q * item * 2
-        mix = price.attention(flops, nbytes, dtype)
-        passes = 8 * v.m_rest / self.halves * k + 3 * m * (config.mlp_hidden // v.shape.x) // cut
-        turned = 4 * q if config.positions == "rope" else 0
-        kernels = price.kernel((passes + turned) * item)
-        self.compute[FORWARD] += times * (one + mix + kernels)
-        self.compute[BACKWARD] += times * (back + price.attention(2 * flops, 2 * nbytes, dtype) + 1.5 * kernels)
-        self.compute[AGAIN] += times * (one + mix + kernels)
-        self.attention_again = times * (mix + price.kernel(turned * item))
-        if self.volume.dtype.itemsize != item:
-            cast = config.layers * price.kernel(sum(weights) // v.shape.z * (item + self.volume.dtype.itemsize))
-            for part in (FORWARD, REGATHER, AGAIN):
-                self.compute[part] += cast
-
-    def _ends(self) -> None:
-        """Embedding, head and loss."""
-        v, wires, price, dtype = self.volume, self.wires, self.seconds, self.task.dtype
-        x, y, z, _ = v.shape.sizes.values()
-        item, k, columns = v.compute_itemsize, v.k, v.vocab_columns
-        for part in (FORWARD, BACKWARD):
-            wires[part]["x"].ring(v.m_padded * k * item, x, 2)
-            wires[part]["y"].ring(v.m * columns * item, y)
-            wires[part]["z"].ring(v.vocab_rows * k * (item if part == FORWARD else v.reduce_itemsize), z, 2)
-        wires[REGATHER]["z"].ring(v.vocab_rows * k * item, z)
-        if v.sharded:
-            wires[REREAD]["x"].ring(v.m_padded * k * item, x)
-        logits = v.m * columns * item / (y if v.sharded else 1)
-        self.compute[FORWARD] += price.product(v.m, k, columns, dtype) + price.kernel(logits)
-        self.compute[BACKWARD] += price.product(v.m, columns, k, dtype) + price.product(columns, v.m, k, dtype)
-        self.compute[BACKWARD] += price.kernel(2 * logits)
+    def _add(self, total: Tensor, cells: list[int], places: Tensor, values: Tensor) -> None:
+        """Add values [piece, cell] to the total [cell, place ...] at the place of each piece."""
+        found = torch.zeros(total[0].numel(), len(cells), dtype=torch.float64).index_add_(0, places, values)
+        total[cells] += found.T.view(len(cells), *total.shape[1:])
 
     def _once(self) -> None:
-        """What gradients owe over data, and the optimizer."""
-        v, task = self.volume, self.task
-        data = v.shape.data
-        shard = task.config.parameters / (v.shape.x * v.shape.y * v.shape.z) * v.dtype.itemsize
-        self.wires[STEP]["data"].sum(shard, data)
-        self.compute[STEP] = self.seconds.kernel(8 * shard / (data if v.policy.shard_optimizer else 1))
+        """What happens once a step: gradients are summed over data, and the optimizer steps."""
+        prices = Seconds(self.task.machine, self.candidates[0].shape)
+        shards = torch.tensor([sizes.parameter_nbytes for sizes in self.sizes], dtype=torch.float64)
+        data = torch.tensor([sizes.shape.data for sizes in self.sizes], dtype=torch.float64)
+        own = [1 / sizes.shape.data if sizes.policy.shard_optimizer else 1.0 for sizes in self.sizes]
+        self.step_nbytes = 2 * shards * (data - 1) / data
+        self.optimizer = prices.kernel(8 * shards * torch.tensor(own, dtype=torch.float64))
 
 
 class Estimates:
     """Seconds of every cell, lever and order: `seconds[cell, lever, order]`."""
 
-    def __init__(self, task: Task, cells: Sequence[Cell], orders: Sequence[tuple[str, ...]]) -> None:
-        self.task, self.cells, self.orders = task, cells, orders
-        machine = task.machine
+    def __init__(self, task: Task, cells: Cells, orders: Sequence[tuple[str, ...]]) -> None:
+        self.task, machine = task, task.machine
         shapes: dict[tuple[int, ...], int] = {}
-        places = [shapes.setdefault(tuple(cell.choice.shape.sizes.values()), len(shapes)) for cell in cells]
+        places = [shapes.setdefault(tuple(one.shape.sizes.values()), len(shapes)) for one in cells.candidates]
         routes = [[_routes(machine, sizes, order) for order in orders] for sizes in shapes]
         table = torch.tensor(routes, dtype=torch.float64)[places]  # [cell, order, axis, 4]
         latency, tree, bandwidth, self.crosses = table.unbind(-1)
-        wires = torch.tensor(
-            [
-                [[(w.rings, w.sums, w.nbytes) for w in cell.wires[part].values()] for part in range(STEP + 1)]
-                for cell in cells
-            ],
-            dtype=torch.float64,
-        )  # [cell, part, axis, 3]
-        rings, sums, nbytes = wires[:, :, None].unbind(-1)  # [cell, part, 1, axis]
+        rings, sums, nbytes = (each[:, :, None] for each in (cells.rings, cells.sums, cells.nbytes))
         self.link = (
             rings * (machine.launch + latency[:, None])
             + sums * (machine.launch + tree[:, None])
             + nbytes / bandwidth[:, None]
         )  # [cell, part, order, axis]
-        self.compute = torch.tensor([cell.compute for cell in cells], dtype=torch.float64)  # [cell, part]
-        self.attention_again = torch.tensor([cell.attention_again for cell in cells], dtype=torch.float64)
-        self.turns = torch.tensor([cell.halves > 1 for cell in cells])
-        self.micro_steps = torch.tensor([cell.choice.micro_steps for cell in cells], dtype=torch.float64)
+        data = AXES.index("data")
+        several = torch.tensor([one.shape.data > 1 for one in cells.candidates], dtype=torch.float64)[:, None]
+        self.data = several * (machine.launch + tree[..., data]) + cells.step_nbytes[:, None] / bandwidth[..., data]
+        self.compute, self.chain, self.optimizer = cells.compute, cells.chain, cells.optimizer
+        self.turns = torch.tensor([sizes.number_of_halves > 1 for sizes in cells.sizes])
+        self.micro_steps = torch.tensor([one.micro_steps for one in cells.candidates], dtype=torch.float64)
+        self.forward = self._phase([FORWARD])
         self.seconds = torch.stack([self._price(lever) for lever in LEVERS], dim=1)
 
     def _price(self, lever: Lever) -> Tensor:
-        """[cell, order]"""
-        again = lever.recompute == "block"
-        link = self.link
-        backward = link[:, BACKWARD].clone()
-        compute = self.compute[:, BACKWARD].clone()
-        if not lever.keep_gathered:
-            backward += link[:, REREAD]
-        if not lever.keep_weights:
-            backward += link[:, REGATHER]
-            compute += self.compute[:, REGATHER]
-        if again:
-            backward += link[:, AGAIN]
-            compute += self.compute[:, AGAIN]
-        if lever.recompute == "attention":
-            compute += self.attention_again
-        chain = self.compute[:, BACKWARD] / 2 + (compute - self.compute[:, BACKWARD])
-        forward_seconds = self._phase(link[:, FORWARD], self.compute[:, FORWARD], self.compute[:, FORWARD])
-        backward_seconds = self._phase(backward, compute, chain)
-        data = link[:, STEP].sum(-1)
-        exposed = (data - 0.9 * backward_seconds).clamp(min=0.0)
-        micro_steps = self.micro_steps[:, None] * (forward_seconds + backward_seconds)
-        return micro_steps + exposed + self.compute[:, STEP, None]
+        """Return the seconds of each cell and order: [cell, order]."""
+        backward = self._phase(lever.parts)
+        exposed = (self.data - HIDDEN_BY_BACKWARD * backward).clamp(min=0.0)
+        return self.micro_steps[:, None] * (self.forward + backward) + exposed + self.optimizer[:, None]
 
-    def _phase(self, link: Tensor, compute: Tensor, chain: Tensor) -> Tensor:
-        """[cell, order] of one pass with these messages [cell, order, axis]; `chain` is the computation that messages
-        over x and y stand between where halves do not take turns."""
-        beside = link[..., :2].sum(-1)
+    def _phase(self, parts: list[int]) -> Tensor:
+        """Return the seconds of one pass that consists of these parts: [cell, order]."""
+        link, compute, chain = self.link[:, parts].sum(1), self.compute[:, parts].sum(1), self.chain[:, parts].sum(1)
+        beside = link[..., [AXES.index("x"), AXES.index("y")]].sum(-1)
+        gathers = link[..., AXES.index("z")]
         cards = (link * self.crosses).sum(-1)
         slowed = compute[:, None] * torch.where(link.sum(-1) > 0, self.task.machine.contention, 1.0)
         serial = torch.where(self.turns[:, None], beside, beside + chain[:, None])
-        return torch.stack([slowed, serial, link[..., 2], cards]).amax(0) + 0.02 * (beside + link[..., 2])
+        return torch.stack([slowed, serial, gathers, cards]).amax(0) + NEVER_HIDDEN * (beside + gathers)
 
 
 def _routes(machine: Machine, sizes: Sequence[int], order: Sequence[str]) -> list[tuple[float, float, float, float]]:
-    """Of each axis: latency of a ring, of an all-reduce, bandwidth, and whether it crosses nodes."""
+    """Return for each axis the latency of a ring and of an all-reduce, the bandwidth, and whether it crosses nodes."""
     by_axis, world, stride = dict(zip(AXES, sizes, strict=True)), prod(sizes), 1
     found = {}
     for axis in order:

@@ -6,9 +6,8 @@ from typing import Any
 
 from fourfold.axes import AXES
 from fourfold.models.config import ModelConfig
-from fourfold.planner.candidates import Estimated
 from fourfold.planner.price import Priced, Task, memory_of
-from fourfold.planner.search import Plan
+from fourfold.planner.search import Estimated, GridPlan
 from fourfold.planner.seconds import Seconds
 
 
@@ -17,7 +16,7 @@ def model_facts(config: ModelConfig, name: str) -> dict[str, Any]:
     return {"name": name, "parameters": config.parameters, **sizes}
 
 
-def plan_document(plan: Plan, model: dict[str, Any], *, others: bool = True) -> dict[str, Any]:
+def plan_document(plan: GridPlan, model: dict[str, Any], *, others: bool = True) -> dict[str, Any]:
     """Everything that is shown of a plan, as JSON has it; `why` and `config_toml` are for the caller to add. With
     `others` the grids that were not ranked have their estimates too."""
     task, machine = plan.task, plan.task.machine
@@ -53,24 +52,24 @@ def plan_document(plan: Plan, model: dict[str, Any], *, others: bool = True) -> 
 
 def entry(found: Priced, best: Priced, rank: int) -> dict[str, Any]:
     """One grid with its best configuration."""
-    choice, totals, memory = found.choice, found.totals, found.memory
-    prices = Seconds(found.task.machine, choice.shape)
-    cut = [axis for axis in AXES if choice.shape.sizes[axis] > 1]
+    candidate, totals, memory = found.candidate, found.totals, found.memory
+    prices = Seconds(found.task.machine, candidate.shape)
+    cut = [axis for axis in AXES if candidate.shape.sizes[axis] > 1]
     return {
         "rank": rank,
-        "grid": choice.shape.sizes,
-        "order": list(choice.shape.order),
+        "grid": candidate.shape.sizes,
+        "order": list(candidate.shape.order),
         "policy": {
-            "activations": choice.policy.activations,
-            "recompute": choice.policy.recompute,
-            "keep_gathered": choice.policy.keep_gathered,
-            "keep_weights": choice.policy.keep_weights,
-            "loss_chunk": choice.policy.loss_chunk,
-            "shard_optimizer": choice.policy.shard_optimizer,
+            "activations": candidate.policy.activations,
+            "recompute": candidate.policy.recompute,
+            "keep_gathered": candidate.policy.keep_gathered,
+            "keep_weights": candidate.policy.keep_weights,
+            "loss_chunk": candidate.policy.loss_chunk,
+            "shard_optimizer": candidate.policy.shard_optimizer,
             "halves": found.halves,
         },
-        "rows": choice.rows,
-        "micro_steps": choice.micro_steps,
+        "rows": candidate.rows,
+        "micro_steps": candidate.micro_steps,
         "seconds": found.seconds,
         "tokens_per_second": found.tokens_per_second,
         "mfu": found.mfu,
@@ -89,10 +88,10 @@ def entry(found: Priced, best: Priced, rank: int) -> dict[str, Any]:
 def estimated_entry(task: Task, found: Estimated) -> dict[str, Any]:
     """A grid that was not ranked, because others seemed faster."""
     return {
-        "grid": found.choice.shape.sizes,
-        "order": list(found.choice.shape.order),
+        "grid": found.candidate.shape.sizes,
+        "order": list(found.candidate.shape.order),
         "seconds": found.seconds,
-        "peak_bytes": memory_of(task, found.choice).total,
+        "peak_bytes": memory_of(task, found.candidate).total,
     }
 
 
@@ -123,26 +122,26 @@ def _compute_reason(loser: Priced, winner: Priced) -> str:
     """FLOPs that it runs again, and the part of the peak at which it computes."""
     rates = []
     for found in (loser, winner):
-        peak = found.task.machine.peak[found.task.dtype] * found.choice.shape.world
+        peak = found.task.machine.peak[found.task.dtype] * found.candidate.shape.world
         rates.append(found.flops.hardware * found.task.tokens / found.totals.compute / peak)
     said = f"it computes at {rates[0]:.0%} of the peak, the best grid at {rates[1]:.0%}"
-    ours, theirs = loser.choice.policy.recompute, winner.choice.policy.recompute
+    ours, theirs = loser.candidate.policy.recompute, winner.candidate.policy.recompute
     return said if ours == theirs else f"recompute={ours} against {theirs}; {said}"
 
 
 def _link_reason(loser: Priced, winner: Priced, axis: str) -> str:
-    if loser.choice.shape.sizes[axis] == 1:
+    if loser.candidate.shape.sizes[axis] == 1:
         return f"{_link(winner, axis)} in the best grid, which alone uses {axis}"
-    if winner.choice.shape.sizes[axis] == 1:
+    if winner.candidate.shape.sizes[axis] == 1:
         return f"{_link(loser, axis)}; the best grid does not use {axis}"
     return f"{_link(loser, axis)}; the best grid's {_link(winner, axis)}"
 
 
 def _link(found: Priced, axis: str) -> str:
     """`z=8 crosses nodes at 20 GB/s, 3.1 s on the link`"""
-    route = Seconds(found.task.machine, found.choice.shape).link(axis)
+    route = Seconds(found.task.machine, found.candidate.shape).link(axis)
     where = "crosses nodes" if route.crosses else "stays inside a node"
-    size, seconds = found.choice.shape.sizes[axis], found.totals.link.get(axis, 0.0)
+    size, seconds = found.candidate.shape.sizes[axis], found.totals.link.get(axis, 0.0)
     return f"{axis}={size} {where} at {route.bandwidth / 1e9:.3g} GB/s, {seconds:.3g} s on the link"
 
 

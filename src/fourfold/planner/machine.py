@@ -29,11 +29,24 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float64: "fp64",
 }
 """How a machine file names what products are computed in."""
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+"""Dense bf16 FLOP/s by torch's name of the device, from the vendor's data sheets."""
+
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpeed:
     """One ring: what it carries while all groups of its kind are active."""
 
     bandwidth: float
@@ -86,9 +99,9 @@ class Machine:
     turn: float
     """Seconds that a collective waits for its turn if the device computes all the time; 0 where nothing that moves
     bytes needs what computes, as network cards do not."""
-    inside: Mapping[tuple[int, int], Link]
+    inside: Mapping[tuple[int, int], LinkSpeed]
     """Inside a node by (stride, size) of the group: ranks base, base + stride, ..."""
-    between: Link | None
+    between: LinkSpeed | None
     """Across nodes: the bandwidth is all that the network cards of a node carry; None where there is one node only."""
     measured: tuple[Timed, ...] = ()
     """Products whose seconds are known; shapes near them follow these rather than `gemm` and `gemm_half`."""
@@ -249,14 +262,14 @@ class _Reader:
             raise self.wrong(key, "is empty", f"FLOP/s of at least one of {', '.join(ITEMSIZE)}")
         return {dtype: self.constant(f"{key}.{dtype}", value, FLOPS) for dtype, value in table.items()}
 
-    def link(self, key: str, table: Any) -> Link:
+    def link(self, key: str, table: Any) -> LinkSpeed:
         self.check_keys(key, table, list(LINK), list(LINK))
-        return Link(**{name: self.constant(f"{key}.{name}", table[name], rule) for name, rule in LINK.items()})
+        return LinkSpeed(**{name: self.constant(f"{key}.{name}", table[name], rule) for name, rule in LINK.items()})
 
-    def inside(self, entries: Any, devices: int) -> dict[tuple[int, int], Link]:
+    def inside(self, entries: Any, devices: int) -> dict[tuple[int, int], LinkSpeed]:
         if not isinstance(entries, list) or (devices > 1 and not entries):
             raise self.wrong("inside", f"= {entries!r}", f"one [[inside]] or more for a node of {devices} devices")
-        found: dict[tuple[int, int], Link] = {}
+        found: dict[tuple[int, int], LinkSpeed] = {}
         for index, entry in enumerate(entries):
             path = f"inside[{index}]"
             self.check_keys(path, entry, ["stride", "size", *LINK], ["stride", "size", *LINK])
@@ -309,7 +322,7 @@ def to_toml(machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _link(machine: Machine, path: str, link: Link) -> list[str]:
+def _link(machine: Machine, path: str, link: LinkSpeed) -> list[str]:
     return [_constant(machine, f"{path}.{name}", getattr(link, name)) for name in LINK]
 
 

@@ -1,23 +1,37 @@
-"""Peak bytes of one rank in a training step, by kind: a closed form for the reference models.
+"""Peak bytes of one rank in a training step, by kind: a reading of the program's allocations and frees.
 
-The peak is the largest of a few moments: the head's product, the loss, a layer's backward (the last layer's, when all
-activations are there; the first one's, when all gradients are; the one at which reductions in flight have filled up),
-the embedding's backward, the optimizer's step. Bytes are those that torch's allocator hands out: contexts,
-communicators and libraries' workspaces come on top.
+All layers are equal, so two short programs are read: two layers alone, and embedding, head and loss alone. Live bytes
+are followed through both, and the rest is added: what the other layers keep, their gradients, and the weights and
+gradients in flight, of which the prefetcher and the deferred reductions hold as many as their bound allows. The peak is
+the largest moment of: the head's product, the loss, a layer's backward (of the last layer, when all activations are
+there; of the first, when all gradients are; of the one at which reductions in flight have filled up), the embedding's
+backward, the optimizer step.
+
+Bytes are those that torch's allocator hands out. Contexts, communicators and libraries' workspaces come on top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple, cast, get_args
 
-from fourfold.planner.held import Held
-from fourfold.planner.lives import NONE, Lives, Moment
-from fourfold.planner.share import Share
+from fourfold.gradients import REPLICA
+from fourfold.layout import GATHERED
+from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
+from fourfold.planner.sizes import LocalSizes, Name, SizeReader, Structure, Term
+from fourfold.planner.transformer import ends_program, layers_program
 
-At = Literal["head", "loss", "backward", "embedding", "optimizer"]
+PeakMoment = Literal["head", "loss", "backward", "embedding", "optimizer"]
+KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+GRADIENTS = KINDS.index("gradients")
+REHEARSED_LAYERS = 2
+"""Layers that are rehearsed: backward of the first begins as it would in the middle of a model, with products of the
+layer above still queued."""
+ADAM_NBYTES = 8.0
+"""Bytes of AdamW's two fp32 moments, per parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +42,13 @@ class Memory:
     gradients: int
     optimizer: int
     weights_in_flight: int
-    """Gathered weights, in use and ahead; gradients of weights being made and reduced; weights that are kept."""
+    """Gathered weights in use, ahead of use or kept; gradients of weights that are made and reduced."""
     activations: int
-    """What forward has kept for backward, logits apart."""
+    """What forward keeps for backward, logits apart."""
     logits: int
     workspace: int
     """What comes and goes: gradients of activations, gathered inputs, copies in a wider dtype."""
-    at: At
+    at: PeakMoment
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -43,256 +57,337 @@ class Memory:
 
     @property
     def total(self) -> int:
-        kept = self.parameters + self.gradients + self.optimizer + self.activations
-        return kept + self.weights_in_flight + self.logits + self.workspace
+        return sum(self.kinds.values())
 
 
-def peak_memory(share: Share, *, micro_steps: int = 1, optimizer_bytes_per_parameter: float = 8.0) -> Memory:
-    """One rank's peak in a step of so many micro-steps, after the first, when the optimizer's state is there."""
-    return _Step(share, micro_steps, optimizer_bytes_per_parameter).peak()
+def peak_memory(
+    sizes: LocalSizes, *, micro_steps: int = 1, optimizer_bytes_per_parameter: float = ADAM_NBYTES
+) -> Memory:
+    """Return one rank's peak in a step that is not the first, so that the optimizer's state is there."""
+    return _Reading(sizes, micro_steps).memory(optimizer_bytes_per_parameter)
 
 
-def kept_for_backward(share: Share) -> int:
-    """Bytes that a forward pass of one micro-step leaves for backward."""
-    return Held(share).kept()
+def kept_for_backward(sizes: LocalSizes) -> int:
+    """Return the bytes that a forward pass of one micro-step leaves for backward."""
+    layers, ends = _Part(live_layers(sizes.structure), sizes), _Part(live_ends(sizes.structure), sizes)
+    return sum(ends.kept) + sizes.config.layers * sum(layers.kept) // REHEARSED_LAYERS
 
 
-def fit(first: Sequence[int], cycle: Sequence[int], cycles: int, bound: int) -> int:
-    """Bytes of what is in flight: one after the other as long as they fit, but always the first; then whole cycles."""
+# --- live bytes through a program, with names in place of sizes
+
+Row = tuple[tuple[int, int], ...]
+"""A sum of sizes: which names it has, and how many times each."""
+
+
+def evaluate(row: Row, values: Sequence[int]) -> int:
+    """Return the sum for a candidate's values of all names."""
+    return sum([times * values[name] for name, times in row])
+
+
+class PossiblePeak(NamedTuple):
+    """What lives at a moment of a program that may be its peak."""
+
+    part: str
+    """The part of the model that runs."""
+    after: tuple[int, int]
+    """How many gathers of weights and how many reductions of their gradients were launched before."""
+    complete: Row
+    """Live bytes of gradients that are complete."""
+    others: list[Row]
+    """All other live bytes, at this moment and at others of which everything above is true too."""
+    kinds: list[tuple[Row, ...]]
+    """Live bytes by kind, at each of these moments."""
+
+
+class LiveBytes:
+    """What lives at each moment of a program that may be its peak, and which messages went before.
+
+    Sizes have names: a row of coefficients gives bytes once a candidate's numbers are filled in.
+    """
+
+    def __init__(self, program: Program) -> None:
+        """Moments are those from the first one of the program on."""
+        self._columns: dict[Name, int] = {}
+        self._now: list[dict[int, int]] = [{} for _ in KINDS]
+        self._others: dict[int, int] = {}
+        self._recent: list[dict[int, int]] = []
+        self.moments: list[PossiblePeak] = []
+        self.gathers: list[Row] = []
+        """Bytes of every gather of weights, in order."""
+        self.reductions: list[Row] = []
+        """Bytes of every reduction of weights' gradients, in order."""
+        self.kept: tuple[Row, ...] = ()
+        """What is left at the end of forward, by kind."""
+        backward = next(place for place, phase in program.phases if phase == "backward")
+        marks = iter([*program.moments, (len(program.work), "")])
+        part, (next_place, next_part) = "", next(marks)
+        grows = False
+        for place, item in enumerate(program.work):
+            if place == backward:
+                self.kept = tuple(map(_row, self._now))
+            while place >= next_place:
+                part, (next_place, next_part) = next_part, next(marks)
+            if isinstance(item, AllocOp | FreeOp):
+                if part and grows and isinstance(item, FreeOp):  # of allocations in a row only the last can be a peak
+                    self._add(part)
+                grows = isinstance(item, AllocOp)
+                self._change(item.nbytes, item.kind, 1 if grows else -1)
+            elif isinstance(item, LaunchOp) and item.record.axis == GATHERED and item.record.op != "all_reduce":
+                if part and grows:
+                    self._add(part)
+                    grows = False
+                sent = self.gathers if item.record.op == "all_gather" else self.reductions
+                sent.append(tuple((self._column(name), times) for name, times in item.record.nbytes.parts.items()))  # type: ignore[attr-defined]
+        self._add(part)
+        self.values = SizeReader(self._columns)
+        """Reads the sizes that have these names."""
+
+    def _column(self, name: Name) -> int:
+        return self._columns.setdefault(name, len(self._columns))
+
+    def _change(self, size: Term | int, kind: MemoryKind, sign: int) -> None:
+        if isinstance(size, Term):
+            live, others = self._now[KINDS.index(kind)], {} if kind == "gradients" else self._others
+            for name, times in size.parts.items():
+                column = self._column(name)
+                live[column] = live.get(column, 0) + sign * times
+                others[column] = others.get(column, 0) + sign * times
+
+    def _add(self, part: str) -> None:
+        """Add a moment, unless one that differs in nothing else needs at least as much of every size."""
+        key = part, (len(self.gathers), len(self.reductions)), _row(self._now[GRADIENTS])
+        if not self.moments or self.moments[-1][:3] != key:
+            self.moments.append(PossiblePeak(*key, [], []))
+            self._recent = []
+        elif any(_covers(each, self._others) for each in self._recent):
+            return
+        last = self.moments[-1]
+        while self._recent and _covers(self._others, self._recent[-1]):
+            self._recent.pop()
+            last.others.pop()
+            last.kinds.pop()
+        self._recent.append(dict(self._others))
+        last.others.append(_row(self._others))
+        last.kinds.append(tuple(map(_row, self._now)))
+
+
+def _row(live: dict[int, int]) -> Row:
+    return tuple((column, times) for column, times in live.items() if times)
+
+
+def _covers(one: dict[int, int], other: dict[int, int]) -> bool:
+    """Say whether the one needs at least as much of every size as the other."""
+    return all(one.get(column, 0) >= times for column, times in other.items()) and all(
+        times >= 0 for column, times in one.items() if column not in other
+    )
+
+
+@lru_cache(maxsize=4096)
+def live_layers(structure: Structure) -> LiveBytes:
+    """Return the live bytes of layers alone."""
+    return _live_layers(structure.for_names(chunked=False))
+
+
+@lru_cache(maxsize=4096)
+def live_ends(structure: Structure) -> LiveBytes:
+    """Return the live bytes of embedding, head and loss alone."""
+    return _live_ends(structure.for_names("none"))
+
+
+@lru_cache(maxsize=4096)
+def _live_layers(structure: Structure) -> LiveBytes:
+    return LiveBytes(layers_program(structure, REHEARSED_LAYERS))
+
+
+@lru_cache(maxsize=4096)
+def _live_ends(structure: Structure) -> LiveBytes:
+    return LiveBytes(ends_program(structure))
+
+
+# --- weights in flight
+
+
+def bytes_in_flight(first: Sequence[int], cycle: Sequence[int], cycles: int, last: int, bound: int) -> int:
+    """Return the bytes of the messages in flight: as many as fit into the bound in their order, but always the first.
+
+    The messages are `first`, then those of the `cycle` so many times, then the `last`.
+    """
     total = 0
     for nbytes in first:
         if total and total + nbytes > bound:
             return total
         total += nbytes
-    if not cycles or not cycle:
-        return total
     whole = sum(cycle)
-    repeats = min(cycles, max(0, bound - total) // whole)
-    total += repeats * whole
-    return total if repeats == cycles else total + fit_rest(cycle, bound - total, always=not total)
-
-
-def fit_rest(cycle: Sequence[int], bound: int, *, always: bool) -> int:
-    total = 0
-    for nbytes in cycle:
-        if total + nbytes > bound and (total or not always):
+    if cycles and whole:
+        repeats = min(cycles, max(0, bound - total) // whole)
+        total += repeats * whole
+        if repeats < cycles:
+            for nbytes in cycle:
+                if total and total + nbytes > bound:
+                    break
+                total += nbytes
             return total
-        total += nbytes
-    return total
+    return total + last if total + last <= bound else total
 
 
-class _Step:
-    def __init__(self, share: Share, micro_steps: int, optimizer_bytes: float) -> None:
-        self.held = held = Held(share)
-        self.policy, self.config, self.shape = share.policy, share.config, share.shape
-        self.layers = self.config.layers
-        self.halves = held.halves
-        self.accumulates = micro_steps > 1
-        cut = self.shape.data if self.policy.shard_optimizer else 1
-        self.parameters = held.parameters * held.stored
-        self.optimizer = ceil(held.parameters / cut * optimizer_bytes)
-        self.all_gradients = self.parameters
-        self.own_gradients = ceil(self.parameters / cut)
+# --- the peak
 
-        # weights: down, up, out, qkv, the order of backward
-        self.units = [held.down, held.up, held.out, held.qkv]
-        overlap = self.policy.overlap
-        positions = self.config.seq * held.k if self.config.positions == "learned" else 0
-        largest = max(held.table, positions, *self.units)
-        self.gathered = [self._whole(unit) for unit in self.units]
-        self.table = self._whole(held.padded_table)
-        self.sent_along = 1 / self.shape.z if held.casts else 0.0
-        """Of a gathered weight: the cast shard, which is held until the gather has been waited for."""
-        self.prefetcher = overlap.most_in_flight(largest * held.compute) if held.travels and overlap.prefetch else 0
-        self.behind = overlap.most_in_flight(largest * held.reduce) if held.travels and overlap.defer else 0
-        self.made = [unit * held.reduce for unit in self.units]
-        self.table_made = held.padded_table * held.reduce
-        again = self.gathered[::-1] if self.policy.recompute == "block" else []
-        reads = [] if held.keeps_weights else self.gathered
-        self.cycle = [*again, *reads]
-        """What a layer's backward gathers, in its order."""
-        self.cycle_nbytes, self.made_nbytes = sum(self.cycle), sum(self.made)
 
-        keeps = held.keeps_weights and self.policy.recompute != "block"
-        self.kept_weights = held.layer_weights() if keeps else 0
-        self.kept_layer = held.layer() - self.kept_weights
+class _Part:
+    """Moments of a program that may be the peak, for one candidate."""
 
-    def _whole(self, elements: int) -> int:
-        """A gathered or cast weight."""
-        return elements * self.held.compute if self.held.travels or self.held.casts else 0
+    def __init__(self, live: LiveBytes, sizes: LocalSizes) -> None:
+        self.moments, self.values = live.moments, live.values(sizes)
+        self.gathers = [evaluate(row, self.values) for row in live.gathers]
+        self.reductions = [evaluate(row, self.values) for row in live.reductions]
+        self.kept = [evaluate(row, self.values) for row in live.kept]
 
-    def _memory(
-        self, at: At, *, gradients: int, weights: int, activations: int = 0, logits: int = 0, workspace: int = 0
-    ) -> Memory:
-        gradients = max(gradients, self.all_gradients if self.accumulates and at != "optimizer" else 0)
-        return Memory(self.parameters, gradients, self.optimizer, weights, activations, logits, workspace, at)
-
-    def peak(self) -> Memory:
-        moments = [*self._ends(), self._at_embedding(), self._at_optimizer()]
-        lives = Lives(self.held).play()
-        moments += [self._at_layer(done, lives) for done in self._depths()]
-        return max(moments, key=lambda memory: memory.total)
-
-    # --- weights over z
-
-    def _in_flight_ahead(self, first: Sequence[int], layers: int) -> int:
-        if not self.prefetcher:
-            return 0
-        everything = sum(first) + layers * self.cycle_nbytes
-        if everything <= self.prefetcher:
-            return ceil(everything * (1 + self.sent_along))
-        return ceil(fit(first, self.cycle, layers, self.prefetcher) * (1 + self.sent_along))
-
-    def _in_flight_behind(self, sent: int, done: int) -> int:
-        """Reductions, the youngest first: of this layer, of those above, of the head."""
-        if not self.behind:
-            return 0
-        here, above = self.made[: max(sent, 0)][::-1], self.made[::-1]
-        if sent < 0:
-            here, done = above[1:], done - 1
-        everything = sum(here) + max(done, 0) * self.made_nbytes
-        if everything <= self.behind:
-            fits = everything + self.table_made <= self.behind
-            return everything + (self.table_made if fits else 0)
-        return fit(here, above, max(done, 0), self.behind)
-
-    # --- gradients
-
-    def _gradients(self, done: int, elements: int = 0) -> int:
-        """Shards of what backward has reduced so far: the head's, those of layers, so many elements of this layer."""
-        held = self.held
-        found = (held.table_shard + done * held.layer_shard + elements // self.shape.z) * held.stored
-        return found + self._scattered(found)
-
-    def _scattered(self, gradients: int) -> int:
-        """Rows of this replica beside whole gradients, until backward ends."""
-        return gradients // self.shape.data if self.policy.shard_optimizer and self.shape.data > 1 else 0
-
-    # --- the moments
-
-    @property
-    def _all_kept(self) -> int:
-        return self.held.before_layers() + self.layers * self.kept_layer
-
-    def _ends(self) -> list[Memory]:
-        return self._in_chunks() if self.policy.loss_chunk else self._whole_loss()
-
-    def _whole_loss(self) -> list[Memory]:
-        """The head's product, the loss forward or backward, the head's backward."""
-        held = self.held
-        kept = self._all_kept + held.norm_and_input()
-        weights = self.layers * self.kept_weights + (self.table if held.keeps_weights else 0)
-        again = [] if held.keeps_weights else [self.table]
-        ahead = self._in_flight_ahead(again, self.layers)
-        gathered = held.entered if held.sharded and self.shape.x > 1 else 0
-        there, joining = held.logits, 0
-        if held.inner_cut > 1:
-            one = held.logits // self.halves
-            there = 2 * one + held.logits_cut  # one half's are whole over y, once more to be sent
-            joining = 3 * one + held.logits_cut // self.halves  # it arrives, is cut apart and joined
-        rereads = 0 if self.policy.keep_gathered else gathered
-        after = self._in_flight_ahead([], self.layers)
-        in_use = (0 if held.keeps_weights else self.table) + after + self.table_made
+    @cached_property
+    def live(self) -> list[tuple[int, int]]:
+        """Bytes of complete gradients and of all else at each moment."""
+        values = self.values
         return [
-            self._memory("head", gradients=0, weights=weights + ahead + self.table, activations=kept,
-                         logits=there, workspace=gathered),
-            self._memory("loss", gradients=0, weights=weights + ahead, activations=kept,
-                         logits=held.logits_cut + self._loss_copies()),
-            self._memory("head", gradients=0, weights=weights + in_use, activations=kept,
-                         logits=held.logits, workspace=rereads + held.entered_whole),
-            # a second half's arrive when the first has made its dw
-            self._memory("head", gradients=0, weights=weights + (ahead if self.halves == 1 else in_use),
-                         activations=kept, logits=joining),
-        ]  # fmt: skip
+            (evaluate(one.complete, values), max([evaluate(row, values) for row in one.others])) for one in self.moments
+        ]
 
-    def _loss_copies(self) -> int:
-        """What the loss makes of the logits that are there, forward or backward, the last half beside all others."""
-        held = self.held
-        whole = self.shape.x == 1 and held.inner_cut == 1
-        if self.policy.compile or (whole and held.compute >= 4):
-            return held.logits_cut
-        wide = held.logits_cut // held.compute * held.wide
-        cast = held.logits_cut if held.compute < held.wide else 0
-        before = (self.halves - 1) * held.logits_cut
-        return (before + self._wide_copies * wide + cast) // self.halves
+    def begin(self, part: str) -> int:
+        """Return the index of the first moment in a part of the model."""
+        return next(index for index, moment in enumerate(self.moments) if moment.part == part)
 
-    @property
-    def _wide_copies(self) -> int:
-        """Of the gradient of logits: padding makes another one."""
-        share = self.held.share
-        return 2 if share.vocab_columns > share.vocab_rows else 1
 
-    def _in_chunks(self) -> list[Memory]:
-        """Head and loss chunk by chunk, which find da and dw in forward; backward scales them."""
-        held = self.held
-        kept = self._all_kept + held.at_rest + held.statistics
-        tokens = min(self.policy.loss_chunk, ceil(held.m / self.halves))
-        whole = tokens * held.columns * held.compute
-        cut = whole // held.inner_cut
-        wide = cut // held.compute * held.wide
-        cast = cut if held.compute < held.wide else 0
-        before = whole if tokens * self.halves < held.m else 0  # the gradient of the chunk before
-        joined = 2 * cut + 3 * whole if held.inner_cut > 1 else 0
-        copies = before + max(cut + self._wide_copies * wide + cast, joined)
-        gathered = held.entered if held.sharded and self.shape.x > 1 else 0
-        ahead = self._in_flight_ahead([], self.layers)
-        weights = self.layers * self.kept_weights + ahead + self.halves * self.table_made
-        da = held.entered_whole
-        return [
-            self._memory("loss", gradients=0, weights=weights + self.table, activations=kept + da, logits=copies,
-                         workspace=gathered + held.at_rest // self.halves),
-            self._memory("head", gradients=0, weights=weights + self.table_made, activations=kept + da, workspace=da),
-        ]  # fmt: skip
+class _Peak(NamedTuple):
+    """The largest moment of a part of the step, without parameters and optimizer state."""
+
+    total: int
+    of: _Part
+    moment: PossiblePeak | None = None
+    in_flight: int = 0
+    gradients: int = 0
+    layers: int = 0
+    """How many further layers keep what they need for backward."""
+    before: int = 0
+    """Bytes of activations that are kept from before the layers."""
+
+
+class _Reading:
+    """The peak of one candidate."""
+
+    def __init__(self, sizes: LocalSizes, micro_steps: int) -> None:
+        self.sizes, self.layers, structure = sizes, sizes.config.layers, sizes.structure
+        self.block, self.ends = _Part(live_layers(structure), sizes), _Part(live_ends(structure), sizes)
+        self.parameters, item = sizes.parameter_nbytes, sizes.dtype.itemsize
+        self.least_gradients = self.parameters if micro_steps > 1 else 0
+        """Bytes of gradients that are there from the first micro-step on."""
+        self.replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
+        self.layer_gradients = sizes.layer_shard * item
+        self.head_gradients = sizes.shard_elements((structure.table,)) * item
+        self.kept_layer = [nbytes // REHEARSED_LAYERS for nbytes in self.block.kept]
+        self.first = self.block.begin("first layer")
+        gathered, reduced = self.block.moments[self.first].after
+        self.cycle, self.reduced = self.block.gathers[gathered:], self.block.reductions[reduced:][::-1]
+        """Bytes of the gathers of one layer's backward in order, and of its reductions, the latest first."""
+        overlap, travels = sizes.policy.overlap, structure.gathers_weights
+        self.prefetcher = self.behind = 0
+        """Bytes that may be gathered ahead, and that may be in flight behind."""
+        if travels and overlap.prefetch:
+            self.prefetcher = overlap.most_in_flight(max(*self.ends.gathers, *self.block.gathers))
+        if travels and overlap.defer:
+            self.behind = overlap.most_in_flight(max(*self.ends.reductions, *self.block.reductions))
+
+    def peak(self) -> _Peak:
+        """Find the largest moment of the step."""
+        ends, layers, embedding = self.ends, self.layers, self.ends.begin("embedding")
+        gradients = layers * self.layer_gradients
+        found = [
+            self._largest(ends, 0, embedding, layers=layers, below=layers),
+            self._largest(ends, embedding, None, gradients=gradients, above=layers, ahead=False),
+            *(self._at_layer(done) for done in self._depths()),
+        ]
+        # at backward's end whole gradients and this replica's rows of them are there
+        at_end = self._scattered(self.parameters)
+        return max(*found, _Peak(at_end, ends, gradients=at_end), key=lambda peak: peak.total)
+
+    def memory(self, optimizer_nbytes: float) -> Memory:
+        peak = self.peak()
+        kinds, at = dict.fromkeys(KINDS, 0), "optimizer"
+        if peak.moment is not None:
+            largest = max(
+                range(len(peak.moment.others)), key=lambda index: evaluate(peak.moment.others[index], peak.of.values)
+            )
+            rows = zip(KINDS, peak.moment.kinds[largest], self.kept_layer, strict=True)
+            kinds = {kind: evaluate(row, peak.of.values) + peak.layers * kept for kind, row, kept in rows}
+            at = PARTS.get(peak.moment.part, peak.moment.part)
+        return Memory(
+            parameters=self.parameters,
+            gradients=peak.gradients,
+            optimizer=ceil(self.sizes.parameters / self.replicas * optimizer_nbytes),
+            weights_in_flight=kinds["weights"] + peak.in_flight,
+            activations=kinds["activations"] + peak.before,
+            logits=kinds["logits"],
+            workspace=kinds["workspace"],
+            at=cast(PeakMoment, at),
+        )
 
     def _depths(self) -> set[int]:
-        """How many layers are done at the moments that may hold most."""
+        """Return how many layers are done at the moments that may hold most."""
         last = self.layers - 1
-        return {0, min(ceil(self.behind / self.made_nbytes), last), last}
+        return {0, min(ceil(self.behind / max(1, sum(self.reduced))), last), last}
 
-    def _at_layer(self, done: int, lives: Sequence[Moment]) -> Memory:
-        """The largest moment of a layer's backward, with so many layers behind it."""
-        held, below = self.held, self.layers - 1 - done
-        reads = [] if held.keeps_weights else self.gathered
-        ahead = [self._in_flight_ahead(reads[used:], below) for used in range(5)] if self.prefetcher else [0] * 5
-        sent = [self._gradients(done, sum(self.units[:number])) for number in range(5)]
-        behind = [self._in_flight_behind(number, done) for number in range(5)] if self.behind else [0] * 5
-        sent.append(sent[0])  # -1: not even the last one of the layer above
-        behind.append(self._in_flight_behind(-1, done))
-        most, found = -1, (0, 0, 0)
-        for moment in lives:
-            weights = ahead[moment.used] + behind[moment.sent]
-            if moment.using != NONE and reads:
-                weights += reads[moment.using]
-            if moment.making != NONE:
-                weights += self.made[moment.making]
-            total = moment.nbytes + weights + sent[moment.sent]
-            if total > most:
-                most, found = total, (sent[moment.sent], weights, moment.nbytes)
-        gradients, weights, workspace = found
-        return self._memory(
-            "backward",
-            gradients=gradients,
-            weights=weights + (below + 1) * self.kept_weights,
-            activations=held.before_layers() + (below + 1) * self.kept_layer + min(workspace, 0),
-            workspace=max(workspace, 0),
-        )
+    def _at_layer(self, done: int) -> _Peak:
+        """Find the largest moment of a layer's backward with so many layers done."""
+        below, last = self.layers - 1 - done, self.ends.reductions[0] if self.ends.reductions else 0
+        gradients = self.head_gradients + (done - 1) * self.layer_gradients
+        return self._largest(
+            self.block, self.first, None, layers=below, below=below, above=done, before=self._before_layers,
+            gradients=gradients, last=last,
+        )  # fmt: skip
 
-    def _at_embedding(self) -> Memory:
-        held = self.held
-        gathered = held.entered if held.sharded and self.shape.x > 1 else 0
-        cast = held.m * held.k * held.reduce if held.compute != held.reduce else 0
-        summed = self.table_made if self.halves > 1 else 0
-        behind = self._in_flight_behind(0, self.layers)
-        gradients = self._gradients(self.layers)
-        return self._memory(
-            "embedding",
-            gradients=gradients,
-            weights=behind + summed + held.table * held.reduce,
-            activations=held.before_layers(),
-            workspace=held.at_rest + (gathered + cast) // self.halves,
-        )
+    @cached_property
+    def _before_layers(self) -> int:
+        """Bytes that stay until backward reaches the embedding again: ids, tables of rotary positions, masks."""
+        return self.ends.live[-1][1] + sum(half.mask_nbytes for half in self.sizes.halves)
 
-    def _at_optimizer(self) -> Memory:
-        """Backward's end, when whole gradients and this replica's rows of them are there, or the step."""
-        gradients = self.all_gradients + self._scattered(self.all_gradients)
-        return self._memory("optimizer", gradients=gradients, weights=0)
+    def _scattered(self, gradients: int) -> int:
+        """Return the bytes of gradients with this replica's rows of their sums, which lie beside them for a while."""
+        return gradients + gradients // self.replicas if self.replicas > 1 else gradients
+
+    def _largest(
+        self, of: _Part, begin: int, end: int | None, *, layers: int = 0, below: int = 0, above: int = 0,
+        before: int = 0, gradients: int = 0, last: int = 0, ahead: bool = True,
+    ) -> _Peak:  # fmt: skip
+        """Find the largest moment from `begin` to `end`.
+
+        Elsewhere so many `layers` keep their activations, `before` bytes are kept too, and so many bytes of `gradients`
+        are complete. Weights are gathered ahead for the rest of this program, then for the layers `below`; reductions
+        are in flight from this program, then from layers `above`, then the `last`.
+        """
+        found, sent = (-1, 0, 0, 0), of.moments[begin].after[1]
+        gathering: dict[int, int] = {}
+        reducing: dict[int, int] = {}
+        kept = before + layers * sum(self.kept_layer)
+        moments = zip(of.moments[begin:end], of.live[begin:end], strict=True)
+        for index, (moment, (complete, others)) in enumerate(moments, start=begin):
+            gathered, reduced = moment.after
+            if gathered not in gathering:
+                gathering[gathered] = self._gathered_ahead(of.gathers[gathered:], below) if ahead else 0
+            if reduced not in reducing:
+                here = of.reductions[sent:reduced][::-1]
+                reducing[reduced] = bytes_in_flight(here, self.reduced, above, last, self.behind) if self.behind else 0
+            in_flight = gathering[gathered] + reducing[reduced]
+            complete = max(self._scattered(complete + gradients), self.least_gradients)
+            total = others + kept + complete + in_flight
+            if total > found[0]:
+                found = total, index, in_flight, complete
+        total, index, in_flight, complete = found
+        return _Peak(total, of, of.moments[index], in_flight, complete, layers, before)
+
+    def _gathered_ahead(self, following: Sequence[int], below: int) -> int:
+        if not self.prefetcher:
+            return 0
+        found = bytes_in_flight(following, self.cycle, below, 0, self.prefetcher)
+        # the cast shard is held until the gather has been waited for
+        return found + (found // self.sizes.shape.sizes[GATHERED] if self.sizes.structure.casts else 0)
+
+
+PARTS = {"first layer": "backward", "": "head"}
+"""What the moments of a rehearsal are called where they set the peak; before the head nothing does."""

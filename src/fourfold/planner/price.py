@@ -1,4 +1,4 @@
-"""What a choice of grid and policy costs: a step simulated, its totals, its memory.
+"""What a candidate of grid and policy costs: a step simulated, its totals, its memory.
 
 A step of many equal layers and micro-steps is periodic: a few layers are simulated, and up to two micro-steps; the rest
 repeats what one more layer and one more micro-step took.
@@ -16,13 +16,12 @@ import torch
 from fourfold.axes import AXES
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
-from fourfold.planner.flops import Flops, flops_per_token
 from fourfold.planner.machine import DTYPES, Machine
 from fourfold.planner.memory import Memory, peak_memory
-from fourfold.planner.program import step_program
 from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import Timeline, Totals, simulate
-from fourfold.planner.volume import Volume
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import Flops, flops_per_token, step_program
 from fourfold.policy import Policy
 
 QUICK_LAYERS = 3, 4
@@ -67,7 +66,7 @@ class HasKinds(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Candidate:
     """A way to do it."""
 
     shape: Shape
@@ -76,17 +75,18 @@ class Choice:
     """Of a (data, z) place in one micro-step."""
     micro_steps: int
 
-    def volume(self, task: Task, *, layers: int | None = None) -> Volume:
+    def sizes(self, task: Task, *, layers: int | None = None) -> LocalSizes:
+        """Return the sizes of rank 0, which holds the largest shards; with `layers`, of a model with so many."""
         config = task.config if layers is None else replace(task.config, layers=layers)
-        return Volume(config, self.shape, self.policy, self.rows, task.seq, task.parameters)
+        return LocalSizes(config, self.shape, self.policy, self.rows, task.seq, task.parameters)
 
 
 @dataclass(frozen=True)
 class Priced(ABC):
-    """A choice with what it takes."""
+    """A candidate with what it takes."""
 
     task: Task
-    choice: Choice
+    candidate: Candidate
     totals: Totals
 
     @property
@@ -128,7 +128,7 @@ class Priced(ABC):
         return self._utilization(self.flops.hardware)
 
     def _utilization(self, flops: float) -> float:
-        peak = self.task.machine.peak[self.task.dtype] * self.choice.shape.world
+        peak = self.task.machine.peak[self.task.dtype] * self.candidate.shape.world
         return flops * self.tokens_per_second / peak
 
     @property
@@ -145,15 +145,15 @@ class Price(Priced):
 
     @cached_property
     def memory(self) -> Memory:
-        return memory_of(self.task, self.choice)
+        return memory_of(self.task, self.candidate)
 
     @cached_property
     def flops(self) -> Flops:
-        return flops_per_token(self.task.config, self.task.seq, self.choice.policy.recompute)
+        return flops_per_token(self.task.config, self.task.seq, self.candidate.policy.recompute)
 
     @property
     def halves(self) -> int:
-        return len(self.choice.volume(self.task).halves())
+        return self.candidate.sizes(self.task).number_of_halves
 
     @property
     def parameters(self) -> int:
@@ -161,21 +161,21 @@ class Price(Priced):
 
     def timeline(self) -> Timeline:
         layers = min(SHOWN_LAYERS, self.task.config.layers)
-        return timeline(self.task, self.choice, layers=layers, micro_steps=1, trace=True)
+        return timeline(self.task, self.candidate, layers=layers, micro_steps=1, trace=True)
 
 
-def memory_of(task: Task, choice: Choice) -> Memory:
-    return peak_memory(choice.volume(task), micro_steps=choice.micro_steps)
+def memory_of(task: Task, candidate: Candidate) -> Memory:
+    return peak_memory(candidate.sizes(task), micro_steps=candidate.micro_steps)
 
 
-def price(task: Task, choice: Choice, *, quick: bool = False) -> Price:
+def price(task: Task, candidate: Candidate, *, quick: bool = False) -> Price:
     """Simulate a few layers and micro-steps, and add up the rest."""
     layers, (few, more) = task.config.layers, QUICK_LAYERS if quick else CLOSE_LAYERS
     if layers <= more:
-        return Price(task, choice, simulated(task, choice, layers))
-    begin = simulated(task, choice, few)
-    further = simulated(task, choice, more).plus(begin, -1.0)
-    return Price(task, choice, without_less_than_nothing(begin.plus(further, (layers - few) / (more - few))))
+        return Price(task, candidate, simulated(task, candidate, layers))
+    begin = simulated(task, candidate, few)
+    further = simulated(task, candidate, more).plus(begin, -1.0)
+    return Price(task, candidate, without_less_than_nothing(begin.plus(further, (layers - few) / (more - few))))
 
 
 def without_less_than_nothing(totals: Totals) -> Totals:
@@ -185,14 +185,14 @@ def without_less_than_nothing(totals: Totals) -> Totals:
     return replace(totals, seconds=totals.seconds + missing, exposed=exposed)
 
 
-def simulated(task: Task, choice: Choice, layers: int) -> Totals:
+def simulated(task: Task, candidate: Candidate, layers: int) -> Totals:
     """A step of a model with so many layers, all its micro-steps."""
-    played = min(choice.micro_steps, FEW_MICRO_STEPS)
-    line = timeline(task, choice, layers=layers, micro_steps=played)
+    played = min(candidate.micro_steps, FEW_MICRO_STEPS)
+    line = timeline(task, candidate, layers=layers, micro_steps=played)
     totals = line.totals
-    if choice.micro_steps > played:
+    if candidate.micro_steps > played:
         first, second = [totals for phase, totals in line.marks if phase == "forward"][-2:]
-        totals = totals.plus(without_arrivals(second.plus(first, -1.0)), choice.micro_steps - played)
+        totals = totals.plus(without_arrivals(second.plus(first, -1.0)), candidate.micro_steps - played)
     return totals
 
 
@@ -204,9 +204,9 @@ def without_arrivals(first: Totals) -> Totals:
 
 
 def timeline(
-    task: Task, choice: Choice, *, layers: int | None = None, micro_steps: int | None = None, trace: bool = False
+    task: Task, candidate: Candidate, *, layers: int | None = None, micro_steps: int | None = None, trace: bool = False
 ) -> Timeline:
     """A step as it would run, whole unless told otherwise."""
-    program = step_program(choice.volume(task, layers=layers), micro_steps=micro_steps or choice.micro_steps)
-    seconds = Seconds(task.machine, choice.shape)
+    program = step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps or candidate.micro_steps)
+    seconds = Seconds(task.machine, candidate.shape)
     return simulate(program.work, seconds, task.dtype, phases=program.phases, trace=trace)

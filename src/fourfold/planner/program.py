@@ -1,379 +1,551 @@
-"""The program of a reference model: what one rank's host does in a training step, from sizes alone.
+"""Programs: what one rank's host gives its device to do in a step, in order; and the rehearsal that writes them.
 
-The same structure as the layers', written from the equations (docs/math.md) on a `Stage`. Memory-bound work is counted
-in bytes that kernels read and write: elementwise passes over activations of the rank.
+Every figure of the planner is a reading of a program: the messages are its launches, the FLOPs its products, the memory
+its allocations and frees (memory.py), the seconds what the simulator makes of it (simulate.py). Programs come from the
+rehearsal of a reference model (transformer.py), or from a dry run of real code (trace.py).
+
+A rehearsal drives the runtime's own overlap engine with names and sizes instead of tensors. `Rehearsal` offers what
+layers are made of (operators that move activations, weights that are gathered and reduced, products and their backward)
+and writes down what the host does. Launches and waits come in the runtime's order because the same engine decides about
+them. The law: launches, waits and products equal those of a dry run of the real code.
+
+With `memory=True` a rehearsal also writes down what is allocated and freed, as on a GPU: norms and attention are single
+kernels there, and the copy that is sent of a tensor counts while it is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
 
-from fourfold.engine import Turns
-from fourfold.planner.rehearse import LANDED, Flight, Landed, Stage, Weights
-from fourfold.planner.volume import Volume
-from fourfold.planner.work import Attention, Kernel, Product, Work
+from fourfold.axes import AXES
+from fourfold.engine import Engine, WeightGather
+from fourfold.gradients import REPLICA, Bucket
+from fourfold.layout import GATHERED
+from fourfold.ledger import Collective, Op
+from fourfold.planner.sizes import LocalSizes, part
 
-Moving = Flight | Landed
+# --- the words
+
+MemoryKind = Literal["activations", "logits", "workspace", "weights", "gradients"]
+"""What memory holds: activations and logits that forward keeps for backward; workspace for tensors that come and go;
+weights that are gathered or cast, and gradients of weights before they are reduced; gradients that are complete."""
+
+
+class LaunchOp(NamedTuple):
+    """A collective starts on a communicator of its axis, once the device has done what came before."""
+
+    flight: int
+    record: Collective
+    lane: str
+    """The communicator: collectives of one lane travel one after another."""
+
+
+class WaitOp(NamedTuple):
+    """The device waits for the result of a collective that was launched before."""
+
+    flight: int
+
+
+class MatmulOp(NamedTuple):
+    """A matrix product [m, k] x [k, n] on this rank."""
+
+    label: str
+    m: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.k * self.n
+
+
+class AttentionOp(NamedTuple):
+    """Scores and their use in one kernel. A causal mask halves its FLOPs."""
+
+    label: str
+    flops: int
+    nbytes: int
+
+
+class ElementwiseOp(NamedTuple):
+    """A kernel that is bound by memory: the bytes that it reads and writes."""
+
+    label: str
+    nbytes: int
+
+
+class AllocOp(NamedTuple):
+    """Memory that is taken here, where a rehearsal writes memory down."""
+
+    nbytes: int
+    kind: MemoryKind
+
+
+class FreeOp(NamedTuple):
+    """Memory that is given back here."""
+
+    nbytes: int
+    kind: MemoryKind
+
+
+ComputeOp = MatmulOp | AttentionOp | ElementwiseOp
+MemoryOp = AllocOp | FreeOp
+Work = LaunchOp | WaitOp | ComputeOp | MemoryOp
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A step's work in the host's order, and where in it the phases begin."""
+    """A step's work in the host's order, and the index at which each phase begins."""
 
     work: list[Work]
     phases: list[tuple[int, str]]
-
-
-def step_program(volume: Volume, *, micro_steps: int = 1, optimizer: bool = True) -> Program:
-    """One step of a run that has found its order: from the optimizer's last word, whose parameters may still be on
-    their way between replicas, to its next one."""
-    model = Model(volume)
-    model.stage.recording = True  # in the first pass the engine finds its order, as the runtime's does
-    model.step(1, optimizer=optimizer)
-    model.stage.recording = False
-    model.phases.clear()
-    model.step(micro_steps, optimizer=optimizer)
-    return Program(model.stage.work, model.phases)
-
-
-class Stream:
-    """The residual stream: whether something that a sublayer adds is still on its way."""
-
-    __slots__ = ("delta",)
-
-    def __init__(self, delta: Moving | None = None) -> None:
-        self.delta = delta
-
-    def read(self) -> None:
-        if self.delta is not None:
-            self.delta.land()
-
-
-class Model:
-    """A transformer on a stage."""
-
-    def __init__(self, volume: Volume) -> None:
-        self.volume, self.config = volume, volume.config
-        self.stage = Stage(volume)
-        self.engine = self.stage.engine
-        self.halves = [replace(volume, rows=half["rows"], half=half["half"]) for half in volume.halves()]
-        self.item = volume.compute_itemsize
-        self.phases: list[tuple[int, str]] = []
-
-    # --- a step
-
-    def step(self, micro_steps: int, *, optimizer: bool) -> None:
-        stage, volume = self.stage, self.volume
-        if optimizer and volume.policy.shard_optimizer:
-            self._enter_phase("forward")
-            stage.owed.gather_parameters()
-        if micro_steps > 1:
-            stage.communicate(volume.count_targets())
-        for index in range(micro_steps):
-            self._enter_phase("forward")
-            self.engine.begin("training")
-            self.forward(counted=micro_steps > 1)
-            self._enter_phase("backward")
-            stage.run_backward(accumulating=index < micro_steps - 1)
-        if optimizer:
-            self._enter_phase("optimizer")
-            self.optimize()
-
-    def _enter_phase(self, name: str) -> None:
-        self.phases.append((len(self.stage.work), name))
-
-    def optimize(self) -> None:
-        """The norm of gradients, and AdamW: p, g, m, v are read, p, m, v written."""
-        stage, volume = self.stage, self.volume
-        shard = sum(rows * row_nbytes for rows, row_nbytes in stage.owed.members.values())
-        own = shard // volume.shape.data if volume.policy.shard_optimizer else shard
-        stage.compute(Kernel("gradient norm", own))
-        stage.communicate(volume.clip())
-        stage.compute(Kernel("AdamW", 7 * own))
-
-    def forward(self, *, counted: bool) -> None:
-        volume, stage = self.volume, self.stage
-        read = self.logits
-        if volume.policy.loss_chunk:
-            stage.communicate(volume.loss_sums(1 if counted else 2))
-            read = self.chunked_share
-        if volume.policy.recompute == "block":
-            streams = self.engine.take_turns([self.embed(half) for half in self.halves])
-            for index in range(self.config.layers):
-                streams = self.block_again(index, streams)
-            self.engine.take_turns([read(*each) for each in zip(streams, self.halves, strict=True)])
-        else:
-            self.engine.take_turns([self.through(half, read) for half in self.halves])
-        if volume.policy.loss_chunk:
-            stage.communicate(volume.loss_sums(1))
-        else:
-            self.loss(counted=counted)
-
-    def through(self, half: Volume, read: Callable[[Stream, Volume], Turns[None]]) -> Turns[None]:
-        stream = yield from self.embed(half)
-        for index in range(self.config.layers):
-            stream = yield from self.block(index, stream, half)
-        yield from read(stream, half)
-
-    def block_again(self, index: int, streams: list[Stream]) -> list[Stream]:
-        return self.stage.recompute(
-            lambda: self.engine.take_turns(
-                [self.block(index, *each) for each in zip(streams, self.halves, strict=True)]
-            )
-        )
-
-    # --- the operators
-
-    def enter(self, half: Volume, label: str) -> Moving:
-        return self.stage.fly("x", lambda: half.enter(label), lambda: half.enter(label, backward=True))
-
-    def leave(self, half: Volume, label: str) -> Moving:
-        return self.stage.fly("x", lambda: half.leave(label), lambda: half.leave(label, backward=True))
-
-    def spread(self, half: Volume, n: int, label: str) -> Moving:
-        self._turn_over(half.m * n, label)
-        return self.stage.fly("y", lambda: half.spread(n, label), lambda: half.spread(n, label, backward=True))
-
-    def collect(self, half: Volume, n: int, label: str) -> Moving:
-        self._turn_over(half.m * n, label)
-        return self.stage.fly("y", lambda: half.collect(n, label), lambda: half.collect(n, label, backward=True))
-
-    def _turn_over(self, elements: int, label: str) -> None:
-        """Features cut over y lie side by side in a message and one after another in a tensor."""
-        if self.volume.shape.y > 1 and self.volume.sharded:
-            kernel = Kernel(f"turn over {label}", 2 * elements * self.item)
-            self.stage.compute(kernel)
-            self.stage.on_backward(lambda: self.stage.compute(kernel), reads=False)
-
-    # --- embedding, norms, head, loss
-
-    def embed(self, half: Volume) -> Turns[Stream]:
-        table = Weights("embedding", ("embedding.weight",), ((half.vocab_rows, half.k),))
-        self.lookup(table, half.m)
-        leaving = self.leave(half, "embedding")
-        if leaving.travels:
-            yield
-        leaving.land()
-        if self.config.positions == "learned":
-            places = Weights("positions", ("positions.weight",), ((self.config.seq, half.k),))
-            self.lookup(places, half.m_rest)
-        self.dropout(half)
-        return Stream()
-
-    def lookup(self, table: Weights, tokens: int) -> None:
-        stage, turns = self.stage, self.engine.turn.of
-        rows, k = table.matrices[0]
-        nbytes = 2 * tokens * k * self.item
-        with stage.using(table, "unit", turns):
-            stage.compute(Kernel(f"lookup {table.label}", nbytes))
-
-        def backward() -> None:
-            stage.compute(Kernel(f"dw {table.label}", nbytes + rows * k * self.volume.reduce_itemsize))
-            stage.add_gradients("unit", table, turns)
-
-        stage.on_backward(backward)
-
-    def dropout(self, half: Volume) -> None:
-        if self.config.dropout:
-            kernel = Kernel("dropout", 3 * half.m_rest * half.k * self.item)
-            self.stage.compute(kernel)
-            self.stage.on_backward(lambda: self.stage.compute(kernel))
-
-    def norm(self, label: str, half: Volume) -> None:
-        """Adds up the residual stream too: reads a and delta, writes their sum and its norm."""
-        names = (f"{label}.weight", f"{label}.bias")[: len(half.norm_vectors)]
-        self._norm(Weights(label, names, (), tuple(half.norm_vectors)), half.m_rest * half.k, half)
-
-    def head_norm(self, label: str, elements: int) -> None:
-        self._norm(Weights(label, (f"{label}.weight",), (), (self.config.head_dim,)), elements, None)
-
-    def _norm(self, weights: Weights, elements: int, cut: Volume | None) -> None:
-        """With `cut`, statistics of that half over y."""
-        stage, turns, label = self.stage, self.engine.turn.of, weights.label
-        one_pass = elements * self.item
-        with stage.using(weights, "unit", turns):
-            stage.compute(Kernel(f"norm {label}", 4 * one_pass))
-            if cut is not None:
-                stage.communicate(cut.norm_statistics(label))
-
-        def backward() -> None:
-            with stage.using(weights.first_vector(), "unit", turns):
-                stage.compute(Kernel(f"dnorm {label}", 5 * one_pass))
-                if cut is not None:
-                    stage.communicate(cut.norm_sums(label))
-            stage.add_gradients("unit", weights, turns)
-
-        stage.on_backward(backward)
-
-    def logits(self, stream: Stream, half: Volume) -> Turns[None]:
-        yield
-        stream.read()
-        self.norm("norm", half)
-        yield from self.expand([half.vocab_columns], "head", half, names=(self.table,), rows=[half.vocab_rows])
+    moments: list[tuple[int, str]] = field(default_factory=list)
+    """Where parts of the model begin that may set the peak of memory, in a program that has memory."""
 
     @property
-    def table(self) -> str:
-        return "embedding.weight" if self.config.tied else "head.weight"
+    def records(self) -> list[Collective]:
+        """The collectives in order of their launch."""
+        return [item.record for item in self.work if isinstance(item, LaunchOp)]
 
-    def loss(self, *, counted: bool) -> None:
-        """E9 reads the logits, E10 reads them and writes their gradient."""
-        stage = self.stage
-        for half in self.halves:
-            stage.compute(Kernel("loss", self._logits_nbytes(half, half.m)))
-            stage.communicate(half.loss_statistics())
-        stage.communicate(self.volume.loss(counted=counted))
-        stage.on_backward(
-            lambda: stage.compute(*(Kernel("dlogits", 2 * self._logits_nbytes(half, half.m)) for half in self.halves))
+    @property
+    def flops(self) -> int:
+        """The FLOPs of products and attention, those that recompute runs again included."""
+        return sum(item.flops for item in self.work if isinstance(item, MatmulOp | AttentionOp))
+
+
+# --- the rehearsal
+
+T = TypeVar("T")
+PRODUCT = "product"
+"""The kind of a gather for a product, which may keep what was gathered."""
+Records = Callable[[], Iterable[Collective]]
+
+
+class PlannedWait:
+    """Collectives that were launched together and are waited for together; none where nothing travels."""
+
+    __slots__ = ("_flights", "_work")
+
+    def __init__(self, work: list[Work], flights: list[int]) -> None:
+        self._work, self._flights = work, flights
+
+    def wait(self) -> None:
+        self._work += map(WaitOp, self._flights)
+        self._flights = []
+
+
+class WeightGroup(NamedTuple):
+    """Parameters that are gathered over z in one message and reduced in one."""
+
+    label: str
+    names: tuple[str, ...]
+    again: bool = False
+    """They are gathered once more for backward, unless they were kept."""
+
+
+class BackwardBytes(NamedTuple):
+    """The tensors around a product's backward, in bytes."""
+
+    dout: int = 0
+    """The gradient of the output, where it is a tensor of its own; the product of dw is the last to read it."""
+    da: int = 0
+    """The gradient of the input."""
+    kept: int = 0
+    """The input that forward keeps for dw."""
+    reread: int = 0
+    """The input that is gathered again for dw."""
+    joins: int = 0
+    """Copies that are made of it while it is put together."""
+    dout_kind: MemoryKind = "workspace"
+
+
+@dataclass(slots=True)
+class _Node:
+    """The backward of one step of forward. If it `reads` what forward kept, a recompute must come before it."""
+
+    run: Callable[[], None]
+    reads: bool
+
+
+class Rehearsal:
+    """One rank's host in a training step."""
+
+    def __init__(self, sizes: LocalSizes, *, memory: bool = False) -> None:
+        self.sizes, self.policy, self.memory, self.structure = sizes, sizes.policy, memory, sizes.structure
+        self.work: list[Work] = []
+        self.phases: list[tuple[int, str]] = []
+        self.moments: list[tuple[int, str]] = []
+        self.engine = Engine(
+            sizes.policy.overlap,
+            flights=self.structure.over_x or self.structure.over_y,
+            in_backward=lambda: self._backward,
         )
+        two = () if memory else sizes.shape.two_lanes
+        self._gathers = {axis: f"{axis} gather" if axis in two else axis for axis in AXES}
+        self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
+        self._gatherings: dict[Hashable, WeightGather[None]] = {}
+        self.silent = False
+        """Nothing is written down: the engine only records in which order weights are used."""
+        self._forgetting = False
+        """A forward pass runs of which nothing is kept, because it will be run again."""
+        self._tape: list[_Node] = []
+        self._backward = False
+        self._flights = 0
+        # a rehearsal of memory has names in place of sizes, and buckets are filled by size
+        self.gradients = None if memory else GradientMessages(self)
 
-    def _logits_nbytes(self, half: Volume, tokens: int) -> int:
-        return tokens * (half.vocab_columns // (half.shape.y if half.sharded else 1)) * self.item
+    # --- what the host does
 
-    def chunked_share(self, stream: Stream, half: Volume) -> Turns[None]:
-        """In chunks forward finds the gradients too."""
-        stage, turns = self.stage, self.engine.turn.of
-        yield
-        stream.read()
-        self.norm("norm", half)
-        table = Weights("head", (self.table,), ((half.vocab_rows, half.k),))
-        entering = self.enter(half, "head")
-        if entering.travels:
-            yield
-        entering.land()
-        columns = half.vocab_columns
-        with stage.using(table, "weights", turns):
-            for tokens in half.chunks:
-                stage.compute(Product("E1 head", tokens, half.k, columns))
-                stage.communicate(half.spread(columns, "head", tokens=tokens))
-                stage.compute(Kernel("loss", self._logits_nbytes(half, tokens)))
-                stage.communicate(half.merged(tokens))
-                stage.compute(Kernel("dlogits", 2 * self._logits_nbytes(half, tokens)))
-                stage.communicate(half.spread(columns, "head", tokens=tokens, backward=True))
-                stage.compute(Product("E2 head", tokens, columns, half.k), Product("E3 head", columns, tokens, half.k))
+    def enter_phase(self, name: str) -> None:
+        self.phases.append((len(self.work), name))
+
+    def enter_part(self, name: str) -> None:
+        """Begin a phase in a rehearsal of memory, which tells apart what is left out where more is kept."""
+        if self.memory:
+            self.enter_phase(name)
+
+    def compute(self, *work: ComputeOp) -> None:
+        if not self.silent:
+            self.work += work
+
+    def launch(self, records: Records) -> PlannedWait:
+        flights: list[int] = []
+        for record in () if self.silent else records():
+            lane = self._gathers if record.op == "all_gather" else self._reduces
+            self.work.append(LaunchOp(self._flights, record, lane[record.axis]))
+            flights.append(self._flights)
+            self._flights += 1
+        return PlannedWait(self.work, flights)
+
+    def communicate(self, records: Records) -> None:
+        """Launch the collectives one after another and wait for each at once."""
+        for record in () if self.silent else records():
+            self.launch(lambda record=record: [record]).wait()
+
+    # --- memory
+
+    def enter_moment(self, name: str) -> None:
+        """Mark where a part of the model begins that may set the peak of memory."""
+        if self.memory:
+            self.moments.append((len(self.work), name))
+
+    def allocate(self, nbytes: int, kind: MemoryKind = "workspace") -> None:
+        if self.memory and not self._forgetting:
+            self.work.append(AllocOp(nbytes, kind))
+
+    def free(self, nbytes: int, kind: MemoryKind = "workspace") -> None:
+        if self.memory and not self._forgetting:
+            self.work.append(FreeOp(nbytes, kind))
+
+    def need(self, nbytes: int, kind: MemoryKind = "workspace") -> None:
+        """Allocate memory for a moment."""
+        self.allocate(nbytes, kind)
+        self.free(nbytes, kind)
+
+    # --- backward
+
+    def on_backward(self, run: Callable[[], None], *, reads: bool = True) -> None:
+        self._tape.append(_Node(run, reads))
+
+    def run_backward(self, *, accumulating: bool = False) -> None:
+        """Run what forward left for backward, the latest first as autograd does, then finish what is in flight."""
+        self._backward = True
+        if self.gradients is not None:
+            self.gradients.begin(accumulating=accumulating)
+        while self._tape:
+            self._tape.pop().run()
+        self.engine.finish_backward()
+        self._backward = False
+        if self.gradients is not None:
+            self.gradients.finish()
+
+    def recompute(self, function: Callable[[], T]) -> T:
+        """Run it now, and again before the first part of its backward that reads something."""
+        first, turn = len(self._tape), self.engine.turn
+        before, self._forgetting = self._forgetting, True
+        result = function()
+        self._forgetting = before
+        done = False
+
+        def again() -> None:
+            nonlocal done
+            if not done:
+                done = True
+                kept = self._tape, self.engine.turn
+                self._tape, self.engine.turn, self.engine.recomputing = [], turn, True
+                self.enter_part("again")
+                function()
+                self.enter_part("backward")
+                (self._tape, self.engine.turn), self.engine.recomputing = kept, False
+
+        for node in self._tape[first:]:
+            if node.reads:
+                node.run = partial(_one_after_the_other, again, node.run)
+        return result
+
+    # --- activations
+
+    def move(
+        self, axis: str, there: Records, back: Records, *, arrives: int = 0, sends: int = 0, joins: int = 0,
+        leaves: int = 0, kind: MemoryKind = "workspace",
+    ) -> AsyncMove | NoMove:  # fmt: skip
+        """Launch an operator that moves an activation over an axis, and put its partner into backward.
+
+        The sizes are those of backward in bytes: what arrives, the copy that is sent, copies that are made to join
+        what has arrived, and what is then no longer needed.
+        """
+        if not self.structure.uses(axis):
+            return NO_MOVE
+        return AsyncMove(self, there, back, (arrives, sends, joins, leaves), kind)
+
+    # --- weights
+
+    def using(self, weights: WeightGroup, kind: str, turns: int, *, keep: bool = False) -> AbstractContextManager[None]:
+        """Have weights in compute layout and dtype, for one of so many halves."""
+        sizes, key = self.sizes, (kind, weights.label, weights.names)
+        gathering = self._gatherings.get(key)
+        if gathering is None:
+            travels, item = self.structure.gathers_weights, self.structure.compute_itemsize
+            # a rehearsal of memory gathers nothing ahead, so the engine compares no bytes
+            nbytes = 1 if self.memory else sizes.elements(weights.names) * item
+            gathering = self._gatherings[key] = WeightGather(
+                key=key,
+                launch=lambda: self._gather(weights),
+                nbytes=nbytes if travels else 0,
+                version=lambda: 0,
+                buffers=lambda _: self._release(weights, kept=kind == PRODUCT),
+            )
+        return self.engine.prefetcher.using(gathering, uses=turns, keep=keep)
+
+    def _gather(self, weights: WeightGroup) -> PlannedWait:
+        sizes, item, names = self.sizes, self.structure.compute_itemsize, weights.names
+        if self.gradients is not None:
+            self.gradients.need(names)
+        if self.silent:
+            return PlannedWait(self.work, [])
+        if self.structure.casts:
+            moved = sizes.shard_elements(names) * (sizes.dtype.itemsize + item)
+            self.compute(ElementwiseOp(f"cast {weights.label}", moved))
+        elements = sizes.message_elements_again(names) if weights.again else sizes.message_elements(names)
+        gathering = self.launch(lambda: sizes.message("all_gather", GATHERED, elements * item, weights.label))
+        if self.memory and self.structure.copies_weights:
+            self.allocate((sizes.elements_again(names) if weights.again else sizes.elements(names)) * item, "weights")
+        return gathering
+
+    def _release(self, weights: WeightGroup, *, kept: bool) -> tuple[()]:
+        """Free gathered or cast weights; with `kept`, unless a product keeps them until backward."""
+        if self.memory and self.structure.copies_weights:
+            sizes, names = self.sizes, weights.names
+            elements = sizes.elements_again(names) if weights.again else sizes.elements(names)
+            released = elements - sizes.kept_elements(names) if kept else elements
+            self.free(released * self.structure.compute_itemsize, "weights")
+        return ()
+
+    def add_gradients(self, key: str, weights: WeightGroup, turns: int, *, in_place: bool = True) -> None:
+        """One of so many halves has given its part; the last one's call reduces the sum over z.
+
+        With `in_place` a half adds to what the halves before have given; otherwise it makes a tensor first.
+        """
+        sizes, made = self.sizes, 0
+        first = self.engine.sums.begun((key, weights.names)) is None
+        if self.memory:
+            made = sizes.elements(weights.names) * self.structure.reduce_itemsize
+            self.allocate(made if first or not in_place else 0, "weights")
+            self.free(0 if first or in_place else made, "weights")
+        if self.engine.sums.add((key, weights.names), [], turns) is None:
+            return
+        if not self.structure.gathers_weights:
+            self._deposit(weights, made)
+            return
+        item = self.structure.reduce_itemsize
+        reducing = self.launch(
+            lambda: sizes.message(
+                "reduce_scatter", GATHERED, sizes.message_elements(weights.names) * item, weights.label
+            )
+        )
+        in_flight = 0 if self.memory else sizes.elements(weights.names) * item
+        self.engine.deferred.defer(reducing, in_flight, lambda _: self._deposit(weights, made))
+
+    def _deposit(self, weights: WeightGroup, made: int) -> None:
+        if self.memory:
+            self.free(made, "weights")
+            self.allocate(self.sizes.shard_elements(weights.names) * self.sizes.dtype.itemsize, "gradients")
+        if self.gradients is not None:
+            self.gradients.deposit(weights.names)
+
+    def product(
+        self, weights: WeightGroup, m: int, k: int, p: int, reread: Records, tensors: BackwardBytes = BackwardBytes()
+    ) -> None:
+        """E1 with p columns; in backward E2 and, once something is in flight, E3. `reread` gathers the input again."""
+        turn, label, kept = self.engine.turn, weights.label, self.structure.keeps_weights
+        self.allocate(tensors.kept, "activations")
+        with self.using(weights, PRODUCT, turn.of, keep=kept):
+            self.compute(MatmulOp(f"E1 {label}", m, k, p))
+
+        def read() -> PlannedWait:
+            self.enter_part("reread")
+            self.allocate(tensors.reread)
+            reading = self.launch(reread)
+            self.enter_part("backward")
+            return reading
+
+        def gradients(reading: PlannedWait | None) -> None:
+            (reading or read()).wait()
+            self.need(tensors.joins)
+            self.compute(MatmulOp(f"E3 {label}", p, m, k))
+            self.add_gradients("product", weights, turn.of)
+            self.free(tensors.reread)
+            self.free(tensors.dout, tensors.dout_kind)
+            self.free(tensors.kept, "activations")
 
         def backward() -> None:
-            stage.compute(Kernel("scale head", 2 * (half.m * half.k * self.item + 4 * columns * half.k)))
-            stage.add_gradients("unit", table, turns)
+            reading = read() if self.policy.overlap.wgrad_behind_messages else None
+            if kept:
+                self.compute(MatmulOp(f"E2 {label}", m, p, k))
+                self.engine.wgrad_queue.add(lambda: gradients(reading))
+                return
+            self.enter_part("regather")
+            with self.using(WeightGroup(label, self.structure.matrices(weights.names), True), "weights", turn.of):
+                self.enter_part("backward")
+                self.allocate(tensors.da)
+                self.compute(MatmulOp(f"E2 {label}", m, p, k))
+                # inside, because the runtime lets the weights go when backward of the product returns
+                self.engine.wgrad_queue.add(lambda: gradients(reading))
+            if self.memory and turn.index == 0:  # its backward is the last to read what all halves keep
+                self.free(self.sizes.kept_elements(weights.names) * self.structure.compute_itemsize, "weights")
 
-        stage.on_backward(backward)
+        self.on_backward(backward)
 
-    # --- a block
 
-    def block(self, index: int, stream: Stream, half: Volume) -> Turns[Stream]:
-        again = self.volume.policy.recompute == "block"
-        prefix = f"layers.{index}"
-        if stream.delta is not None:
-            yield
-        if again:
-            stream.read()
-            stream.delta = None
-        stream.read()
-        self.norm(f"{prefix}.attention_norm", half)
-        leaving = yield from self.attention(f"{prefix}.attention", half)
-        yield
-        leaving.land()
-        self.dropout(half)
-        self.norm(f"{prefix}.mlp_norm", half)
-        yield from self.mlp(f"{prefix}.mlp", half)
-        if self.engine.recomputing and not self.config.dropout:
-            return Stream(LANDED)
-        leaving = self.leave(half, f"{prefix}.mlp.down")
-        if self.config.dropout:
-            yield
-            leaving.land()
-            self.dropout(half)
-            leaving = LANDED
-        return Stream(leaving)
+def _one_after_the_other(*functions: Callable[[], None]) -> None:
+    for function in functions:
+        function()
 
-    def expand(
-        self,
-        widths: list[int],
-        label: str,
-        half: Volume,
-        *,
-        names: tuple[str, ...],
-        rows: list[int] | None = None,
-        spread: int | None = None,
-    ) -> Turns[None]:
-        """Layers that read one tensor; `spread` columns of their output where the rest goes another way."""
-        entering = self.enter(half, label)
-        if entering.travels:
-            yield
-        entering.land()
-        matrices, biases = half.expand_weights(rows or widths)
-        weights = Weights(label, names, tuple(matrices), tuple(biases[: len(names) - len(matrices)]))
-        self.stage.product(weights, half.m, sum(widths), lambda: half.entered_again(label))
-        if spread is None:
-            spreading = self.spread(half, sum(widths), label)
-            yield
-            spreading.land()
 
-    def contract(self, n: int, label: str, half: Volume) -> Turns[None]:
-        collecting = self.collect(half, n, label)
-        if collecting.travels:
-            yield
-        collecting.land()
-        biases = (half.k,) if self.config.bias else ()
-        weights = Weights(label, (f"{label}.weight", f"{label}.bias")[: 1 + len(biases)], ((half.k, n),), biases)
-        self.stage.product(weights, half.m, half.k, lambda: half.collected_again(n, label))
+class NoMove:
+    """An activation that does not travel, because its axis has one rank."""
 
-    def attention(self, prefix: str, half: Volume) -> Turns[Moving]:
-        """Until what `out` gives is on its way to rest."""
-        label, widths = f"{prefix}.q+k+v", [half.q, half.kv, half.kv]
-        names = tuple(f"{prefix}.{name}.weight" for name in "qkv")
-        if self.config.bias:
-            names += tuple(f"{prefix}.{name}.bias" for name in "qkv")
-        if half.shares_kv:
-            yield from self.expand(widths, label, half, names=names, spread=half.q)
-            spreading = self.spread(half, half.q, label)
-            sharing = self.stage.fly("y", lambda: half.kv_over_y(label), lambda: half.kv_over_y(label, backward=True))
-            yield
-            spreading.land()
-            sharing.land()
-            if self.config.kv_heads % half.shape.x:
-                self.stage.fly("x", lambda: half.kv_over_x(label), lambda: half.kv_over_x(label, backward=True)).land()
-        else:
-            yield from self.expand(widths, label, half, names=names)
-        if self.volume.policy.recompute == "attention":
-            self.stage.recompute(lambda: self.mix(prefix, half))
-        else:
-            self.mix(prefix, half)
-        yield from self.contract(half.q, f"{prefix}.out", half)
-        return self.leave(half, f"{prefix}.out")
+    travels = False
 
-    def mix(self, prefix: str, half: Volume) -> None:
-        """Between the two products; a causal mask leaves half of the scores."""
-        stage, config = self.stage, self.config
-        inner = half.shape.y if half.sharded else 1
-        q = half.m * half.q // inner
-        kv = half.m * (2 * half.kv // inner if not half.shares_kv else 2 * self._kv_heads(half) * config.head_dim)
-        if config.qk_norm:
-            self.head_norm(f"{prefix}.q_norm", q)
-            self.head_norm(f"{prefix}.k_norm", kv // 2)
-        if config.positions == "rope":
-            turned = Kernel("rotate", (2 * q + 2 * kv) * self.item)
-            stage.compute(turned)
-            stage.on_backward(lambda: stage.compute(turned))
-        flops, nbytes = 2 * q * half.seq, (2 * q + kv) * self.item
-        stage.compute(Attention(f"attention {prefix}", flops, nbytes))
-        stage.on_backward(lambda: stage.compute(Attention(f"dattention {prefix}", 2 * flops, 2 * nbytes)))
+    def land(self) -> None:
+        return None
 
-    def _kv_heads(self, half: Volume) -> int:
-        """KV heads that this rank's queries read."""
-        heads = half.q // self.config.head_dim // (half.shape.y if half.sharded else 1)
-        return min(max(1, heads * self.config.kv_heads // self.config.heads), self.config.kv_heads)
 
-    def mlp(self, prefix: str, half: Volume) -> Turns[None]:
-        """Until `down` has multiplied."""
-        stage = self.stage
-        widths, label = half.mlp_reads(prefix)
-        layers = label.removeprefix(f"{prefix}.").split("+")
-        kinds = ("weight", "bias") if self.config.bias else ("weight",)
-        names = tuple(f"{prefix}.{name}.{kind}" for kind in kinds for name in layers)
-        yield from self.expand(widths, label, half, names=names)
-        hidden = half.m * widths[0] // (half.shape.y if half.sharded else 1) * self.item
-        reads = len(widths) * hidden
-        stage.compute(Kernel(f"activate {prefix}", reads + hidden))
-        stage.on_backward(lambda: stage.compute(Kernel(f"dactivate {prefix}", 2 * reads + hidden)))
-        yield from self.contract(widths[0], f"{prefix}.down", half)
+NO_MOVE = NoMove()
+
+
+class AsyncMove:
+    """An activation on its way through an operator. Backward launches where forward landed, and lands where forward
+    launched."""
+
+    travels = True
+
+    def __init__(
+        self, host: Rehearsal, there: Records, back: Records, nbytes: tuple[int, int, int, int], kind: MemoryKind
+    ) -> None:
+        self._host, self._back, self._nbytes, self._kind = host, back, nbytes, kind
+        self._moving = host.launch(there)
+        host.on_backward(self._land_back, reads=False)
+
+    def land(self) -> None:
+        self._moving.wait()
+        self._host.on_backward(self._launch_back, reads=False)
+
+    def _launch_back(self) -> None:
+        arrives, sends, _, _ = self._nbytes
+        self._host.need(sends, self._kind)
+        self._host.allocate(arrives, self._kind)
+        self._moving = self._host.launch(self._back)
+
+    def _land_back(self) -> None:
+        _, _, joins, leaves = self._nbytes
+        self._host.engine.wgrad_queue.run_one()  # a product runs while the activation is on its way
+        self._moving.wait()
+        self._host.free(leaves, self._kind)
+        self._host.need(joins, self._kind)
+
+
+class GradientMessages:
+    """The sums that gradients owe beyond z, in buckets as backward completes them; and parameters that a sharded
+    optimizer has stepped, which are gathered from the other replicas."""
+
+    def __init__(self, host: Rehearsal) -> None:
+        self.host, self.sizes = host, host.sizes
+        self.buckets = host.sizes.buckets()
+        self._expected: Counter[str] = Counter()
+        self._deposits: Counter[str] = Counter()
+        self._accumulating = False
+        self._sums: list[tuple[Bucket, Iterator[str], PlannedWait]] = []
+        self._todo: list[Bucket] = []
+        self._arriving: dict[str, PlannedWait] = {}
+
+    def begin(self, *, accumulating: bool) -> None:
+        self._deposits.clear()
+        self._accumulating = accumulating
+        self._todo = self.buckets[::-1]
+
+    def deposit(self, names: Sequence[str]) -> None:
+        """Count gradients that are complete on this rank, and launch the buckets that this completes."""
+        for name in names:
+            self._deposits[name] += 1
+            if self._accumulating or not self.host.policy.overlap.reduce_early or not self._expected:
+                continue
+            while self._todo and self._final(self._todo[-1]):
+                self._open(self._todo.pop())
+
+    def _final(self, bucket: Bucket) -> bool:
+        return all(self._deposits[name] >= self._expected[name] for name in bucket.names)
+
+    def _open(self, bucket: Bucket) -> None:
+        axes = iter(bucket.owes)
+        self._sums.append((bucket, axes, self._launch(bucket, next(axes))))
+
+    def _launch(self, bucket: Bucket, axis: str) -> PlannedWait:
+        if axis == REPLICA and self.host.policy.shard_optimizer:
+            return self.host.launch(lambda: self._over_replicas("reduce_scatter", bucket, bucket.label))
+        return self.host.launch(lambda: self.sizes.message("all_reduce", axis, bucket.nbytes, bucket.label))
+
+    def _over_replicas(self, op: Op, bucket: Bucket, label: str) -> list[Collective]:
+        """Return one message in which the rows of each member are padded until the replicas divide them."""
+        replicas, elements = self.sizes.shape.sizes[REPLICA], 0
+        for name in bucket.names:
+            parameter = self.sizes.parameter(name)
+            elements += part(parameter.rows, replicas, 0) * replicas * parameter.row
+        return self.sizes.message(op, REPLICA, elements * self.sizes.dtype.itemsize, label)
+
+    def finish(self) -> None:
+        """A backward pass has ended: launch what is left, one axis after another, and wait."""
+        self._expected |= self._deposits
+        if self._accumulating:
+            return
+        while self._todo:
+            self._open(self._todo.pop())
+        while self._sums:
+            left = []
+            for bucket, axes, waiting in self._sums:
+                waiting.wait()
+                if (axis := next(axes, None)) is not None:
+                    left.append((bucket, axes, self._launch(bucket, axis)))
+            self._sums = left
+
+    def gather_parameters(self) -> None:
+        """Gather what the sharded optimizer stepped, the first layers first."""
+        for bucket in reversed(self.buckets):
+            waiting = self.host.launch(
+                lambda bucket=bucket: self._over_replicas("all_gather", bucket, f"parameters {bucket.span}")
+            )
+            if self.host.policy.overlap.reduce_early:
+                self._arriving |= dict.fromkeys(bucket.names, waiting)
+            else:
+                waiting.wait()
+
+    def need(self, names: Sequence[str]) -> None:
+        """Wait until these parameters have arrived from the other replicas."""
+        for name in names:
+            if waiting := self._arriving.pop(name, None):
+                waiting.wait()

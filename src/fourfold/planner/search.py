@@ -1,54 +1,69 @@
-"""The fastest ways to train a model on so many devices, out of all grids, rank orders and policies.
+"""The search: the fastest ways to train a model on so many devices, out of all grids, rank orders and policies.
 
-Every factorisation is considered, powers of two or not; what does not fit the model, the batch or the memory is refused
-with the reason. All candidates are estimated (estimate.py); of each grid the first few that fit into memory are
-simulated (price.py), grid by grid in order of their estimates; where there are few candidates in all, those in other
-modes and places too. The seconds of a grid that was not simulated are its estimate, and say so.
+Every factorisation is considered, powers of two or not. What does not fit the model, the batch or the memory is refused
+with the reason. All candidates are estimated (estimate.py). Of each grid the first few that fit into memory are
+simulated (price.py), grid by grid in the order of their estimates; where there are few candidates in all, those in
+other modes and rank orders too. A grid that was not simulated shows its estimate and says so.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import permutations
 from math import ceil, inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 
 from fourfold.axes import AXES
+from fourfold.gradients import REPLICA
 from fourfold.grid import Shape, shapes_of
-from fourfold.planner.candidates import Candidates, Estimated
-from fourfold.planner.estimate import LEVERS, Cell, Estimates, Lever
-from fourfold.planner.memory import Memory, kept_for_backward
-from fourfold.planner.price import Choice, Price, Priced, Task, memory_of, price
-from fourfold.planner.seconds import Seconds
-from fourfold.policy import Activations, Policy
+from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
+from fourfold.planner.machine import Machine
+from fourfold.planner.memory import Memory
+from fourfold.planner.price import Candidate, Price, Priced, Task, memory_of, price, without_arrivals
+from fourfold.planner.program import Program
+from fourfold.planner.seconds import Route, Seconds
+from fourfold.planner.simulate import Timeline, simulate
+from fourfold.planner.transformer import Flops
+from fourfold.policy import Activations, Policy, Recompute
+
+if TYPE_CHECKING:
+    from fourfold.models.open import ModelBuilder
+    from fourfold.planner.trace import DryRun
 
 GIB = 2**30
 SIMULATED_GRIDS, ONE_IN = 10, 32
-"""How many grids are simulated at the least, and of how many one; or as many as are to be shown."""
+"""At least so many grids are simulated, and at least one in so many; or as many as are to be shown."""
 SIMULATIONS, THOUSAND = 120, 1000
-"""Where there is little to estimate there is time to simulate: so many candidates, and one fewer for each thousand."""
+"""Where there is little to estimate there is time to simulate: so many candidates, one fewer for each thousand."""
 SHOWN = 8
-"""Of these are priced closely, or as many as are to be shown."""
+"""How many grids are priced closely, unless more are to be shown."""
 CLOSER_LOOK = 3
-"""Of how many grids, the best, further candidates are simulated."""
+"""Of how many grids, the best ones, further candidates are simulated."""
 OF_EACH = 3
-"""Candidates of such a grid."""
+"""How many candidates of such a grid are simulated."""
 LOSS_CHUNK = 2048
 """Tokens whose logits exist at once where all of them do not fit."""
 MOST_TOKENS = 1 << 16
-"""Of a place in one micro-step, unless all are taken at once: more gain little and take memory."""
+"""Tokens of a place in one micro-step, unless all are taken at once: more gain little and take memory."""
+LONGEST = 60.0
+"""Seconds after which no further grid is tried for a model that must be run dry."""
+RECOMPUTE = get_args(Recompute)
+"""The later in this list, the less memory a step takes."""
+FRUGAL = Lever("block", keep_gathered=False, keep_weights=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What may vary; None: everything."""
+    """What the search may vary; None: everything."""
 
     shapes: tuple[Shape, ...] | None = None
     policies: tuple[Policy, ...] | None = None
@@ -57,35 +72,43 @@ class Space:
 
 
 class Refused(NamedTuple):
-    """A grid that cannot be, and why; the bytes that it lacks where that is memory."""
+    """A grid that is not possible, and why."""
 
     shape: Shape
     reason: str
     lacking: int = 0
+    """Bytes that are missing, where the reason is memory."""
+
+
+class Estimated(NamedTuple):
+    """A candidate that was not simulated."""
+
+    candidate: Candidate
+    seconds: float
 
 
 @dataclass(slots=True)
-class Plan:
+class GridPlan:
     """Grids for a task, the fastest first."""
 
     task: Task
     devices: int
     ranked: Sequence[Priced] = field(default_factory=list)
-    """The best simulated choice of each grid."""
-    waiting: list[Candidates] = field(default_factory=list)
-    """Grids of which the first candidates were not simulated closely, as others seemed faster."""
+    """The best simulated candidate of each grid."""
+    waiting: list[GridCandidates] = field(default_factory=list)
+    """Grids that were not simulated closely, because others seemed faster."""
     refused: list[Refused] = field(default_factory=list)
     candidates: int = 0
     simulated: int = 0
     seconds: float = 0.0
-    """That the search took."""
+    """Seconds that the search took."""
 
     @property
     def best(self) -> Priced:
         return self.ranked[0]
 
     def estimated(self) -> list[Estimated]:
-        """The first candidate that fits of each grid that was not ranked."""
+        """Return the first candidate that fits of each grid that was not ranked, the fastest first."""
         found = []
         for grid in self.waiting:
             while not grid.found and grid.estimate < inf:
@@ -94,7 +117,7 @@ class Plan:
         return sorted(found, key=lambda each: each.seconds)
 
 
-def search(task: Task, devices: int, *, space: Space = Space(), top: int = SHOWN) -> Plan:
+def search(task: Task, devices: int, *, space: Space = Space(), top: int = SHOWN) -> GridPlan:
     """Rank the grids of that many devices, at least `top` of them by simulation."""
     began = time.perf_counter()
     with _not_collecting():
@@ -107,7 +130,7 @@ def search(task: Task, devices: int, *, space: Space = Space(), top: int = SHOWN
 
 @contextmanager
 def _not_collecting() -> Iterator[None]:
-    """Python's collector would walk all of torch again and again, an eighth of the time, to find next to nothing."""
+    """Pause Python's collector: it would walk all of torch again and again, an eighth of the time, for nothing."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -117,26 +140,136 @@ def _not_collecting() -> Iterator[None]:
             gc.enable()
 
 
+# --- the candidates of one grid
+
+
+class GridCandidates:
+    """The candidates of one grid in the order of their estimates, and those that were found to fit into memory."""
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        seconds: torch.Tensor,
+        orders: Sequence[tuple[str, ...]],
+        fit: Callable[[Candidate, Lever], Candidate | None],
+    ) -> None:
+        """`seconds` [candidate, lever, order]; `fit` returns the candidate with the lever if that fits."""
+        self.candidates, self.fit, self.orders = candidates, fit, orders
+        self.shape = candidates[0].shape
+        self.found: list[Estimated] = []
+        self._too_large: list[tuple[Candidate, Lever]] = []
+        self._bounded: set[tuple[str, str]] = set()
+        self._estimates = seconds
+        best, order = (part.flatten() for part in seconds.min(dim=2))  # the order takes no memory
+        self._seconds, self._order = best.tolist(), order.tolist()
+        self._left = best.argsort(descending=True).tolist()
+        self._skip()
+
+    @property
+    def estimate(self) -> float:
+        """The seconds of the next candidate; inf: none is left."""
+        return self._seconds[self._left[-1]] if self._left else inf
+
+    def try_next(self) -> bool:
+        """Say whether the next candidate fits, and keep it if it does."""
+        flat = self._left.pop()
+        candidate, lever = self._at(flat)
+        fitted = self.fit(candidate, lever)
+        if fitted is None:
+            self._rule_out(candidate, lever)
+        else:
+            shape = replace(self.shape, order=self.orders[self._order[flat]])
+            self.found.append(Estimated(replace(fitted, shape=shape), self._seconds[flat]))
+        self._skip()
+        return fitted is not None
+
+    def elsewhere(self, machine: Machine) -> Iterator[Estimated]:
+        """Yield every candidate with its best lever in every rank order with other links, if it fits and is new."""
+        for candidate, estimates in zip(self.candidates, self._estimates, strict=True):
+            lever = int(estimates.amin(dim=1).argmin())
+            fitted = self.fit(candidate, LEVERS[lever]) if estimates[lever].min() < inf else None
+            if fitted is None:
+                continue
+            same = [one for one in self.found if replace(one.candidate, shape=fitted.shape) == fitted]
+            seen = {_links(machine, one.candidate.shape) for one in same}
+            for place in estimates[lever].argsort().tolist():
+                shape = replace(self.shape, order=self.orders[place])
+                links = _links(machine, shape)
+                if links not in seen:
+                    seen.add(links)
+                    yield Estimated(replace(fitted, shape=shape), float(estimates[lever, place]))
+
+    def _at(self, flat: int) -> tuple[Candidate, Lever]:
+        return self.candidates[flat // len(LEVERS)], LEVERS[flat % len(LEVERS)]
+
+    def _rule_out(self, candidate: Candidate, lever: Lever) -> None:
+        """It does not fit: find the fewest rows that do not fit with the same recompute even if nothing is kept."""
+        self._too_large.append((candidate, lever))
+        kind = candidate.policy.activations, lever.recompute
+        if kind in self._bounded:
+            return
+        self._bounded.add(kind)
+        least = FRUGAL._replace(recompute=lever.recompute)
+        rows = sorted(
+            (other for other in self.candidates if other.policy.activations == candidate.policy.activations),
+            key=lambda other: other.rows,
+        )
+        # often not even the fewest rows fit
+        fits = self.fit(rows[0], least) is not None
+        first = bisect_left(rows, True, lo=1, key=lambda other: self.fit(other, least) is None) if fits else 0
+        if first < len(rows):
+            self._too_large.append((rows[first], least))
+
+    def _skip(self) -> None:
+        """Drop candidates that cannot fit."""
+        while self._left:
+            candidate = self._at(self._left[-1])
+            possible = self._seconds[self._left[-1]] < inf
+            if possible and not any(_needs_no_less(*candidate, *other) for other in self._too_large):
+                return
+            self._left.pop()
+
+
+def _needs_no_less(candidate: Candidate, lever: Lever, other: Candidate, others: Lever) -> bool:
+    """Say whether a candidate takes at least the memory of another one on the same grid."""
+    return (
+        candidate.policy.activations == other.policy.activations
+        and candidate.rows >= other.rows
+        and RECOMPUTE.index(lever.recompute) <= RECOMPUTE.index(others.recompute)
+        and lever.keep_gathered >= others.keep_gathered
+        and lever.keep_weights >= others.keep_weights
+    )
+
+
+def _links(machine: Machine, shape: Shape) -> tuple[Route, ...]:
+    """Return the links of all axes in use; rank orders with the same links cost the same."""
+    prices = Seconds(machine, shape)
+    return tuple(prices.link(axis) for axis in shape.used_axes)
+
+
+# --- all grids
+
+
 class _Search:
     def __init__(self, task: Task, devices: int, space: Space, top: int) -> None:
         self.task, self.space, self.top = task, space, top
-        self.plan = Plan(task, devices)
+        self.plan = GridPlan(task, devices)
         self.limit = task.machine.memory - task.machine.reserve
 
-    def run(self) -> Plan:
-        cells = list(self._cells())
-        if not cells:
+    def run(self) -> GridPlan:
+        candidates = list(self._candidates())
+        if not candidates:
             return self.plan
         orders = self.space.orders or tuple(permutations(AXES))
-        estimates = Estimates(self.task, cells, orders)
-        levers = torch.tensor([[self._allowed(cell, lever) for lever in LEVERS] for cell in cells])
+        estimates = Estimates(self.task, Cells(self.task, candidates), orders)
+        levers = torch.tensor([[self._allowed(one, lever) for lever in LEVERS] for one in candidates])
         seconds = estimates.seconds.masked_fill(~levers[:, :, None], torch.inf)
         self.plan.candidates = int(seconds.isfinite().sum())
         by_grid: dict[tuple[int, ...], list[int]] = {}
-        for index, cell in enumerate(cells):
-            by_grid.setdefault(tuple(cell.choice.shape.sizes.values()), []).append(index)
+        for index, candidate in enumerate(candidates):
+            by_grid.setdefault(tuple(candidate.shape.sizes.values()), []).append(index)
         grids = [
-            Candidates([cells[index].choice for index in indices], seconds[indices], orders, self._fit)
+            GridCandidates([candidates[index] for index in indices], seconds[indices], orders, self._fit)
             for indices in by_grid.values()
         ]
         effort = SIMULATIONS - self.plan.candidates // THOUSAND
@@ -144,15 +277,15 @@ class _Search:
         self._rank(found, effort - len(found))
         return self.plan
 
-    def _fitting(self, grids: list[Candidates], many: int) -> list[Candidates]:
-        """So many grids with something that fits, in order of its estimate. Refuses those where nothing does."""
+    def _fitting(self, grids: list[GridCandidates], many: int) -> list[GridCandidates]:
+        """Return so many grids with something that fits, in the order of its estimate; refuse those with nothing."""
         waiting = [
             (grid.estimate, place)
             for place, grid in enumerate(grids)
             if not self._refused(grid) and grid.estimate < inf
         ]
         heapify(waiting)
-        found: list[Candidates] = []
+        found: list[GridCandidates] = []
         while waiting and len(found) < many:
             _, place = heappop(waiting)
             if grids[place].try_next():
@@ -162,13 +295,13 @@ class _Search:
         self.plan.waiting = [grids[place] for _, place in sorted(waiting)]
         return found
 
-    def _refused(self, grid: Candidates) -> bool:
-        """By how much the smallest candidate of a grid exceeds the memory, if it does."""
-        fewest = min(choice.rows for choice in grid.choices)
+    def _refused(self, grid: GridCandidates) -> bool:
+        """Refuse a grid if even its smallest candidate exceeds the memory, and say by how much."""
+        fewest = min(candidate.rows for candidate in grid.candidates)
         frugal = []
-        for choice in grid.choices:
-            if choice.rows == fewest:
-                frugal.append(self._least(choice))
+        for candidate in grid.candidates:
+            if candidate.rows == fewest:
+                frugal.append(self._least(candidate))
                 if frugal[-1].total <= self.limit:
                     return False
         least = min(frugal, key=lambda memory: memory.total)
@@ -176,9 +309,9 @@ class _Search:
         self.plan.refused.append(Refused(grid.shape, reason, least.total - self.limit))
         return True
 
-    def _rank(self, grids: Sequence[Candidates], others: int) -> None:
-        """Simulate the first candidate of each, further ones of the best, and so many in other modes and places; then
-        the first grids more closely."""
+    def _rank(self, grids: Sequence[GridCandidates], others: int) -> None:
+        """Simulate the first candidate of each grid, further ones of the best grids, and so many in other modes and
+        rank orders; then the first grids more closely."""
         first = [(self._price(grid.found[0]), grid) for grid in grids]
         first.sort(key=lambda found: found[0].seconds)
         prices = {id(grid): [best] for best, grid in first}
@@ -197,43 +330,44 @@ class _Search:
         )
         shown = max(self.top, SHOWN)
         self.plan.ranked = sorted(
-            (price(self.task, found.choice) for found in ranked[:shown]), key=lambda found: found.seconds
+            (price(self.task, found.candidate) for found in ranked[:shown]), key=lambda found: found.seconds
         )
-        sizes = [found.choice.shape.sizes for found in self.plan.ranked]
+        sizes = [found.candidate.shape.sizes for found in self.plan.ranked]
         self.plan.waiting = [grid for _, grid in first if grid.shape.sizes not in sizes] + self.plan.waiting
 
-    def _price(self, candidate: Estimated) -> Price:
+    def _price(self, found: Estimated) -> Price:
         self.plan.simulated += 1
-        return price(self.task, candidate.choice, quick=True)
+        return price(self.task, found.candidate, quick=True)
 
     # --- what there is to choose from
 
-    def _cells(self) -> Iterator[Cell]:
+    def _candidates(self) -> Iterator[Candidate]:
+        """Yield every grid in each activation mode with each number of rows; refuse grids that cut nothing evenly."""
         task = self.task
         for shape in self.space.shapes or shapes_of(self.plan.devices):
-            places = shape.data * shape.z
+            places = shape.places
             if task.rows % places:
                 why = f"data*z = {places} places do not divide a batch of {task.rows} rows"
                 self.plan.refused.append(Refused(shape, why))
                 continue
-            misfits = {}
-            for policy in self._policies(shape):
+            misfits, policies = {}, self._policies(shape)
+            for policy in policies:
                 misfit = task.config.misfit(shape, policy)
                 if misfit is not None:
                     what, value, _, axes = misfit
                     misfits[policy.activations] = f"{what}={value} is not divisible by {axes}"
                     continue
-                prices, possible = Seconds(task.machine, shape), list(self._rows(task.rows // places))
+                possible = list(self._rows(task.rows // places))
                 if not possible:
                     rows, steps = task.rows // places, self.space.micro_steps
                     misfits[policy.activations] = f"{rows} rows of a place cannot be cut into {steps} micro-steps"
                 for rows in possible:
-                    yield Cell(task, Choice(shape, policy, rows, task.rows // places // rows), prices)
-            if len(misfits) == len({policy.activations for policy in self._policies(shape)}):
+                    yield Candidate(shape, policy, rows, task.rows // places // rows)
+            if len(misfits) == len({policy.activations for policy in policies}):
                 self.plan.refused.append(Refused(shape, "; ".join(dict.fromkeys(misfits.values()))))
 
     def _policies(self, shape: Shape) -> Sequence[Policy]:
-        """One for each activation mode where the two differ; levers are added to it."""
+        """Return one policy for each activation mode where the two differ; levers are added to it."""
         if self.space.policies is not None:
             return self.space.policies
         modes: tuple[Activations, ...] = ("sharded", "replicated") if shape.x * shape.y > 1 else ("sharded",)
@@ -246,9 +380,9 @@ class _Search:
         most = max(1, MOST_TOKENS // self.task.seq)
         yield from (each for each in range(1, rows + 1) if rows % each == 0 and (each <= most or each == rows))
 
-    def _allowed(self, cell: Cell, lever: Lever) -> bool:
-        """Levers that change nothing on this grid are left out; where policies are given only theirs is taken."""
-        policy, shape = cell.choice.policy, cell.choice.shape
+    def _allowed(self, candidate: Candidate, lever: Lever) -> bool:
+        """Leave out levers that change nothing on this grid; where policies are given, take theirs alone."""
+        policy, shape = candidate.policy, candidate.shape
         if self.space.policies is not None:
             return lever == Lever(policy.recompute, policy.keep_gathered, policy.keep_weights)
         if lever.keep_weights and shape.z == 1 and self.task.compute == self.task.parameters:
@@ -257,40 +391,142 @@ class _Search:
 
     # --- memory
 
-    def _fit(self, choice: Choice, lever: Lever) -> Choice | None:
-        """That choice with the lever, if it fits; with logits in chunks where it fits only so."""
-        wanted = replace(choice, policy=lever.on(choice.policy))
-        in_chunks = replace(wanted, policy=replace(wanted.policy, loss_chunk=wanted.policy.loss_chunk or LOSS_CHUNK))
-        if kept_for_backward(in_chunks.volume(self.task)) > self.limit:
-            return None  # quickly found, and true of most that do not fit
-        tried, memory = self._frugal(wanted)
+    def _fit(self, candidate: Candidate, lever: Lever) -> Candidate | None:
+        """Return the candidate with the lever if it fits, with logits in chunks where only that fits."""
+        tried, memory = self._frugal(replace(candidate, policy=lever.on(candidate.policy)))
         return tried if memory.total <= self.limit else None
 
-    def _frugal(self, choice: Choice) -> tuple[Choice, Memory]:
-        """With its memory; with logits in chunks where it does not fit and they take less."""
-        memory = memory_of(self.task, choice)
-        in_chunks = self.space.policies is None and choice.rows * self.task.seq > LOSS_CHUNK
+    def _frugal(self, candidate: Candidate) -> tuple[Candidate, Memory]:
+        """Return a candidate and its memory, with logits in chunks where it does not fit and they take less."""
+        memory = memory_of(self.task, candidate)
+        in_chunks = self.space.policies is None and candidate.rows * self.task.seq > LOSS_CHUNK
         if in_chunks and memory.total > self.limit >= memory.total - memory.logits:
-            chunked = replace(choice, policy=replace(choice.policy, loss_chunk=LOSS_CHUNK))
+            chunked = replace(candidate, policy=replace(candidate.policy, loss_chunk=LOSS_CHUNK))
             less = memory_of(self.task, chunked)
             if less.total < memory.total:
                 return chunked, less
-        return choice, memory
+        return candidate, memory
 
-    def _least(self, choice: Choice) -> Memory:
-        least = Lever("block", keep_gathered=False, keep_weights=False)
-        return self._frugal(choice if self.space.policies else replace(choice, policy=least.on(choice.policy)))[1]
+    def _least(self, candidate: Candidate) -> Memory:
+        frugal = replace(candidate, policy=FRUGAL.on(candidate.policy))
+        return self._frugal(candidate if self.space.policies else frugal)[1]
+
+
+# --- models that a function builds
+
+
+@dataclass(frozen=True, slots=True)
+class UndividedMemory:
+    """Bytes that are not told apart."""
+
+    total: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        return {"all": self.total}
+
+
+@dataclass(frozen=True)
+class TracedPrice(Priced):
+    """The price of a model that was run dry."""
+
+    dry: DryRun
+
+    @property
+    def memory(self) -> UndividedMemory:
+        return UndividedMemory(self.dry.peak_bytes)
+
+    @cached_property
+    def flops(self) -> Flops:
+        """The FLOPs of products and attention; those of recompute are not told apart."""
+        counted = Program(self.dry.program, []).flops
+        per_token = counted * self.candidate.micro_steps * self.candidate.shape.world / self.task.tokens
+        return Flops(per_token, per_token)
+
+    @property
+    def halves(self) -> int:
+        return 1
+
+    @property
+    def parameters(self) -> int:
+        return self.dry.parameters
+
+    def timeline(self) -> Timeline:
+        return _play(self.task, self.candidate, self.dry, trace=True)
+
+
+def _play(task: Task, candidate: Candidate, dry: DryRun, *, trace: bool = False) -> Timeline:
+    seconds = Seconds(task.machine, candidate.shape)
+    return simulate(dry.program, seconds, task.dtype, phases=[(0, "forward")], trace=trace)
+
+
+def search_built(
+    task: Task, build: ModelBuilder, devices: int, *, longest: float = LONGEST, progress: Callable[[str], None] = print
+) -> GridPlan:
+    """Rank the grids of that many devices for a model that a function of a grid and a policy builds.
+
+    The code is run dry on every grid, those with few ranks on x and y first, until the time is up. This takes a
+    thousand times as long as a rehearsal; a grid that was not tried says so.
+    """
+    began = time.perf_counter()
+    plan = GridPlan(task, devices)
+    found: list[TracedPrice] = []
+    for shape in sorted(shapes_of(devices), key=lambda shape: (shape.x * shape.y, shape.y, shape.z)):
+        if time.perf_counter() - began > longest and found:
+            reason = f"not tried: {longest:.0f} s were up; fewer devices have fewer grids"
+        else:
+            progress(f"running the module dry on {shape}")
+            reason = _try(task, build, shape, plan, found)
+        if reason:
+            plan.refused.append(Refused(shape, reason))
+    if not found:
+        shape, reason, _ = plan.refused[0]
+        raise ValueError(f"the module runs on no grid of {devices} devices; on {shape}: {reason}")
+    plan.ranked = sorted(found, key=lambda price: price.seconds)
+    plan.seconds = time.perf_counter() - began
+    return plan
+
+
+def _try(task: Task, build: ModelBuilder, shape: Shape, plan: GridPlan, found: list[TracedPrice]) -> str:
+    """Run the model with as many rows at once as fit into memory; return the reason if nothing does."""
+    from fourfold.planner.trace import dry_run  # reads all of parallelize, which no other search needs
+
+    places = shape.places
+    if task.rows % places:
+        return f"data*z = {places} places do not divide a batch of {task.rows} rows"
+    limit = task.machine.memory - task.machine.reserve
+    policy = Policy(compute_dtype=task.compute, shard_optimizer=shape.sizes[REPLICA] > 1)
+    reason = ""
+    for rows in (each for each in range(task.rows // places, 0, -1) if task.rows // places % each == 0):
+        plan.candidates += 1
+        try:
+            dry = dry_run(build, shape, rows=rows, seq=task.seq, policy=policy, micro_steps=1, optimizer=True)
+        except (ValueError, RuntimeError, TypeError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if dry.peak_bytes <= limit:
+            candidate = Candidate(shape, policy, rows, task.rows // places // rows)
+            plan.simulated += 1
+            one = _play(task, candidate, dry).totals
+            # gradients are summed over data once; the optimizer's part, which is small, is counted each time
+            totals = one.plus(without_arrivals(one), candidate.micro_steps - 1)
+            found.append(TracedPrice(task, candidate, totals, dry))
+            return ""
+        reason = f"needs {dry.peak_bytes / GIB:.1f} GiB of {limit / GIB:.1f} GiB with {rows} rows at once"
+    return reason
+
+
+# --- in words
 
 
 def describe_memory(memory: Memory) -> str:
-    """`61.2 GiB (optimizer 30.1, activations 22.4, ...)`"""
+    """Describe memory as `61.2 GiB (optimizer 30.1, activations 22.4, ...)`."""
     kinds = sorted(memory.kinds.items(), key=lambda kind: -kind[1])
     parts = ", ".join(f"{name.replace('_', ' ')} {nbytes / GIB:.1f}" for name, nbytes in kinds[:4] if nbytes)
     return f"{memory.total / GIB:.1f} GiB ({parts})"
 
 
-def why_nothing_fits(plan: Plan) -> str:
-    """What is missing, and what would make it fit."""
+def why_nothing_fits(plan: GridPlan) -> str:
+    """Say what is missing, and what would make it fit."""
     task, too_large = plan.task, [refused for refused in plan.refused if refused.lacking]
     if not too_large:
         reasons = dict.fromkeys(refused.reason for refused in plan.refused)

@@ -14,10 +14,13 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import torch
 
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.planner.machine import ITEMSIZE, Link, Machine, Timed
+from fourfold.planner.machine import ITEMSIZE, LinkSpeed, Machine, Timed
 
 CARD = "card"
 """What all transfers that cross nodes share."""
@@ -123,18 +126,24 @@ class Seconds:
         """Of [m, k] x [k, n]."""
         return _product(self.machine, m, k, n, dtype)
 
-    def attention(self, flops: float, nbytes: float, dtype: str) -> float:
+    def attention(self, flops: Any, nbytes: Any, dtype: str) -> Any:
+        """Return the seconds of an attention kernel, or of many where sizes are tensors."""
         rate = _gemm(self.machine, dtype) * self.machine.attention
-        return with_host(self.machine, max(flops / rate, nbytes / self.machine.memory_bandwidth))
+        return with_host(self.machine, _larger(flops / rate, nbytes / self.machine.memory_bandwidth))
 
-    def kernel(self, nbytes: float) -> float:
-        """Of work that memory bounds, by the bytes that it reads and writes."""
+    def kernel(self, nbytes: Any) -> Any:
+        """Return the seconds of work that memory bounds, by the bytes that it reads and writes, or of many."""
         return with_host(self.machine, nbytes / self.machine.memory_bandwidth)
 
 
-def with_host(machine: Machine, seconds: float) -> float:
-    """Work of so many seconds, and what the host does for it."""
-    return seconds + machine.overhead if machine.device == "cpu" else max(seconds, machine.overhead)
+def with_host(machine: Machine, seconds: Any) -> Any:
+    """Return the seconds of a piece of work with what the host does for it; a number, or a tensor of numbers."""
+    return seconds + machine.overhead if machine.device == "cpu" else _larger(seconds, machine.overhead)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """Return the larger of two numbers, or of each pair where the first is a tensor."""
+    return torch.maximum(one, torch.as_tensor(other)) if isinstance(one, torch.Tensor) else max(one, other)
 
 
 @lru_cache(maxsize=4096)
@@ -157,7 +166,7 @@ def route_of(machine: Machine, stride: int, size: int, world: int) -> Route:
     return Route(latency, 2 * (deep * hop + wide * between.latency), bandwidth, crosses=True, rings=spread.rings)
 
 
-def inside_link(machine: Machine, stride: int, size: int) -> Link:
+def inside_link(machine: Machine, stride: int, size: int) -> LinkSpeed:
     """The measured one, else that of the nearest group, of the same stride where there is any."""
 
     def distance(group: tuple[int, int]) -> tuple[bool, float, tuple[int, int]]:

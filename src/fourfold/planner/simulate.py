@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from fourfold.planner.program import AttentionOp, ComputeOp, LaunchOp, MatmulOp, MemoryOp, WaitOp, Work
 from fourfold.planner.seconds import CARD, Seconds
-from fourfold.planner.work import Attention, Kernel, Launch, Product, Wait, Work
 
 COMPUTE = "compute"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """Something on a track of the timeline: `compute`, or a lane."""
 
     track: str
@@ -70,7 +70,7 @@ class Timeline:
     """That collectives of each axis were on their way, from the beginning of the transfer to its end."""
     exposed_seconds: dict[str, float] = field(default_factory=dict)
     """That computation stood still for them."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
     marks: list[tuple[str, Totals]] = field(default_factory=list)
     """What there was of everything when each phase began."""
 
@@ -94,10 +94,10 @@ class _Transfer:
     start: float = 0.0
 
 
-class Links:
+class LinkQueues:
     """All lanes: what queues on each, and the transfers under way."""
 
-    def __init__(self, spans: list[Span] | None) -> None:
+    def __init__(self, spans: list[TimelineSpan] | None) -> None:
         self.now = 0.0
         self.landed: dict[int, float] = {}
         self.busy: defaultdict[str, float] = defaultdict(float)
@@ -166,7 +166,7 @@ class Links:
         self.landed[transfer.flight] = self.now
         self.busy[transfer.axis] += self.now - transfer.start
         if self.spans is not None:
-            self.spans.append(Span(lane, transfer.label, transfer.start, self.now))
+            self.spans.append(TimelineSpan(lane, transfer.label, transfer.start, self.now))
         queue = self._queues.get(lane)
         if queue:
             self._begin(lane, queue.popleft(), self.now)
@@ -185,14 +185,14 @@ class Player:
     def __init__(self, seconds: Seconds, dtype: str, *, trace: bool) -> None:
         self.seconds, self.dtype = seconds, dtype
         self.timeline = Timeline()
-        self.links = Links(self.timeline.spans if trace else None)
+        self.links = LinkQueues(self.timeline.spans if trace else None)
         self.trace = trace
         self.now = 0.0
         self._axes: dict[int, str] = {}
         self._exposed: defaultdict[str, float] = defaultdict(float)
 
     def play(self, item: Work, phase: str) -> None:
-        if isinstance(item, Launch):
+        if isinstance(item, LaunchOp):
             record, way = item.record, self.seconds.transfer(item.record)
             self._take(way.host)
             self._axes[item.flight] = record.axis
@@ -200,26 +200,26 @@ class Player:
                 item.flight, record.label, record.axis, self.now, way.fixed, way.moving, way.link, way.beside
             )
             self.links.launch(item.lane, transfer)
-        elif isinstance(item, Wait):
+        elif isinstance(item, WaitOp):
             landed = self.links.land(item.flight)
             if landed > self.now:
                 self._exposed[self._axes[item.flight]] += landed - self.now
                 self.now = landed
-        else:
+        elif not isinstance(item, MemoryOp):  # a timeline has no memory
             begin = self.now
             self._take(self._seconds(item))
             if self.trace:
-                self.timeline.spans.append(Span(COMPUTE, item.label, begin, self.now, phase))
+                self.timeline.spans.append(TimelineSpan(COMPUTE, item.label, begin, self.now, phase))
 
     def _take(self, seconds: float) -> None:
         begin = self.now
         self._compute(seconds)
         self.timeline.compute_seconds += self.now - begin
 
-    def _seconds(self, item: Product | Attention | Kernel) -> float:
-        if isinstance(item, Product):
+    def _seconds(self, item: ComputeOp) -> float:
+        if isinstance(item, MatmulOp):
             return self.seconds.product(item.m, item.k, item.n, self.dtype)
-        if isinstance(item, Attention):
+        if isinstance(item, AttentionOp):
             return self.seconds.attention(item.flops, item.nbytes, self.dtype)
         return self.seconds.kernel(item.nbytes)
 
@@ -273,7 +273,7 @@ def simulate(
     return player.finish()
 
 
-def chrome_trace(spans: Sequence[Span], *, process: str = "planned") -> dict[str, Any]:
+def chrome_trace(spans: Sequence[TimelineSpan], *, process: str = "planned") -> dict[str, Any]:
     """As Perfetto and chrome://tracing read it: one thread for each track, computation first."""
     tracks = sorted({span.track for span in spans}, key=lambda track: (track != COMPUTE, track))
     events: list[dict[str, Any]] = [

@@ -155,14 +155,14 @@ def find_grid(
     except ValueError as error:
         raise ValueError(f"--grid auto: {error}; or give a grid, such as --grid z={job.ranks}") from error
     grids = len(plan.ranked) + len(plan.waiting)
-    return plan.best.choice.shape, _reason(plan.ranked, grids, located)
+    return plan.best.candidate.shape, _reason(plan.ranked, grids, located)
 
 
 def _reason(ranked: Sequence[Priced], grids: int, located: Located) -> str:
     best, *others = ranked
-    said = f"grid {best.choice.shape} by the planner: {duration(best.seconds)} per step on {located.machine.name}"
+    said = f"grid {best.candidate.shape} by the planner: {duration(best.seconds)} per step on {located.machine.name}"
     if others:
-        said += f"; next of {grids} that fit, {others[0].choice.shape}: {_slower(others[0], best)}"
+        said += f"; next of {grids} that fit, {others[0].candidate.shape}: {_slower(others[0], best)}"
     else:
         said += "; no other fits"
     return f"{said} ({'; '.join(located.notes)})" if located.notes else said

@@ -30,8 +30,8 @@ from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
-from fourfold.planner.flops import flops_per_token
-from fourfold.planner.kept import kept_bytes
+from fourfold.planner.trace import kept_bytes
+from fourfold.planner.transformer import flops_per_token
 from fourfold.train.bad_steps import BadStep, StepJudge
 from fourfold.train.checkpoints import RunSaver, Start, restore
 from fourfold.train.config import Config

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from fourfold.grid import Grid
-from fourfold.planner.flops import PEAK_FLOPS, Flops
+from fourfold.planner.machine import PEAK_FLOPS
+from fourfold.planner.transformer import Flops
 
 Mark = float | torch.cuda.Event
 

@@ -16,13 +16,12 @@ from fourfold import models
 from fourfold.atomic import write_json, write_text
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
-from fourfold.models.open import DATA_ONLY, ModelBuilder, open_model, why_data_only
+from fourfold.models.open import ModelBuilder, open_model, why_data_only
 from fourfold.models.sizes import SIZES
 from fourfold.planner.explain import model_facts, plan_document, reasons
 from fourfold.planner.machine import DTYPES, Machine, load_machine
-from fourfold.planner.modules import search_module
 from fourfold.planner.price import Price, Task
-from fourfold.planner.search import Plan, Space, search
+from fourfold.planner.search import GridPlan, Space, search, search_built
 from fourfold.planner.simulate import chrome_trace
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
@@ -34,9 +33,10 @@ from fourfold.train.sections import BatchSection, GridSection, Model, PlanSectio
 def plan(options: argparse.Namespace, _: object) -> int:
     check(options)
     opened, machine = open_model(options.model), load_machine(options.machine)
-    for note in (*opened.notes, why_data_only(opened.model)):
-        if note:
-            _say(note)
+    for note in opened.notes:
+        _say(note)
+    if reason := why_data_only(opened.model):
+        raise ValueError(f"--model {options.model}: {reason}")
     if isinstance(opened.model, ModelConfig):
         found = plan_model(options, opened.model, machine)
         facts = model_facts(opened.model, name_of(options.model))
@@ -70,7 +70,7 @@ def check(options: argparse.Namespace) -> None:
             raise FileNotFoundError(f"--{name} {path}: there is no folder {Path(path).parent}; make it first")
 
 
-def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> Plan:
+def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> GridPlan:
     seq = options.seq or config.seq
     if config.positions == "learned" and seq > config.seq:
         raise ValueError(
@@ -80,16 +80,14 @@ def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machin
     return search(make_task(options, config, machine, seq), options.devices, top=options.top)
 
 
-def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> Plan:
+def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> GridPlan:
     if options.seq is None:
         raise ValueError(f"--model {options.model} does not say how long its sequences are; give --seq")
     if options.config is not None:
         raise ValueError(f"--config: fourfold train takes no module such as {options.model}; write your own loop")
-    if why_data_only(build) and options.dtype is None:
-        options.dtype = "fp32"  # a plain module computes in what it is made of
     placeholder = models.config("gpt-tiny")  # a module has no config, and nothing here reads it
     task = make_task(options, placeholder, machine, options.seq)
-    return search_module(task, build, options.devices, progress=_say)
+    return search_built(task, build, options.devices, progress=_say)
 
 
 def _say(text: str) -> None:
@@ -128,12 +126,12 @@ def rows_of(tokens: float, seq: int, devices: int) -> int:
 
 
 def run_config(best: Price, model: str, machine: str) -> Config:
-    """What `fourfold train` takes for the choice."""
-    choice, task = best.choice, best.task
-    policy = choice.policy
+    """What `fourfold train` takes for the candidate."""
+    candidate, task = best.candidate, best.task
+    policy = candidate.policy
     return Config(
         model=model_section(model, task.config),
-        grid=GridSection(**choice.shape.sizes, order=choice.shape.order),  # type: ignore[arg-type]
+        grid=GridSection(**candidate.shape.sizes, order=candidate.shape.order),  # type: ignore[arg-type]
         policy=PolicySection(
             dtype=task.dtype,  # type: ignore[arg-type]
             activations=policy.activations,
@@ -144,7 +142,7 @@ def run_config(best: Price, model: str, machine: str) -> Config:
             shard_optimizer=policy.shard_optimizer,
         ),
         overlap=Overlap(halves=best.halves),
-        batch=BatchSection(rows=task.rows, seq=task.seq, micro_steps=choice.micro_steps),
+        batch=BatchSection(rows=task.rows, seq=task.seq, micro_steps=candidate.micro_steps),
         plan=PlanSection(machine=machine),
     )
 
@@ -154,23 +152,23 @@ def model_section(model: str, config: ModelConfig) -> Model:
     return Model(name=model) if model in SIZES else Model(**asdict(config))
 
 
-def why(found: Plan, shape: Shape) -> dict[str, Any]:
+def why(found: GridPlan, shape: Shape) -> dict[str, Any]:
     """What a grid loses on, against the best; one that was not ranked is from here on."""
     best = found.best
-    asked = {"grid": shape.sizes, "against": best.choice.shape.sizes}
-    if shape.sizes == best.choice.shape.sizes:
+    asked = {"grid": shape.sizes, "against": best.candidate.shape.sizes}
+    if shape.sizes == best.candidate.shape.sizes:
         return {**asked, "lines": ["it is the best grid"]}
-    loser = next((each for each in found.ranked if each.choice.shape.sizes == shape.sizes), None)
+    loser = next((each for each in found.ranked if each.candidate.shape.sizes == shape.sizes), None)
     if loser is None:
         refused = [each.reason for each in found.refused if each.shape.sizes == shape.sizes]
         if refused or not isinstance(best, Price):
-            return {**asked, "lines": [f"it was refused: {refused[0]}" if refused else DATA_ONLY]}
+            return {**asked, "lines": [f"it was refused: {refused[0]}" if refused else "it was not tried"]}
         loser = search(found.task, found.devices, space=Space(shapes=(shape,)), top=1).best
         found.ranked = sorted([*found.ranked, loser], key=lambda each: each.seconds)
     return {**asked, "lines": reasons(loser, best)}
 
 
-def show(options: argparse.Namespace, document: Mapping[str, Any], found: Plan) -> int:
+def show(options: argparse.Namespace, document: Mapping[str, Any], found: GridPlan) -> int:
     written = [str(path) for path in (options.html, options.trace, options.config) if path is not None]
     if options.html is not None:
         write_plan_page(dict(document), options.html)

@@ -16,11 +16,11 @@ from typing import Any
 from fourfold.atomic import write_json
 from fourfold.axes import AXES
 from fourfold.grid import Grid, Shape
-from fourfold.planner.price import Choice, Price, Task, price
-from fourfold.planner.program import step_program
+from fourfold.planner.price import Candidate, Price, Task, price
+from fourfold.planner.program import LaunchOp, MatmulOp, Work
 from fourfold.planner.seconds import Seconds
-from fourfold.planner.simulate import COMPUTE, Span, chrome_trace, simulate
-from fourfold.planner.work import Launch, Product, Work
+from fourfold.planner.simulate import COMPUTE, TimelineSpan, chrome_trace, simulate
+from fourfold.planner.transformer import step_program
 from fourfold.train.auto_grid import Hardware, Located, locate, memory_bytes
 from fourfold.train.config import Config
 from fourfold.train.record import Event
@@ -39,7 +39,7 @@ WHOLE_PROCESS = "on the CPU the measured memory is that of the whole process, wi
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The price of a run's own choice, and what it was found with."""
+    """The price of a run's own candidate, and what it was found with."""
 
     price: Price
     located: Located
@@ -48,14 +48,14 @@ class Prediction:
     def facts(self) -> Event:
         """For run.json."""
         found, memory = self.price, self.price.memory
-        choice = found.choice
+        candidate = found.candidate
         return {
             "machine": found.task.machine.name,
             "notes": list(self.located.notes),
             "seconds": found.seconds,
             "compute_seconds": found.totals.compute,
-            "link_seconds": _by_axis(found.totals.link, choice.shape),
-            "exposed_seconds": _by_axis(found.totals.exposed, choice.shape),
+            "link_seconds": _by_axis(found.totals.link, candidate.shape),
+            "exposed_seconds": _by_axis(found.totals.exposed, candidate.shape),
             "peak_memory_bytes": memory.total,
             "memory_bytes": memory.kinds,
             "peak_at": memory.at,
@@ -66,23 +66,23 @@ class Prediction:
 
     def trace(self) -> dict[str, Any]:
         """The timeline of a step for Perfetto, its names as in the traces of ranks."""
-        task, choice = self.price.task, self.price.choice
-        layers, micro_steps = min(task.config.layers, DRAWN), min(choice.micro_steps, DRAWN)
-        program = step_program(choice.volume(task, layers=layers), micro_steps=micro_steps)
+        task, candidate = self.price.task, self.price.candidate
+        layers, micro_steps = min(task.config.layers, DRAWN), min(candidate.micro_steps, DRAWN)
+        program = step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)
         line = simulate(
-            program.work, Seconds(task.machine, choice.shape), task.dtype, phases=program.phases, trace=True
+            program.work, Seconds(task.machine, candidate.shape), task.dtype, phases=program.phases, trace=True
         )
-        drawn = f"{layers} of {task.config.layers} layers, {micro_steps} of {choice.micro_steps} micro-steps"
-        whole = Span(STEP, f"step ({drawn})", 0.0, line.seconds, STEP)
+        drawn = f"{layers} of {task.config.layers} layers, {micro_steps} of {candidate.micro_steps} micro-steps"
+        whole = TimelineSpan(STEP, f"step ({drawn})", 0.0, line.seconds, STEP)
         return chrome_trace([whole, *named(program.work, line.spans)], process=f"predicted on {task.machine.name}")
 
 
-def named(work: Sequence[Work], spans: Iterable[Span]) -> list[Span]:
+def named(work: Sequence[Work], spans: Iterable[TimelineSpan]) -> list[TimelineSpan]:
     """Spans with the names that the ledger and the profiler have for them."""
-    products = {item.label for item in work if isinstance(item, Product)}
+    products = {item.label for item in work if isinstance(item, MatmulOp)}
     launched: defaultdict[str, list[str]] = defaultdict(list)
     for item in work:
-        if isinstance(item, Launch):
+        if isinstance(item, LaunchOp):
             launched[item.lane].append(str(item.record))
     left = {lane: iter(records) for lane, records in launched.items()}  # a lane carries them in order of their launch
     found = []
@@ -91,7 +91,7 @@ def named(work: Sequence[Work], spans: Iterable[Span]) -> list[Span]:
             label = f"product {span.label}" if span.label in products else span.label
         else:
             label = next(left[span.track])
-        found.append(Span(span.track, f"fourfold::{label}", span.start, span.end, span.phase))
+        found.append(TimelineSpan(span.track, f"fourfold::{label}", span.start, span.end, span.phase))
     return found
 
 
@@ -106,7 +106,7 @@ def predict(config: Config, job: Hardware) -> Prediction:
     located = locate(config.plan.machine, job, compute)
     task = Task(config.model.build(), located.machine, batch.rows, batch.seq, config.policy.parameters, compute)
     rows = batch.rows // batch.micro_steps // shape.places
-    return Prediction(price(task, Choice(shape, policy, rows, batch.micro_steps)), located)
+    return Prediction(price(task, Candidate(shape, policy, rows, batch.micro_steps)), located)
 
 
 def foresee(config: Config, grid: Grid, traced: range, folder: Path) -> tuple[Event, Comparison | None]:

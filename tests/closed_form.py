@@ -1,8 +1,9 @@
-"""Closed forms of what a reference model communicates in a training step, call by call.
+"""Closed forms of what a reference model communicates in a training step, call by call: an oracle for the planner.
 
-Written from the equations (docs/math.md), not from the layers, so that the two can disagree: the law is
-that this list equals the ledger of a real run, byte for byte, on every grid. Notation: m tokens of a
-(data, z) place, k the residual stream's width, n a sublayer's; sizes are those on one rank.
+Written from the equations (docs/math.md), by hand and independently of the layers and of the planner's program, so that
+the three can disagree. The laws: this list equals the launches of the program, and those equal the ledger of a real
+run, byte for byte, on every grid. Notation: m tokens of a (data, z) place, k the width of the residual stream, n that
+inside a sublayer; sizes are those on one rank.
 """
 
 from __future__ import annotations
@@ -12,15 +13,105 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+import torch
+
+from fourfold.gradients import Bucket, fill_buckets
+from fourfold.grid import Shape
 from fourfold.layout import chunk
 from fourfold.ledger import Collective, Op
-from fourfold.planner.owed import GradientVolume
-from fourfold.planner.share import STATISTIC_NBYTES
+from fourfold.models.config import ModelConfig, halves_of
+from fourfold.policy import Policy
+
+STATISTIC_NBYTES = 8
+"""Sums of losses, counts and squared norms are fp64."""
+Owed = tuple[str, tuple[str, ...], int, int]
+Members = dict[str, tuple[int, int]]
+"""Rows of each parameter's shard and bytes of a row, by name."""
 
 
 @dataclass(frozen=True)
-class Volume(GradientVolume):
+class ClosedForm:
     """The collectives of one rank for a model, a grid, a policy and a batch."""
+
+    config: ModelConfig
+    shape: Shape
+    policy: Policy
+    rows: int
+    """Rows of a (data, z) place in one micro-step."""
+    seq: int
+    dtype: torch.dtype = torch.float32
+    """Of the parameters."""
+    rank: int = 0
+    half: int = 0
+    """Which half of the rows; the first one's share holds what all halves do together."""
+
+    def halves(self) -> list[dict[str, int]]:
+        """The rows of each half of a micro-step."""
+        chosen = halves_of(self.config, self.shape, self.policy, self.rows, self.seq, self.compute_itemsize)
+        parts = (len(chunk(self.rows, chosen.number, index)) for index in range(chosen.number))
+        return [{"rows": rows, "half": index} for index, rows in enumerate(parts)]
+
+    @cached_property
+    def coords(self) -> dict[str, int]:
+        return self.shape.coords(self.rank)
+
+    @cached_property
+    def sharded(self) -> bool:
+        return self.policy.activations == "sharded"
+
+    @cached_property
+    def m(self) -> int:
+        return self.rows * self.seq
+
+    @cached_property
+    def m_padded(self) -> int:
+        """Tokens of a place with the zeros that `leave` adds where x does not divide them."""
+        return ceil(self.m / self.shape.x) * self.shape.x
+
+    @cached_property
+    def m_rest(self) -> int:
+        """Tokens that a rank holds at rest."""
+        return self.m_padded // self.shape.x if self.sharded else self.m
+
+    @cached_property
+    def k(self) -> int:
+        return self.config.hidden // self.shape.y
+
+    @cached_property
+    def wide(self) -> int:
+        """Bytes of a norm's or loss's statistics."""
+        return max(4, self.compute_itemsize)
+
+    @cached_property
+    def compute_itemsize(self) -> int:
+        return (self.policy.compute_dtype or self.dtype).itemsize
+
+    @cached_property
+    def reduce_itemsize(self) -> int:
+        return (self.policy.reduce_dtype or self.dtype).itemsize
+
+    @cached_property
+    def vocab_rows(self) -> int:
+        return len(chunk(self.config.vocab, self.shape.x, self.coords["x"]))
+
+    @cached_property
+    def vocab_columns(self) -> int:
+        columns = ceil(self.config.vocab / self.shape.x)
+        return ceil(columns / self.shape.y) * self.shape.y if self.sharded else columns
+
+    def message(
+        self, op: Op, axis: str, elements: int, label: str, itemsize: int | None = None
+    ) -> Iterator[Collective]:
+        nbytes = elements * (self.compute_itemsize if itemsize is None else itemsize)
+        if self.shape.sizes[axis] > 1 and nbytes:
+            yield Collective(op, axis, nbytes, self.shape.sizes[axis], label)
+
+    def rows_of(self, length: int, *axes: str) -> int:
+        """This rank's part of a length that is cut over the axes one after another."""
+        coords = self.coords
+        for axis in axes:
+            length = len(chunk(length, self.shape.sizes[axis], coords[axis]))
+        return length
 
     # --- the operators
 
@@ -307,3 +398,99 @@ class Volume(GradientVolume):
         if clip:
             records += self.clip()
         return records
+
+    # --- gradients and optimizer
+
+    def gradients(self) -> Iterator[Collective]:
+        """What gradients owe beyond z, in buckets."""
+        members = self.members()
+        for bucket in self.buckets():
+            for axis in bucket.owes:
+                yield from self.bucket_sum(bucket, axis, members)
+
+    def bucket_sum(self, bucket: Bucket, axis: str, members: Members) -> Iterator[Collective]:
+        """The sum of a bucket over one of the axes that it owes."""
+        if axis == "data" and self.policy.shard_optimizer:
+            yield from self.over_replicas("reduce_scatter", bucket, members, bucket.label)
+        else:
+            yield from self.message("all_reduce", axis, bucket.nbytes, bucket.label, 1)
+
+    def optimizer_step(self) -> Iterator[Collective]:
+        """Parameters that the sharded optimizer stepped, gathered over data."""
+        if self.policy.shard_optimizer:
+            members = self.members()
+            for bucket in self.buckets():
+                yield from self.stepped(bucket, members)
+
+    def stepped(self, bucket: Bucket, members: Members) -> Iterator[Collective]:
+        yield from self.over_replicas("all_gather", bucket, members, f"parameters {bucket.span}")
+
+    def buckets(self) -> list[Bucket]:
+        sizes = [(name, owes, self.dtype, rows * row_nbytes) for name, owes, rows, row_nbytes in self.owed()]
+        return fill_buckets(sizes, self.policy.bucket_bytes)
+
+    def members(self) -> Members:
+        """Rows of each parameter's shard and bytes of a row, by name."""
+        return {name: (rows, row_nbytes) for name, _, rows, row_nbytes in self.owed()}
+
+    def over_replicas(self, op: Op, bucket: Bucket, members: Members, label: str) -> Iterator[Collective]:
+        """One message with the rows of each member padded until data divides them."""
+        replicas = self.shape.data
+        padded = (ceil(members[name][0] / replicas) * replicas * members[name][1] for name in bucket.names)
+        yield from self.message(op, "data", sum(padded), label, 1)
+
+    @property
+    def owed_at_rest(self) -> tuple[str, ...]:
+        return ("x", "data") if self.sharded else ("data",)
+
+    def owed(self) -> Iterator[Owed]:
+        """Every parameter: its name, the axes that owe it a sum beyond z, rows of its shard, bytes of a row."""
+        table = self.rows_of(self.config.vocab, "x", "z"), self.k * self.dtype.itemsize
+        yield "embedding.weight", ("data",), *table
+        if self.config.positions == "learned":
+            rows = self.rows_of(self.config.seq, "z")
+            yield "positions.weight", self.owed_at_rest, rows, self.k * self.dtype.itemsize
+        for index in range(self.config.layers):
+            yield from self.owed_by_norm(f"layers.{index}.attention_norm")
+            yield from self.owed_by_attention(f"layers.{index}.attention")
+            yield from self.owed_by_norm(f"layers.{index}.mlp_norm")
+            yield from self.owed_by_mlp(f"layers.{index}.mlp")
+        yield from self.owed_by_norm("norm")
+        if not self.config.tied:
+            yield "head.weight", ("data",), *table
+
+    def owed_by_attention(self, prefix: str) -> Iterator[Owed]:
+        config = self.config
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        for name, out in (("q", q), ("k", kv), ("v", kv)):
+            yield from self.owed_by_expand(f"{prefix}.{name}", out)
+        yield from self.owed_by_contract(f"{prefix}.out", q)
+        if config.qk_norm:
+            by_head = ("x", "y", "data") if self.sharded else ("x", "data")
+            for name in ("q_norm", "k_norm"):
+                yield f"{prefix}.{name}.weight", by_head, self.rows_of(config.head_dim, "z"), self.dtype.itemsize
+
+    def owed_by_mlp(self, prefix: str) -> Iterator[Owed]:
+        for name in ("gate", "up") if self.config.mlp == "swiglu" else ("up",):
+            yield from self.owed_by_expand(f"{prefix}.{name}", self.config.mlp_hidden)
+        yield from self.owed_by_contract(f"{prefix}.down", self.config.mlp_hidden)
+
+    def owed_by_norm(self, prefix: str) -> Iterator[Owed]:
+        yield f"{prefix}.weight", self.owed_at_rest, self.rows_of(self.config.hidden, "y", "z"), self.dtype.itemsize
+        if self.config.norm == "layer" and self.config.bias:
+            yield f"{prefix}.bias", self.owed_at_rest, self.rows_of(self.config.hidden, "y", "z"), self.dtype.itemsize
+
+    def owed_by_expand(self, prefix: str, n: int) -> Iterator[Owed]:
+        yield f"{prefix}.weight", ("data",), self.rows_of(n, "x", "z"), self.k * self.dtype.itemsize
+        if self.config.bias:
+            yield f"{prefix}.bias", ("data",), self.rows_of(n, "x", "y", "z"), self.dtype.itemsize
+
+    def owed_by_contract(self, prefix: str, n: int) -> Iterator[Owed]:
+        rows = self.rows_of(self.config.hidden, "y", "z")
+        yield f"{prefix}.weight", ("data",), rows, n // self.shape.x * self.dtype.itemsize
+        if self.config.bias:
+            yield f"{prefix}.bias", ("data",), rows, self.dtype.itemsize
+
+    def clip(self) -> Iterator[Collective]:
+        for axis in ("x", "y", "z", "data") if self.policy.shard_optimizer else ("x", "y", "z"):
+            yield from self.message("all_reduce", axis, 1, "gradient norm", STATISTIC_NBYTES)

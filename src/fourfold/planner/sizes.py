@@ -1,0 +1,815 @@
+"""How large everything is on one rank: its part of a model and of a batch, on a grid, under a policy.
+
+Names, layouts and owed axes of parameters come from the real layers: `parameter_specs` declares a model of one layer on
+meta tensors and reads its specs. Activations have the two layouts of docs/algorithm.md, rest and inner.
+
+A program is written for a `Structure`: the axes in use, the policy, the number of halves, the kinds of layers. Only
+that decides which work there is, and in which order. How much work it is comes from `LocalSizes`. The search compares
+thousands of candidates that share few structures, so it rehearses each structure once with `SizeNames`, in which every
+size is a sum of names (`Term`), and then fills in the numbers of each candidate.
+
+Notation: m tokens of a (data, z) place, k features of the residual stream, n features inside a sublayer. Attributes
+count elements, or bytes if their name ends in `nbytes`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
+
+import torch
+
+from fourfold.axes import AXES, BATCH
+from fourfold.engine import Overlap
+from fourfold.gradients import REPLICA, Bucket, fill_buckets
+from fourfold.grid import Grid, Shape
+from fourfold.layout import GATHERED, Spec
+from fourfold.ledger import Collective, Op
+from fourfold.models.config import ModelConfig, halves_of
+from fourfold.models.transformer import Transformer
+from fourfold.nn.layer import specs_of
+from fourfold.policy import Activations, Policy, Recompute
+
+STATISTIC_NBYTES = 8
+"""Bytes of a loss, a count or a squared norm: these sums are fp64."""
+ID_NBYTES = 8
+"""Bytes of a token's id, an int64."""
+LAYER = "layers.0."
+"""How the names of the first layer's parameters begin; those of all layers have the same sizes."""
+
+
+class PaperGrid(Grid):
+    """A grid of one rank without a process group: layers can be declared on it, but nothing can run."""
+
+    def __init__(self) -> None:
+        self.shape, self.rank = Shape(), 0
+        self.coords = self.shape.coords(0)
+
+
+@lru_cache(maxsize=256)
+def parameter_specs(config: ModelConfig, activations: Activations) -> dict[str, Spec]:
+    """Return the spec of every parameter of the model's first layer, embedding, last norm and head, by name."""
+    return specs_of(Transformer(replace(config, layers=1), PaperGrid(), Policy(activations=activations)))
+
+
+def in_first_layer(name: str) -> str:
+    """Return the name of the same parameter in the first layer."""
+    return LAYER + name.split(".", 2)[2] if name.startswith("layers.") else name
+
+
+def part(length: int, parts: int, index: int) -> int:
+    """Return the length of the `index`-th part as `layout.chunk` cuts."""
+    size = -(-length // parts)
+    return min(size, max(0, length - index * size))
+
+
+# --- what decides which work there is
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Everything about a step that decides which work there is and in which order, but not how much."""
+
+    config: ModelConfig
+    """The kinds of layers; its sizes are all 1."""
+    policy: Policy
+    dtype: torch.dtype
+    """The parameters' dtype."""
+    used_axes: tuple[str, ...]
+    halves: int
+    """Into how many parts that take turns the rows of a place are cut."""
+    equal_halves: bool
+    """All of them have the same number of rows."""
+    shares_kv: bool
+    """K and V are exchanged between ranks, because their heads do not follow the cut of the queries."""
+    cuts_kv_head: bool
+    """x cuts through a KV head."""
+
+    def uses(self, axis: str) -> bool:
+        """Say whether the axis has more than one rank."""
+        return axis in self.used_axes
+
+    @cached_property
+    def sharded(self) -> bool:
+        return self.policy.activations == "sharded"
+
+    @cached_property
+    def over_x(self) -> bool:
+        return self.uses("x")
+
+    @cached_property
+    def over_y(self) -> bool:
+        return self.uses("y")
+
+    @cached_property
+    def cuts_rest(self) -> bool:
+        """x cuts tokens at rest."""
+        return self.sharded and self.over_x
+
+    @cached_property
+    def cuts_inner(self) -> bool:
+        """y cuts features inside a sublayer, beyond x."""
+        return self.sharded and self.over_y
+
+    @cached_property
+    def gathers_weights(self) -> bool:
+        return self.uses(GATHERED)
+
+    @cached_property
+    def casts(self) -> bool:
+        """Weights are cast before they are used."""
+        return self.compute_itemsize != self.dtype.itemsize
+
+    @cached_property
+    def copies_weights(self) -> bool:
+        """Weights are gathered or cast into memory of their own."""
+        return self.gathers_weights or self.casts
+
+    @cached_property
+    def keeps_weights(self) -> bool:
+        """Products keep gathered or cast weights from forward to backward."""
+        return self.policy.keep_weights and self.copies_weights
+
+    def for_names(self, recompute: Recompute | None = None, *, chunked: bool | None = None) -> Structure:
+        """Return the structure without what the names of sizes tell apart, so that few structures are rehearsed.
+
+        What is kept is a size that is 0 or not, and replicas only repeat what one of them does.
+        """
+        policy = replace(
+            self.policy,
+            keep_gathered=False,
+            keep_weights=False,
+            shard_optimizer=False,
+            recompute=self.policy.recompute if recompute is None else recompute,
+            loss_chunk=self.policy.loss_chunk if chunked is None else int(chunked),
+        )
+        return replace(self, policy=policy, used_axes=tuple(axis for axis in self.used_axes if axis != REPLICA))
+
+    @cached_property
+    def rereads(self) -> bool:
+        """The gathered input of a product is gathered once more for dw."""
+        return not self.policy.keep_gathered
+
+    @cached_property
+    def keeps_collected(self) -> bool:
+        """Contract layers keep an input that was gathered over y."""
+        return self.policy.keep_gathered and self.cuts_inner
+
+    @cached_property
+    def reads_heads_again(self) -> bool:
+        """Backward reads q, k and v as they were before they were rotated."""
+        return self.config.positions != "rope" or self.config.qk_norm
+
+    @cached_property
+    def up_layers(self) -> tuple[str, ...]:
+        """The layers of the MLP that read the residual stream."""
+        return ("gate", "up") if self.config.mlp == "swiglu" else ("up",)
+
+    @property
+    def table(self) -> str:
+        """The name of the parameter that the head reads logits with."""
+        return "embedding.weight" if self.config.tied else "head.weight"
+
+    @cached_property
+    def compute_itemsize(self) -> int:
+        return (self.policy.compute_dtype or self.dtype).itemsize
+
+    @cached_property
+    def reduce_itemsize(self) -> int:
+        return (self.policy.reduce_dtype or self.dtype).itemsize
+
+    @cached_property
+    def wide_itemsize(self) -> int:
+        """Bytes of one statistic of a norm, of attention or of the loss: fp32 or wider."""
+        return max(4, self.compute_itemsize)
+
+    @cached_property
+    def wide(self) -> int:
+        """How many times as large a tensor is in the dtype of statistics."""
+        return self.wide_itemsize // self.compute_itemsize
+
+    def matrices(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of the parameters that are matrices."""
+        return tuple(name for name in names if in_first_layer(name) in self._matrices)
+
+    @cached_property
+    def _matrices(self) -> set[str]:
+        specs = parameter_specs(self.config, self.policy.activations)
+        return {name for name, spec in specs.items() if len(spec.shape) > 1}
+
+
+_ONES = dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, vocab=1, seq=1, norm_eps=1.0)
+
+
+@lru_cache(maxsize=256)
+def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
+    return replace(config, **_ONES, rope_theta=1.0, dropout=0.5 if config.dropout else 0.0)
+
+
+@lru_cache(maxsize=1024)
+def _kinds_of_work(policy: Policy) -> Policy:
+    """Return the policy without what only sizes depend on: how many bytes a bucket, a chunk or a prefetch has."""
+    overlap = Overlap(wgrad_behind_messages=policy.overlap.wgrad_behind_messages)
+    return replace(policy, loss_chunk=1 if policy.loss_chunk else 0, bucket_bytes=1, overlap=overlap)
+
+
+# --- how much work it is
+
+
+@dataclass(frozen=True)
+class LocalSizes:
+    """Sizes on one rank of a model and a batch on a grid, under a policy."""
+
+    config: ModelConfig
+    shape: Shape
+    policy: Policy
+    rows: int
+    """Rows of a (data, z) place in one micro-step."""
+    seq: int
+    dtype: torch.dtype = torch.float32
+    """The parameters' dtype."""
+    rank: int = 0
+    number_of_halves: int = 0
+    """Into how many parts that take turns the rows are cut; 0: as the runtime chooses."""
+
+    def __post_init__(self) -> None:
+        if not self.number_of_halves:
+            itemsize = (self.policy.compute_dtype or self.dtype).itemsize
+            chosen = halves_of(self.config, self.shape, self.policy, self.rows, self.seq, itemsize)
+            object.__setattr__(self, "number_of_halves", chosen.number)
+
+    @cached_property
+    def structure(self) -> Structure:
+        x, y = self.shape.x, self.shape.y
+        cut = x * y if self.policy.activations == "sharded" else x
+        return Structure(
+            config=_kinds_of_layers(self.config),
+            policy=_kinds_of_work(self.policy),
+            dtype=self.dtype,
+            used_axes=self.shape.used_axes,
+            halves=self.number_of_halves,
+            equal_halves=self.rows % self.number_of_halves == 0,
+            shares_kv=self.config.kv_heads % cut != 0,
+            cuts_kv_head=self.config.kv_heads % x != 0,
+        )
+
+    @cached_property
+    def halves(self) -> list[LocalSizes]:
+        """The sizes of each half of a micro-step."""
+        number = self.number_of_halves
+        if number == 1:
+            return [self]
+        rows = [part(self.rows, number, index) for index in range(number)]
+        made = {each: replace(self, rows=each, number_of_halves=1) for each in set(rows)}
+        return [made[each] for each in rows]
+
+    @cached_property
+    def coords(self) -> dict[str, int]:
+        return self.shape.coords(self.rank)
+
+    # --- tokens and features
+
+    @cached_property
+    def inner_cut(self) -> int:
+        """How many ranks cut features inside a sublayer beyond x."""
+        return self.shape.y if self.policy.activations == "sharded" else 1
+
+    @cached_property
+    def m(self) -> int:
+        return self.rows * self.seq
+
+    @cached_property
+    def m_padded(self) -> int:
+        """Tokens of a place with the zeros that `leave` adds where x does not divide them."""
+        return part(self.m, self.shape.x, 0) * self.shape.x
+
+    @cached_property
+    def m_rest(self) -> int:
+        """Tokens that a rank holds at rest."""
+        return part(self.m, self.shape.x, 0) if self.policy.activations == "sharded" else self.m
+
+    @cached_property
+    def k(self) -> int:
+        return self.config.hidden // self.shape.y
+
+    @cached_property
+    def n(self) -> int:
+        """Hidden units of the MLP, cut over x."""
+        return self.config.mlp_hidden // self.shape.x
+
+    @cached_property
+    def q(self) -> int:
+        return self.config.heads * self.config.head_dim // self.shape.x
+
+    @cached_property
+    def kv(self) -> int:
+        return self.config.kv_heads * self.config.head_dim // self.shape.x
+
+    @cached_property
+    def vocab_rows(self) -> int:
+        """Rows of the table before it is cut over z."""
+        return part(self.config.vocab, self.shape.x, self.coords["x"])
+
+    @cached_property
+    def vocab_columns(self) -> int:
+        """Columns of the logits, padded until the axes divide them."""
+        columns = part(self.config.vocab, self.shape.x, 0)
+        return part(columns, self.inner_cut, 0) * self.inner_cut
+
+    @cached_property
+    def chunks(self) -> list[int]:
+        """The tokens of each chunk in which head and loss run."""
+        size = self.policy.loss_chunk or self.m
+        return [min(size, self.m - first) for first in range(0, self.m, size)]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of the first chunk."""
+        return min(self.policy.loss_chunk or self.m, self.m)
+
+    @cached_property
+    def local_kv(self) -> tuple[int, bool]:
+        """Features of the keys that this rank's queries read, and whether they are copied for the queries."""
+        config = self.config
+        if not self.structure.shares_kv:
+            return self.kv // self.inner_cut, False
+        parts = self.shape.x * self.inner_cut
+        block = self.coords["x"] * self.inner_cut + (self.coords["y"] if self.structure.sharded else 0)
+        heads, group = config.heads // parts, config.heads // config.kv_heads
+        wanted = Counter(query // group for query in range(block * heads, (block + 1) * heads))
+        if len(set(wanted.values())) == 1:
+            return len(wanted) * config.head_dim, False
+        return heads * config.head_dim, True
+
+    # --- bytes of activations
+
+    @cached_property
+    def item(self) -> int:
+        """Bytes of one element of an activation."""
+        return self.structure.compute_itemsize
+
+    @cached_property
+    def rest(self) -> int:
+        """Elements of a tensor at rest."""
+        return self.m_rest * self.k
+
+    @cached_property
+    def rest_nbytes(self) -> int:
+        """A tensor at rest."""
+        return self.rest * self.item
+
+    @cached_property
+    def entered_nbytes(self) -> int:
+        """A tensor at rest gathered over x, as it arrives."""
+        return self.m_padded * self.k * self.item if self.structure.sharded else self.rest_nbytes
+
+    @cached_property
+    def stream(self) -> int:
+        """Elements of the input of an Expand product or the output of a Contract product: all tokens of the place."""
+        return self.m * self.k
+
+    @cached_property
+    def stream_nbytes(self) -> int:
+        return self.stream * self.item
+
+    @cached_property
+    def kept_normed_nbytes(self) -> int:
+        """A norm's output as the product that reads it keeps it."""
+        return self.entered_nbytes if self.policy.keep_gathered and self.structure.over_x else self.rest_nbytes
+
+    @cached_property
+    def kept_query_nbytes(self) -> int:
+        """Attention's output as `out` keeps it, where that is another tensor than the one that attention keeps."""
+        return self.query_nbytes if self.structure.keeps_collected else 0
+
+    @cached_property
+    def kept_output_nbytes(self) -> int:
+        """Attention's output as `out` keeps it, where attention forgets it."""
+        return 0 if self.structure.keeps_collected else self.query_cut_nbytes
+
+    @cached_property
+    def kept_hidden_nbytes(self) -> int:
+        """Hidden units as `down` keeps them."""
+        return self.hidden_nbytes if self.structure.keeps_collected else self.hidden_cut_nbytes
+
+    def reread_nbytes(self, attribute: str) -> int:
+        """Return the bytes of a gathered input that is gathered once more for dw; 0 if it was kept."""
+        return 0 if self.policy.keep_gathered else getattr(self, attribute)
+
+    @cached_property
+    def statistic_nbytes(self) -> int:
+        """One statistic of a norm for each token at rest."""
+        return self.m_rest * self.structure.wide_itemsize
+
+    @cached_property
+    def merged_nbytes(self) -> int:
+        """Means and squared deviations of a LayerNorm, gathered over y."""
+        return 2 * self.statistic_nbytes * self.shape.y
+
+    @cached_property
+    def token_nbytes(self) -> int:
+        """One statistic of the loss for each token of the place."""
+        return self.m * self.structure.wide_itemsize
+
+    @cached_property
+    def hidden_nbytes(self) -> int:
+        return self.m * self.n * self.item
+
+    @cached_property
+    def hidden_cut_nbytes(self) -> int:
+        return self.hidden_nbytes // self.inner_cut
+
+    @cached_property
+    def query_nbytes(self) -> int:
+        return self.m * self.q * self.item
+
+    @cached_property
+    def query_cut_nbytes(self) -> int:
+        return self.query_nbytes // self.inner_cut
+
+    @cached_property
+    def wide_query_nbytes(self) -> int:
+        """The queries of this rank in the dtype of statistics."""
+        return self.query_cut_nbytes * self.structure.wide
+
+    @cached_property
+    def kv_nbytes(self) -> int:
+        """K and V as their product gives them."""
+        return 2 * self.m * self.kv * self.item
+
+    @cached_property
+    def kv_whole_nbytes(self) -> int:
+        """K and V gathered over x."""
+        return self.kv_nbytes * self.shape.x
+
+    @cached_property
+    def qkv_nbytes(self) -> int:
+        """The output of the product of q, k and v."""
+        return self.query_nbytes + self.kv_nbytes
+
+    @cached_property
+    def qkv_cut_nbytes(self) -> int:
+        return self.qkv_nbytes // self.inner_cut
+
+    @cached_property
+    def local_kv_nbytes(self) -> int:
+        """The keys and values that this rank's attention kernel reads."""
+        return 2 * self.m * self.local_kv[0] * self.item
+
+    @cached_property
+    def local_k_nbytes(self) -> int:
+        return self.local_kv_nbytes // 2
+
+    @cached_property
+    def read_nbytes(self) -> int:
+        """The tensors that q, k and v are views of, as the products and operators before attention leave them."""
+        structure = self.structure
+        if not structure.shares_kv:
+            return self.qkv_cut_nbytes
+        copied = self.local_kv[1]
+        own = self.local_kv_nbytes if copied else self.kv_whole_nbytes if structure.cuts_kv_head else self.kv_nbytes
+        if structure.over_y:
+            return self.query_cut_nbytes + own
+        return self.qkv_nbytes + (own if structure.cuts_kv_head or copied else 0)
+
+    @cached_property
+    def attention_nbytes(self) -> int:
+        """What attention keeps between its two products, its output apart."""
+        config, wide = self.config, self.structure.wide_itemsize
+        heads = self.m * wide * self.q // self.inner_cut // config.head_dim
+        kept = heads  # the log of the sum of exponentials
+        if config.qk_norm:
+            kept += heads + self.m * wide * self.local_kv[0] // config.head_dim
+        if config.positions == "rope":
+            kept += self.query_cut_nbytes + self.local_kv_nbytes
+        return kept + (self.read_nbytes if self.structure.reads_heads_again else 0)
+
+    @cached_property
+    def attention_flops(self) -> int:
+        """Scores and their use on this rank; a causal mask leaves half of them."""
+        return 2 * self.m * self.q // self.inner_cut * self.seq
+
+    @cached_property
+    def rope_nbytes(self) -> int:
+        """The tables of rotary positions."""
+        return 2 * self.seq * self.config.head_dim * self.structure.wide_itemsize
+
+    @cached_property
+    def id_nbytes(self) -> int:
+        """The ids of the place's tokens."""
+        return self.m * ID_NBYTES
+
+    @cached_property
+    def position_nbytes(self) -> int:
+        """The positions of tokens at rest."""
+        return self.m_rest * ID_NBYTES
+
+    @cached_property
+    def mask_nbytes(self) -> int:
+        """The mask of a dropout at rest."""
+        return self.m_rest * self.k if self.config.dropout else 0
+
+    def logits_nbytes(self, tokens: int) -> int:
+        """Return the bytes of the logits of some tokens before `spread`."""
+        return tokens * self.vocab_columns * self.item
+
+    def logits_cut_nbytes(self, tokens: int) -> int:
+        """Return the bytes of these logits as the loss reads them."""
+        return tokens * (self.vocab_columns // self.inner_cut) * self.item
+
+    def loss_copies_nbytes(self, tokens: int) -> int:
+        """Return the bytes that the loss makes of these logits, forward or backward: copies in the dtype of statistics,
+        of which padding makes another one, and the cast back."""
+        structure, cut = self.structure, self.logits_cut_nbytes(tokens)
+        if self.policy.compile or (not structure.over_x and not structure.cuts_inner and structure.wide == 1):
+            return cut
+        wide = structure.wide * (2 if self.vocab_columns > self.vocab_rows else 1)
+        return (wide + (1 if structure.wide > 1 else 0)) * cut
+
+    def statistics_nbytes(self, tokens: int, axis: str) -> int:
+        """Return the bytes of the loss's three statistics per token, gathered over an axis."""
+        return 3 * tokens * self.structure.wide_itemsize * self.shape.sizes[axis]
+
+    def chunk_before_nbytes(self, tokens: int) -> int:
+        """Return the bytes of the gradient of the chunk before, which lies beside a chunk's own."""
+        return self.logits_nbytes(tokens) if tokens < self.m else 0
+
+    @cached_property
+    def head_gradient(self) -> int:
+        """Elements of the gradient of the head's table, with as many rows as there are logits."""
+        return self.vocab_columns * self.k
+
+    # --- parameters
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """Specs of all parameters by name, in the model's order."""
+        first, found = parameter_specs(self.config, self.policy.activations), {}
+        block = [name for name in first if name.startswith(LAYER)]
+        for name, spec in first.items():
+            if name == block[0]:
+                for index in range(self.config.layers):
+                    found |= {f"layers.{index}.{each.removeprefix(LAYER)}": first[each] for each in block}
+            elif name not in block:
+                found[name] = spec
+        return found
+
+    @cached_property
+    def _parameters(self) -> ParameterTable:
+        return _parameter_table(self.config, self.policy.activations, self.shape, self.rank)
+
+    def parameter(self, name: str) -> ParameterSizes:
+        return self._parameters.sizes[in_first_layer(name)]
+
+    def elements(self, names: tuple[str, ...]) -> int:
+        """Return the elements of parameters as products use them, gathered over z."""
+        return self._parameters.group(names)[0]
+
+    def message_elements(self, names: tuple[str, ...]) -> int:
+        """Return the elements of these parameters in one message over z, where shards are padded to equal rows."""
+        return self._parameters.group(names)[1]
+
+    def shard_elements(self, names: tuple[str, ...]) -> int:
+        """Return the elements of this rank's shards of these parameters."""
+        return self._parameters.group(names)[2]
+
+    def kept_elements(self, names: tuple[str, ...]) -> int:
+        """Return the elements of gathered weights that a product keeps for backward."""
+        return self.elements(names) if self.structure.keeps_weights else 0
+
+    def elements_again(self, names: tuple[str, ...]) -> int:
+        """Return the elements of weights that are gathered once more for backward."""
+        return 0 if self.structure.keeps_weights else self.elements(names)
+
+    def message_elements_again(self, names: tuple[str, ...]) -> int:
+        """Return the elements of the message that gathers them once more."""
+        return 0 if self.structure.keeps_weights else self.message_elements(names)
+
+    @property
+    def layer_shard(self) -> int:
+        """Elements of this rank's shards of one layer."""
+        return self._parameters.layer
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all shards of this rank."""
+        return self.config.layers * self._parameters.layer + self._parameters.others
+
+    @cached_property
+    def parameter_nbytes(self) -> int:
+        return self.parameters * self.dtype.itemsize
+
+    def buckets(self) -> list[Bucket]:
+        """Return the buckets in which gradients are summed over the axes that they owe beyond z."""
+        item = self.dtype.itemsize
+        sizes = [(name, spec.owes, self.dtype, self.parameter(name).shard * item) for name, spec in self.specs.items()]
+        return fill_buckets(sizes, self.policy.bucket_bytes)
+
+    # --- messages
+
+    def message(self, op: Op, axis: str, nbytes: int, label: str) -> list[Collective]:
+        """Return the record of a message, or none where the axis has one rank or nothing is sent."""
+        ranks = self.shape.sizes[axis]
+        return [Collective(op, axis, nbytes, ranks, label)] if ranks > 1 and nbytes else []
+
+
+class ParameterSizes(NamedTuple):
+    """Sizes of one parameter on a rank, in elements but for the rows."""
+
+    rows: int
+    """Rows of the shard."""
+    row: int
+    """Elements of a row of the shard."""
+    gathered: int
+    """Elements as products use it."""
+    message: int
+    """Elements in a message over z."""
+
+    @property
+    def shard(self) -> int:
+        return self.rows * self.row
+
+
+class ParameterTable:
+    """Sizes of the parameters of the first layer and of those outside of layers, on one rank of a grid."""
+
+    def __init__(self, specs: Mapping[str, Spec], sizes: Mapping[str, int], coords: Mapping[str, int]) -> None:
+        self.sizes: dict[str, ParameterSizes] = {}
+        self._groups: dict[tuple[str, ...], tuple[int, int, int]] = {}
+        z = sizes[GATHERED]
+        for name, spec in specs.items():
+            lengths, gathered = list(spec.shape), list(spec.shape)
+            for axis, dim in spec.storage.cuts:
+                lengths[dim] = part(lengths[dim], sizes[axis], coords[axis])
+                if axis != GATHERED:
+                    gathered[dim] = part(gathered[dim], sizes[axis], coords[axis])
+            columns = prod(gathered[1:])
+            padded = part(gathered[0], z, 0) * z * columns
+            self.sizes[name] = ParameterSizes(lengths[0], prod(lengths[1:]), gathered[0] * columns, padded)
+        self.layer = self.group(tuple(name for name in specs if name.startswith(LAYER)))[2]
+        """Elements of the shards of one layer."""
+        self.others = self.group(tuple(name for name in specs if not name.startswith(LAYER)))[2]
+        """Elements of the shards outside of layers."""
+
+    def group(self, names: tuple[str, ...]) -> tuple[int, int, int]:
+        """Return elements of these parameters: as products use them, in a message over z, in this rank's shards."""
+        found = self._groups.get(names)
+        if found is None:
+            every = [self.sizes[in_first_layer(name)] for name in names]
+            gathered, sent = sum(one.gathered for one in every), sum(one.message for one in every)
+            found = self._groups[names] = gathered, sent, sum(one.shard for one in every)
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _parameter_table(config: ModelConfig, activations: Activations, shape: Shape, rank: int) -> ParameterTable:
+    return ParameterTable(parameter_specs(config, activations), shape.sizes, shape.coords(rank))
+
+
+# --- names in place of sizes
+
+
+class Name(NamedTuple):
+    """A size by its name: an attribute of `LocalSizes`, or what one of its methods returns."""
+
+    half: int
+    """Of which half of the rows; WHOLE: of all of them."""
+    attribute: str
+    arguments: tuple[Any, ...] | None = None
+    """Arguments of the method; a `Term` among them is made of sizes of the same half."""
+
+    def getter(self) -> Callable[[LocalSizes], int]:
+        """Return a function that reads this size of a half."""
+        if self.arguments is None:
+            return attrgetter(self.attribute)
+        attribute, arguments = self.attribute, self.arguments
+        if not any(isinstance(one, Term) for one in arguments):
+            return methodcaller(attribute, *arguments)
+        return lambda half: getattr(half, attribute)(
+            *(one.of_half(half) if isinstance(one, Term) else one for one in arguments)
+        )
+
+
+WHOLE = -1
+
+
+class SizeReader:
+    """Reads the sizes that have certain names."""
+
+    def __init__(self, names: Iterable[Name]) -> None:
+        self._getters = [(name.half, name.getter()) for name in names]
+
+    def __call__(self, sizes: LocalSizes) -> list[int]:
+        parts = [*sizes.halves, sizes]  # WHOLE is the last
+        return [get(parts[half]) for half, get in self._getters]
+
+
+class Term:
+    """A sum of names with whole coefficients."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: dict[Name, int]) -> None:
+        self.parts = parts
+
+    def __add__(self, other: Any) -> Term:
+        return self._plus(other, 1)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Term:
+        return self._plus(other, -1)
+
+    def _plus(self, other: Any, sign: int) -> Term:
+        if not isinstance(other, Term):
+            if other != 0:
+                raise TypeError(f"a size plus {other}: only sizes add up")
+            return self
+        parts = dict(self.parts)
+        for name, times in other.parts.items():
+            parts[name] = parts.get(name, 0) + sign * times
+        return Term(parts)
+
+    def __mul__(self, times: int) -> Term:
+        return Term({name: times * value for name, value in self.parts.items()})
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Term:
+        return self * -1
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Term) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.parts.items()))
+
+    def of_half(self, half: LocalSizes) -> int:
+        """Return the sum, all of whose names are read of this half."""
+        return sum(times * name.getter()(half) for name, times in self.parts.items())
+
+
+class SizeNames:
+    """Stands for the sizes of every candidate of one structure: each attribute is its own name."""
+
+    def __init__(self, structure: Structure, half: int = WHOLE) -> None:
+        self.structure, self._half = structure, half
+        self._known: dict[str, Any] = {}
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.structure.config
+
+    @property
+    def policy(self) -> Policy:
+        return self.structure.policy
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.structure.dtype
+
+    @cached_property
+    def halves(self) -> list[SizeNames]:
+        number = self.structure.halves
+        if self.structure.equal_halves:
+            return [SizeNames(self.structure, 0)] * number
+        return [SizeNames(self.structure, half) for half in range(number)]
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The tokens of the first chunk, which stands for all of them: their number differs between candidates."""
+        return [Term({Name(self._half, "chunk_tokens"): 1})]
+
+    def message(self, op: Op, axis: str, nbytes: Any, label: str) -> list[Collective]:
+        return [Collective(op, axis, nbytes, 0, label)] if self.structure.uses(axis) else []
+
+    def __getattr__(self, attribute: str) -> Any:
+        known = self._known.get(attribute)
+        if known is None:
+            defined = getattr(LocalSizes, attribute)
+            known = self._method(attribute) if callable(defined) else Term({Name(self._half, attribute): 1})
+            self._known[attribute] = known
+        return known
+
+    def _method(self, attribute: str) -> Callable[..., Term]:
+        def call(*arguments: Any) -> Term:
+            plain = tuple(
+                tuple(map(in_first_layer, one)) if isinstance(one, list | tuple) else one for one in arguments
+            )
+            return Term({Name(self._half, attribute, plain): 1})
+
+        return call
+
+
+def sum_over_batch(sizes: LocalSizes, numbers: int, label: str) -> list[Collective]:
+    """Return the sums of a few statistics over all places."""
+    axes = [axis for axis in AXES if axis in BATCH]
+    return [one for axis in axes for one in sizes.message("all_reduce", axis, numbers * STATISTIC_NBYTES, label)]

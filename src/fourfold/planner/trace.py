@@ -1,0 +1,513 @@
+"""The dry run: one rank's training step of the real code on meta tensors, under a fake process group of any size.
+
+It needs no memory, no communication and no other rank. The collectives come from the grid's ledger, the computation
+between them from a dispatch mode, in the host's order:
+
+    product      mm, addmm, bmm and their kin, convolutions   `MatmulOp`, labelled by the ledger where a layer runs it
+    attention    a fused kernel, forward or backward          `AttentionOp`; a causal mask leaves half of the scores
+    view, empty  nothing
+    all else     memory-bound                                 `ElementwiseOp`: bytes read and written
+
+The second of two steps is written down: the first records the order in which the overlap engine gathers ahead, so that
+the program is that of a steady run. Kernels are those of eager code, one for each operation, so their bytes are an
+upper bound of what compiled regions and a device's fused kernels move. Any model on the grid can be run: a reference
+model by its `Config`, or what a function builds from layers or with `ff.parallelize`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from fourfold.gradients import accumulate
+from fourfold.grid import Grid, Shape
+from fourfold.ledger import Collective, Event
+from fourfold.models.config import ModelConfig
+from fourfold.models.open import ModelDefinition, build_on_meta, is_plain
+from fourfold.models.transformer import Transformer
+from fourfold.nn.layer import assemble
+from fourfold.nn.loss import count_targets
+from fourfold.optim import AdamW
+from fourfold.params import LazyTensor, local_of
+from fourfold.planner.program import AttentionOp, ComputeOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
+from fourfold.policy import Policy, Recompute
+from fourfold.wrap.grid_tensor import RULES, grid_tensors_in
+
+FACTORS = {
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "addmm_": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+}
+"""Products, and what their two factors are called."""
+CONVOLUTIONS = ("convolution", "convolution_backward")
+OVERWRITES = ("copy_", "fill_", "zero_")
+"""What these write they do not read."""
+PICKS = ("embedding", "gather", "index", "index_select", "take")
+"""Read of their first tensor no more than they write."""
+PUTS = ("scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_")
+"""Touch of their first tensor no more than they are given."""
+
+
+MAX_NORM = 1.0
+"""To which the dry run clips gradients; the value does not matter."""
+
+
+# --- a step
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What one rank does in a training step."""
+
+    program: list[Work]
+    kept_bytes: int
+    """What the first forward pass makes and keeps for backward, weights gathered ahead included."""
+    peak_bytes: int
+    """The most that ever exists at once: parameters, gradients, optimizer state where there is one, and all else."""
+    parameters: int
+    """Of the whole model."""
+
+    @property
+    def records(self) -> list[Collective]:
+        return [work.record for work in self.program if isinstance(work, LaunchOp)]
+
+
+def dry_run(
+    build: ModelDefinition,
+    shape: Shape,
+    *,
+    rank: int = 0,
+    rows: int,
+    seq: int,
+    policy: Policy = Policy(),
+    micro_steps: int = 1,
+    optimizer: bool = False,
+) -> DryRun:
+    """A step of `micro_steps` times `rows` rows of this rank's (data, z) place, `seq` tokens each.
+
+    With `optimizer` gradients are clipped and AdamW steps, and the program runs from one step of it to the next:
+    parameters that a sharded optimizer stepped are on their way when it begins.
+    """
+    if rows < 1 or seq < 1 or micro_steps < 1:
+        raise ValueError(f"rows={rows}, seq={seq}, micro_steps={micro_steps}: a step has at least 1 of each")
+    with fake_ranks(shape, rank) as grid, grid.ledger.events() as events:
+        module = build_on_meta(build, grid, policy)
+        if is_plain(module):
+            raise ValueError(
+                f"{getattr(build, '__name__', build)} builds a plain module, which no grid cuts; return "
+                "ff.parallelize(module, grid, policy=policy), or build it of the layers of fourfold.nn"
+            )
+        step = _TracedStep(module, grid, policy, rows, seq, micro_steps)
+        trace = OpTrace(events, shape)
+        if optimizer:
+            step.optimizer = _MarkedAdamW(module, trace.mark)
+        trace.hold([step.tokens, *module.parameters(), *module.buffers(), *step.state()])
+        with trace, nullcontext() if isinstance(build, ModelConfig) else foreign_code():
+            step.run(lambda _: None)
+            if not optimizer:
+                trace.mark()
+            before = trace.nbytes
+            kept: list[int] = []
+            step.run(lambda micro_step: kept.append(trace.nbytes - before) if micro_step == 0 else None)
+            if not optimizer:
+                trace.mark()
+        program, peak = trace.between_marks()
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return DryRun(program, kept[0], peak, parameters)
+
+
+@contextmanager
+def fake_ranks(shape: Shape, rank: int) -> Iterator[Grid]:
+    """The grid of one rank of so many, none of which exist."""
+    shape.coords(rank)  # refuses a rank that is not on the grid
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"a dry run of {shape.world} ranks makes a process group of its own, but this process has joined one of "
+            f"{dist.get_world_size()} ranks already; run it in another process, or before the grid is made"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world)
+    try:
+        yield Grid(**shape.sizes, order=shape.order, device="cpu")  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def foreign_code() -> Iterator[None]:
+    """Code that was not written for a dry run makes its tensors on the meta device and takes the fused attention."""
+    with torch.device("meta"), UseFusedAttention():
+        yield
+
+
+class UseFusedAttention(TorchFunctionMode):
+    """On the meta device torch would compose attention from plain products, which no device does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        if grid_tensors_in((args, kwargs)):  # heads of a parallelised module
+            on_parts = RULES[func](fused_attention, args, kwargs)
+            return func(*args, **kwargs) if on_parts is NotImplemented else on_parts
+        return fused_attention(*args, **kwargs)
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's function of the same arguments, as the kernel that the meta device has: the CPU's."""
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:  # for which there is none
+        composed = functional.scaled_dot_product_attention
+        return composed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+class _TracedStep:
+    """A training step of a model on the grid, again and again."""
+
+    def __init__(self, model: nn.Module, grid: Grid, policy: Policy, rows: int, seq: int, micro_steps: int) -> None:
+        self.model, self.grid, self.policy, self.micro_steps = model, grid, policy, micro_steps
+        self.tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
+        self.optimizer: _MarkedAdamW | None = None
+
+    def state(self) -> Iterator[Tensor]:
+        """Make the optimizer's tensors, which are there from the start: torch makes them on devices that it lists."""
+        if self.optimizer is not None:
+            for parameter in (part for group in self.optimizer.param_groups for part in group["params"]):
+                state = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.zeros((), device="meta"), **state}
+                yield from self.optimizer.state[parameter].values()
+
+    def run(self, after_forward: Callable[[int], None]) -> None:
+        options: dict[str, Any] = {}
+        if self.micro_steps > 1 and "count" in inspect.signature(self.model.forward).parameters:
+            options["count"] = count_targets(self.tokens.expand(self.micro_steps, -1, -1), self.grid)
+        for index in range(self.micro_steps):
+            with nullcontext() if index == self.micro_steps - 1 else accumulate(self.model):
+                loss = self.model(self.tokens, self.tokens, **options)
+                after_forward(index)
+                loss.backward()
+                del loss
+        if self.optimizer is not None:
+            self.optimizer.clip_and_step(MAX_NORM)
+            if not self.policy.shard_optimizer:
+                self.optimizer.on_step()
+            self.optimizer.zero_grad()
+        self.model.zero_grad(set_to_none=True)
+
+
+class _MarkedAdamW(AdamW):
+    """AdamW that says when parameters have been stepped, before replicas are given each other's."""
+
+    def __init__(self, model: nn.Module, on_step: Callable[[], None]) -> None:
+        super().__init__(model, lr=1e-3)
+        self.on_step = on_step
+
+    def _gather(self) -> None:
+        self.on_step()
+        super()._gather()
+
+
+# --- what runs, as it is dispatched
+
+
+class StorageCounter(TorchDispatchMode):
+    """Bytes of the tensors made inside the block: those that are still alive, and the most that ever were.
+
+    What a kernel allocates for itself and frees before it returns is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((*args, *kwargs.values()) if kwargs else args)}
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out if isinstance(out, tuple | list) else (out,)):
+            if storage._cdata not in given:  # a view of a parameter is no memory of its own
+                self._count(storage)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._made:
+            return
+        # torch keeps a storage's Python object for as long as the storage, so this is told when the memory goes
+        self._made[key] = weakref.ref(storage, partial(self._forget, key, nbytes))
+        self.nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def _forget(self, key: int, nbytes: int, _: object) -> None:
+        del self._made[key]
+        self.nbytes -= nbytes
+
+
+def _storages(values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if type(value) is torch.Tensor:
+            yield value.untyped_storage()
+        elif isinstance(value, tuple | list):
+            yield from _storages(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The shape of a tensor that an operation makes."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def again(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What an operation does, for one kind of inputs."""
+
+    kind: Literal["makes", "changes", "views", "else"]
+    """It makes new tensors; it changes its first argument and returns it; it looks at one in another way; or else."""
+    work: ComputeOp | None
+    made: tuple[Made, ...] = ()
+    single: bool = True
+    """It returns a tensor, not a tuple or list of them."""
+
+    def again(self) -> Any:
+        found = [made.again() for made in self.made]
+        return found[0] if self.single else found
+
+
+class OpTrace(StorageCounter):
+    """The program of what runs inside, and the bytes that are alive."""
+
+    def __init__(self, events: list[Event], shape: Shape) -> None:
+        """`events`: of the grid's ledger, which goes on writing them."""
+        super().__init__()
+        self.events, self.shape = events, shape
+        self._program: list[Work] = []
+        self._flights: dict[int, int] = {}
+        self._launched: list[Collective] = []  # kept, since a record's identity tells its wait
+        self._known: dict[Any, Operation] = {}
+        self._label = ""
+        self._marks: list[tuple[list[Work], int]] = []
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors that were there before count too."""
+        for tensor in tensors:
+            shard = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            self._count(shard.untyped_storage())
+
+    def mark(self) -> None:
+        """A step begins or ends here."""
+        self._follow_ledger()
+        self._marks.append((self._program, self.peak_nbytes))
+        self._program, self.peak_nbytes = [], self.nbytes
+        self._flights.clear()
+        self._launched.clear()
+
+    def between_marks(self) -> tuple[list[Work], int]:
+        """What ran between the first two marks, and the most bytes that were alive."""
+        return self._marks[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(issubclass(kind, (DTensor, LazyTensor)) for kind in types):
+            return NotImplemented  # they run on their shards, which come by here
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":  # a mark on the host's time
+            return func(*args, **kwargs)
+        key = func, _key_of(args), _key_of(tuple(kwargs.items())) if kwargs else None
+        known = self._known.get(key)
+        if known is None:
+            out = func(*args, **kwargs)
+            known = self._known[key] = _operation(func, args, kwargs, out)
+        elif known.kind == "makes":
+            out = known.again()
+        elif known.kind == "changes":
+            out = args[0]
+        else:
+            out = func(*args, **kwargs)
+        if known.kind == "makes":
+            for tensor in (out,) if known.single else out:
+                self._count(tensor.untyped_storage())
+        elif known.kind == "else":
+            self._count_new(out, args, kwargs)
+        if known.work is not None:
+            self._append(known.work)
+        return out
+
+    def _count_new(self, out: Any, args: Any, kwargs: Any) -> None:
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(out):
+            if tensor.untyped_storage()._cdata not in given:
+                self._count(tensor.untyped_storage())
+
+    def _append(self, work: ComputeOp) -> None:
+        self._follow_ledger()
+        if isinstance(work, MatmulOp) and self._label:
+            work, self._label = work._replace(label=self._label), ""
+        self._program.append(work)
+
+    def _follow_ledger(self) -> None:
+        """What the host launched and waited for since the last operation."""
+        for event in self.events:
+            if isinstance(event.what, str):
+                self._label = event.what
+            elif event.kind == "launch":
+                self._flights[id(event.what)] = flight = len(self._launched)
+                self._launched.append(event.what)
+                self._program.append(LaunchOp(flight, event.what, _lane(event.what, self.shape)))
+            elif id(event.what) in self._flights:  # else it was launched before the step, and has arrived
+                self._program.append(WaitOp(self._flights.pop(id(event.what))))
+        self.events.clear()
+
+
+def _lane(record: Collective, shape: Shape) -> str:
+    """Gathers and reductions have a communicator each along some axes."""
+    if record.axis not in shape.two_lanes:
+        return record.axis
+    return f"{record.axis} {'gather' if record.op == 'all_gather' else 'reduce'}"
+
+
+def _key_of(value: Any) -> Any:
+    """What an operation's shapes and costs depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, list | tuple):
+        return tuple([_key_of(part) for part in value])
+    return value.__class__, value
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _operation(func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
+    given, found = _tensors((args, kwargs)), _tensors(out)
+    name = func._schema.name.partition("::")[2]
+    if not all(tensor.is_meta for tensor in (*given, *found)):
+        return Operation("else", None)  # the host's own numbers
+    bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if func._schema.is_mutable:
+        kind = "changes" if len(found) == 1 and args and found[0] is args[0] else "else"
+        return Operation(kind, _work(func, name, bound, out))
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    if any(tensor.untyped_storage()._cdata in storages for tensor in found):
+        return Operation("views", None)
+    work = None if name.startswith(("empty", "new_empty")) else _work(func, name, bound, out)
+    returns = [out] if isinstance(out, Tensor) else out
+    if not isinstance(returns, list | tuple) or not all(isinstance(part, Tensor) for part in returns):
+        return Operation("else", work)
+    made = tuple(Made(tensor.shape, tensor.stride(), tensor.dtype) for tensor in returns)
+    return Operation("makes", work, made, isinstance(out, Tensor))
+
+
+def _work(func: Any, name: str, bound: dict[str, Any], out: Any) -> ComputeOp | None:
+    if name in FACTORS:
+        a, b = (bound[factor] for factor in FACTORS[name])
+        return _matmul(name, prod(a.shape[:-1]), a.shape[-1], b.shape[-1])
+    if name in CONVOLUTIONS:
+        flops = flop_registry[func._overloadpacket](*bound.values(), out_val=out)
+        result = bound.get("grad_output", out)
+        m, n = result.numel() // result.shape[1], result.shape[1]
+        return _matmul(name, m, flops // (2 * m * n), n)
+    nbytes = _nbytes(func, name, bound, out)
+    if "scaled_dot_product" in name:
+        q, k, v = bound["query"], bound["key"], bound["value"]
+        scores = q.shape[:-1].numel() * k.shape[-2] // (2 if bound.get("is_causal") else 1)
+        flops = 2 * scores * (q.shape[-1] + v.shape[-1]) * (2 if name.endswith("_backward") else 1)
+        return AttentionOp(name.strip("_"), flops, nbytes)
+    return ElementwiseOp(name, nbytes) if nbytes else None
+
+
+def _matmul(label: str, m: int, k: int, n: int) -> MatmulOp | None:
+    return MatmulOp(label, m, k, n) if m * k * n else None
+
+
+def _nbytes(func: Any, name: str, bound: dict[str, Any], out: Any) -> int:
+    """Bytes that are read and written."""
+    writes = [part.name for part in func._schema.arguments if part.alias_info is not None and part.alias_info.is_write]
+    if name.startswith("_fused_adam") and bound.get("grad_scale") is None:
+        writes.remove("grads")  # written only where they are scaled on the way
+    written = _sizes([bound[key] for key in writes if key in bound] or out)
+    unread = ["self"] if name in OVERWRITES else ["out"] if "out" in bound else []
+    read = {key: _sizes(value) for key, value in bound.items() if key not in unread}
+    if name in PICKS:
+        first = next(iter(read))
+        read[first] = min(read[first], written)
+    elif name in PUTS:
+        given = max(size for key, size in read.items() if key != "self")
+        read["self"] = written = min(written, given)
+    return sum(read.values()) + written
+
+
+def _sizes(tree: Any) -> int:
+    """Bytes of tensors; one that is expanded is no larger than its memory."""
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in _tensors(tree))
+
+
+# --- what forward keeps
+
+
+def kept_bytes(
+    config: ModelConfig,
+    grid: Grid,
+    policy: Policy,
+    rows: int,
+    seq: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    documents: bool = False,
+) -> dict[str, int]:
+    """Bytes that a rank keeps from forward to backward of `rows` rows of its place, by kind of recompute.
+
+    With `documents` the rows are packed, and their mask is kept too.
+    """
+    return {
+        kind: _kept(config, grid, replace(policy, recompute=kind), rows, seq, dtype, documents)
+        for kind in get_args(Recompute)
+    }
+
+
+def _kept(
+    config: ModelConfig, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype, documents: bool
+) -> int:
+    model = Transformer(config, grid, policy)
+    assemble(model, grid, policy, dtype=dtype, device=torch.device("meta"))
+    tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
+    with grid.ledger.not_counted(), StorageCounter() as alive:
+        loss = model(tokens, tokens, positions=tokens if documents else None)
+        kept = alive.nbytes
+    del loss
+    return kept

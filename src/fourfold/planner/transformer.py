@@ -1,0 +1,696 @@
+"""The program of a reference model: what one rank's host does in a training step, from sizes alone.
+
+This is the planner's one description of a transformer. It has the structure of the layers (models/transformer.py, nn/),
+written from the equations (docs/math.md) on a `Rehearsal`, and says beside each piece of work what that allocates and
+frees. Memory-bound work is counted in the bytes that kernels read and write: passes over the rank's activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import cast
+
+from fourfold.axes import AXES
+from fourfold.engine import Turns
+from fourfold.gradients import REPLICA
+from fourfold.grid import Shape
+from fourfold.ledger import Collective
+from fourfold.models.config import ModelConfig
+from fourfold.planner.program import (
+    NO_MOVE,
+    AsyncMove,
+    AttentionOp,
+    BackwardBytes,
+    ElementwiseOp,
+    MatmulOp,
+    MemoryKind,
+    NoMove,
+    Program,
+    Rehearsal,
+    WeightGroup,
+)
+from fourfold.planner.sizes import STATISTIC_NBYTES, LocalSizes, SizeNames, Structure, sum_over_batch
+from fourfold.policy import Policy, Recompute
+
+Moving = AsyncMove | NoMove
+
+
+def step_program(
+    sizes: LocalSizes, *, micro_steps: int = 1, optimizer: bool = True, clip: bool | None = None
+) -> Program:
+    """Return the program of one step of a run that has found its order.
+
+    With `optimizer` it reaches from one optimizer step to the next, so that parameters of a sharded optimizer may still
+    be on their way when it begins. `clip`: the norm of all gradients is found; None: where there is an optimizer.
+    """
+    host = Rehearsal(sizes)
+    model = TransformerProgram(sizes, host)
+    clip = optimizer if clip is None else clip
+    host.silent = True  # in the first pass the engine records its order, as the runtime's does
+    model.step(1, optimizer=optimizer, clip=clip)
+    host.silent = False
+    host.phases.clear()
+    model.step(micro_steps, optimizer=optimizer, clip=clip)
+    return Program(host.work, host.phases)
+
+
+@lru_cache(maxsize=1024)
+def layers_program(structure: Structure, layers: int) -> Program:
+    """Return forward and backward of some layers alone, with memory and with names in place of sizes.
+
+    Each weight is gathered where it is used. The first moment is where backward of the first layer begins: it equals
+    that of every layer but the last.
+    """
+    model = _on_names(structure)
+    host = model.host
+    host.enter_phase("forward")
+    host.engine.begin("training")
+    model.run_blocks(range(layers))
+    host.enter_phase("backward")
+    for half in model.halves:
+        host.allocate(half.rest_nbytes)  # the gradient of the residual stream
+    host.run_backward()
+    return Program(host.work, host.phases, host.moments)
+
+
+@lru_cache(maxsize=1024)
+def ends_program(structure: Structure) -> Program:
+    """Return forward and backward of embedding, head and loss alone, as if there were no layers, in the same way."""
+    model = _on_names(structure)
+    host = model.host
+    host.enter_phase("forward")
+    host.engine.begin("training")
+    model.forward(counted=False, layers=0)
+    host.enter_phase("backward")
+    host.run_backward()
+    return Program(host.work, host.phases, host.moments)
+
+
+def _on_names(structure: Structure) -> TransformerProgram:
+    overlap = replace(structure.policy.overlap, prefetch=False, defer=False)
+    structure = replace(structure, policy=replace(structure.policy, overlap=overlap))
+    names = cast(LocalSizes, SizeNames(structure))
+    return TransformerProgram(names, Rehearsal(names, memory=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """FLOPs per token of a training step.
+
+    A product of m tokens with p weights is 2mp FLOPs, and backward is two such products. Causal attention reads half of
+    the scores. Lookups, norms and activations are not counted, nor the scores that a fused attention kernel computes
+    again inside its own backward.
+    """
+
+    model: float
+    """Forward and backward, each product once: what MFU counts."""
+    hardware: float
+    """The same plus what recompute runs again: what HFU counts."""
+
+
+def flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none") -> Flops:
+    """Return what one token of a sequence of `seq` costs in forward and backward."""
+    return Flops(_flops(config, seq, "none"), _flops(config, seq, recompute))
+
+
+@lru_cache(maxsize=256)
+def _flops(config: ModelConfig, seq: int, recompute: Recompute) -> int:
+    """Return the FLOPs per token in the program of one rank that has everything, of one and of further layers."""
+    one, two = (
+        step_program(
+            LocalSizes(replace(config, layers=layers), Shape(), Policy(recompute=recompute), 1, seq), optimizer=False
+        ).flops
+        for layers in (1, 2)
+    )
+    return (one + (config.layers - 1) * (two - one)) // seq
+
+
+class ResidualStream:
+    """The residual stream, and whether something that a sublayer adds is still on its way."""
+
+    __slots__ = ("delta",)
+
+    def __init__(self, delta: Moving | None = None) -> None:
+        self.delta = delta
+
+    def read(self) -> None:
+        if self.delta is not None:
+            self.delta.land()
+
+
+class TransformerProgram:
+    """A transformer on a rehearsal."""
+
+    def __init__(self, sizes: LocalSizes, host: Rehearsal) -> None:
+        self.sizes, self.config, self.policy, self.host = sizes, sizes.config, sizes.policy, host
+        self.engine, self.halves, self.structure = host.engine, sizes.halves, sizes.structure
+
+    # --- a step
+
+    def step(self, micro_steps: int, *, optimizer: bool, clip: bool) -> None:
+        host, sizes = self.host, self.sizes
+        if optimizer and self.policy.shard_optimizer and host.gradients is not None:
+            host.enter_phase("forward")
+            host.gradients.gather_parameters()
+        if micro_steps > 1:
+            host.communicate(lambda: sum_over_batch(sizes, 1, "count targets"))
+        for index in range(micro_steps):
+            host.enter_phase("forward")
+            self.engine.begin("training")
+            self.forward(counted=micro_steps > 1, layers=self.config.layers)
+            host.enter_phase("backward")
+            host.run_backward(accumulating=index < micro_steps - 1)
+        if optimizer or clip:
+            host.enter_phase("optimizer")
+            self.optimize(clip=clip, step=optimizer)
+
+    def optimize(self, *, clip: bool, step: bool) -> None:
+        """The norm of gradients, and AdamW: p, g, m, v are read, p, m, v written."""
+        host, sizes, shards = self.host, self.sizes, self.policy.shard_optimizer
+        own = sizes.parameter_nbytes // (sizes.shape.sizes[REPLICA] if shards else 1)
+        if clip:
+            host.compute(ElementwiseOp("gradient norm", own))
+            for axis in AXES:
+                if axis != REPLICA or shards:
+                    host.communicate(
+                        lambda axis=axis: sizes.message("all_reduce", axis, STATISTIC_NBYTES, "gradient norm")
+                    )
+        if step:
+            host.compute(ElementwiseOp("AdamW", 7 * own))
+
+    def forward(self, *, counted: bool, layers: int) -> None:
+        sizes, host, chunked = self.sizes, self.host, bool(self.policy.loss_chunk)
+        read = self.chunked_share if chunked else self.logits
+        if chunked:  # chunks divide by the count of targets, so it comes first
+            host.communicate(lambda: sum_over_batch(sizes, 1 if counted else 2, "loss"))
+        if self.config.positions == "rope":
+            host.allocate(sizes.rope_nbytes, "activations")
+        if self.policy.recompute == "block":
+            streams = self.engine.take_turns([self.embed(half) for half in self.halves])
+            streams = self.blocks_again(range(layers), streams)
+            self.engine.take_turns([read(*each) for each in zip(streams, self.halves, strict=True)])
+        else:
+            self.engine.take_turns([self.through(half, range(layers), read) for half in self.halves])
+        if chunked:
+            host.communicate(lambda: sum_over_batch(sizes, 1, "loss"))
+        else:
+            self.loss(counted=counted)
+
+    def through(
+        self, half: LocalSizes, layers: range, read: Callable[[ResidualStream, LocalSizes], Turns[None]]
+    ) -> Turns[None]:
+        stream = yield from self.embed(half)
+        for index in layers:
+            stream = yield from self.block(index, stream, half)
+        yield from read(stream, half)
+
+    def blocks_again(self, layers: range, streams: list[ResidualStream]) -> list[ResidualStream]:
+        """Run blocks that forget everything but their input and run again in backward."""
+        for index in layers:
+            for half in self.halves:
+                self.host.allocate(half.rest_nbytes, "activations")
+            self.host.on_backward(self._forget_inputs, reads=False)
+            streams = self.host.recompute(
+                lambda index=index, streams=streams: self.engine.take_turns(
+                    [self.block(index, *each) for each in zip(streams, self.halves, strict=True)]
+                )
+            )
+        return streams
+
+    def _forget_inputs(self) -> None:
+        for half in self.halves:
+            self.host.free(half.rest_nbytes, "activations")
+
+    def run_blocks(self, layers: range) -> None:
+        """Run blocks by themselves."""
+        if self.policy.recompute == "block":
+            self.blocks_again(layers, [ResidualStream() for _ in self.halves])
+            return
+
+        def through(half: LocalSizes) -> Turns[None]:
+            stream = ResidualStream()
+            for index in layers:
+                stream = yield from self.block(index, stream, half)
+
+        self.engine.take_turns([through(half) for half in self.halves])
+
+    # --- the operators
+
+    def enter(self, half: LocalSizes, label: str) -> Moving:
+        return self.host.move(
+            "x", lambda: entered(half, label), lambda: entered(half, label, backward=True),
+            arrives=half.rest_nbytes, leaves=half.stream_nbytes,
+        )  # fmt: skip
+
+    def leave(self, half: LocalSizes, label: str) -> Moving:
+        return self.host.move(
+            "x", lambda: left(half, label), lambda: left(half, label, backward=True), arrives=gathered(half)
+        )
+
+    def spread(
+        self, half: LocalSizes, label: str, *, nbytes: int, whole: int, cut: int, kind: MemoryKind = "workspace"
+    ) -> Moving:
+        """Send `nbytes` of a product's output, of which each rank keeps its part. In backward `whole` bytes of gradient
+        arrive, and the `cut` ones that were sent are let go."""
+        self._turn_over(nbytes, label)
+        cuts = self.structure.cuts_inner
+        return self.host.move(
+            "y", lambda: spread(half, nbytes, label), lambda: spread(half, nbytes, label, backward=True),
+            arrives=whole if cuts else 0, joins=2 * whole if cuts else 0, leaves=cut if cuts else 0, kind=kind,
+        )  # fmt: skip
+
+    def collect(self, half: LocalSizes, label: str, *, nbytes: int, cut: int) -> Moving:
+        self._turn_over(nbytes, label)
+        return self.host.move(
+            "y", lambda: collected(half, nbytes, label), lambda: collected(half, nbytes, label, backward=True),
+            sends=nbytes, leaves=nbytes - cut,
+        )  # fmt: skip
+
+    def _turn_over(self, nbytes: int, label: str) -> None:
+        """Features cut over y lie side by side in a message and one after another in a tensor."""
+        if self.structure.cuts_inner:
+            kernel = ElementwiseOp(f"turn over {label}", 2 * nbytes)
+            self.host.compute(kernel)
+            self.host.on_backward(lambda: self.host.compute(kernel), reads=False)
+
+    # --- embedding, norms, head, loss
+
+    def embed(self, half: LocalSizes) -> Turns[ResidualStream]:
+        host = self.host
+        host.allocate(half.id_nbytes, "activations")
+        self.lookup(WeightGroup("embedding", ("embedding.weight",)), half.stream, dout=gathered(half))
+        leaving = self.leave(half, "embedding")
+        if leaving.travels:
+            yield
+        leaving.land()
+        if self.config.positions == "learned":
+            host.allocate(half.position_nbytes, "activations")
+            self.lookup(WeightGroup("positions", ("positions.weight",)), half.rest)
+        self.dropout(half)
+        host.on_backward(lambda: host.enter_moment("embedding"), reads=False)
+        return ResidualStream()
+
+    def lookup(self, table: WeightGroup, elements: int, *, dout: int = 0) -> None:
+        """Read elements out of a table; in backward its gradient is made of `dout` bytes, where they are a tensor."""
+        host, turns, reduce = self.host, self.engine.turn.of, self.structure.reduce_itemsize
+        nbytes = elements * self.structure.compute_itemsize
+        with host.using(table, "unit", turns):
+            host.compute(ElementwiseOp(f"lookup {table.label}", 2 * nbytes))
+
+        def backward() -> None:
+            made = self.sizes.elements(table.names) * reduce
+            host.compute(ElementwiseOp(f"dw {table.label}", 2 * nbytes + made))
+            # cast first, so that the sum over a frequent token is not rounded at every term
+            cast = 0 if reduce == self.structure.compute_itemsize else elements * reduce
+            host.allocate(cast)
+            host.add_gradients("unit", table, turns, in_place=False)
+            host.free(cast)
+            host.free(dout)
+
+        host.on_backward(backward)
+
+    def dropout(self, half: LocalSizes) -> None:
+        if self.config.dropout:
+            host, kernel = self.host, ElementwiseOp("dropout", 3 * half.rest_nbytes)
+            host.compute(kernel)
+            host.allocate(half.mask_nbytes, "activations")
+
+            def backward() -> None:
+                host.compute(kernel)
+                host.free(half.mask_nbytes, "activations")
+
+            host.on_backward(backward)
+
+    def norm(self, label: str, half: LocalSizes, *, last: bool = False) -> None:
+        """A norm that also adds up the residual stream: it reads a and delta and writes their sum and its norm.
+
+        The gradient of the last norm's input is the residual stream's; those of the others are added to it.
+        """
+        host, layer_norm = self.host, self.config.norm == "layer"
+        names = (f"{label}.weight", f"{label}.bias")[: 2 if layer_norm and self.config.bias else 1]
+        kept = half.rest_nbytes + (2 if layer_norm else 1) * half.statistic_nbytes
+        host.allocate(kept, "activations")
+
+        def freed() -> None:
+            if self.structure.over_y:  # no single kernel where statistics travel
+                host.need(4 * self.structure.wide * half.rest_nbytes)
+            host.need(half.rest_nbytes)
+            host.free(kept, "activations")
+            host.free(0 if last else half.rest_nbytes)
+
+        self._norm(WeightGroup(label, names), half.rest_nbytes, half, freed)
+
+    def _norm(
+        self, weights: WeightGroup, nbytes: int, half: LocalSizes | None, freed: Callable[[], None] = lambda: None
+    ) -> None:
+        """A norm of so many bytes; with statistics over y where `half` is given."""
+        host, turns, label = self.host, self.engine.turn.of, weights.label
+        scale = WeightGroup(label, weights.names[:1])
+        with host.using(weights, "unit", turns):
+            host.compute(ElementwiseOp(f"norm {label}", 4 * nbytes))
+            if half is not None:
+                host.communicate(lambda: norm_statistics(half, label))
+
+        def backward() -> None:
+            with host.using(scale, "unit", turns):
+                host.compute(ElementwiseOp(f"dnorm {label}", 5 * nbytes))
+                if half is not None:
+                    host.communicate(lambda: norm_sums(half, label))
+            host.add_gradients("unit", weights, turns)
+            freed()
+
+        host.on_backward(backward)
+
+    def logits(self, stream: ResidualStream, half: LocalSizes) -> Turns[None]:
+        host, whole, cut = self.host, half.logits_nbytes(half.m), half.logits_cut_nbytes(half.m)
+        yield
+        host.enter_moment("head")
+        stream.read()
+        self.norm("norm", half, last=True)
+        host.allocate(gathered(half))
+        entering = self.enter(half, "head")
+        if entering.travels:
+            yield
+        entering.land()
+        tensors = BackwardBytes(
+            dout=whole, da=half.stream_nbytes, kept=half.kept_normed_nbytes, reread=self._entered_again(half),
+            dout_kind="logits",
+        )  # fmt: skip
+        host.product(
+            WeightGroup("head", (self.structure.table,)), half.m, half.k, half.vocab_columns,
+            lambda: self._reread(entered(half, "head")), tensors,
+        )  # fmt: skip
+        host.allocate(whole, "logits")
+        host.free(gathered(half))
+        host.need(whole if self.structure.cuts_inner else 0, "logits")  # sent from a copy
+        spreading = self.spread(half, "head", nbytes=whole, whole=whole, cut=cut, kind="logits")
+        yield
+        spreading.land()
+        host.allocate(cut, "logits")
+        host.free(whole, "logits")
+
+    def _reread(self, records: list[Collective]) -> list[Collective]:
+        """The gather of a product's input once more, for dw, unless it was kept."""
+        return records if self.structure.rereads else []
+
+    def loss(self, *, counted: bool) -> None:
+        """E9 reads the logits, E10 reads them and writes their gradient."""
+        host, halves = self.host, self.halves
+        host.enter_moment("loss")
+        for half in halves:
+            host.compute(ElementwiseOp("loss", half.logits_cut_nbytes(half.m)))
+            host.allocate(half.token_nbytes, "activations")
+            host.need(half.loss_copies_nbytes(half.m), "logits")
+            host.communicate(lambda half=half: self._loss_statistics(half, half.m))
+        host.communicate(lambda: sum_over_batch(self.sizes, 2 if counted else 3, "loss"))
+
+        def backward() -> None:
+            host.enter_moment("loss")
+            for half in halves:
+                host.compute(ElementwiseOp("dlogits", 2 * half.logits_cut_nbytes(half.m)))
+                host.need(half.loss_copies_nbytes(half.m), "logits")
+                host.allocate(half.logits_cut_nbytes(half.m), "logits")
+            for half in halves:
+                host.free(half.logits_cut_nbytes(half.m), "logits")
+                host.free(half.token_nbytes, "activations")
+            host.enter_moment("head")
+
+        host.on_backward(backward)
+
+    def _loss_statistics(self, half: LocalSizes, tokens: int) -> list[Collective]:
+        """Three statistics per token from every rank that cuts the vocabulary."""
+        found = []
+        for axis in ("y", "x") if self.structure.sharded else ("x",):
+            found += half.message("all_gather", axis, half.statistics_nbytes(tokens, axis), "loss")
+        return found
+
+    def chunked_share(self, stream: ResidualStream, half: LocalSizes) -> Turns[None]:
+        """Head and loss in chunks of tokens: forward finds the gradients too, and backward scales them."""
+        host, turns, made = self.host, self.engine.turn.of, half.head_gradient * self.structure.reduce_itemsize
+        yield
+        host.enter_moment("loss")
+        stream.read()
+        self.norm("norm", half, last=True)
+        table = WeightGroup("head", (self.structure.table,))
+        entering = self.enter(half, "head")
+        if entering.travels:
+            yield
+        entering.land()
+        host.allocate(gathered(half))
+        host.allocate(half.rest_nbytes)
+        host.allocate(half.stream_nbytes, "activations")
+        host.allocate(made, "weights")
+        with host.using(table, "weights", turns):
+            for tokens in half.chunks:
+                self._chunk(half, tokens)
+        host.free(half.rest_nbytes)
+        host.free(gathered(half))
+
+        def backward() -> None:
+            host.enter_moment("head")
+            host.compute(ElementwiseOp("scale head", 2 * (half.stream_nbytes + 4 * half.head_gradient)))  # in fp32
+            host.allocate(half.stream_nbytes)
+            host.add_gradients("unit", table, turns)
+            host.free(made, "weights")
+            host.free(half.stream_nbytes, "activations")
+
+        host.on_backward(backward)
+
+    def _chunk(self, half: LocalSizes, tokens: int) -> None:
+        host, columns = self.host, half.vocab_columns
+        whole, cut = half.logits_nbytes(tokens), half.logits_cut_nbytes(tokens)
+        host.compute(MatmulOp("E1 head", tokens, half.k, columns))
+        host.communicate(lambda: spread(half, whole, "head"))
+        host.compute(ElementwiseOp("loss", cut))
+        host.communicate(lambda: self._loss_statistics(half, tokens))
+        host.compute(ElementwiseOp("dlogits", 2 * cut))
+        host.communicate(lambda: spread(half, whole, "head", backward=True))
+        host.compute(MatmulOp("E2 head", tokens, columns, half.k), MatmulOp("E3 head", columns, tokens, half.k))
+        if host.memory:
+            before = half.chunk_before_nbytes(tokens)
+            host.allocate(before, "logits")
+            host.need(cut + half.loss_copies_nbytes(tokens), "logits")
+            host.need(2 * cut + 3 * whole if self.structure.cuts_inner else 0, "logits")
+            host.free(before, "logits")
+
+    # --- a block
+
+    def block(self, index: int, stream: ResidualStream, half: LocalSizes) -> Turns[ResidualStream]:
+        prefix = f"layers.{index}"
+        if stream.delta is not None:
+            yield
+        if self.policy.recompute == "block":
+            stream.read()
+            stream.delta = None
+        stream.read()
+        self.norm(f"{prefix}.attention_norm", half)
+        leaving = yield from self.attention(f"{prefix}.attention", half)
+        yield
+        leaving.land()
+        self.dropout(half)
+        self.norm(f"{prefix}.mlp_norm", half)
+        yield from self.mlp(f"{prefix}.mlp", half)
+        if self.engine.recomputing and not self.config.dropout:
+            return ResidualStream(NO_MOVE)  # backward reads nothing of what follows
+        leaving = self.leave(half, f"{prefix}.mlp.down")
+        if self.config.dropout:
+            yield
+            leaving.land()
+            self.dropout(half)
+            leaving = NO_MOVE
+        if index == 0:
+            self.host.on_backward(lambda: self.host.enter_moment("first layer"), reads=False)
+        return ResidualStream(leaving)
+
+    def expand(self, label: str, names: tuple[str, ...], columns: int, half: LocalSizes, nbytes: int) -> Turns[None]:
+        """Layers that read one tensor, up to their product, whose output has so many columns and bytes."""
+        entering = self.enter(half, label)
+        if entering.travels:
+            yield
+        entering.land()
+        kinds = ("weight", "bias") if self.config.bias else ("weight",)
+        weights = WeightGroup(label, tuple(f"{name}.{kind}" for kind in kinds for name in names))
+        tensors = BackwardBytes(nbytes, half.stream_nbytes, half.kept_normed_nbytes, self._entered_again(half))
+        self.host.product(weights, half.m, half.k, columns, lambda: self._reread(entered(half, label)), tensors)
+
+    def _entered_again(self, half: LocalSizes) -> int:
+        """The bytes of an Expand layer's input that is gathered over x once more."""
+        return half.reread_nbytes("entered_nbytes") if self.structure.cuts_rest else 0
+
+    def contract(
+        self, label: str, features: int, half: LocalSizes, *, size: str, nbytes: int, cut: int, kept: int
+    ) -> Turns[None]:
+        """A layer that leads back to rest, up to its product. Its input has `nbytes`, a size of that name, and `cut`
+        before it is collected; `kept` of them are this product's alone until backward."""
+        collecting = self.collect(half, label, nbytes=nbytes, cut=cut)
+        if collecting.travels:
+            yield
+        collecting.land()
+        weights = WeightGroup(label, (f"{label}.weight", f"{label}.bias")[: 2 if self.config.bias else 1])
+        reread = half.reread_nbytes(size) if self.structure.cuts_inner else 0
+        tensors = BackwardBytes(dout=gathered(half), da=nbytes, kept=kept, reread=reread, joins=2 * reread)
+        self.host.product(
+            weights, half.m, features, half.k, lambda: self._reread(collected(half, nbytes, label)), tensors
+        )
+
+    def attention(self, prefix: str, half: LocalSizes) -> Turns[Moving]:
+        """Attention up to the message that brings its output to rest."""
+        host, structure, label = self.host, self.structure, f"{prefix}.q+k+v"
+        names = (f"{prefix}.q", f"{prefix}.k", f"{prefix}.v")
+        whole, cut = half.qkv_nbytes, half.qkv_cut_nbytes
+        yield from self.expand(label, names, half.q + 2 * half.kv, half, whole)
+        if structure.shares_kv:
+            spreading = self.spread(half, label, nbytes=half.query_nbytes, whole=whole, cut=cut)
+            sharing = host.move("y", lambda: kv_over_y(half, label), lambda: kv_over_y(half, label, backward=True))
+            yield
+            spreading.land()
+            sharing.land()
+            if structure.cuts_kv_head:
+                host.move("x", lambda: kv_over_x(half, label), lambda: kv_over_x(half, label, backward=True)).land()
+        else:
+            spreading = self.spread(half, label, nbytes=whole, whole=whole, cut=cut)
+            yield
+            spreading.land()
+        if self.policy.recompute == "attention":
+            self._mix_again(prefix, half)
+        else:
+            self.mix(prefix, half, half.attention_nbytes)
+        yield from self.contract(
+            f"{prefix}.out", half.q, half, size="query_nbytes", nbytes=half.query_nbytes, cut=half.query_cut_nbytes,
+            kept=half.kept_query_nbytes,
+        )  # fmt: skip
+        return self.leave(half, f"{prefix}.out")
+
+    def _mix_again(self, prefix: str, half: LocalSizes) -> None:
+        """The inside of attention, which is forgotten; its input and, for `out`, its output are kept."""
+        host, structure = self.host, self.structure
+        kept = half.read_nbytes + half.kept_output_nbytes
+        host.allocate(kept, "activations")
+        host.on_backward(lambda: host.free(kept, "activations"), reads=False)
+        inside = half.attention_nbytes - half.read_nbytes if structure.reads_heads_again else half.attention_nbytes
+        host.recompute(lambda: self.mix(prefix, half, inside))
+
+    def mix(self, prefix: str, half: LocalSizes, kept: int) -> None:
+        """Attention between its two products, which keeps so many bytes and its output. A causal mask leaves half of
+        the scores."""
+        host, config = self.host, self.config
+        q, kv = half.query_cut_nbytes, half.local_kv_nbytes
+        if self.engine.recomputing:
+            host.enter_part("attention")
+        if config.qk_norm:
+            self._norm(WeightGroup(f"{prefix}.q_norm", (f"{prefix}.q_norm.weight",)), q, None)
+            self._norm(WeightGroup(f"{prefix}.k_norm", (f"{prefix}.k_norm.weight",)), half.local_k_nbytes, None)
+        rotated = ElementwiseOp("rotate", 2 * q + 2 * kv)
+
+        def rotate_back() -> None:
+            if config.positions == "rope":
+                host.compute(rotated)
+                host.need(3 * half.wide_query_nbytes)
+            host.need(half.qkv_cut_nbytes)  # the gradients side by side
+            host.free(q + kv)
+            host.allocate(half.qkv_cut_nbytes)
+
+        if config.positions == "rope":
+            host.compute(rotated)
+        host.on_backward(rotate_back)
+        flops, nbytes = half.attention_flops, 2 * q + kv
+        host.compute(AttentionOp(f"attention {prefix}", flops, nbytes))
+        host.allocate(kept + q, "activations")
+        if self.engine.recomputing:
+            host.enter_part("again")
+
+        def backward() -> None:
+            host.compute(AttentionOp(f"dattention {prefix}", 2 * flops, 2 * nbytes))
+            host.allocate(q + kv)
+            host.need(half.wide_query_nbytes)  # the kernel adds up dq in fp32
+            host.free(q)
+            host.free(kept + q, "activations")
+
+        host.on_backward(backward)
+
+    def mlp(self, prefix: str, half: LocalSizes) -> Turns[None]:
+        """The MLP up to the product of `down`."""
+        host, layers = self.host, self.structure.up_layers
+        gates, hidden, label = len(layers), half.hidden_cut_nbytes, f"{prefix}.{'+'.join(layers)}"
+        whole, cut = gates * half.hidden_nbytes, gates * hidden
+        yield from self.expand(label, tuple(f"{prefix}.{name}" for name in layers), gates * half.n, half, whole)
+        spreading = self.spread(half, label, nbytes=whole, whole=whole, cut=cut)
+        yield
+        spreading.land()
+        host.compute(ElementwiseOp(f"activate {prefix}", (gates + 1) * hidden))
+        host.allocate(hidden if gates == 1 else 3 * hidden, "activations")  # gate, up and silu(gate)
+
+        def backward() -> None:
+            host.compute(ElementwiseOp(f"dactivate {prefix}", (2 * gates + 1) * hidden))
+            if gates == 1:
+                host.need(hidden)
+                host.free(hidden, "activations")
+                return
+            host.need(2 * hidden)  # the gradients of silu(gate) and of up beside that of their product
+            host.free(3 * hidden, "activations")
+            host.allocate(hidden)
+            host.need(2 * hidden)  # the two gradients side by side
+
+        host.on_backward(backward)
+        yield from self.contract(
+            f"{prefix}.down", half.n, half, size="hidden_nbytes", nbytes=half.hidden_nbytes, cut=hidden,
+            kept=half.kept_hidden_nbytes,
+        )  # fmt: skip
+
+
+# --- the messages of each operator, forward or backward, on one half
+
+
+def gathered(half: LocalSizes) -> int:
+    """Return the bytes of a tensor at rest that was gathered over x, or 0 where x does not cut it."""
+    return half.entered_nbytes if half.structure.cuts_rest else 0
+
+
+def entered(half: LocalSizes, label: str, *, backward: bool = False) -> list[Collective]:
+    if half.structure.sharded:
+        return half.message("reduce_scatter" if backward else "all_gather", "x", half.entered_nbytes, label)
+    return half.message("all_reduce", "x", half.stream_nbytes, label) if backward else []
+
+
+def left(half: LocalSizes, label: str, *, backward: bool = False) -> list[Collective]:
+    if half.structure.sharded:
+        return half.message("all_gather" if backward else "reduce_scatter", "x", half.entered_nbytes, label)
+    return [] if backward else half.message("all_reduce", "x", half.stream_nbytes, label)
+
+
+def spread(half: LocalSizes, nbytes: int, label: str, *, backward: bool = False) -> list[Collective]:
+    if half.structure.sharded:
+        return half.message("all_gather" if backward else "reduce_scatter", "y", nbytes, label)
+    return [] if backward else half.message("all_reduce", "y", nbytes, label)
+
+
+def collected(half: LocalSizes, nbytes: int, label: str, *, backward: bool = False) -> list[Collective]:
+    if half.structure.sharded:
+        return half.message("reduce_scatter" if backward else "all_gather", "y", nbytes, label)
+    return half.message("all_reduce", "y", nbytes, label) if backward else []
+
+
+def kv_over_y(half: LocalSizes, label: str, *, backward: bool = False) -> list[Collective]:
+    """K and V whole over y, where their heads do not follow the queries' cut."""
+    if backward and not half.structure.sharded:
+        return []
+    return half.message("all_reduce", "y", half.kv_nbytes, label)
+
+
+def kv_over_x(half: LocalSizes, label: str, *, backward: bool = False) -> list[Collective]:
+    """K and V whole over x, where x cuts through a head."""
+    return half.message("reduce_scatter" if backward else "all_gather", "x", half.kv_whole_nbytes, label)
+
+
+def norm_statistics(half: LocalSizes, label: str) -> list[Collective]:
+    """Means and squared deviations of a LayerNorm are merged, sums of squares of an RMSNorm are added up."""
+    if half.config.norm == "layer":
+        return half.message("all_gather", "y", half.merged_nbytes, label)
+    return half.message("all_reduce", "y", half.statistic_nbytes, label)
+
+
+def norm_sums(half: LocalSizes, label: str) -> list[Collective]:
+    sums = 2 if half.config.norm == "layer" else 1
+    return half.message("all_reduce", "y", sums * half.statistic_nbytes, label)
