@@ -57,7 +57,7 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
             prefetch=draw.random() < 0.8,
             defer=draw.random() < 0.8,
             wgrad_behind_messages=draw.random() < 0.8,
-            data=draw.random() < 0.8,
+            reduce_early=draw.random() < 0.8,
             bytes_in_flight=draw.choice([None, None, 1, 20000]),
         )
         policy = Policy(
@@ -67,7 +67,7 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
             keep_weights=draw.random() < 0.3,
             loss_chunk=draw.choice([0, 0, 7]),
             shard_optimizer=draw.random() < 0.5,
-            compute=draw.choice([None, torch.bfloat16]),
+            compute_dtype=draw.choice([None, torch.bfloat16]),
             bucket_bytes=draw.choice([4000, 25 << 20]),
             overlap=overlap,
         )

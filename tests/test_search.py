@@ -57,7 +57,7 @@ def brute_force(task: Task, devices: int) -> float:
                 seen = {}
                 for order in ORDERS:
                     walked = tuple(axis for axis in order if shape.sizes[axis] > 1)
-                    seen.setdefault(walked, replace(candidate, shape=replace(shape, order=order)))
+                    seen.setdefault(walked, replace(candidate, shape=shape.reordered(order)))
                 best = min([best, *(price(task, each).seconds for each in seen.values())])
     return best
 

@@ -178,7 +178,7 @@ class GridCandidates:
         if fitted is None:
             self._rule_out(candidate, lever)
         else:
-            shape = replace(self.shape, order=self.orders[self._order[flat]])
+            shape = self.shape.reordered(self.orders[self._order[flat]])
             self.found.append(Estimated(replace(fitted, shape=shape), self._seconds[flat]))
         self._skip()
         return fitted is not None
@@ -193,7 +193,7 @@ class GridCandidates:
             same = [one for one in self.found if replace(one.candidate, shape=fitted.shape) == fitted]
             seen = {_links(machine, one.candidate.shape) for one in same}
             for place in estimates[lever].argsort().tolist():
-                shape = replace(self.shape, order=self.orders[place])
+                shape = self.shape.reordered(self.orders[place])
                 links = _links(machine, shape)
                 if links not in seen:
                     seen.add(links)
