@@ -132,32 +132,39 @@ class LinkQueues:
             self.step(until, computing=computing)
         self.now = max(self.now, until)
 
-    def next_change(self, *, computing: bool) -> float:
-        """When the next transfer ends, if no other begins before."""
-        slow = self._slow(computing)
-        return self.now + min(slow[lane] * _left(transfer) for lane, transfer in self._under_way.items())
-
-    def _slow(self, computing: bool) -> dict[str, float]:
-        """By which factor the transfer of each lane is slower than alone."""
-        on_card = sum(1 for one in self._under_way.values() if one.link == CARD and one.fixed <= 0.0)
-        return {
-            lane: (one.beside if computing else 1.0) * (on_card if one.link == CARD and one.fixed <= 0.0 else 1)
-            for lane, one in self._under_way.items()
-        }
+    def pending(self, *, computing: bool) -> list[tuple[float, float, str, _Transfer]]:
+        """Return for each transfer under way the seconds until its latency is over or it has landed, the factor by
+        which it is slower than alone, its lane and itself."""
+        on_card = 0
+        for one in self._under_way.values():
+            if one.link == CARD and one.fixed <= 0.0:
+                on_card += 1
+        found = []
+        for lane, one in self._under_way.items():
+            slow = one.beside if computing else 1.0
+            if one.fixed > 0.0:
+                found.append((slow * one.fixed, slow, lane, one))
+            else:
+                if one.link == CARD:
+                    slow *= on_card
+                found.append((slow * one.moving, slow, lane, one))
+        return found
 
     def step(self, until: float = inf, *, computing: bool = False) -> None:
-        """To the next change, or until then."""
-        slow = self._slow(computing)
-        left = {lane: slow[lane] * _left(transfer) for lane, transfer in self._under_way.items()}
-        step = min(min(left.values()), until - self.now)
+        """Advance to the next change, or until that time."""
+        self.take(self.pending(computing=computing), until)
+
+    def take(self, pending: list[tuple[float, float, str, _Transfer]], until: float = inf) -> None:
+        """Advance to the first of these changes, or until that time."""
+        step = min(min([left for left, _, _, _ in pending]), until - self.now)
         self.now += step
-        for lane, transfer in list(self._under_way.items()):
-            done = step / slow[lane]
+        for left, slow, lane, transfer in pending:
+            done = step / slow
             if transfer.fixed > 0.0:
-                transfer.fixed = 0.0 if step >= left[lane] else transfer.fixed - done
+                transfer.fixed = 0.0 if step >= left else transfer.fixed - done
                 if transfer.fixed == 0.0 and transfer.moving <= 0.0:
                     self._end(lane, transfer)
-            elif step >= left[lane]:
+            elif step >= left:
                 self._end(lane, transfer)
             else:
                 transfer.moving -= done
@@ -172,11 +179,6 @@ class LinkQueues:
             self._begin(lane, queue.popleft(), self.now)
         else:
             del self._under_way[lane]
-
-
-def _left(transfer: _Transfer) -> float:
-    """Until its latency is over, or it has landed, alone."""
-    return transfer.fixed if transfer.fixed > 0.0 else transfer.moving
 
 
 class Player:
@@ -228,13 +230,14 @@ class Player:
         contention = self.seconds.machine.contention
         self.links.advance(self.now)
         while contention > 1.0 and not self.links.idle:
-            change = self.links.next_change(computing=True)
+            pending = self.links.pending(computing=True)
+            change = self.links.now + min([seconds for seconds, _, _, _ in pending])
             done = (change - self.now) / contention
             if done >= left:
                 left *= contention
                 break
             left -= done
-            self.links.step(computing=True)
+            self.links.take(pending)
             self.now = self.links.now
         self.now += left
         self.links.advance(self.now, computing=True)
