@@ -12,9 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(Path(__file__).parent.parent))
 
+from fourfold.planner.flops import Flops
+
 import fourfold as ff
 from benchmarks.speed.plain_models import Transformer
-from fourfold.planner.flops import Flops, flops_per_token
+from fourfold.planner.transformer import flops_per_token
 
 
 def test_by_hand() -> None:
