@@ -144,7 +144,7 @@ def test_a_plain_module_is_refused(alone, name: str, shape: Shape) -> None:
 
 def test_functions_that_build_no_model_on_meta_are_refused(alone) -> None:
     for name, why in (
-        ("with_memory", "weight lies on cpu"),
+        ("with_memory", "weight is on cpu"),
         ("no_module", "returned int; it must return an nn.Module"),
     ):
         with pytest.raises((TypeError, ValueError), match=why):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from fourfold.planner.flops import Flops
+from fourfold.planner.transformer import Flops
 
 import fourfold as ff
 from benchmarks.speed.plain_models import Transformer
