@@ -20,8 +20,8 @@ from fourfold.grid import Shape
 from fourfold.optim import AdamW
 from fourfold.train.bad_steps import MIN_LOSSES, WINDOW, Spikes, StepJudge
 from fourfold.train.checkpoints import PASSED_OVER
+from fourfold.train.config import WatchSection
 from fourfold.train.loop import Run
-from fourfold.train.sections import WatchSection
 from harness import grid_of
 
 # --- what is a spike

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fourfold.cli import parser
+from fourfold.commands.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.planner import calibrate as planner_calibrate
@@ -38,7 +39,6 @@ from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import simulate
 from fourfold.planner.volume import Volume
 from fourfold.policy import Policy
-from fourfold.train.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.train.launch import share_cores
 from harness import grid_of
 
@@ -250,7 +250,7 @@ def options(*arguments: str) -> argparse.Namespace:
         (("--out", "no/such/here.toml"), r"there is no folder no/such; make it first"),
         (("--out", "here.toml", "--seconds", "0"), r"--seconds 0: measuring takes some time"),
         (("--out", "here.toml", "--seconds", "nan"), r"--seconds nan: measuring takes some time"),
-        (("--out", "here.toml", "--ranks", "0"), r"--ranks 0: there must be at least one"),
+        (("--out", "here.toml", "--ranks", "0"), r"--ranks 0: at least one rank is needed"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments: tuple[str, ...], said: str) -> None:

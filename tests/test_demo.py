@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fourfold import cli
-from fourfold.train import demo
+from fourfold.commands import demo
 from fourfold.train.config import read_config
 
 OUT = "the tour"

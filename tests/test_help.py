@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fourfold import cli
-from fourfold.commands import completion, keeping, parser
+from fourfold.commands import completion, options, parser
 from fourfold.models.sizes import SIZES
 
 NAMES = [
@@ -98,10 +98,10 @@ def test_every_option_has_a_help_with_its_default(path: tuple[str, ...]) -> None
 
 
 def test_kinds_of_weights_are_those_of_an_export() -> None:
-    from fourfold.train.import_export import DTYPES
+    from fourfold.commands.import_export import DTYPES
     from fourfold.train.process import INTERRUPTED
 
-    assert tuple(DTYPES) == keeping.SAVED_AS
+    assert tuple(DTYPES) == options.EXPORT_DTYPES
     assert cli.INTERRUPTED == INTERRUPTED
 
 
@@ -115,9 +115,9 @@ def test_kinds_of_weights_are_those_of_an_export() -> None:
         ("--verison", "fourfold: error: there is no option --verison (did you mean '--version'?)"),
         ("train --zzz", "fourfold train: error: there is no option --zzz\n"),
         ("train --dtype bf61", "argument --dtype: there is no 'bf61' (did you mean 'bf16'?); choose from fp32, bf16"),
-        ("train --steps ten", "argument --steps: 'ten' is no whole number; write such as 8"),
-        ("sample runs --top-p most", "argument --top-p: 'most' is no number; write such as 0.8 or 60"),
-        ("train one.toml two.toml", "fourfold train: error: there is no place for 'two.toml'"),
+        ("train --steps ten", "argument --steps: 'ten' is not a whole number; write for example 8"),
+        ("sample runs --top-p most", "argument --top-p: 'most' is not a number; write for example 0.8 or 60"),
+        ("train one.toml two.toml", "fourfold train: error: unexpected argument 'two.toml'"),
         ("plan --model gpt-80b", "required: --machine, --devices, --batch-tokens"),
         ("report", "fourfold report: error: the following arguments are required: RUN"),
     ],

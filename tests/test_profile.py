@@ -18,8 +18,7 @@ from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.report import write_report
-from fourfold.train.begin import begin
-from fourfold.train.config import Config
+from fourfold.train.config import TrainConfig
 from fourfold.train.loop import Run
 from fourfold.train.profile import covered, export, link_seconds, summarize
 from harness import grid_of
@@ -33,7 +32,7 @@ def test_steps_of_the_command_line() -> None:
     assert steps("4-4") == range(4, 5)
     for wrong in ("", "0", "0-2", "5-2", "-", "2-", "-2", "two", "1.5", "1-2-3", "2,3", " "):
         with pytest.raises(
-            argparse.ArgumentTypeError, match=r"names no steps; write one, such as 7, or .* such as 7-9"
+            argparse.ArgumentTypeError, match=r"is not a range of steps; write one, such as 7, or .* such as 7-9"
         ):
             steps(wrong)
 
@@ -62,11 +61,11 @@ def test_steps_that_will_not_be_are_refused(
 PROBE = Collective("all_gather", "z", 8, 2)
 
 
-def profiled(config: Config, folder: Path, wanted: range) -> dict[str, Any]:
+def profiled(config: TrainConfig, folder: Path, wanted: range) -> dict[str, Any]:
     """A job: a run with a profile; what it launched in the profiled steps, where links were timed, and its events."""
     run = Run(config, grid_of(config.grid.shape), folder, profile=wanted)
     kept = Curves()
-    begin(run, lambda: [kept])
+    run.begin(lambda: [kept])
     run.sinks = [kept]
     launched: list[str] = []
     timed: dict[str, bool] = {}
@@ -157,7 +156,7 @@ def check_report(folder: Path) -> None:
     assert "ui.perfetto.dev" in page
 
 
-def halted(config: Config, folder: Path) -> str:
+def halted(config: TrainConfig, folder: Path) -> str:
     """A job: a run that ends inside of its profile."""
     run = Run(config, grid_of(config.grid.shape), folder, profile=range(1, 4))
 

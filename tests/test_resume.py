@@ -34,6 +34,7 @@ from fourfold.checkpoint.format import Record, read_record, write_record
 from fourfold.checkpoint.load import read_full_tensor, verify_checkpoint
 from fourfold.checkpoint.save import write_full_tensors
 from fourfold.cli import _failed
+from fourfold.commands import train
 from fourfold.data.order import SampleOrder, cut_windows
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
@@ -42,16 +43,13 @@ from fourfold.errors import Failure
 from fourfold.grid import Shape
 from fourfold.job import Channel
 from fourfold.report.run_data import read_run
-from fourfold.train import command
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping
-from fourfold.train.begin import begin
 from fourfold.train.checkpoints import Start, any_restarted, find_start, start_from, what_was_lost
-from fourfold.train.config import Config, read_config
+from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
 from fourfold.train.process import listen_to_signals
-from fourfold.train.record import Lines, Owned, rewind
-from fourfold.train.sections import DataSection
+from fourfold.train.run_folder import FolderLock, JsonLines, rewind
 from harness import Ranks, grid_of
 from test_train import (
     Job,
@@ -83,17 +81,17 @@ def one() -> Iterator[Ranks]:
     pool.close()
 
 
-def trained(config: Config, folder: Path, *, resume: bool = False) -> None:
+def trained(config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
     """A job: a run in a folder, or what is left of it."""
     grid = grid_of(config.grid.shape)
     start = find_start(grid, folder, config) if resume else Start()
     run = Run(config, grid, folder)
     run.take_up(start)
-    begin(run, lambda: [Lines(folder / "metrics.jsonl")], start)
+    run.begin(lambda: [JsonLines(folder / "metrics.jsonl")], start)
     run.train()
 
 
-def resumed(config: Config, folder: Path) -> None:
+def resumed(config: TrainConfig, folder: Path) -> None:
     trained(config, folder, resume=True)
 
 
@@ -106,7 +104,7 @@ def halfway(folder: Path, to: Path) -> Path:
     return to
 
 
-def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> Config:
+def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> TrainConfig:
     write_texts(folder)
     given = {"model.layers": 1, "train.evaluate_every": 2, "plan.compare": False}
     saving = {"checkpoint.every": HALF, "checkpoint.keep_last": 9}
@@ -356,14 +354,14 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
 def test_a_folder_has_one_job(one: Ranks, finished: Path, tmp_path: Path) -> None:
     """The second is refused before it changes anything; once the first has gone it may."""
     folder = halfway(finished, tmp_path / "run")
-    owned, before = Owned(folder), contents(folder)
+    owned, before = FolderLock(folder), contents(folder)
     (left,) = one.run(cli, "train", "--resume", str(folder))
     assert_error(left, f"another job (process {os.getpid()} on ", f"is training in {folder}")
     with pytest.raises(BlockingIOError, match="another job"):
-        Owned(folder)
+        FolderLock(folder)
     assert contents(folder) == before
     owned.release()
-    Owned(folder).release()
+    FolderLock(folder).release()
 
 
 def test_a_tokenizer_beside_the_config_moves_with_it(tmp_path: Path, monkeypatch) -> None:
@@ -372,7 +370,7 @@ def test_a_tokenizer_beside_the_config_moves_with_it(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizer.json").touch()
     (run / "tokenizer.json").touch()
-    config = replace(Config(), data=DataSection(tokenizer="run/tokenizer.json"))
+    config = replace(TrainConfig(), data=DataSection(tokenizer="run/tokenizer.json"))
     assert config.stored(run).data.tokenizer == "tokenizer.json"
     assert config.stored(tmp_path / "other").data.tokenizer == "run/tokenizer.json"
     path = run / "config.toml"
@@ -469,10 +467,10 @@ def test_what_is_on_its_way_is_no_saved_checkpoint(ranks, tmp_path: Path) -> Non
     assert [step for step, _ in Checkpoints(tmp_path / "run" / "checkpoints").complete()] == [2]
 
 
-def fails_while_saving(config: Config, folder: Path) -> None:
+def fails_while_saving(config: TrainConfig, folder: Path) -> None:
     """A job: files are written when the loss of the third step is read, which ends the run."""
     run = Run(config, grid_of(config.grid.shape), folder)
-    begin(run, lambda: [Lines(folder / "metrics.jsonl")])
+    run.begin(lambda: [JsonLines(folder / "metrics.jsonl")])
     failed, write_file, launch = threading.Event(), saving.write_tensor_file, run._launch
 
     def write_late(*arguments: Any) -> Any:
@@ -498,11 +496,11 @@ def test_steps_skipped_in_a_row_are_counted_on(ranks, tmp_path: Path) -> None:
     assert ranks(2).run(skipped_before, config, tmp_path / "run") == [(4, 2)] * 2
 
 
-def skipped_before(config: Config, folder: Path) -> tuple[int, int]:
+def skipped_before(config: TrainConfig, folder: Path) -> tuple[int, int]:
     """A job: where a run goes on that was saved after two skipped steps."""
     grid = grid_of(config.grid.shape)
     run, again = (Run(config, grid, folder) for _ in range(2))
-    begin(run, lambda: [])
+    run.begin(lambda: [])
     run._launch(1)
     assert run.saving is not None
     for step in (3, 4):
@@ -681,8 +679,8 @@ def test_fewer_gpus_are_planned_for_anew(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(launching, "elastic_launch", agent)
     left = iter([4, 3])
-    monkeypatch.setattr(command, "gpus_left", lambda: next(left))
-    policy = command.RunRestarts(tmp_path, lambda ranks: ["--ranks", str(ranks)])
+    monkeypatch.setattr(train, "gpus_left", lambda: next(left))
+    policy = train.RunRestarts(tmp_path, lambda ranks: ["--ranks", str(ranks)])
     errors = StringIO()
     assert launching.launch(4, ["all"], errors, restarts=2, policy=policy) == 0
     assert started == [(4, ("all",)), (4, ("all",)), (3, ("--ranks", "3"))]

@@ -15,6 +15,7 @@ import torch
 import fourfold as ff
 from fourfold.axes import AXES
 from fourfold.cli import main
+from fourfold.commands.plan import rows_of
 from fourfold.grid import Shape, shapes_of
 from fourfold.planner import search as search_file
 from fourfold.planner.estimate import LEVERS
@@ -26,7 +27,6 @@ from fourfold.planner.search import Space, search
 from fourfold.planner.work import Launch
 from fourfold.policy import Policy
 from fourfold.train.config import read_config, resolve
-from fourfold.train.plan import rows_of
 from share import share
 
 SMALL = ff.models.config("llama-3-8b", layers=2)

@@ -44,9 +44,9 @@ from fourfold.grid import Shape
 from fourfold.planner.volume import Volume
 from fourfold.policy import Overlap
 from fourfold.report.run_data import read_run
-from fourfold.train.config import Config, read_config
+from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.loop import Run
-from fourfold.train.record import Lines, open_sinks
+from fourfold.train.run_folder import JsonLines, open_sinks
 from fourfold.train.schema import parse
 from harness import Ranks, grid_of
 from share import share
@@ -87,12 +87,12 @@ def cli(*arguments: str) -> Left:
 def cli_as_rank(*commands: Sequence[str]) -> list[Left]:
     """A job: commands one after another on ranks that a launcher has started already."""
     import fourfold.cli
-    from fourfold.train import command, sample
+    from fourfold.commands import sample, train
 
     rank, world = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
     os.environ |= {"RANK": rank, "WORLD_SIZE": world}
     fourfold.cli._leave = lambda code: code  # the process serves other jobs
-    command.close = sample.close = lambda grid: grid.close()  # so does its process group
+    train.close = sample.close = lambda grid: grid.close()  # so does its process group
     return [cli(*arguments) for arguments in commands]
 
 
@@ -168,7 +168,7 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{STEPS:08}"]
     state = read_record(folder / "checkpoints" / f"step-{STEPS:08}").state
     assert state["step"] == STEPS
-    assert parse(Config, state["config"]).model == read_config(folder / "config.toml").model
+    assert parse(TrainConfig, state["config"]).model == read_config(folder / "config.toml").model
     assert state["data"]["sample"] == STEPS * 4
 
 
@@ -287,7 +287,7 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
         "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "spikes", "saved",
         "resumed", "stragglers", "end",
     }  # fmt: skip
-    config = parse(Config, found["config"])
+    config = parse(TrainConfig, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")
     assert found["grid"] == {"x": 1, "y": 1, "z": 1, "data": 1}
     lines = [line for line in lines_of(tmp_path / "run") if line["event"] == "step"]
@@ -338,7 +338,7 @@ def _flat(table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
 # --- what a step sends
 
 
-def record(config: Config, folder: Path) -> list[dict[str, Any]]:
+def record(config: TrainConfig, folder: Path) -> list[dict[str, Any]]:
     """A job: the events of a run on this rank."""
     run = Run(config, grid_of(config.grid.shape), folder)
     kept = Curves()
@@ -347,7 +347,7 @@ def record(config: Config, folder: Path) -> list[dict[str, Any]]:
     return kept.events
 
 
-def predicted(config: Config, rank: int) -> dict[str, int]:
+def predicted(config: TrainConfig, rank: int) -> dict[str, int]:
     """Bytes by axis that a rank sends in a step."""
     shape, batch = config.grid.shape, config.batch
     rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
@@ -392,7 +392,7 @@ def test_every_step_sends_what_was_predicted(ranks, tmp_path: Path, shape: Shape
 UP, DOWN = "layers.0.mlp.up.weight", "layers.0.mlp.down.weight"
 
 
-def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
+def poisoned(config: TrainConfig, folder: Path, steps: list[int]) -> dict[str, Any]:
     """A job: a run in which on rank 1 alone something in backward is not finite in some steps.
 
     Where data replicates that is an activation's gradient, which spoils this rank's share of all sums; otherwise
@@ -473,7 +473,7 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_closing_says_nothing_more() -> None:
-    lines = Lines(Path("/dev/full"))
+    lines = JsonLines(Path("/dev/full"))
     with pytest.raises(OSError, match=r"cannot log to /dev/full \(No space left on device\)"):
         lines.write({"event": "step"})
     lines.close()

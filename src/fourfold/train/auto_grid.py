@@ -65,14 +65,14 @@ def memory_bytes(device: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocatedMachine:
     """A machine, and notes that a reader of its prices must know."""
 
     machine: Machine
     notes: tuple[str, ...]
 
 
-def locate(name: str, job: Hardware, compute: torch.dtype) -> Located:
+def locate(name: str, job: Hardware, compute: torch.dtype) -> LocatedMachine:
     """Return the machine of that name or file; for `auto` the packaged one that is most like this hardware."""
     machine, notes = _automatic(job) if name == AUTO else (load_machine(name), [])
     machine, assumed = _with_dtype(machine, DTYPES[compute])
@@ -82,7 +82,7 @@ def locate(name: str, job: Hardware, compute: torch.dtype) -> Located:
         notes.append(f"{machine.name}: estimates; `fourfold calibrate` measures this machine")
     elif machine.device != job.device:
         notes.append(f"{machine.name} was measured on {machine.device}, and this is {job.device}")
-    return Located(machine, tuple(notes))
+    return LocatedMachine(machine, tuple(notes))
 
 
 def _automatic(job: Hardware) -> tuple[Machine, list[str]]:
@@ -158,7 +158,7 @@ def find_grid(
     return plan.best.choice.shape, _reason(plan.ranked, grids, located)
 
 
-def _reason(ranked: Sequence[Priced], grids: int, located: Located) -> str:
+def _reason(ranked: Sequence[Priced], grids: int, located: LocatedMachine) -> str:
     best, *others = ranked
     said = f"grid {best.choice.shape} by the planner: {duration(best.seconds)} per step on {located.machine.name}"
     if others:

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from fourfold.errors import BadStepsError, RollBackError
-from fourfold.train.sections import WatchSection
+from fourfold.train.config import WatchSection
 
 WAY_OUT = "lower optimizer.rate, raise optimizer.warmup, or look at the data of these steps"
 WINDOW, MIN_LOSSES = 64, 32

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fourfold.grid import Grid
 from fourfold.train.launch import report_failure
-from fourfold.train.story import logger
+from fourfold.train.run_log import logger
 from fourfold.watch.liveness import Alarm, JobDiagnosis
 from fourfold.watch.stragglers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 import fourfold
-from fourfold.atomic import write_json
+from fourfold.atomic import write_json, write_text
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
+from fourfold.data.open import open_source
+from fourfold.data.token_files import TokenSource
+from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import is_watched
 from fourfold.errors import CollectiveError, End, LostPeerError, LostStoreError
 from fourfold.grid import Grid
@@ -33,22 +36,20 @@ from fourfold.optim import AdamW, Clipped
 from fourfold.planner.flops import flops_per_token
 from fourfold.planner.kept import kept_bytes
 from fourfold.train.bad_steps import BadStep, StepJudge
-from fourfold.train.checkpoints import RunSaver, Start, restore
-from fourfold.train.config import Config
-from fourfold.train.guard import NoGuard
-from fourfold.train.meter import Meter, Reading, peak_of
-from fourfold.train.predicted import Comparison, foresee
-from fourfold.train.profile import Profile
-from fourfold.train.record import Event, Owned, Sink, strict
-from fourfold.train.sections import DTYPES
-from fourfold.train.sources import open_sources
+from fourfold.train.checkpoints import RunSaver, Start, earlier_parts, remove_newer, restore
+from fourfold.train.config import DTYPES, TrainConfig
+from fourfold.train.guard import Guard, NoGuard
+from fourfold.train.metrics import Meter, StepMetrics, peak_of
+from fourfold.train.prediction import PredictionCheck, predict_run
+from fourfold.train.profile import StepProfiler
+from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, read_facts, rewind, strict
 from fourfold.train.stop import Stop
 from fourfold.watch.replicas import check_replicas
 from fourfold.watch.tape import Waits
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class StepInFlight:
     """A step under way on the device."""
 
     step: int
@@ -57,13 +58,13 @@ class Launched:
     limit: float
     """Above which the loss is a spike."""
     clipped: Clipped
-    reading: Callable[[], Reading]
+    reading: Callable[[], StepMetrics]
 
 
 class Run:
     """A model in training: made on every rank, recorded by rank 0. Traces the steps that `profile` names."""
 
-    def __init__(self, config: Config, grid: Grid, out: Path, *, profile: range = range(0)) -> None:
+    def __init__(self, config: TrainConfig, grid: Grid, out: Path, *, profile: range = range(0)) -> None:
         self.config, self.grid, self.out = config, grid, out
         self.model_config = config.model.build()
         self.policy = config.build_policy()
@@ -107,23 +108,23 @@ class Run:
         )
         self.local_rows = batch.rows // batch.micro_steps // grid.shape.places
         self.meter = Meter(grid)
-        self.profile = Profile(profile, grid, out / "profile")
+        self.profile = StepProfiler(profile, grid, out / "profile")
         self.sinks: list[Sink] = []
-        self.stored: Event = {}
+        self.stored: RunEvent = {}
         """What run.json holds, on rank 0 from `begin` on."""
-        self._comparison: Comparison | None = None
+        self._comparison: PredictionCheck | None = None
         self.saving: RunSaver | None = None
         """From `begin` on, where the config asks for checkpoints."""
         self.guard = NoGuard()
         """Watches over the ranks from `begin` on."""
-        self.owned: Owned | None = None
+        self.owned: FolderLock | None = None
         """The run's folder, on rank 0 from `begin` on."""
         self.stop = Stop(grid, config.watch.grace)
         self.stopped = False
         """Whether it was asked to stop before its last step, and did."""
         self.step = 0
         self.step_judge = StepJudge(config.watch, config.train.max_skipped)
-        self._under_way: deque[Launched] = deque()
+        self._under_way: deque[StepInFlight] = deque()
 
     @cached_property
     def kept_bytes(self) -> dict[str, int]:
@@ -138,7 +139,7 @@ class Run:
             documents=self.config.data.documents,
         )
 
-    def facts(self) -> Event:
+    def facts(self) -> RunEvent:
         """What the run is, for run.json."""
         shape = self.grid.shape
         return {
@@ -168,22 +169,64 @@ class Run:
         self.step_judge.restore(restore(start, self.model, self.optimizer, self.loader))
         self.step = start.step
 
-    def describe(self, before: list[Event]) -> None:
+    def describe(self, before: list[RunEvent]) -> None:
         """Write what the run is, what is predicted of it, and what it was before it was resumed; by rank 0."""
         self.stored = self.facts()
         if before:
             self.stored["resumed"] = before
         if self.config.plan.compare:
             profile = self.profile
-            self.stored["predicted"], self._comparison = foresee(self.config, self.grid, profile.steps, profile.folder)
+            self.stored["predicted"], self._comparison = predict_run(
+                self.config, self.grid, profile.steps, profile.folder
+            )
         write_json(self.out / "run.json", strict(self.stored))
 
-    def _tell(self, compared: Event | None) -> None:
+    def _tell(self, compared: RunEvent | None) -> None:
         """How the run compares with its prediction, once that is known."""
         if compared is not None:
             self.stored["compared"] = {key: value for key, value in compared.items() if key != "event"}
             write_json(self.out / "run.json", strict(self.stored))
             self._record(compared)
+
+    def begin(self, sinks: Callable[[], Sequence[Sink]], start: Start | None = None) -> None:
+        """Prepare the folder and open the sinks on rank 0, then start saving and watching on every rank.
+
+        If rank 0 fails, all ranks raise. When a run resumes, records and checkpoints after its step are removed first.
+        """
+        start = start or Start()
+
+        def write() -> None:
+            make_folder(self.out)
+            self.owned = FolderLock(self.out)
+            remove_newer(start)
+            write_text(self.out / "config.toml", self.config.stored(self.out).toml())
+            if start.resumes:
+                rewind(self.out / "metrics.jsonl", start.step)
+            self.describe(earlier_parts(read_facts(self.out), start.step) if start.resumes else [])
+            self.sinks = list(sinks())
+            if start.step:
+                where = {"grid": str(self.grid.shape), "checkpoint": str(start.checkpoint)}
+                left_out = {} if start.skipped is None else {"passed_over": str(start.skipped)}
+                self._record({"event": "resumed", "step": start.step, **where, **left_out})
+
+        def find() -> None:
+            if self.config.checkpoint.save and not (self.out / "run.json").exists():
+                raise FileNotFoundError(
+                    f"{self.out.absolute()}, which rank 0 has made, does not exist on rank {self.grid.rank}; put --out "
+                    "on a file system that all nodes share, or set checkpoint.save=false"
+                )
+
+        try:
+            self.grid.first_alone("starting the run", write)
+            self.grid.together("finding the run's folder", find)
+            if self.config.checkpoint.save:
+                self.saving = RunSaver(self.config, self.grid, self.out)
+            if self.grid.shape.world > 1:
+                self.guard = Guard(self.grid, self.out, self.config.watch.deadline)
+        except BaseException:
+            if self.owned is not None:
+                self.owned.release()
+            raise
 
     def train(self) -> None:
         """All steps that are left; whatever ends them is recorded."""
@@ -260,7 +303,7 @@ class Run:
         jumps = loss > skip_above if isfinite(skip_above) else None
         clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
         optimizer.zero_grad()
-        self._under_way.append(Launched(step, rate, loss, limit, clipped, self.meter.end()))
+        self._under_way.append(StepInFlight(step, rate, loss, limit, clipped, self.meter.end()))
 
     def _drain(self) -> None:
         self._settle_down_to(0)
@@ -270,7 +313,7 @@ class Run:
         while len(self._under_way) > left:
             self._settle(self._under_way.popleft())
 
-    def _settle(self, done: Launched) -> None:
+    def _settle(self, done: StepInFlight) -> None:
         """Read what a step gave and record it."""
         self.guard.doing("reading results of its device", Waits.DEVICE if self.meter.on_gpu else Waits.NOTHING)
         loss, norm = done.loss.item(), done.clipped.norm.item()  # waits for the step
@@ -282,7 +325,7 @@ class Run:
         rate = self.config.batch.tokens / reading.seconds
         mfu, hfu = self.peak.utilization(self.flops, rate, self.grid.shape.world)
         self.step = done.step
-        event: Event = {
+        event: RunEvent = {
             "event": "step",
             "step": done.step,
             "loss": loss,
@@ -316,7 +359,7 @@ class Run:
         self.step_judge.act(bad, name, self.loader.state())
 
     @torch.no_grad()
-    def evaluate(self) -> Event:
+    def evaluate(self) -> RunEvent:
         """Mean loss over the held-out batches."""
         if self.evaluation is None:
             raise ValueError("nothing is held out; set data.held_out and train.evaluate_every above 0")
@@ -359,7 +402,7 @@ class Run:
         for event in () if self.saving is None else self.saving.completed():
             self._record(event)
 
-    def _record(self, event: Event) -> None:
+    def _record(self, event: RunEvent) -> None:
         for sink in self.sinks:
             sink.write(event)
 
@@ -384,3 +427,16 @@ class Run:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
+
+
+def open_sources(config: TrainConfig, grid: Grid, cache: Path) -> list[TokenSource]:
+    """Text is prepared once, by rank 0, while the others wait."""
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
+
+    def opened() -> list[TokenSource]:
+        return [
+            open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
+        ]
+
+    found = grid.together("opening the data", lambda: opened() if grid.rank == 0 else [])
+    return grid.together("opening the data", lambda: found or opened())

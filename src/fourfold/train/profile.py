@@ -31,8 +31,8 @@ from fourfold.atomic import replacing, write_json
 from fourfold.axes import AXES
 from fourfold.grid import Grid
 from fourfold.ledger import Op
-from fourfold.train.meter import Reading
-from fourfold.train.record import Event, strict
+from fourfold.train.metrics import StepMetrics
+from fourfold.train.run_folder import RunEvent, strict
 
 Interval = tuple[float, float]
 
@@ -46,7 +46,7 @@ QUIET = "6"
 """torch's profiler logs to stderr when it starts and stops, unless its level of logging is this."""
 
 
-class Profile:
+class StepProfiler:
     """Traces `steps`, which may be none, on this rank. Every rank has one, and they begin and end together."""
 
     def __init__(self, steps: range, grid: Grid, folder: Path) -> None:
@@ -54,7 +54,7 @@ class Profile:
         self.on_gpu = grid.device.type == "cuda"
         self._profiler: torch.profiler.profile | None = None
         self._link_seconds: Counter[str] = Counter()
-        self._readings: list[Reading] = []
+        self._readings: list[StepMetrics] = []
 
     @property
     def trace(self) -> Path:
@@ -97,12 +97,12 @@ class Profile:
             yield
         self._time_links()
 
-    def add(self, step: int, reading: Reading) -> None:
+    def add(self, step: int, reading: StepMetrics) -> None:
         """What the meter read of a step."""
         if step in self.steps:
             self._readings.append(reading)
 
-    def end(self) -> Event:
+    def end(self) -> RunEvent:
         """Write the traces and what they say; the event that tells of it."""
         self._take_link_seconds()
         mine = self.grid.together("writing the profile", self._write)

@@ -9,17 +9,17 @@ from importlib.util import find_spec
 from typing import IO, Any
 
 from fourfold.report.units import duration, nbytes
-from fourfold.train.record import Event
+from fourfold.train.run_folder import RunEvent
 
 
-def progress(stream: IO[str], steps: int, done: int = 0) -> Plain | Bar:
+def progress(stream: IO[str], steps: int, done: int = 0) -> PlainProgress | ProgressBar:
     """A bar where somebody watches and `rich` is installed; of a run that has done some steps before."""
     if stream.isatty() and find_spec("rich") is not None:
-        return Bar(stream, steps, done)
-    return Plain(stream, steps, done)
+        return ProgressBar(stream, steps, done)
+    return PlainProgress(stream, steps, done)
 
 
-class Plain:
+class PlainProgress:
     """A line for the first step, the last, and about every tenth of the way or ten seconds between."""
 
     def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
@@ -31,13 +31,13 @@ class Plain:
     def say(self, text: str = "") -> None:
         print(text, file=self.stream, flush=True)
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         if event["event"] == "step":
             self._step(event)
         elif (text := sentence(event)) is not None:
             self.say(text)
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: RunEvent) -> None:
         step, now = event["step"], time.monotonic()
         if step not in (self.done + 1, self.steps) and step % self._every and now - self._last < 10:
             return
@@ -58,7 +58,7 @@ class Plain:
         self.stream.flush()
 
 
-class Bar:
+class ProgressBar:
     """rich's progress bar; what is said appears above it."""
 
     def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
@@ -81,7 +81,7 @@ class Bar:
     def say(self, text: str = "") -> None:
         self._console.print(text, markup=False, highlight=False)
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         if event["event"] != "step":
             if (text := sentence(event)) is not None:
                 self.say(text)
@@ -109,7 +109,7 @@ ACTIONS = {
 """What becomes of a spike."""
 
 
-def sentence(event: Event) -> str | None:
+def sentence(event: RunEvent) -> str | None:
     """An event that is no step, in words."""
     if event["event"] == "evaluation":
         entropy = f"unigram entropy {event['unigram_entropy']:.4f}"
@@ -132,7 +132,7 @@ def sentence(event: Event) -> str | None:
     return compared(event) if event["event"] == "compared" else None
 
 
-def predicted(facts: Event) -> str:
+def predicted(facts: RunEvent) -> str:
     """The prediction of a run, or why there is none."""
     if "unpriced" in facts:
         return f"not priced: {facts['unpriced']}"
@@ -142,9 +142,9 @@ def predicted(facts: Event) -> str:
     return f"predicted on {facts['machine']}: {step}, peak memory {nbytes(facts['peak_memory_bytes'])}{notes}"
 
 
-def compared(event: Event) -> str:
+def compared(event: RunEvent) -> str:
     """A small table: what was predicted, what the first steps measured, and their ratio."""
-    rows: list[tuple[str, Event, Callable[[float | None], str]]] = [("seconds a step", event["seconds"], duration)]
+    rows: list[tuple[str, RunEvent, Callable[[float | None], str]]] = [("seconds a step", event["seconds"], duration)]
     rows += [(f"exposed over {axis}", pair, duration) for axis, pair in event["exposed_seconds"].items()]
     rows.append(("peak memory", event["peak_memory_bytes"], nbytes))
     first, last = event["steps"][0], event["steps"][-1]
@@ -157,7 +157,7 @@ def compared(event: Event) -> str:
     return "\n".join([*lines, *(f"  {note}" for note in event["notes"])])
 
 
-def profiled(event: Event) -> str:
+def profiled(event: RunEvent) -> str:
     """Where the traces of a profile are, and what opens them."""
     first, last, ranks = event["first"], event["step"], event["ranks"]
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
@@ -165,7 +165,7 @@ def profiled(event: Event) -> str:
     return f'{steps} profiled: {files}; ui.perfetto.dev shows them ("Open trace file"), fourfold report sums them up'
 
 
-def sent(event: Event) -> str:
+def sent(event: RunEvent) -> str:
     """Bytes that a rank sent in a step, by axis."""
     parts = [f"{axis} {nbytes / 1e6:.2f} MB" for axis, nbytes in event["wire_bytes"].items()]
     return ", ".join(parts) or "nothing"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fourfold.planner.machine import load_machine
 from fourfold.train.auto_grid import AUTO
-from fourfold.train.config import Config, read_config
+from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.launch import kill_seconds
 from fourfold.train.rendezvous import BACKEND, PORT
 
@@ -39,13 +39,13 @@ NEEDED = {
 
 
 def launch(options: argparse.Namespace, _: Sequence[str]) -> int:
-    place = Place.of(read_config(options.config), options)
+    place = ClusterJob.of(read_config(options.config), options)
     print(slurm(place) if options.slurm else kubernetes(place, options.config.read_text()))
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ClusterJob:
     """What a scheduler is told; every text of it is a plain word."""
 
     config: str
@@ -63,7 +63,7 @@ class Place:
     claim: str
 
     @classmethod
-    def of(cls, config: Config, options: argparse.Namespace) -> Place:
+    def of(cls, config: TrainConfig, options: argparse.Namespace) -> ClusterJob:
         for option in ("devices", "per_node", "tries", "cpus"):
             if (number := getattr(options, option)) is not None and number < 1:
                 raise ValueError(f"--{option.replace('_', '-')} {number} must be at least 1")
@@ -107,7 +107,7 @@ def _require(option: str, value: str | None, form: re.Pattern[str]) -> None:
         raise ValueError(f"--{option} {value!r} is not one that a scheduler takes; give {FORMS[form]}")
 
 
-def _world(config: Config, devices: int | None) -> int:
+def _world(config: TrainConfig, devices: int | None) -> int:
     if config.grid.auto:
         if devices is None:
             raise ValueError("the config's grid is auto: give --devices, or a config of `fourfold plan --config`")
@@ -118,18 +118,18 @@ def _world(config: Config, devices: int | None) -> int:
     return world
 
 
-def _per_node(config: Config) -> int:
+def _per_node(config: TrainConfig) -> int:
     if config.plan.machine == AUTO:
         raise ValueError("how many devices a node has is not known; give --per-node, or set plan.machine in the config")
     return load_machine(config.plan.machine).devices_per_node
 
 
-def slurm(place: Place) -> str:
+def slurm(place: ClusterJob) -> str:
     """A script for sbatch: a task for each device, so that signals reach the ranks themselves."""
     return "\n".join(_slurm_lines(place))
 
 
-def _slurm_lines(place: Place) -> Iterator[str]:
+def _slurm_lines(place: ClusterJob) -> Iterator[str]:
     limits = {
         "job-name": place.name,
         "nodes": place.nodes,
@@ -154,7 +154,7 @@ def _slurm_lines(place: Place) -> Iterator[str]:
     yield 'exit "$code"'
 
 
-def kubernetes(place: Place, config: str) -> str:
+def kubernetes(place: ClusterJob, config: str) -> str:
     """A manifest for kubectl: a pod for each node, torchrun in it, the config mounted beside."""
     command = [
         *("torchrun", f"--nnodes={place.nodes}", f"--nproc-per-node={place.per_node}"),

@@ -33,7 +33,7 @@ MOST_KEYS_SHOWN = 8
 """How many of the keys that a conversion left out are named."""
 
 
-def show_list(options: argparse.Namespace, _: object) -> int:
+def list_checkpoints(options: argparse.Namespace, _: object) -> int:
     """Print a line for each checkpoint of a run; return 1 where one is damaged."""
     checkpoints = checkpoints_of(options.path)
     rows: list[tuple[str, ...]] = [("step", "saved", "grid", "tensors", "bytes", "holds")]

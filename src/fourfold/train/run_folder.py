@@ -34,11 +34,10 @@ from typing import IO, Any, Protocol
 from fourfold.atomic import replacing
 from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
 from fourfold.errors import End
-from fourfold.train.config import Config
+from fourfold.train.config import LogSection, TrainConfig
 from fourfold.train.schema import to_table
-from fourfold.train.sections import LogSection
 
-Event = dict[str, Any]
+RunEvent = dict[str, Any]
 KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "end")
 """What events tell of."""
 
@@ -46,7 +45,7 @@ KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved
 LOCK = ".lock"
 
 
-class Owned:
+class FolderLock:
     """A run's folder in the hands of one job, until it is released or the process has ended, however it did."""
 
     def __init__(self, folder: Path) -> None:
@@ -104,18 +103,18 @@ def _lock(file: IO[str], folder: Path) -> None:
 class Sink(Protocol):
     """Something that takes events: a file, TensorBoard, Weights & Biases, the terminal."""
 
-    def write(self, event: Event) -> None: ...
+    def write(self, event: RunEvent) -> None: ...
     def close(self) -> None: ...
 
 
-class Lines:
+class JsonLines:
     """JSON lines, each complete on disk before the next."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("a")
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         try:
             self._file.write(json.dumps(strict(event)) + "\n")
             self._file.flush()
@@ -138,13 +137,13 @@ def strict(content: Any) -> Any:
     return None if isinstance(content, float) and not isfinite(content) else content
 
 
-class Kept:
+class MemorySink:
     """Events in memory, for `--json`."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[RunEvent] = []
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         self.events.append(event)
 
     def rewind(self, step: int) -> None:
@@ -162,7 +161,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=None if taken_up is None else taken_up + 1)
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         for name, value in scalars(event):
             self._writer.add_scalar(name, value, event["step"])
 
@@ -171,7 +170,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    def __init__(self, project: str, folder: Path, config: Config) -> None:
+    def __init__(self, project: str, folder: Path, config: TrainConfig) -> None:
         try:
             import wandb  # type: ignore[import-not-found]
         except ImportError as error:
@@ -180,14 +179,14 @@ class WeightsAndBiases:
             ) from error
         self._run = wandb.init(project=project, dir=str(folder), name=folder.name, config=to_table(config))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         self._run.log(dict(scalars(event)), step=event["step"])
 
     def close(self) -> None:
         self._run.finish()
 
 
-def scalars(event: Event) -> list[tuple[str, float]]:
+def scalars(event: RunEvent) -> list[tuple[str, float]]:
     """An event's numbers by name, those by axis as `wire_bytes/x`."""
     return [
         found for key, value in event.items() if key != "step" for found in _numbers(f"{event['event']}/{key}", value)
@@ -200,7 +199,7 @@ def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
     return [(name, float(value))] if isinstance(value, int | float) else []
 
 
-def open_sinks(log: LogSection, folder: Path, config: Config, taken_up: int | None = None) -> list[Sink]:
+def open_sinks(log: LogSection, folder: Path, config: TrainConfig, taken_up: int | None = None) -> list[Sink]:
     """All that the config asks for, or none. Where a run is taken up again, after which step."""
     if log.tensorboard is True and find_spec("tensorboard") is None:
         raise ImportError("log.tensorboard is true but tensorboard is not installed: pip install 'fourfold[train]'")
@@ -211,7 +210,7 @@ def open_sinks(log: LogSection, folder: Path, config: Config, taken_up: int | No
             opened.callback(sink.close)
             sinks.append(sink)
 
-        add(Lines(folder / "metrics.jsonl"))
+        add(JsonLines(folder / "metrics.jsonl"))
         if log.tensorboard is True or (log.tensorboard == "auto" and find_spec("tensorboard") is not None):
             add(TensorBoard(folder / "tensorboard", taken_up))
         if log.wandb is not None:
@@ -220,7 +219,7 @@ def open_sinks(log: LogSection, folder: Path, config: Config, taken_up: int | No
     return sinks
 
 
-def read_facts(out: Path) -> Event | None:
+def read_facts(out: Path) -> RunEvent | None:
     """What run.json holds, None where it is not there or was not written to its end."""
     try:
         return json.loads((out / "run.json").read_text())
@@ -228,7 +227,7 @@ def read_facts(out: Path) -> Event | None:
         return None
 
 
-def stays(event: Event, step: int) -> bool:
+def stays(event: RunEvent, step: int) -> bool:
     """Whether it is still true of a run that goes on after this step."""
     return event["event"] != "end" and event["step"] <= step
 
@@ -247,7 +246,7 @@ def rewind(metrics: Path, step: int) -> None:
             file.writelines(line for line in lines if kept(line))
 
 
-def last_end(metrics: Path) -> Event | None:
+def last_end(metrics: Path) -> RunEvent | None:
     """How the run ended, unless it has gone on since or does still."""
     last = ""
     if metrics.exists():
@@ -265,7 +264,7 @@ def finish(metrics: Path, step: int) -> None:
     if last_end(metrics) is not None:
         return
     rewind(metrics, step)
-    record = Lines(metrics)
+    record = JsonLines(metrics)
     record.write({"event": "end", "step": step, "reason": End.FINISHED})
     record.close()
 

@@ -62,7 +62,7 @@ compare = false
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class TourLength:
     """Of the tour: layers of the model, steps on the first grid, steps on both, tokens to write."""
 
     layers: int
@@ -71,11 +71,11 @@ class Length:
     tokens: int
 
 
-FULL, QUICK = Length(2, 100, 125, 120), Length(1, 4, 6, 20)
+FULL, QUICK = TourLength(2, 100, 125, 120), TourLength(1, 4, 6, 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class TourPart:
     """A part of the tour: what comes and why, the commands, and what is to be said of it afterwards."""
 
     title: str
@@ -112,39 +112,39 @@ def check(out: Path) -> None:
         raise FileExistsError(f"{out} is there already; give --out a folder that is new or empty")
 
 
-def legs(out: Path, length: Length) -> list[Leg]:
+def legs(out: Path, length: TourLength) -> list[TourPart]:
     run, config, exported = out / "run", out / "llama.toml", out / "hugging-face"
     cpu = ("--device", "cpu")
     planned = ("--model", "gpt-80b", "--machine", "frontier", "--devices", "1024", "--batch-tokens", "16.8M")
     return [
-        Leg(
+        TourPart(
             "Plan",
             "Which grid is the fastest for a GPT of 80 billion parameters on 1,024 devices of Frontier? Fourfold cuts "
             "every matrix product over three axes, x, y and z, and replicates it over a fourth, data. The planner "
             "prices all grids from a file that describes the machine. It needs no device.",
             (("plan", *planned, "--top", "4"),),
         ),
-        Leg(
+        TourPart(
             "Train",
             f"Now a model that fits here: {config} describes a small Llama, which learns to write Python from the "
             "source of the standard library. Four processes on this machine are the ranks: x=2 cuts the features "
             "(tensor parallelism), z=2 the weights and the batch (FSDP).",
             (("train", str(config), "--grid", "x=2,z=2", *cpu, "--out", str(run)),),
         ),
-        Leg(
+        TourPart(
             "Report",
             "One HTML file about that run: loss, speed, memory, and the bytes that were sent over each axis. Open it "
             "in a browser; it loads nothing from elsewhere.",
             (("report", str(run)),),
         ),
-        Leg(
+        TourPart(
             "Go on, on another grid",
             "The run saved a checkpoint at its end. Any grid can go on from it: here 2 ranks in place of 4, "
             "z=2 alone. The data goes on where it was, and so does the loss.",
             (("train", "--resume", str(run), "--grid", "z=2", "--steps", str(length.steps), *cpu),),
             lambda: seam(run / "metrics.jsonl", length.first),
         ),
-        Leg(
+        TourPart(
             "Export, and let it write",
             "The same weights as a folder that transformers opens; and what the model writes after `import `, a byte "
             "at a time. It has seen little, so expect the look of Python, not its sense.",
@@ -156,7 +156,7 @@ def legs(out: Path, length: Length) -> list[Leg]:
     ]
 
 
-def walk(tour: Sequence[Leg], out: Path, *, pause: bool) -> int:
+def walk(tour: Sequence[TourPart], out: Path, *, pause: bool) -> int:
     """Leg by leg; the exit code is that of the command that failed, if one does."""
     for number, leg in enumerate(tour, 1):
         if pause and number > 1:

@@ -27,8 +27,7 @@ from fourfold.planner.simulate import chrome_trace
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
-from fourfold.train.config import Config
-from fourfold.train.sections import BatchSection, GridSection, Model, PlanSection, PolicySection
+from fourfold.train.config import BatchSection, GridSection, ModelSection, PlanSection, PolicySection, TrainConfig
 
 
 def plan(options: argparse.Namespace, _: object) -> int:
@@ -127,11 +126,11 @@ def rows_of(tokens: float, seq: int, devices: int) -> int:
     return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
 
 
-def run_config(best: Price, model: str, machine: str) -> Config:
+def run_config(best: Price, model: str, machine: str) -> TrainConfig:
     """What `fourfold train` takes for the choice."""
     choice, task = best.choice, best.task
     policy = choice.policy
-    return Config(
+    return TrainConfig(
         model=model_section(model, task.config),
         grid=GridSection(**choice.shape.sizes, order=choice.shape.order),  # type: ignore[arg-type]
         policy=PolicySection(
@@ -149,9 +148,9 @@ def run_config(best: Price, model: str, machine: str) -> Config:
     )
 
 
-def model_section(model: str, config: ModelConfig) -> Model:
+def model_section(model: str, config: ModelConfig) -> ModelSection:
     """A published size by its name, any other by its fields."""
-    return Model(name=model) if model in SIZES else Model(**asdict(config))
+    return ModelSection(name=model) if model in SIZES else ModelSection(**asdict(config))
 
 
 def why(found: Plan, shape: Shape) -> dict[str, Any]:

@@ -21,10 +21,9 @@ from fourfold.planner.program import step_program
 from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import COMPUTE, Span, chrome_trace, simulate
 from fourfold.planner.work import Launch, Product, Work
-from fourfold.train.auto_grid import Hardware, Located, locate, memory_bytes
-from fourfold.train.config import Config
-from fourfold.train.record import Event
-from fourfold.train.sections import DTYPES
+from fourfold.train.auto_grid import Hardware, LocatedMachine, locate, memory_bytes
+from fourfold.train.config import DTYPES, TrainConfig
+from fourfold.train.run_folder import RunEvent
 
 UNSTEADY = 2
 """Steps at the start that are not compared: they find the order of gathers, compile, and fill caches."""
@@ -42,10 +41,10 @@ class Prediction:
     """The price of a run's own choice, and what it was found with."""
 
     price: Price
-    located: Located
+    located: LocatedMachine
 
     @property
-    def facts(self) -> Event:
+    def facts(self) -> RunEvent:
         """For run.json."""
         found, memory = self.price, self.price.memory
         choice = found.choice
@@ -99,7 +98,7 @@ def _by_axis(seconds: Any, shape: Shape) -> dict[str, float]:
     return {axis: seconds.get(axis, 0.0) for axis in AXES if shape.sizes[axis] > 1}
 
 
-def predict(config: Config, job: Hardware) -> Prediction:
+def predict(config: TrainConfig, job: Hardware) -> Prediction:
     """Price a resolved config on the machine that it names."""
     policy, batch, shape = config.build_policy(), config.batch, config.grid.shape
     compute = DTYPES[config.policy.dtype]
@@ -109,7 +108,9 @@ def predict(config: Config, job: Hardware) -> Prediction:
     return Prediction(price(task, Choice(shape, policy, rows, batch.micro_steps)), located)
 
 
-def foresee(config: Config, grid: Grid, traced: range, folder: Path) -> tuple[Event, Comparison | None]:
+def predict_run(
+    config: TrainConfig, grid: Grid, traced: range, folder: Path
+) -> tuple[RunEvent, PredictionCheck | None]:
     """What is predicted of a run, for run.json, and what compares it; where nothing is, why.
 
     Where steps are to be traced, the predicted timeline is written beside their traces.
@@ -127,39 +128,39 @@ def foresee(config: Config, grid: Grid, traced: range, folder: Path) -> tuple[Ev
     if trace is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PREDICTED, trace)
-    return facts, Comparison(facts, traced=traced, on_gpu=on_gpu)
+    return facts, PredictionCheck(facts, traced=traced, on_gpu=on_gpu)
 
 
-class Comparison:
+class PredictionCheck:
     """Takes the events of steps; tells once how they compare with the prediction.
 
     Steps that were traced are slower and count only where there is no other.
     """
 
-    def __init__(self, predicted: Event, *, traced: range, on_gpu: bool) -> None:
+    def __init__(self, predicted: RunEvent, *, traced: range, on_gpu: bool) -> None:
         self.predicted, self.traced, self.on_gpu = predicted, traced, on_gpu
         self.notes = [*predicted["notes"], *([] if on_gpu else [WHOLE_PROCESS])]
-        self._steps: list[Event] = []
+        self._steps: list[RunEvent] = []
         self._told = False
 
-    def add(self, step: Event) -> Event | None:
+    def add(self, step: RunEvent) -> RunEvent | None:
         """The comparison, when this step completes it."""
         if self._told:
             return None
         self._steps.append(step)
         return self._compare(self._steady) if len(self._steady) == COMPARED else None
 
-    def finish(self) -> Event | None:
+    def finish(self) -> RunEvent | None:
         """What a run that was too short for it has."""
         if self._told or not self._steps:
             return None
         return self._compare(self._steady or self._steps[UNSTEADY:] or self._steps[-1:])
 
     @property
-    def _steady(self) -> list[Event]:
+    def _steady(self) -> list[RunEvent]:
         return [step for step in self._steps[UNSTEADY:] if step["step"] not in self.traced]
 
-    def _compare(self, steps: Sequence[Event]) -> Event:
+    def _compare(self, steps: Sequence[RunEvent]) -> RunEvent:
         self._told = True
         exposed = self.predicted["exposed_seconds"]
         memory = _pair(self.predicted["peak_memory_bytes"], [step["peak_memory_bytes"] for step in steps])

@@ -27,18 +27,18 @@ import torch.distributed as dist
 
 from fourfold import comm
 from fourfold.checkpoint.folder import CHECKPOINTS
+from fourfold.commands.local_ranks import chosen_device, default_folder, grid_options, require_world, wanted_ranks
+from fourfold.commands.probe import Budget, FolderMark, bytes_of, free_bytes, look_at, myself, product_flops, within
 from fourfold.environment import Environment, inside_a_job
 from fourfold.errors import LateRanksError, LostStoreError
 from fourfold.grid import Grid, Shape
 from fourfold.job import Channel, find_store, ranks_text
 from fourfold.train.auto_grid import Hardware, memory_bytes
-from fourfold.train.config import Config, read_config, resolve
+from fourfold.train.config import TrainConfig, read_config, resolve
 from fourfold.train.launch import launch, share_cores
-from fourfold.train.options import chosen_device, default_folder, grid_options, wanted_ranks
-from fourfold.train.predicted import predict
-from fourfold.train.probe import Budget, FolderMark, bytes_of, free_bytes, look_at, myself, product_flops, within
+from fourfold.train.prediction import predict
 from fourfold.train.progress import output
-from fourfold.train.record import strict
+from fourfold.train.run_folder import strict
 from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ STATES = 3
 class PlannedRun:
     """The run that the preflight is for."""
 
-    config: Config | None
+    config: TrainConfig | None
     """The resolved config; None where only the machine is looked at."""
     shape: Shape
     folder: str | None
@@ -86,7 +86,7 @@ def preflight(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return launch(ranks, [*arguments, *decided], sys.stderr)
 
 
-def requested(options: argparse.Namespace) -> Config:
+def requested(options: argparse.Namespace) -> TrainConfig:
     """Return the config with the changes of the command line; the defaults where no config is given."""
     if options.path is None and options.changes:
         raise ValueError(f"--set {options.changes[0][0]} changes a config; give CONFIG.toml with it")
@@ -110,17 +110,14 @@ def _preflight(options: argparse.Namespace, device: str) -> int:
     began = time.monotonic()
     job = Environment.read()
     world = job.world
-    if options.ranks not in (None, world):
-        raise ValueError(
-            f"--ranks {options.ranks}, but this job has {world}; leave --ranks away where something else starts them"
-        )
+    require_world(options.ranks, world)
     plan = planned(options, world, device)
     if plan.shape.world != world:
         raise ValueError(f"the grid {plan.shape} has {plan.shape.world} ranks, but this job has {world}; change one")
     here = torch.device("cuda", job.local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
     budget = Budget(SECONDS)
     channel = Channel("preflight", range(world), find_store(job, JOIN_SECONDS), rank=job.rank)
-    look = Look(channel, budget, plan, here, first_of_node=job.local_rank == 0)
+    look = Preflight(channel, budget, plan, here, first_of_node=job.local_rank == 0)
     facts = look.facts()
     failed = []
     if facts is not None:
@@ -154,7 +151,7 @@ def show(checks: Sequence[Check], facts: Facts, json_to: str | None, seconds: fl
             Path(json_to).write_text(text + "\n")
 
 
-class Look:
+class Preflight:
     """The measurements of one rank; all ranks make the same ones together."""
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +16,27 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from fourfold.axes import AXES
+from fourfold.commands.doctor import disagreement
+from fourfold.commands.local_ranks import (
+    chosen_device,
+    close,
+    default_folder,
+    grid_options,
+    require_world,
+    wanted_ranks,
+)
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
-from fourfold.environment import inside_a_job
+from fourfold.environment import inside_a_job, is_watched
 from fourfold.errors import RollBackError
-from fourfold.grid import Grid, Shape
+from fourfold.grid import Grid
 from fourfold.models.transformer import build
 from fourfold.train.auto_grid import memory_bytes
-from fourfold.train.begin import begin
 from fourfold.train.checkpoints import (
     Start,
     any_restarted,
+    config_to_read,
     find_start,
     is_done,
     newest_step,
@@ -35,27 +46,15 @@ from fourfold.train.checkpoints import (
     steps_to_profile,
     what_was_lost,
 )
-from fourfold.train.config import Config, resolve
-from fourfold.train.doctor import disagreement
+from fourfold.train.config import TrainConfig, read_config, resolve
 from fourfold.train.launch import RestartPolicy, launch, share_cores
-from fourfold.train.loop import Run
-from fourfold.train.options import (
-    check_options,
-    check_profile,
-    chosen_device,
-    default_folder,
-    gpus_left,
-    grid_options,
-    requested,
-    wanted_ranks,
-    wanted_restarts,
-)
+from fourfold.train.loop import Run, open_sources
 from fourfold.train.process import TERMINATED, listen_to_signals
-from fourfold.train.progress import Bar, Plain, output, predicted, progress
-from fourfold.train.record import (
+from fourfold.train.progress import PlainProgress, ProgressBar, output, predicted, progress
+from fourfold.train.run_folder import (
     KINDS,
-    Event,
-    Kept,
+    MemorySink,
+    RunEvent,
     Sink,
     check_folder,
     open_sinks,
@@ -64,9 +63,8 @@ from fourfold.train.record import (
     strict,
     write_for_us_alone,
 )
+from fourfold.train.run_log import RankLog, RunLog, note
 from fourfold.train.schema import to_table
-from fourfold.train.sources import open_sources
-from fourfold.train.story import RankLog, Story, note
 
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -79,7 +77,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     ranks = wanted_ranks(asked, options.ranks, device)
     people = sys.stderr if options.print_config else output(options.json)
 
-    def resolved(ranks: int) -> Config:
+    def resolved(ranks: int) -> TrainConfig:
         return resolve(
             asked,
             ranks,
@@ -104,7 +102,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if is_done(start, config, options.resume, people):
             return 0
 
-    def decided(config: Config) -> list[str]:
+    def decided(config: TrainConfig) -> list[str]:
         """What the ranks of such a run are told."""
         world = str(config.grid.shape.world)
         return [*arguments, "--ranks", world, *grid_options(config.grid.shape), "--out", out, "--device", device]
@@ -171,7 +169,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
     return _run(config, grid, options)
 
 
-def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
+def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
     """Train and leave a run's folder behind."""
     stream = output(options.json)
     require_named_folder(config.train.out)
@@ -184,7 +182,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     if is_done(start, config, out, stream if grid.rank == 0 else None):
         close(grid)
         return 0
-    kept = [Kept()] if options.json is not None else []
+    kept = [MemorySink()] if options.json is not None else []
     profile = steps_to_profile(options.profile, start.step, asked=not again)
     while True:
         run = prepare(Run(config, grid, out, profile=profile), start, stream, kept)
@@ -209,7 +207,7 @@ def _run(config: Config, grid: Grid, options: argparse.Namespace) -> int:
     return TERMINATED if run.stopped else 0
 
 
-def prepare(run: Run, start: Start, stream: IO[str], kept: Sequence[Kept]) -> Run:
+def prepare(run: Run, start: Start, stream: IO[str], kept: Sequence[MemorySink]) -> Run:
     """Let it go on from there, open what records it, and say what is about to run."""
     run.take_up(start)
     shown = progress(stream, run.config.train.steps, start.step)
@@ -217,14 +215,14 @@ def prepare(run: Run, start: Start, stream: IO[str], kept: Sequence[Kept]) -> Ru
         gone = ", ".join(folder.name for folder in start.newer)
         shown.say(f"goes back to step {start.step}: removes {gone} and what was recorded after that step")
     taken_up = start.step if start.resumes else None
-    told: list[Plain | Bar] = [shown]
+    told: list[PlainProgress | ProgressBar] = [shown]
 
     def sinks() -> list[Sink]:
         opened = open_sinks(run.config.log, run.out, run.config, taken_up)
-        told.append(Story(run.out, run.config.train.steps, start.step))
+        told.append(RunLog(run.out, run.config.train.steps, start.step))
         return [*opened, *told, *kept]
 
-    begin(run, sinks, start)
+    run.begin(sinks, start)
     if run.grid.rank == 0:
         greet(run, told, start)
     return run
@@ -243,7 +241,7 @@ def farewell(run: Run, stream: IO[str]) -> None:
         print(f"  fourfold sample {out} --prompt 'import '", file=stream)
 
 
-def check_outputs(grid: Grid, out: Path, config: Config, json_to: str | None, *, resumes: bool) -> None:
+def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | None, *, resumes: bool) -> None:
     """Before anything is made: rank 0 must be able to write what is asked for."""
 
     def check() -> None:
@@ -258,34 +256,27 @@ def check_outputs(grid: Grid, out: Path, config: Config, json_to: str | None, *,
     grid.first_alone("the run's folder", check)
 
 
-def join(options: argparse.Namespace, device: str) -> tuple[Grid, Config, str]:
+def join(options: argparse.Namespace, device: str) -> tuple[Grid, TrainConfig, str]:
     """This rank's place on the grid, the config resolved for it, and why the planner chose the grid if it did."""
     first = Grid.alone(device)  # joins the job, whose size the grid may depend on
     world = dist.get_world_size()
     del first
-    if options.ranks not in (None, world):
-        raise ValueError(
-            f"--ranks {options.ranks}, but this job has {world}; leave --ranks away where something else starts them"
-        )
+    require_world(options.ranks, world)
     config = requested(options, world)
     check_profile(options, config)
     said: list[str] = []
     config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=said.append)
-    grid = place(config.grid.shape, device)
+    grid = Grid.of_shape(config.grid.shape, device=device)
     if device == "cpu":
         share_cores()
     return grid, config, "".join(said)
 
 
-def place(shape: Shape, device: str) -> Grid:
-    return Grid.of_shape(shape, device=device)
-
-
-def write_result(path: str | None, run: Run, kept: Sequence[Kept]) -> None:
+def write_result(path: str | None, run: Run, kept: Sequence[MemorySink]) -> None:
     """What `--json` asks for, by rank 0."""
     if path is None or run.grid.rank != 0:
         return
-    by_kind: dict[str, list[Event]] = {kind: [] for kind in KINDS}
+    by_kind: dict[str, list[RunEvent]] = {kind: [] for kind in KINDS}
     for event in kept[0].events:
         by_kind[event["event"]].append({key: value for key, value in event.items() if key != "event"})
     result = {
@@ -309,7 +300,7 @@ def write_result(path: str | None, run: Run, kept: Sequence[Kept]) -> None:
         Path(path).write_text(text + "\n")
 
 
-def greet(run: Run, told: Sequence[Plain | Bar], start: Start) -> None:
+def greet(run: Run, told: Sequence[PlainProgress | ProgressBar], start: Start) -> None:
     """Tell what is about to run."""
     for text in greeting(run, start):
         for one in told:
@@ -338,7 +329,7 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
     yield f"knowing only how frequent each token is, the loss would be {run.entropy:.4f} (unigram entropy)\n"
 
 
-def _compare(config: Config, grid: Grid, steps: int) -> int:
+def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
     """Train beside one process, on the run's own batches, each in one micro-step, and show the differences."""
     if steps < 1 or config.data.documents:
         raise ValueError(
@@ -372,7 +363,75 @@ def _compare(config: Config, grid: Grid, steps: int) -> int:
     return 0
 
 
-def close(grid: Grid) -> None:
-    """Leave the job in order."""
-    grid.close()
-    dist.destroy_process_group()
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse what does not go together."""
+    if options.resume is not None:
+        if options.out is not None and Path(options.out) != options.resume:
+            raise ValueError(
+                f"--resume {options.resume} goes on in that folder, so --out {options.out} has no use; leave one away"
+            )
+        if options.compare_serial is not None:
+            raise ValueError("--compare-serial trains no run and has none to --resume; leave one of them away")
+    elif options.step is not None:
+        raise ValueError(f"--step {options.step} names a checkpoint to go on from; give its run with --resume")
+    if options.restarts is not None:
+        if options.restarts < 0:
+            raise ValueError(f"--restarts {options.restarts}: there cannot be fewer than 0")
+        if inside_a_job() and not is_watched():
+            raise ValueError("--restarts is for ranks that are started here; torchrun has --max-restarts for its own")
+
+
+def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
+    """The config file, or that of the run which goes on, with what the command line changes of it.
+
+    A run that goes on with another number of ranks has its grid found again.
+    """
+    source = config_to_read(options.config, options.resume, [options.model])
+    changes = list(options.changes)
+    if options.grid is not None:
+        changes += [(f"grid.{axis}", size) for axis, size in options.grid.items()]
+    if options.data is not None:
+        changes.append(("data.sources", [{"path": path} for path in options.data]))
+    given = {
+        "model.name": options.model,
+        "train.steps": options.steps,
+        "policy.dtype": options.dtype,
+        "train.out": options.out if options.resume is None else str(options.resume),
+        "plan.machine": options.machine,
+    }
+    changes += [(key, value) for key, value in given.items() if value is not None]
+    config = read_config(source, changes, forget_grid=options.grid is not None)
+    if options.resume is None or options.grid or config.grid.auto:
+        return config
+    if ranks in (None, config.grid.shape.world):
+        return config
+    # the order that is stored was found for the other grid
+    return read_config(source, [("grid.order", list(AXES)), *changes], forget_grid=True)
+
+
+def check_profile(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Refuse to profile steps that there will not be."""
+    if not options.profile:
+        return
+    if options.compare_serial is not None:
+        raise ValueError("--compare-serial trains no run and has no steps to --profile; leave one of them away")
+    first, last, steps = options.profile[0], options.profile[-1], config.train.steps
+    if last > steps:
+        asked = first if first == last else f"{first}-{last}"
+        raise ValueError(
+            f"--profile {asked}: this run has train.steps={steps}; name a step from 1 to {steps}, or such as 1-{steps}"
+        )
+
+
+def gpus_left() -> int:
+    """That still answer, asked by a new process: this one has counted them when it began."""
+    code = "import torch; print(torch.cuda.device_count())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    return int(found.stdout) if found.returncode == 0 else 0
+
+
+def wanted_restarts(config: TrainConfig, asked: int | None, ranks: int) -> int:
+    """How often to start local ranks again: by default where there is something to go on from."""
+    if asked is not None:
+        return asked
+    return 3 if ranks > 1 and config.checkpoint.save and config.checkpoint.every else 0

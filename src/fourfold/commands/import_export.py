@@ -32,9 +32,16 @@ from fourfold.checkpoint.hugging_face import (
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.models.hugging_face import read_config_json, read_keys
 from fourfold.report.units import count, nbytes
-from fourfold.train.config import Config, beside, read_config
+from fourfold.train.config import (
+    BatchSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    TrainConfig,
+    beside,
+    read_config,
+)
 from fourfold.train.schema import parse, to_table
-from fourfold.train.sections import BatchSection, DataSection, Model, OptimizerSection
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,7 +59,7 @@ class Imported:
     """The run that an import has made."""
 
     model_type: str
-    config: Config
+    config: TrainConfig
     dtype: torch.dtype
     notes: tuple[str, ...]
 
@@ -68,8 +75,8 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
     model_type, model, notes = _read_model(path)
     with new_folder(out) as folder:
         data, more = _import_tokenizer(source, folder, model.vocab, eod)
-        config = Config(
-            model=Model(source.resolve().name, **dataclasses.asdict(model)),
+        config = TrainConfig(
+            model=ModelSection(source.resolve().name, **dataclasses.asdict(model)),
             data=data,
             batch=BatchSection(seq=min(LONGEST_SEQ, model.seq)),
             optimizer=OptimizerSection(rate=LEARNING_RATE),
@@ -84,7 +91,7 @@ def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
     """Return the model type, the config of ours that computes the same, and notes on keys that were not read."""
     fields, notes = read_config_json(path, exact=True)
     try:
-        section = parse(Model, {"name": "", **fields})  # checks the type of every value
+        section = parse(ModelSection, {"name": "", **fields})  # checks the type of every value
         chosen = {name: getattr(section, name) for name in fields}
         return read_keys(path)["model_type"], models.ModelConfig(**chosen), notes
     except ValueError as error:
@@ -169,12 +176,12 @@ def export_model(
     return Exported(model_type, checkpoint.name, model.parameters, weights, has_tokenizer, (*notes, *more))
 
 
-def _sections_of(checkpoint: Path, record: Record) -> tuple[Model, DataSection]:
+def _sections_of(checkpoint: Path, record: Record) -> tuple[ModelSection, DataSection]:
     """Return the sections model and data of the config in a checkpoint, or else of its run's config."""
     written = record.state.get("config")
     if isinstance(written, dict):
         try:
-            return parse(Model, written.get("model"), "model"), parse(DataSection, written.get("data"), "data")
+            return parse(ModelSection, written.get("model"), "model"), parse(DataSection, written.get("data"), "data")
         except ValueError as error:
             raise ValueError(f"{checkpoint / RECORD}: {error}") from error
     path = checkpoint.resolve().parent.parent / "config.toml"

@@ -17,13 +17,11 @@ from fourfold.planner.machine import load_machine, to_toml
 from fourfold.report import write_report
 from fourfold.report.run_data import read_run
 from fourfold.train.auto_grid import MEASURED, Hardware, locate
-from fourfold.train.begin import begin
-from fourfold.train.config import Config
+from fourfold.train.config import PlanSection, TrainConfig
 from fourfold.train.loop import Run
-from fourfold.train.predicted import COMPARED, WHOLE_PROCESS, Comparison, predict
+from fourfold.train.prediction import COMPARED, WHOLE_PROCESS, PredictionCheck, predict
 from fourfold.train.progress import compared, predicted
-from fourfold.train.record import Lines, scalars
-from fourfold.train.sections import PlanSection
+from fourfold.train.run_folder import JsonLines, scalars
 from harness import grid_of
 
 ESTIMATES = "laptop: estimates; `fourfold calibrate` measures this machine"
@@ -31,11 +29,11 @@ ESTIMATES = "laptop: estimates; `fourfold calibrate` measures this machine"
 # --- a run
 
 
-def trained(config: Config, folder: Path, wanted: range = range(0)) -> dict[str, Any]:
+def trained(config: TrainConfig, folder: Path, wanted: range = range(0)) -> dict[str, Any]:
     """A job: a run; its events, what rank 0 stored, and what it launched in its third step."""
     run = Run(config, grid_of(config.grid.shape), folder, profile=wanted)
     kept = Curves()
-    begin(run, lambda: [kept, Lines(folder / "metrics.jsonl")])
+    run.begin(lambda: [kept, JsonLines(folder / "metrics.jsonl")])
     launch, launched = run._launch, []
 
     def watched(step: int) -> None:
@@ -48,7 +46,7 @@ def trained(config: Config, folder: Path, wanted: range = range(0)) -> dict[str,
     return {"events": kept.events, "stored": run.stored, "launched": launched}
 
 
-def config_for(folder: Path, shape: Shape, steps: int, **plan: Any) -> Config:
+def config_for(folder: Path, shape: Shape, steps: int, **plan: Any) -> TrainConfig:
     write_texts(folder)
     changes = {"model.layers": 1, "train.evaluate_every": 0, "checkpoint.save": False}
     return replace(config_of("gpt-tiny", "fp32", steps, folder, shape, changes), plan=PlanSection(**plan))
@@ -172,7 +170,7 @@ def step(number: int, seconds: float) -> dict[str, Any]:
 
 
 def compare(seconds: list[float], traced: range = range(0)) -> dict[str, Any] | None:
-    comparison = Comparison(PREDICTED, traced=traced, on_gpu=True)
+    comparison = PredictionCheck(PREDICTED, traced=traced, on_gpu=True)
     told = [comparison.add(step(number, each)) for number, each in enumerate(seconds, 1)]
     found = [event for event in (*told, comparison.finish()) if event is not None]
     assert len(found) <= 1

@@ -15,13 +15,12 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from fourfold.commands.local_ranks import chosen_device, close, require_world
 from fourfold.environment import Environment, inside_a_job
 from fourfold.grid import Grid
 from fourfold.planner.calibrate import Calibration
 from fourfold.planner.machine import Machine, parse_machine, to_toml
-from fourfold.train.command import close
 from fourfold.train.launch import cores, launch, share_cores
-from fourfold.train.options import chosen_device
 from fourfold.train.process import listen_to_signals
 
 
@@ -46,7 +45,7 @@ def check(options: argparse.Namespace) -> None:
     if not 0 < options.seconds < float("inf"):
         raise ValueError(f"--seconds {options.seconds:g}: measuring takes some time; give a number above 0, such as 60")
     if options.ranks is not None and options.ranks < 1:
-        raise ValueError(f"--ranks {options.ranks}: there must be at least one")
+        raise ValueError(f"--ranks {options.ranks}: at least one rank is needed")
 
 
 def wanted_ranks(asked: int | None, device: str) -> int:
@@ -83,10 +82,7 @@ def join(device: str, ranks: int | None) -> Grid:
     """All ranks of the job along one axis."""
     Grid.alone(device)  # joins the job
     world = dist.get_world_size()
-    if ranks not in (None, world):
-        raise ValueError(
-            f"--ranks {ranks}, but this job has {world}; leave --ranks away where something else starts them"
-        )
+    require_world(ranks, world)
     line = Grid(data=world, device=device)
     if device == "cpu":
         share_cores()

@@ -13,8 +13,8 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.grid import Grid
-from fourfold.train.record import make_folder, write_for_us_alone
-from fourfold.train.story import EVENTS, LOG, OF_RANKS, RankLog, Story, note
+from fourfold.train.run_folder import make_folder, write_for_us_alone
+from fourfold.train.run_log import EVENTS, LOG, OF_RANKS, RankLog, RunLog, note
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ")
 STEP = {
@@ -24,7 +24,7 @@ STEP = {
 
 
 def test_the_log_has_the_time_before_each_line_and_events_have_no_steps(tmp_path: Path) -> None:
-    story = Story(tmp_path, steps=4)
+    story = RunLog(tmp_path, steps=4)
     story.say("two lines\nof one text\n")
     story.write(STEP)
     story.write({"event": "saved", "step": 4, "seconds": 0.1})
@@ -43,7 +43,7 @@ def test_the_log_has_the_time_before_each_line_and_events_have_no_steps(tmp_path
 def test_what_the_launcher_notes_stands_among_what_happened(tmp_path: Path) -> None:
     note(tmp_path, "failed", "before there is a run: nothing is written")
     assert not list(tmp_path.iterdir())
-    story = Story(tmp_path, steps=4)
+    story = RunLog(tmp_path, steps=4)
     note(tmp_path, "restarted", "rank 1 was killed by SIGKILL; the run goes on after step 2 (start 2)")
     story.write({"event": "saved", "step": 4, "seconds": 0.1})
     story.close()

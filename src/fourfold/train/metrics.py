@@ -20,11 +20,11 @@ import torch
 from fourfold.grid import Grid
 from fourfold.planner.flops import PEAK_FLOPS, Flops
 
-Mark = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class StepMetrics:
     """A step as rank 0 saw it."""
 
     seconds: float
@@ -49,13 +49,13 @@ class Meter:
         self._sent = Counter(self.grid.ledger.wire_bytes)
         self.grid.ledger.take_exposed()
 
-    def end(self) -> Callable[[], Reading]:
+    def end(self) -> Callable[[], StepMetrics]:
         began, ended = self._began, self._mark()
         sent = Counter(self.grid.ledger.wire_bytes)
         wire_bytes = {axis: sent[axis] - self._sent[axis] for axis in sent if sent[axis] > self._sent[axis]}
         exposed = self.grid.ledger.take_exposed()
         self._began, self._sent = ended, sent
-        return lambda: Reading(_between(began, ended), wire_bytes, exposed(), self.peak_memory_bytes())
+        return lambda: StepMetrics(_between(began, ended), wire_bytes, exposed(), self.peak_memory_bytes())
 
     def peak_memory_bytes(self) -> int:
         """The most that this rank has held since the start: the process on the CPU, tensors on a GPU."""
@@ -64,7 +64,7 @@ class Meter:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else most * 1024
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> Timestamp:
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -72,14 +72,14 @@ class Meter:
         return event
 
 
-def _between(began: Mark, ended: Mark) -> float:
+def _between(began: Timestamp, ended: Timestamp) -> float:
     if isinstance(began, torch.cuda.Event):
         return began.elapsed_time(ended) / 1e3  # type: ignore[arg-type]
     return ended - began  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class PeakFlops:
     """FLOP/s that a device could do, and where the figure comes from; 0 where nobody knows."""
 
     flops: float
@@ -93,19 +93,19 @@ class Peak:
         return flops.model * rate, flops.hardware * rate
 
 
-def peak_of(grid: Grid, dtype: torch.dtype, given: float | None) -> Peak:
+def peak_of(grid: Grid, dtype: torch.dtype, given: float | None) -> PeakFlops:
     """What is given, else the data sheet's for bf16 on a GPU that it knows, else the best product measured now.
 
     Every rank measures at the same time, so that ranks that share cores share the peak too.
     """
     if given is not None:
-        return Peak(given, "log.peak_flops")
+        return PeakFlops(given, "log.peak_flops")
     if grid.device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(grid.device)
         if name in PEAK_FLOPS:
-            return Peak(PEAK_FLOPS[name], f"data sheet of {name}, dense bf16")
+            return PeakFlops(PEAK_FLOPS[name], f"data sheet of {name}, dense bf16")
     size = 8192 if grid.device.type == "cuda" else 512
-    return Peak(_measure(size, dtype, grid.device), f"best of {size} x {size} products measured at the start")
+    return PeakFlops(_measure(size, dtype, grid.device), f"best of {size} x {size} products measured at the start")
 
 
 def _measure(size: int, dtype: torch.dtype, device: torch.device, seconds: float = 0.2) -> float:

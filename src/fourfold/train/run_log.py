@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, Self, TextIO
 
 from fourfold.grid import Grid
-from fourfold.train.progress import Plain
-from fourfold.train.record import Event, Lines
+from fourfold.train.progress import PlainProgress
+from fourfold.train.run_folder import JsonLines, RunEvent
 
 LOG, EVENTS, OF_RANKS = "log.txt", "events.jsonl", "logs"
 logger = logging.getLogger("fourfold")
@@ -33,7 +33,7 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-class Stamped(TextIO):
+class TimestampedFile(TextIO):
     """A file whose lines begin with the time."""
 
     def __init__(self, file: IO[str]) -> None:
@@ -53,15 +53,15 @@ class Stamped(TextIO):
         self._file.close()
 
 
-class Story(Plain):
+class RunLog(PlainProgress):
     """A sink: log and events of a run; by rank 0."""
 
     def __init__(self, folder: Path, steps: int, done: int = 0) -> None:
-        self._stamped = Stamped((folder / LOG).open("a"))
+        self._stamped = TimestampedFile((folder / LOG).open("a"))
         super().__init__(self._stamped, steps, done)
-        self._events = Lines(folder / EVENTS)
+        self._events = JsonLines(folder / EVENTS)
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         super().write(event)
         if event["event"] == "end":
             self.say(f"ended at step {event['step']}: {event['reason']}")
@@ -80,8 +80,8 @@ def note(folder: Path, kind: str, text: str) -> None:
         return
     with suppress(OSError):
         with (folder / LOG).open("a") as file:
-            Stamped(file).write(f"{text}\n")
-        events = Lines(folder / EVENTS)
+            TimestampedFile(file).write(f"{text}\n")
+        events = JsonLines(folder / EVENTS)
         events.write({"at": now(), "event": kind, "said": text})
         events.close()
 

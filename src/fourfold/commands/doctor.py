@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fourfold.errors import End
-from fourfold.train.record import last_end
+from fourfold.train.run_folder import last_end
 from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import DIAGNOSIS, TapeReading, read_all
 
@@ -24,7 +24,7 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.preflight:
         if folder is not None and folder.is_dir():
             raise ValueError(f"--preflight {folder} is a folder; give the config of the run to be, CONFIG.toml")
-        from fourfold.train.preflight import preflight
+        from fourfold.commands.preflight import preflight
 
         return preflight(options, arguments)
     given = [name for name in OF_PREFLIGHT if getattr(options, name) not in (None, [])]

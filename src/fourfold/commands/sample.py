@@ -9,15 +9,14 @@ from dataclasses import replace
 
 from fourfold.checkpoint.folder import find_checkpoint
 from fourfold.checkpoint.load import load_weights
+from fourfold.commands.local_ranks import chosen_device, close
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import inside_a_job
-from fourfold.grid import Shape
+from fourfold.grid import Grid, Shape
 from fourfold.models.generate import generate
 from fourfold.models.transformer import build
-from fourfold.train.command import close, place
 from fourfold.train.config import read_config
 from fourfold.train.launch import launch
-from fourfold.train.options import chosen_device
 from fourfold.train.process import listen_to_signals
 
 
@@ -30,7 +29,7 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     device = chosen_device(options.device)
     if not inside_a_job() and shape.world > 1:
         return launch(shape.world, [*arguments, "--device", device], sys.stderr)
-    grid = place(shape, device)
+    grid = Grid.of_shape(shape, device=device)
     listen_to_signals()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
     policy = replace(config.build_policy(), compile=False)  # every token would be another shape to compile
