@@ -143,11 +143,20 @@ def test_without_a_command_the_help_is_shown(words: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train folder", "folder is a folder; give a config, CONFIG.toml; a run goes on by --resume folder"),
-        ("train absent.toml", "there is no config absent.toml; give the path of a TOML file"),
-        ("train --set rows=3", "'rows' is no key (did you mean batch.rows?); write section.key=value, sections are "),
-        ("train --set seq=3", "'seq' is no key (did you mean model.seq or batch.seq?); write section.key=value"),
-        ("train --set batch.micro_steps=3", "batch.rows=16 cannot be cut into micro_steps=3 equal parts; take 18 rows"),
+        (
+            "train folder",
+            "folder is a folder; give a config, CONFIG.toml, or resume the run in it with --resume",
+        ),
+        ("train absent.toml", "the config absent.toml does not exist; give the path of a TOML file"),
+        (
+            "train --set rows=3",
+            "'rows' is not a key (did you mean batch.rows?); write section.key=value; the sections",
+        ),
+        ("train --set seq=3", "'seq' is not a key (did you mean model.seq or batch.seq?); write section.key=value"),
+        (
+            "train --set batch.micro_steps=3",
+            "batch.rows=16 cannot be split into micro_steps=3 equal parts; use 18",
+        ),
         ("train --steps 0", "train.steps=0 must be at least 1"),
         ("train --set 'data.sources=[{weight=1}]'", "data.sources[0].path is missing; data.sources[0] needs path"),
         ("plan PLAN --config absent/run.toml", "--config absent/run.toml: there is no folder absent; make it first"),

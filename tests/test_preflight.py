@@ -429,7 +429,7 @@ def test_what_a_run_needs_follows_from_its_config(tmp_path: Path) -> None:
         (("runs/one", "--grid", "auto"), r"--grid is for --preflight"),
         (("runs/one", "--set", "grid.x=2"), r"--set is for --preflight"),
         (("--preflight", "."), r"--preflight . is a folder; give the config"),
-        (("--preflight", "no.toml"), r"there is no config no.toml"),
+        (("--preflight", "no.toml"), r"the config no.toml does not exist"),
         (("--preflight", "--set", "batch.rows=2"), r"--set batch.rows changes a config; give CONFIG.toml"),
         (("--preflight", "--ranks", "0"), r"--ranks 0: at least one rank is needed"),
         (("--preflight", "--grid", "x=2", "--ranks", "3"), r"--ranks 3, but the grid x=2 has 2"),

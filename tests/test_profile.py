@@ -32,7 +32,7 @@ def test_steps_of_the_command_line() -> None:
     assert steps("4-4") == range(4, 5)
     for wrong in ("", "0", "0-2", "5-2", "-", "2-", "-2", "two", "1.5", "1-2-3", "2,3", " "):
         with pytest.raises(
-            argparse.ArgumentTypeError, match=r"is not a range of steps; write one, such as 7, or .* such as 7-9"
+            argparse.ArgumentTypeError, match=r"is not a range of steps; write one step, such as 7, or .* such as 7-9"
         ):
             steps(wrong)
 

@@ -86,7 +86,7 @@ def trained(config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
     grid = grid_of(config.grid.shape)
     start = find_start(grid, folder, config) if resume else Start()
     run = Run(config, grid, folder)
-    run.take_up(start)
+    run.load(start)
     run.begin(lambda: [JsonLines(folder / "metrics.jsonl")], start)
     run.train()
 
@@ -506,7 +506,7 @@ def skipped_before(config: TrainConfig, folder: Path) -> tuple[int, int]:
     for step in (3, 4):
         run.step_judge.judge(step, 2.0, inf, inf)
     run.saving.save(4, run.model, run.optimizer, run.loader, run.step_judge, last=True)
-    again.take_up(find_start(grid, folder, config))
+    again.load(find_start(grid, folder, config))
     return again.step, again.step_judge.state()["skipped"]
 
 

@@ -551,7 +551,7 @@ def test_mistakes_are_errors_of_one_line(one: Ranks, tokens: str, tmp_path: Path
     assert_error(attempt(tokens, "--grid", "x=2", "--ranks", "3"), "--ranks 3", "x=2")
     assert_error(attempt(tokens, "--ranks", "0"), "--ranks 0")
     assert_error(attempt(tokens, "--grid", "x=5"), "grids of 5 ranks that fit")
-    assert_error(one.run(cli, "train", str(tmp_path / "absent.toml"))[0], "there is no config", "absent.toml")
+    assert_error(one.run(cli, "train", str(tmp_path / "absent.toml"))[0], "the config", "absent.toml does not exist")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert_error(one.run(cli, "sample", str(empty))[0], "has no config.toml")
     assert_error(one.run(cli, "report", str(empty))[0], "is not a run")

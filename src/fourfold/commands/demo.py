@@ -49,7 +49,7 @@ rows = 16
 seq = 128
 
 [optimizer]
-rate = 5e-3
+learning_rate = 5e-3
 schedule = "constant"
 
 [train]

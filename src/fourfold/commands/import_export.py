@@ -79,7 +79,7 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
             model=ModelSection(source.resolve().name, **dataclasses.asdict(model)),
             data=data,
             batch=BatchSection(seq=min(LONGEST_SEQ, model.seq)),
-            optimizer=OptimizerSection(rate=LEARNING_RATE),
+            optimizer=OptimizerSection(learning_rate=LEARNING_RATE),
         )
         state = {"step": 0, "config": to_table(config)}
         dtype = import_weights(source, model_type, model, Checkpoints(folder / CHECKPOINTS).path(0), state)

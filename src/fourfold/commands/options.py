@@ -409,7 +409,7 @@ and checkpoints.
 
 Examples:
   fourfold train --model gpt-tiny --grid x=2,z=2 --steps 100
-  fourfold train run.toml --set optimizer.rate=3e-4 --set batch.rows=64
+  fourfold train run.toml --set optimizer.learning_rate=3e-4 --set batch.rows=64
   fourfold train --data texts/ --data more.tokens --ranks 8 --out runs/one --set checkpoint.every=500
   fourfold train --resume runs/one --grid x=4,z=2
   torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml"""

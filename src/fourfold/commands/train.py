@@ -209,7 +209,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
 
 def prepare(run: Run, start: Start, stream: IO[str], kept: Sequence[MemorySink]) -> Run:
     """Let it go on from there, open what records it, and say what is about to run."""
-    run.take_up(start)
+    run.load(start)
     shown = progress(stream, run.config.train.steps, start.step)
     if start.newer and run.grid.rank == 0:
         gone = ", ".join(folder.name for folder in start.newer)

@@ -25,7 +25,7 @@ from typing import Any
 from fourfold.errors import BadStepsError, RollBackError
 from fourfold.train.config import WatchSection
 
-WAY_OUT = "lower optimizer.rate, raise optimizer.warmup, or look at the data of these steps"
+WAY_OUT = "lower optimizer.learning_rate, raise optimizer.warmup, or look at the data of these steps"
 WINDOW, MIN_LOSSES = 64, 32
 """The limit follows from the last WINDOW losses; from fewer than MIN_LOSSES it would be too uncertain."""
 NORMAL = 1.4826

@@ -1,7 +1,8 @@
-"""What a run is: sections of validated fields, from TOML and from the command line.
+"""The config of a run: sections of validated fields, read from TOML and from the command line.
 
-A config may leave much open (`"auto"`, no grid, no folder). `resolve` fills that in for a number of ranks and a kind
-of device; the resolved config is stored with the run and gives the same run again.
+Each section is a frozen dataclass with the keys of its TOML table as fields, and checks itself. A config may leave much
+open (`"auto"`, no grid, no folder). `resolve` fills that in for a number of ranks and a kind of device, and checks what
+must fit across sections. The resolved config is stored with the run, and training it again repeats the run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from fourfold import models
 from fourfold.axes import AXES, BATCH
 from fourfold.grid import Shape
+from fourfold.models.config import MODEL_FIELDS
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
 from fourfold.policy import Activations, Overlap, Policy, Recompute
@@ -31,34 +33,17 @@ Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 REQUIRED = tuple(field.name for field in dataclasses.fields(models.ModelConfig) if field.default is dataclasses.MISSING)
-"""What a model of no published size must say of itself."""
+"""The keys that a model without a published size must set."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSection:
-    """A published size and what is changed of it, or any other name and all of the fields of `models.ModelConfig`."""
+class ModelKeys:
+    """The methods of `ModelSection`."""
 
-    name: str = "gpt-tiny"
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    mlp_hidden: int | None = None
-    vocab: int | None = None
-    seq: int | None = None
-    norm: Literal["layer", "rms"] | None = None
-    mlp: Literal["gelu", "swiglu"] | None = None
-    positions: Literal["learned", "rope"] | None = None
-    rope_theta: float | None = None
-    bias: bool | None = None
-    tied: bool | None = None
-    qk_norm: bool | None = None
-    dropout: float | None = None
-    norm_eps: float | None = None
+    name: str
 
     def build(self) -> models.ModelConfig:
-        changes = {key: value for key, value in dataclasses.asdict(self).items() if key != "name" and value is not None}
+        """Return the model's config: the published size with the given keys changed, or a model of these keys alone."""
+        changes = {key: getattr(self, key) for key in MODEL_FIELDS if getattr(self, key) is not None}
         missing = [name for name in REQUIRED if name not in changes]
         if self.name in models.SIZES or len(missing) == len(REQUIRED):
             return models.config(self.name, **changes)
@@ -67,11 +52,21 @@ class ModelSection:
         try:
             return models.config(self.name)
         except ValueError as error:
-            raise ValueError(f"{error}; a model of another name needs {', '.join(missing)} too") from error
+            raise ValueError(f"{error}; a model of another name also needs {', '.join(missing)}") from error
+
+
+ModelSection = make_dataclass(
+    "ModelSection",
+    [("name", str, "gpt-tiny"), *((name, kind | None, None) for name, kind in MODEL_FIELDS.items())],
+    bases=(ModelKeys,),
+    frozen=True,
+)
+"""A published size and the fields of `models.ModelConfig` to change in it, or another name and all required fields."""
+ModelSection.__module__ = __name__  # for pickle, as below
 
 
 class GridSizes:
-    """What `GridSection` does with its sizes."""
+    """The methods of `GridSection`."""
 
     order: tuple[str, ...]
 
@@ -95,19 +90,20 @@ GridSection = make_dataclass(
     bases=(GridSizes,),
     frozen=True,
 )
-"""Sizes of the axes; with none given the planner finds the fastest grid for the number of ranks. `order` is how ranks
-walk the axes, fastest-varying first; this usual order may change where the planner finds the grid."""
-GridSection.__module__ = __name__  # make_dataclass says "types" before Python 3.12, and pickle does not find it there
+"""Sizes of the axes; if none is given, the planner finds the fastest grid for the number of ranks. `order` lists the
+axes in which consecutive ranks differ, fastest-varying first; the planner may change the default order."""
+GridSection.__module__ = __name__  # before Python 3.12 make_dataclass says "types", where pickle does not find it
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySection:
-    """What is cut, kept, recomputed and cast; as `Policy` says."""
+    """What is sharded, kept, recomputed and cast; `Policy` explains the fields."""
 
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """Of products and messages; auto: bf16 on a GPU, fp32 on the CPU. Weights are fp32, or fp64 with fp64."""
-    reduce: Dtype | None = None
-    """In which gradients are reduced over z; by default that of the weights."""
+    """The dtype of matrix products and messages; auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64
+    with fp64."""
+    reduce_dtype: Dtype | None = None
+    """The dtype in which gradients are reduced over z; by default the dtype of the weights."""
     activations: Activations = "sharded"
     recompute: Recompute = "none"
     keep_gathered: bool = False
@@ -116,13 +112,15 @@ class PolicySection:
     shard_optimizer: bool = False
     bucket_bytes: int = 25 << 20
     compile: Literal["auto"] | bool = "auto"
-    """Compile the computation between collectives; auto: on a GPU."""
+    """Whether to compile the computation between collectives; auto does on a GPU."""
 
     @property
     def parameters(self) -> torch.dtype:
+        """The dtype of the parameters."""
         return torch.float64 if self.dtype == "fp64" else torch.float32
 
     def build(self, overlap: Overlap) -> Policy:
+        """Return the policy of these keys."""
         return Policy(
             overlap=overlap,
             activations=self.activations,
@@ -133,24 +131,24 @@ class PolicySection:
             shard_optimizer=self.shard_optimizer,
             bucket_bytes=self.bucket_bytes,
             compute=DTYPES[self.dtype],
-            reduce=None if self.reduce is None else DTYPES[self.reduce],
+            reduce=None if self.reduce_dtype is None else DTYPES[self.reduce_dtype],
             compile=self.compile is True,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSection:
-    """Something to train on and its share of the samples."""
+    """Text or tokens to train on, and their share of the samples."""
 
     path: str
     """`standard-library`, a text file or folder, a .tokens file, a Megatron or nanoGPT .bin file."""
     weight: float = 1.0
     eod: int | None = None
-    """The id that ends a document, where the file does not say."""
+    """The id that ends a document, if the file does not name one."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
-            raise ValueError(f"weight={self.weight} must be above 0; leave a source away to not use it")
+            raise ValueError(f"weight={self.weight} must be above 0; to leave a source out, remove it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +157,15 @@ class DataSection:
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face tokenizer.json."""
     eod: str | int | None = None
-    """The token of a tokenizer.json that ends a document, where it has an unusual name."""
+    """The token that ends a document, if the tokenizer.json has an unusual name for it."""
     documents: bool = False
-    """Keep attention inside each of the documents that share a row."""
+    """Whether attention stays inside each of the documents that share a row."""
     held_out: float = 0.01
-    """The last part of every source, for evaluation alone."""
+    """The share of every source, at its end, that is only used for evaluation."""
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ValueError("sources is empty; name at least one, such as standard-library")
+            raise ValueError("sources is empty; give at least one, such as standard-library")
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out={self.held_out} must be at least 0 and below 1")
 
@@ -175,10 +173,10 @@ class DataSection:
 @dataclass(frozen=True, slots=True)
 class BatchSection:
     rows: int = 16
-    """Sequences of a step, over all ranks and micro-steps."""
+    """Sequences per step, over all ranks and micro-batches."""
     seq: int = 128
     micro_steps: int = 1
-    """Parts of a step that run one after another, their gradients added up."""
+    """Micro-batches per step. They run one after another, and their gradients accumulate."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "seq", "micro_steps"):
@@ -187,7 +185,7 @@ class BatchSection:
         if self.rows % self.micro_steps:
             near = -(-self.rows // self.micro_steps) * self.micro_steps
             raise ValueError(
-                f"rows={self.rows} cannot be cut into micro_steps={self.micro_steps} equal parts; take {near} rows"
+                f"rows={self.rows} cannot be split into micro_steps={self.micro_steps} equal parts; use {near} rows"
             )
 
     @property
@@ -199,26 +197,27 @@ class BatchSection:
 class OptimizerSection:
     """AdamW and its schedule."""
 
-    rate: float = 1e-3
+    learning_rate: float = 1e-3
     warmup: int | None = None
-    """Steps until the rate is reached; by default 10, or all where there are fewer."""
+    """Steps of linear warm-up; by default 10, or all steps if the run has fewer."""
     schedule: Decay = "cosine"
     decay: float = 0.2
-    """The part of the steps over which a stable schedule decays."""
+    """The share of the steps, at the end, in which a stable schedule decays."""
     floor: float = 0.1
+    """The last learning rate, as a share of the highest."""
     base_rows: int | None = None
-    """The rate is meant for that many rows and grows linearly with them."""
+    """The batch.rows for which the learning rate is meant. With more rows the learning rate grows linearly."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
-    """Largest norm of the gradients; inf: any."""
+    """Gradients with a larger norm are scaled down to this norm; inf never does."""
 
     def __post_init__(self) -> None:
         if not self.clip > 0:
-            raise ValueError(f"clip={self.clip} must be above 0; inf does not clip")
-        for name in ("rate", "eps", "weight_decay"):
+            raise ValueError(f"clip={self.clip} must be above 0; inf turns clipping off")
+        for name in ("learning_rate", "eps", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
         for name in ("beta1", "beta2"):
@@ -235,10 +234,10 @@ class TrainSection:
     out: str | None = None
     """The run's folder; by default runs/MODEL-DATE-TIME."""
     evaluate_every: int = 50
-    """Steps between evaluations on the held-out part, which also follows the last step; 0: never."""
+    """Steps between evaluations on the held-out data; the last step is also followed by one. 0 never evaluates."""
     evaluate_batches: int = 8
     max_skipped: int = 5
-    """Skipped steps in a row (watch.not_finite, watch.spikes) after which the run stops."""
+    """The run stops after this many skipped steps in a row; see watch.not_finite and watch.spikes."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluate_batches", 1), ("max_skipped", 1)):
@@ -248,18 +247,18 @@ class TrainSection:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSection:
-    """When the whole state of training is written to the run's folder, and what stays there."""
+    """When the whole training state is saved to the run's folder, and which checkpoints are kept."""
 
     save: bool = True
-    """When the run ends, also by SIGTERM, and at intervals."""
+    """Whether to save at intervals and when the run ends, also after SIGTERM."""
     every: int = 0
-    """Steps between checkpoints; 0: at the end alone."""
+    """Steps between checkpoints; 0 saves only at the end."""
     keep_last: int = 2
-    """How many stay; the newest always does."""
+    """How many of the newest checkpoints are kept."""
     keep_every: int = 0
-    """Those of steps that are multiples of this stay for good; 0: of none."""
+    """Checkpoints of steps that are multiples of this are never removed; 0 keeps none for that reason."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy of the step."""
+    """Whether training continues while a copy of the state is written."""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
@@ -270,11 +269,11 @@ class CheckpointSection:
 @dataclass(frozen=True, slots=True)
 class LogSection:
     tensorboard: Literal["auto"] | bool = "auto"
-    """auto: when the package tensorboard is installed."""
+    """auto logs to TensorBoard if the package tensorboard is installed."""
     wandb: str | None = None
-    """A project of Weights & Biases to log to."""
+    """The Weights & Biases project to log to."""
     peak_flops: float | None = None
-    """FLOP/s of one device, for MFU and HFU; by default its data sheet's, on the CPU measured."""
+    """Peak FLOP/s of one device, for MFU and HFU; by default from its data sheet, on the CPU measured."""
 
     def __post_init__(self) -> None:
         if self.peak_flops is not None and not self.peak_flops > 0:
@@ -283,53 +282,58 @@ class LogSection:
 
 @dataclass(frozen=True, slots=True)
 class WatchSection:
-    """What is watched while ranks train."""
+    """What is watched during training, and what happens when something is wrong."""
 
     deadline: float = 300.0
-    """Seconds that a rank may wait for a collective; then all ranks stop and say who did not come. inf: for ever."""
+    """Seconds that a rank may wait for a collective. After that all ranks stop and report which rank was missing. inf
+    waits forever."""
 
     replicas_every: int = 100
-    """Steps between two looks at whether replicas of the parameters are still equal, bit for bit; 0: never."""
+    """Steps between checks that replicas of the parameters are equal bit for bit; 0 never checks."""
 
     not_finite: Literal["skip", "roll_back", "stop"] = "skip"
-    """What becomes of a step whose gradients are not finite: it changes nothing; the run goes on from its newest
-    checkpoint without the data since; the run ends. Of skipped steps train.max_skipped in a row end it too."""
+    """What to do about a step with gradients that are not finite. skip leaves the parameters unchanged, and ends the
+    run after train.max_skipped steps in a row; roll_back resumes from the newest checkpoint and skips the data since;
+    stop ends the run."""
 
     spikes: Literal["tell", "skip", "roll_back", "stop"] = "tell"
-    """The same of a step whose loss jumps, or only tell."""
+    """What to do about a step with a spike in the loss: the same actions, or tell, which only reports it."""
 
     spike_above: float = 8.0
-    """A loss jumps where it is so many standard deviations above the median of the last 64; 0: never."""
+    """A loss is a spike if it is this many standard deviations above the median of the last 64 losses; 0 never finds
+    one."""
 
     grace: float = 600.0
-    """Seconds after SIGTERM in which the run has ended, with a last checkpoint if that takes no longer."""
+    """Seconds that the run has to end after SIGTERM, including its last checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("deadline", "grace"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0; inf waits for ever")
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0; inf waits forever")
         if not 0 <= self.spike_above < inf:
-            raise ValueError(f"spike_above={self.spike_above} must be at least 0, which is never, and finite")
+            raise ValueError(f"spike_above={self.spike_above} must be at least 0 and finite; 0 turns it off")
         if self.replicas_every < 0:
             raise ValueError(f"replicas_every={self.replicas_every} must be at least 0")
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSection:
-    """What the planner says of the run."""
+    """What the planner does for the run."""
 
     machine: str = AUTO
-    """A packaged machine or the path of a machine file; auto: the packaged one that is most like this one."""
+    """A packaged machine or the path of a machine file; auto is the packaged machine most like this one."""
     compare: bool = True
-    """Price the run when it begins, and show that beside what its first steps measure."""
+    """Whether to predict the step time at the start, and compare it with the first measured steps."""
 
 
 BYTES = "bytes"
-"""The tokenizer that has no file."""
+"""The name of the tokenizer that needs no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
+    """The config of a training run; its fields are the sections."""
+
     model: ModelSection = field(default_factory=ModelSection)
     grid: GridSection = field(default_factory=GridSection)
     policy: PolicySection = field(default_factory=PolicySection)
@@ -345,9 +349,10 @@ class TrainConfig:
 
     @property
     def schedule(self) -> Schedule:
+        """The schedule of the learning rate."""
         section = self.optimizer
         return Schedule(
-            section.rate,
+            section.learning_rate,
             self.train.steps,
             warmup=min(10, self.train.steps) if section.warmup is None else section.warmup,
             shape=section.schedule,
@@ -358,14 +363,19 @@ class TrainConfig:
         )
 
     def build_policy(self) -> Policy:
-        """As the model takes it: the sections policy and overlap in one."""
+        """Return the policy that the model takes: the sections policy and overlap together."""
         return self.policy.build(self.overlap)
 
     def toml(self) -> str:
+        """Return the config as the text of a TOML file."""
         return to_toml(to_table(self))
 
     def stored(self, folder: Path) -> TrainConfig:
-        """As a run's folder keeps it: run again it gets another one, and a tokenizer in it moves with it."""
+        """Return the config as the run's folder keeps it.
+
+        It does not name the folder, so that training it again makes another one. A tokenizer in the folder is named
+        without its path, so that the folder can be moved.
+        """
         name, data = Path(self.data.tokenizer), self.data
         if self.data.tokenizer != BYTES and name.expanduser().parent.resolve() == folder.resolve():
             data = replace(data, tokenizer=name.name)
@@ -375,22 +385,22 @@ class TrainConfig:
 def read_config(
     path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, forget_grid: bool = False
 ) -> TrainConfig:
-    """The config of a TOML file (or the defaults) with some keys changed: `("batch.rows", 32)`.
+    """Return the config of a TOML file, or the defaults, with some keys changed, such as `("batch.rows", 32)`.
 
-    With `forget_grid` the sizes of the file's grid do not count.
+    `forget_grid` ignores the sizes of the grid in the file.
     """
     table: dict[str, Any] = {}
     if path is not None:
         if not path.is_file():
             if path.is_dir():
                 raise IsADirectoryError(
-                    f"{path} is a folder; give a config, CONFIG.toml; a run goes on by --resume {path}"
+                    f"{path} is a folder; give a config, CONFIG.toml, or resume the run in it with --resume {path}"
                 )
-            raise FileNotFoundError(f"there is no config {path}; give the path of a TOML file")
+            raise FileNotFoundError(f"the config {path} does not exist; give the path of a TOML file")
         try:
             table = tomllib.loads(path.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no TOML: {error}") from error
+            raise ValueError(f"{path} is not valid TOML: {error}") from error
         try:
             table = upgrade_config(table)
         except ValueError as error:
@@ -407,8 +417,11 @@ def read_config(
 
 
 def beside(name: str, folder: Path) -> str:
-    """The tokenizer that a config in this folder names: a bare name, or a path that is not there any more, is that of
-    a file beside the config if there is one. So a run that has its own can be moved."""
+    """Return the path of the tokenizer that a config in this folder names.
+
+    A bare name, or a path that no longer exists, means the file of that name beside the config, if there is one. So a
+    run with a tokenizer of its own can be moved.
+    """
     path, own = Path(name).expanduser(), folder / Path(name).name
     return str(own) if name != BYTES and own.is_file() and (path.name == name or not path.is_file()) else name
 
@@ -420,7 +433,7 @@ def _put_beside(table: dict[str, Any], folder: Path) -> None:
 
 
 def table_of(section: str) -> list[str]:
-    """The keys of a section."""
+    """Return the keys of a section."""
     return [field.name for field in dataclasses.fields(getattr(TrainConfig(), section))]
 
 
@@ -431,18 +444,18 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
         near = nearest(section, sections)
         if homes := [each for each in sections if not dot and key in table_of(each)]:
             near = f" (did you mean {' or '.join(f'{home}.{key}' for home in homes)}?)"
-        raise ValueError(f"{key!r} is no key{near}; write section.key=value, sections are {', '.join(sections)}")
+        raise ValueError(f"{key!r} is not a key{near}; write section.key=value; the sections are {', '.join(sections)}")
     keys = table.setdefault(section, {})
-    if isinstance(keys, dict):  # otherwise `parse` says what is wrong with it
+    if isinstance(keys, dict):  # otherwise `parse` reports the error
         keys[name] = value
 
 
 def resolve(
     config: TrainConfig, ranks: int, *, on_gpu: bool, memory_bytes: int, say: Callable[[str], object] = lambda _: None
 ) -> TrainConfig:
-    """Fill in what is left open, for that many ranks on that kind of device.
+    """Return the config with everything filled in, for this number of ranks on this kind of device.
 
-    Where the planner chooses the grid, why it takes this one is said in one line.
+    If the planner chooses the grid, `say` receives its reason in one line.
     """
     dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
     compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
@@ -457,7 +470,7 @@ def resolve(
     if model.build().positions == "learned" and config.batch.seq > model.build().seq:
         raise ValueError(
             f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
-            "raise model.seq or lower batch.seq"
+            "increase model.seq or decrease batch.seq"
         )
     if config.grid.auto:
         shape = Shape(order=config.grid.order)
@@ -471,15 +484,15 @@ def resolve(
     if rows % places:
         sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
         raise ValueError(
-            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} are {rows} rows, which "
-            f"{'*'.join(BATCH)} = {sizes} does not divide; take a multiple of {places * config.batch.micro_steps} rows"
+            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} gives {rows} rows, which is not "
+            f"divisible by {'*'.join(BATCH)} = {sizes}; use a multiple of {places * config.batch.micro_steps} rows"
         )
     return config
 
 
 @contextmanager
 def _section(name: str) -> Iterator[None]:
-    """Errors inside name the section."""
+    """Add the name of the section to errors inside."""
     try:
         yield
     except ValueError as error:
@@ -487,7 +500,7 @@ def _section(name: str) -> Iterator[None]:
 
 
 def choose_grid(config: TrainConfig, job: Hardware) -> tuple[Shape, str]:
-    """The planner's grid for the job, and why it is taken."""
+    """Return the planner's grid for the job, and its reason."""
     return find_grid(
         config.model.build(),
         config.build_policy(),

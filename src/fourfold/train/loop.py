@@ -1,6 +1,6 @@
 """The training loop: one run on this rank, from a resolved config.
 
-On a GPU the host runs one step ahead: what a step gave is read when the next one has been launched, so reading
+On a GPU the host runs one step ahead: it reads the results of a step after it has launched the next one, so reading
 never makes the device wait.
 """
 
@@ -50,19 +50,20 @@ from fourfold.watch.tape import Waits
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step under way on the device."""
+    """A step that was launched and that the host has not read yet."""
 
     step: int
-    rate: float
+    learning_rate: float
     loss: Tensor
     limit: float
-    """Above which the loss is a spike."""
+    """The loss above which this step is a spike."""
     clipped: Clipped
-    reading: Callable[[], StepMetrics]
+    metrics: Callable[[], StepMetrics]
+    """Returns the metrics of the step once the device has finished it."""
 
 
 class Run:
-    """A model in training: made on every rank, recorded by rank 0. Traces the steps that `profile` names."""
+    """A training run. Every rank has one; rank 0 records it. `profile` names the steps to trace."""
 
     def __init__(self, config: TrainConfig, grid: Grid, out: Path, *, profile: range = range(0)) -> None:
         self.config, self.grid, self.out = config, grid, out
@@ -93,7 +94,7 @@ class Run:
         section = config.optimizer
         self.optimizer = AdamW(
             self.model,
-            section.rate,
+            section.learning_rate,
             betas=(section.beta1, section.beta2),
             eps=section.eps,
             weight_decay=section.weight_decay,
@@ -111,24 +112,24 @@ class Run:
         self.profile = StepProfiler(profile, grid, out / "profile")
         self.sinks: list[Sink] = []
         self.stored: RunEvent = {}
-        """What run.json holds, on rank 0 from `begin` on."""
-        self._comparison: PredictionCheck | None = None
+        """The contents of run.json, on rank 0 after `begin`."""
+        self._prediction_check: PredictionCheck | None = None
         self.saving: RunSaver | None = None
-        """From `begin` on, where the config asks for checkpoints."""
+        """Set by `begin` if the config asks for checkpoints."""
         self.guard = NoGuard()
-        """Watches over the ranks from `begin` on."""
-        self.owned: FolderLock | None = None
-        """The run's folder, on rank 0 from `begin` on."""
+        """Watches the ranks after `begin`."""
+        self.lock: FolderLock | None = None
+        """The lock on the run's folder, on rank 0 after `begin`."""
         self.stop = Stop(grid, config.watch.grace)
         self.stopped = False
-        """Whether it was asked to stop before its last step, and did."""
+        """Whether the run stopped before its last step because of SIGTERM."""
         self.step = 0
         self.step_judge = StepJudge(config.watch, config.train.max_skipped)
-        self._under_way: deque[StepInFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
 
     @cached_property
     def kept_bytes(self) -> dict[str, int]:
-        """Of a rank, by kind of recompute; asked for by rank 0 alone."""
+        """Bytes that one rank keeps for backward, by kind of recompute."""
         return kept_bytes(
             self.model_config,
             self.grid,
@@ -140,7 +141,7 @@ class Run:
         )
 
     def facts(self) -> RunEvent:
-        """What the run is, for run.json."""
+        """Return the description of the run for run.json."""
         shape = self.grid.shape
         return {
             "fourfold": fourfold.__version__,
@@ -164,25 +165,26 @@ class Run:
             "steps": self.config.train.steps,
         }
 
-    def take_up(self, start: Start) -> None:
-        """Go on from there; before the first step."""
+    def load(self, start: Start) -> None:
+        """Load the checkpoint that the run resumes from, before the first step."""
         self.step_judge.restore(restore(start, self.model, self.optimizer, self.loader))
         self.step = start.step
 
     def describe(self, before: list[RunEvent]) -> None:
-        """Write what the run is, what is predicted of it, and what it was before it was resumed; by rank 0."""
+        """Write run.json on rank 0: the run, the planner's prediction, and the parts of the run before it was
+        resumed."""
         self.stored = self.facts()
         if before:
             self.stored["resumed"] = before
         if self.config.plan.compare:
             profile = self.profile
-            self.stored["predicted"], self._comparison = predict_run(
+            self.stored["predicted"], self._prediction_check = predict_run(
                 self.config, self.grid, profile.steps, profile.folder
             )
         write_json(self.out / "run.json", strict(self.stored))
 
-    def _tell(self, compared: RunEvent | None) -> None:
-        """How the run compares with its prediction, once that is known."""
+    def _record_comparison(self, compared: RunEvent | None) -> None:
+        """Record how the run compares with its prediction, if that is known now."""
         if compared is not None:
             self.stored["compared"] = {key: value for key, value in compared.items() if key != "event"}
             write_json(self.out / "run.json", strict(self.stored))
@@ -195,9 +197,9 @@ class Run:
         """
         start = start or Start()
 
-        def write() -> None:
+        def prepare_folder() -> None:
             make_folder(self.out)
-            self.owned = FolderLock(self.out)
+            self.lock = FolderLock(self.out)
             remove_newer(start)
             write_text(self.out / "config.toml", self.config.stored(self.out).toml())
             if start.resumes:
@@ -209,7 +211,7 @@ class Run:
                 left_out = {} if start.skipped is None else {"passed_over": str(start.skipped)}
                 self._record({"event": "resumed", "step": start.step, **where, **left_out})
 
-        def find() -> None:
+        def find_folder() -> None:
             if self.config.checkpoint.save and not (self.out / "run.json").exists():
                 raise FileNotFoundError(
                     f"{self.out.absolute()}, which rank 0 has made, does not exist on rank {self.grid.rank}; put --out "
@@ -217,25 +219,25 @@ class Run:
                 )
 
         try:
-            self.grid.first_alone("starting the run", write)
-            self.grid.together("finding the run's folder", find)
+            self.grid.first_alone("starting the run", prepare_folder)
+            self.grid.together("finding the run's folder", find_folder)
             if self.config.checkpoint.save:
                 self.saving = RunSaver(self.config, self.grid, self.out)
             if self.grid.shape.world > 1:
                 self.guard = Guard(self.grid, self.out, self.config.watch.deadline)
         except BaseException:
-            if self.owned is not None:
-                self.owned.release()
+            if self.lock is not None:
+                self.lock.release()
             raise
 
     def train(self) -> None:
-        """All steps that are left; whatever ends them is recorded."""
+        """Train the remaining steps, and record why training ended."""
         reason: str = End.FINISHED
         failed: BaseException | None = None
         try:
             self.meter.begin()
             for step in range(self.step + 1, self.config.train.steps + 1):
-                self._take(step)
+                self._run_step(step)
                 self._record_saved()
                 last = step == self.config.train.steps
                 if self.evaluation is not None and (last or step % self.config.train.evaluate_every == 0):
@@ -250,44 +252,45 @@ class Run:
                 self.guard.doing("between steps")
                 if self.stop.met_after == step:
                     self._record_stragglers(step)
-                self._save(step, last=last or self.stopped)  # what is recorded of the step comes before
+                self._save(step, last=last or self.stopped)  # after the records of the step are written
                 if self.stopped:
                     reason = End.STOPPED
                     break
             self._drain()
-            if self._comparison is not None:
-                self._tell(self._comparison.finish())
+            if self._prediction_check is not None:
+                self._record_comparison(self._prediction_check.finish())
         except KeyboardInterrupt as error:
             reason, failed = End.INTERRUPTED, error
             raise
         except Exception as error:
             reason, failed = f"{type(error).__name__}: {error}", error
-            # our launcher sees by itself which process died: a lost connection needs no diagnosis there
+            # our launcher sees which process died, so a lost connection needs no diagnosis of the ranks
             if isinstance(error, CollectiveError) and not (is_watched() and isinstance(error, LostPeerError)):
                 self.guard.failed(str(error))
             raise
         finally:
             self._end(reason, failed)
 
-    def _take(self, step: int) -> None:
-        """One step, in a trace of whole steps where it is to be profiled."""
+    def _run_step(self, step: int) -> None:
+        """Run one step, and start or end the profile if the step is its first or last."""
         if self.profile.begins_with(step):
             self._drain()
             self.profile.begin()
             self.meter.begin()
         with self.profile.step(step):
             self._launch(step)
-        self._settle_down_to(1 if self.meter.on_gpu else 0)
+        self._read_down_to(1 if self.meter.on_gpu else 0)
         if self.profile.ends_with(step):
             self._drain()
             self._record(self.profile.end())
             self.meter.begin()
 
     def _launch(self, step: int) -> None:
+        """Launch forward, backward and the optimizer of a step, without waiting for the device."""
         model, optimizer = self.model, self.optimizer
         model.clock.begin_step(step)
         self.guard.begin_step(step)
-        rate = self.schedule.apply(optimizer, step)
+        learning_rate = self.schedule.apply(optimizer, step)
         batches = self.loader.next()
         self.guard.doing("computing")
         count = None
@@ -303,66 +306,67 @@ class Run:
         jumps = loss > skip_above if isfinite(skip_above) else None
         clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
         optimizer.zero_grad()
-        self._under_way.append(StepInFlight(step, rate, loss, limit, clipped, self.meter.end()))
+        self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, self.meter.end()))
 
     def _drain(self) -> None:
-        self._settle_down_to(0)
+        """Read all steps in flight."""
+        self._read_down_to(0)
 
-    def _settle_down_to(self, left: int) -> None:
-        """Read the steps under way but for the last few."""
-        while len(self._under_way) > left:
-            self._settle(self._under_way.popleft())
+    def _read_down_to(self, left: int) -> None:
+        """Read the oldest steps in flight until this many are left."""
+        while len(self._in_flight) > left:
+            self._read(self._in_flight.popleft())
 
-    def _settle(self, done: StepInFlight) -> None:
-        """Read what a step gave and record it."""
+    def _read(self, done: StepInFlight) -> None:
+        """Wait for the results of a step and record them."""
         self.guard.doing("reading results of its device", Waits.DEVICE if self.meter.on_gpu else Waits.NOTHING)
-        loss, norm = done.loss.item(), done.clipped.norm.item()  # waits for the step
+        loss, norm = done.loss.item(), done.clipped.norm.item()  # waits until the device has finished the step
         self.guard.doing("recording the step")
-        reading = done.reading()
-        self.guard.took(reading.seconds, reading.exposed_seconds)
-        self.profile.add(done.step, reading)
+        metrics = done.metrics()
+        self.guard.took(metrics.seconds, metrics.exposed_seconds)
+        self.profile.add(done.step, metrics)
         bad = self.step_judge.judge(done.step, loss, norm, done.limit)
-        rate = self.config.batch.tokens / reading.seconds
-        mfu, hfu = self.peak.utilization(self.flops, rate, self.grid.shape.world)
+        tokens_per_second = self.config.batch.tokens / metrics.seconds
+        mfu, hfu = self.peak.utilization(self.flops, tokens_per_second, self.grid.shape.world)
         self.step = done.step
         event: RunEvent = {
             "event": "step",
             "step": done.step,
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": done.rate,
-            "seconds": reading.seconds,
-            "tokens_per_second": rate,
+            "learning_rate": done.learning_rate,
+            "seconds": metrics.seconds,
+            "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "hfu": hfu,
-            "wire_bytes": reading.wire_bytes,
-            "exposed_seconds": reading.exposed_seconds,
-            "peak_memory_bytes": reading.peak_memory_bytes,
+            "wire_bytes": metrics.wire_bytes,
+            "exposed_seconds": metrics.exposed_seconds,
+            "peak_memory_bytes": metrics.peak_memory_bytes,
             "skipped": bad is not None and bad.in_a_row > 0,
         }
         self._record(event)
-        if self._comparison is not None:
-            self._tell(self._comparison.add(event))
+        if self._prediction_check is not None:
+            self._record_comparison(self._prediction_check.add(event))
         if bad is not None:
-            self._deal_with(bad, done.clipped)
+            self._handle_bad_step(bad, done.clipped)
 
-    def _deal_with(self, bad: BadStep, clipped: Clipped) -> None:
-        """Record a step whose numbers are bad, and do what the config says."""
+    def _handle_bad_step(self, bad: BadStep, clipped: Clipped) -> None:
+        """Record a bad step and take the action that the config names."""
         name = None
         if bad.spike:
             facts = {"loss": bad.loss, "limit": bad.limit, "action": bad.action}
             self._record({"event": "spike", "step": bad.step, **facts})
         else:
-            with self.grid.ledger.aside(), self.profile.aside("skipped"):  # what it asks belongs to no step
+            with self.grid.ledger.aside(), self.profile.aside("skipped"):  # its all-reduces belong to no step
                 name = clipped.first_not_finite()
             self._record({"event": "skipped", "step": bad.step, "parameter": name, "in_a_row": bad.in_a_row})
         self.step_judge.act(bad, name, self.loader.state())
 
     @torch.no_grad()
     def evaluate(self) -> RunEvent:
-        """Mean loss over the held-out batches."""
+        """Return the mean loss over the held-out batches."""
         if self.evaluation is None:
-            raise ValueError("nothing is held out; set data.held_out and train.evaluate_every above 0")
+            raise ValueError("there is no held-out data; set data.held_out and train.evaluate_every above 0")
         total, count = (torch.zeros((), dtype=torch.float64, device=self.grid.device) for _ in range(2))
         with evaluating(self.model):
             for tokens, targets, positions in self.evaluation:
@@ -372,6 +376,7 @@ class Run:
         return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
 
     def _check_replicas(self, step: int) -> None:
+        """Compare the replicas of the parameters, if that is due after this step."""
         every = self.config.watch.replicas_every
         if every and step % every == 0:
             self._drain()
@@ -381,13 +386,13 @@ class Run:
             self.meter.begin()
 
     def _record_stragglers(self, step: int) -> None:
-        """Of the windows that all ranks have told of; on rank 0."""
+        """Record the ranks that became slow, on rank 0, from the step times that all ranks have exchanged."""
         for one in self.guard.stragglers():
             facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
             self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
 
     def _save(self, step: int, *, last: bool) -> None:
-        """A checkpoint, where one is due after this step; the last one is waited for."""
+        """Save a checkpoint if one is due after this step; wait for the last one."""
         if self.saving is None or not (last or self.saving.due(step)):
             return
         self._drain()
@@ -398,7 +403,7 @@ class Run:
         self.meter.begin()
 
     def _record_saved(self) -> None:
-        """Those checkpoints that are complete by now."""
+        """Record the checkpoints that were completed since the last call."""
         for event in () if self.saving is None else self.saving.completed():
             self._record(event)
 
@@ -407,17 +412,18 @@ class Run:
             sink.write(event)
 
     def _end(self, reason: str, failed: BaseException | None) -> None:
+        """Close everything that the run opened, and record why it ended."""
         self.guard.close(done=failed is None)
         self.loader.close()
         self.profile.close()
-        # a sink that fails now, such as a full disk, must not hide why the run ended
+        # a sink that fails now, for example because the disk is full, must not hide why the run ended
         with nullcontext() if reason == End.FINISHED else suppress(OSError), ExitStack() as stack:
-            if self.owned is not None:
-                stack.callback(self.owned.release)
+            if self.lock is not None:
+                stack.callback(self.lock.release)
             for sink in self.sinks:
                 stack.callback(sink.close)
             if self.saving is not None:
-                # somebody waits for the end, or the part of a rank that is gone will never come
+                # hurry if a user waits for the end, or if the part of a dead rank will never come
                 self.saving.wait_for_own_part(
                     hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError, LostStoreError))
                 )
@@ -426,11 +432,12 @@ class Run:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the architecture of the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
 
 
 def open_sources(config: TrainConfig, grid: Grid, cache: Path) -> list[TokenSource]:
-    """Text is prepared once, by rank 0, while the others wait."""
+    """Open the sources of a run on every rank. Rank 0 opens them first, because it may have to prepare text once."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
 
     def opened() -> list[TokenSource]:

@@ -1,9 +1,10 @@
-"""What a step took: seconds, bytes per axis, seconds of exposed communication, memory, MFU and HFU.
+"""The metrics of a step: seconds, bytes per axis, seconds of exposed communication, memory, MFU and HFU.
 
     MFU = model FLOPs per token * tokens/s / (ranks * peak FLOP/s of a device)
-    HFU = the same with the FLOPs that recompute runs again
+    HFU = the same, including the FLOPs of recompute
 
-On a GPU nothing here makes the host wait: a step is marked by events, and read once the next one is under way.
+On a GPU nothing here makes the host wait: CUDA events mark the ends of a step, and the host reads them after it has
+launched the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Timestamp = float | torch.cuda.Event
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """A step as rank 0 saw it."""
+    """The metrics of one step on this rank."""
 
     seconds: float
     wire_bytes: dict[str, int]
@@ -34,7 +35,7 @@ class StepMetrics:
 
 
 class Meter:
-    """Marks the ends of steps; `end` gives what to call for the reading once the step's work is done."""
+    """Measures steps. `end` returns a function that gives the metrics once the device has finished the step."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -44,12 +45,13 @@ class Meter:
         self.begin()
 
     def begin(self) -> None:
-        """The next step begins here; what ran since the last one is not counted."""
+        """Start the next step here, so that work since the end of the last step is not counted."""
         self._began = self._mark()
         self._sent = Counter(self.grid.ledger.wire_bytes)
         self.grid.ledger.take_exposed()
 
     def end(self) -> Callable[[], StepMetrics]:
+        """End the step, start the next one, and return the function that reads the metrics of the ended step."""
         began, ended = self._began, self._mark()
         sent = Counter(self.grid.ledger.wire_bytes)
         wire_bytes = {axis: sent[axis] - self._sent[axis] for axis in sent if sent[axis] > self._sent[axis]}
@@ -58,7 +60,7 @@ class Meter:
         return lambda: StepMetrics(_between(began, ended), wire_bytes, exposed(), self.peak_memory_bytes())
 
     def peak_memory_bytes(self) -> int:
-        """The most that this rank has held since the start: the process on the CPU, tensors on a GPU."""
+        """Return the peak memory since the start: of the process on the CPU, of tensors on a GPU."""
         if self.on_gpu:
             return torch.cuda.max_memory_allocated(self.grid.device)
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -80,13 +82,13 @@ def _between(began: Timestamp, ended: Timestamp) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PeakFlops:
-    """FLOP/s that a device could do, and where the figure comes from; 0 where nobody knows."""
+    """The peak FLOP/s of a device, or 0 if unknown, and the origin of the figure."""
 
     flops: float
     origin: str
 
     def utilization(self, flops: Flops, tokens_per_second: float, ranks: int) -> tuple[float | None, float | None]:
-        """MFU and HFU."""
+        """Return MFU and HFU, or None if the peak is unknown."""
         if not self.flops:
             return None, None
         rate = tokens_per_second / (ranks * self.flops)
@@ -94,9 +96,10 @@ class PeakFlops:
 
 
 def peak_of(grid: Grid, dtype: torch.dtype, given: float | None) -> PeakFlops:
-    """What is given, else the data sheet's for bf16 on a GPU that it knows, else the best product measured now.
+    """Return the given peak, else the one of the GPU's data sheet for bf16, else the fastest matrix product measured
+    now.
 
-    Every rank measures at the same time, so that ranks that share cores share the peak too.
+    Every rank measures at the same time, so that ranks that share cores also share the peak.
     """
     if given is not None:
         return PeakFlops(given, "log.peak_flops")
@@ -110,7 +113,7 @@ def peak_of(grid: Grid, dtype: torch.dtype, given: float | None) -> PeakFlops:
 
 def _measure(size: int, dtype: torch.dtype, device: torch.device, seconds: float = 0.2) -> float:
     a = torch.ones(size, size, dtype=dtype, device=device)
-    torch.mm(a, a).sum().item()  # the first product also starts the library
+    torch.mm(a, a).sum().item()  # the first product also initialises the library
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
         began = time.perf_counter()
