@@ -246,10 +246,10 @@ def options(*arguments: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--out", "here.txt"), r"--out here.txt: a machine file ends in .toml"),
-        (("--out", "no/such/here.toml"), r"there is no folder no/such; make it first"),
-        (("--out", "here.toml", "--seconds", "0"), r"--seconds 0: measuring takes some time"),
-        (("--out", "here.toml", "--seconds", "nan"), r"--seconds nan: measuring takes some time"),
+        (("--out", "here.txt"), r"--out here.txt: the name of a machine file must end in .toml"),
+        (("--out", "no/such/here.toml"), r"the folder no/such does not exist; make it first"),
+        (("--out", "here.toml", "--seconds", "0"), r"--seconds 0 must be above 0"),
+        (("--out", "here.toml", "--seconds", "nan"), r"--seconds nan must be above 0"),
         (("--out", "here.toml", "--ranks", "0"), r"--ranks 0: at least one rank is needed"),
     ],
 )
@@ -265,7 +265,7 @@ def test_nodes_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
     assert ranks_of_node(8) == 4
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4,3")
-    with pytest.raises(ValueError, match="a machine has nodes of equal size"):
+    with pytest.raises(ValueError, match="start the same number of ranks on every node"):
         ranks_of_node(7)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ranks_of_node(8) == 2

@@ -340,7 +340,7 @@ def test_a_missing_tokenizer_is_said(gpt2: Path, tmp_path: Path) -> None:
     write_tokenizer(gpt2, "</s>")
     edit(gpt2, vocab_size=5)
     rewrite(gpt2, lambda tensors: tensors.update({"transformer.wte.weight": torch.zeros(5, 32)}))
-    assert "ids up to 5, and the model knows those below 5" in import_model(gpt2, tmp_path / "small").notes[0]
+    assert "ids up to 5, but the model only knows ids below 5" in import_model(gpt2, tmp_path / "small").notes[0]
 
 
 # What is refused

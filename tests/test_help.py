@@ -159,11 +159,17 @@ def test_without_a_command_the_help_is_shown(words: list[str], capsys: pytest.Ca
         ),
         ("train --steps 0", "train.steps=0 must be at least 1"),
         ("train --set 'data.sources=[{weight=1}]'", "data.sources[0].path is missing; data.sources[0] needs path"),
-        ("plan PLAN --config absent/run.toml", "--config absent/run.toml: there is no folder absent; make it first"),
-        ("plan PLAN --json absent/plan.json", "--json absent/plan.json: there is no folder absent; make it first"),
+        (
+            "plan PLAN --config absent/run.toml",
+            "--config absent/run.toml: the folder absent does not exist; make it first",
+        ),
+        (
+            "plan PLAN --json absent/plan.json",
+            "--json absent/plan.json: the folder absent does not exist; make it first",
+        ),
         (
             "plan PLAN --why x=4",
-            "that grid has 4 ranks and the plan 8 devices; give sizes whose product is 8, or other",
+            "that grid has 4 ranks, but the plan has 8 devices; give sizes with the product 8, or",
         ),
         (
             "plan PLAN --seq 9999",

@@ -424,10 +424,10 @@ def test_what_a_run_needs_follows_from_its_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), r"give the folder of a run; or --preflight"),
-        (("runs/one", "--ranks", "2"), r"--ranks is for --preflight, before a run"),
-        (("runs/one", "--grid", "auto"), r"--grid is for --preflight"),
-        (("runs/one", "--set", "grid.x=2"), r"--set is for --preflight"),
+        ((), r"give the folder of a run, or --preflight"),
+        (("runs/one", "--ranks", "2"), r"--ranks only works with --preflight"),
+        (("runs/one", "--grid", "auto"), r"--grid only works with --preflight"),
+        (("runs/one", "--set", "grid.x=2"), r"--set only works with --preflight"),
         (("--preflight", "."), r"--preflight . is a folder; give the config"),
         (("--preflight", "no.toml"), r"the config no.toml does not exist"),
         (("--preflight", "--set", "batch.rows=2"), r"--set batch.rows changes a config; give CONFIG.toml"),

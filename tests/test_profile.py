@@ -40,9 +40,12 @@ def test_steps_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--profile", "7"], "--profile 7: this run has train.steps=6; name a step from 1 to 6"),
-        (["--profile", "5-7"], "--profile 5-7: this run has train.steps=6; name a step from 1 to 6, or such as 1-6"),
-        (["--profile", "2", "--compare-serial", "1"], "--compare-serial trains no run and has no steps to --profile"),
+        (["--profile", "7"], "--profile 7: this run has train.steps=6; name steps from 1 to 6"),
+        (["--profile", "5-7"], "--profile 5-7: this run has train.steps=6; name steps from 1 to 6, for example 1-6"),
+        (
+            ["--profile", "2", "--compare-serial", "1"],
+            "--compare-serial does not train, so it has no steps to --profile",
+        ),
     ],
 )
 def test_steps_that_will_not_be_are_refused(

@@ -162,7 +162,7 @@ def test_on_another_grid_and_number_of_ranks_within_rounding(one: Ranks, ranks, 
     alone = halfway(tmp_path / "run", tmp_path / "alone")
     (left,) = one.run(cli, "train", "--resume", str(alone), "--ranks", "1", "--device", "cpu")
     assert (left.code, left.err) == (0, "")
-    assert f"goes on after step {HALF}, from {alone / 'checkpoints'}" in left.out
+    assert f"resumes after step {HALF}, from {alone / 'checkpoints'}" in left.out
     for folder in (other, alone):
         assert column(folder, "step", "loss") == pytest.approx(expected, rel=bound("fp64", STEPS))
         assert column(folder, "step", "step") == list(range(1, STEPS + 1))
@@ -237,7 +237,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(one: Ranks, tokens: str, t
     command += ["--set", "plan.compare=false"]
     (first,) = one.run(cli, *command)
     assert (first.code, first.err) == (0, "")
-    assert "goes on" not in first.out
+    assert "resumes" not in first.out
     assert column(folder, "step", "step") == [1, 2]
     (again,) = one.run(cli, *command)
     assert f"{folder} has reached step 2 of 2" in again.out
@@ -269,14 +269,14 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(
     assert_error(attempt("--set", "model.mlp_hidden=96"), "has shape", "build the model as saved")
     assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "resume with the dtype of the saved run")
     assert_error(attempt("--profile", "2"), f"--profile 2: the run resumes after step {HALF}; name steps from 4 on")
-    assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no use")
-    assert_error(attempt("--compare-serial", "1"), "--compare-serial trains no run")
+    assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no effect")
+    assert_error(attempt("--compare-serial", "1"), "--compare-serial does not train")
     assert_error(attempt("--restarts", "-1"), "--restarts -1")
     assert contents(folder) == before
     assert_error(one.run(cli, "train", "--resume", str(tmp_path))[0], "holds no run to resume", "CONFIG.toml")
     assert_error(attempt("--step", "4"), "has no complete checkpoint of step 4; it has those of 3")
     (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "new", "--step", "4", steps=1))
-    assert_error(left, "--step 4 names a checkpoint to go on from; give its run with --resume")
+    assert_error(left, "--step 4 names a checkpoint to resume from; give its run with --resume")
     damaged = folder / "checkpoints" / f"step-{HALF:08}" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert_error(attempt(), str(damaged))
@@ -294,7 +294,7 @@ def test_weights_alone_begin_a_run_but_continue_none(one: Ranks, finished: Path,
     assert (left.code, left.err) == (0, "")
     assert f"begins with the weights in {weights}\n" in left.out
     assert column(folder, "step", "loss")[0] < column(finished, "step", "loss")[0] - 0.05  # they were trained
-    with pytest.raises(ValueError, match=r"holds weights alone.*step 7 cannot be continued"):
+    with pytest.raises(ValueError, match=r"holds only weights.*step 7 cannot be resumed"):
         start_from(folder, read_config(folder / "config.toml"), weights.rename(weights.with_name("step-00000007")))
 
 
@@ -343,7 +343,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
     assert_error(left, str(damaged), f"or resume from an earlier checkpoint: --step {HALF}")
     (left,) = one.run(cli, *command, "--step", str(HALF))
     assert (left.code, left.err) == (0, "")
-    back = f"goes back to step {HALF}: removes step-{STEPS:08} and what was recorded after that step\n"
+    back = f"returns to step {HALF}: removes step-{STEPS:08} and all records after that step\n"
     assert left.out.startswith(back)
     assert [step for step, _ in Checkpoints(folder / "checkpoints").complete()] == [HALF, STEPS, STEPS + 1]
     verify_checkpoint(damaged.parent)  # another one by now
@@ -415,7 +415,7 @@ def test_ranks_that_torchrun_has_started_again_go_on_unasked(one: Ranks, finishe
     assert column(folder, "resumed", "step") == [HALF]
     assert column(folder, "step", "loss") == column(finished, "step", "loss")
     (left,) = one.run(cli, *command)
-    assert_error(left, f"{folder} holds a run already", f"fourfold train --resume {folder}")
+    assert_error(left, f"{folder} already holds a run", f"fourfold train --resume {folder}")
 
 
 def cli_that_may_start_again(*arguments: str, restarts: str = "0") -> Left:
@@ -519,7 +519,7 @@ def test_one_rank_saves_and_ends_at_sigterm(one: Ranks, tokens: str, tmp_path: P
     command = train_arguments(tokens, folder, *steady, steps=100_000)
     (left,) = one.run(interrupted, folder, signal.SIGTERM, *command)
     step = column(folder, "step", "step")[-1]
-    goes_on = f"saved at step {step}; `fourfold train --resume {folder}` goes on"
+    goes_on = f"saved at step {step}; `fourfold train --resume {folder}` resumes it"
     assert (left.code, left.err) == (143, f"fourfold: asked to stop by SIGTERM; {goes_on}\n")
     assert lines_of(folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}
     (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", str(step + 1))
@@ -777,7 +777,7 @@ def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(jobs: di
     assert left.code == 143, left.err
     assert left.err.count("\n") == 2, left.err
     asked, stopped = left.err.splitlines()
-    assert asked.endswith(f"SIGTERM; saved at step {step}; `fourfold train --resume {job.folder}` goes on")
+    assert asked.endswith(f"SIGTERM; saved at step {step}; `fourfold train --resume {job.folder}` resumes it")
     assert stopped == "fourfold: stopped by SIGTERM; what was written stays readable"
     assert not any(alive(pid) for pid in pids.values())
     assert lines_of(job.folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}

@@ -172,9 +172,9 @@ def test_trace_opens_in_perfetto(planned: Path) -> None:
         (("--machine", "perlmuter"), "did you mean 'perlmutter'"),
         (("--devices", "0"), "--devices 0: it must be at least 1"),
         (("--seq", "0"), "--seq 0: it must be at least 1"),
-        (("--why", "auto"), "name the grid to ask about"),
+        (("--why", "auto"), "name the grid to explain"),
         (("--seq", "4096"), "longer than the 2048 learned positions"),
-        (("--why", "x=3"), "has 3 ranks and the plan 16 devices"),
+        (("--why", "x=3"), "has 3 ranks, but the plan has 16 devices"),
         (("--model", "tests.no_such:thing"), "no_such"),
     ],
 )
@@ -260,7 +260,7 @@ def test_json_on_standard_output_is_all_there_is(tmp_path: Path, capsys: pytest.
 def test_a_module_has_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "test_search:my_model", "--machine", "dgx-h100", "--devices", "2"]
     assert main([*arguments, "--batch-tokens", "512", "--seq", "128", "--config", "x.toml"]) == 1
-    assert "fourfold train takes no module" in capsys.readouterr().err
+    assert "fourfold train cannot train the module" in capsys.readouterr().err
 
 
 def test_a_module_in_micro_steps_computes_as_much(alone) -> None:

@@ -216,7 +216,7 @@ def test_a_folder_with_a_run_is_refused_and_stays(one: Ranks, finished: tuple[Pa
     folder, _ = finished
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "config.toml").read_bytes()
     (left,) = one.run(cli, *train_arguments(texts, folder, "--set", "train.seed=5"))
-    assert_error(left, "holds a run already; give another --out")
+    assert_error(left, "already holds a run; give another --out")
     assert ((folder / "metrics.jsonl").read_bytes(), (folder / "config.toml").read_bytes()) == before
 
 
@@ -280,7 +280,7 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "run", *profiled, steps=3))
     assert left.code == 0
     trace = tmp_path / "run" / "profile" / "rank-0.json"
-    assert f'steps 2 to 3 profiled: {trace}; ui.perfetto.dev shows them ("Open trace file")' in left.err
+    assert f"steps 2 to 3 profiled: {trace}; open them in ui.perfetto.dev" in left.err
     assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
     assert found.keys() == {
@@ -461,7 +461,7 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
     config = config_of("gpt-tiny", "fp64", 8, tmp_path, Shape(z=2), changes)
     for found in ranks(2).run(poisoned, config, tmp_path, [2, 4, 5]):  # one alone is not enough
         assert "stopped after 2 bad steps in a row: the gradients of step 5 are not finite" in found["error"]
-        assert f"first that of {UP}" in found["error"]
+        assert f"the first in {UP}" in found["error"]
         assert found["finite"]
         end = found["events"][-1]
         assert (end["event"], end["step"]) == ("end", 5)
@@ -558,7 +558,7 @@ def test_mistakes_are_errors_of_one_line(one: Ranks, tokens: str, tmp_path: Path
     assert one.run(cli, "train", "--grid", "x=0")[0].code == 2
     left = one.run(cli, "train", "--profile", "3-2")[0]
     assert left.code == 2
-    assert "argument --profile: '3-2' names no steps" in left.err
+    assert "argument --profile: '3-2' is not a range of steps" in left.err
 
 
 # --- after training

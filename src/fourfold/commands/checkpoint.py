@@ -138,7 +138,7 @@ def local_time(value: object) -> str:
 
 
 def model_name(state: dict[str, Any]) -> str:
-    """Return the model's name in the config of the run; a checkpoint of weights alone has none."""
+    """Return the model's name in the config of the run; a checkpoint with only weights has none."""
     config = state.get("config")
     model = config.get("model") if isinstance(config, dict) else None
     return _shown(model.get("name")) if isinstance(model, dict) else DASH

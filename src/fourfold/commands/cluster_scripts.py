@@ -1,10 +1,10 @@
-"""`fourfold launch`: a config as a SLURM script or as a Kubernetes manifest.
+"""`fourfold launch`: writes a SLURM script or a Kubernetes manifest that trains a config.
 
-Both start the same command on every device of the grid, tell it in time to save, and start it again when it dies, up
-to a bound; it goes on from the newest checkpoint by itself, so starting it again is always right.
+Both start the same command on every device of the grid, send SIGTERM early enough to save, and restart the command when
+it dies, up to a bound. The command resumes from the newest checkpoint by itself, so a restart is always safe.
 
-Nothing that a config says reaches a shell unquoted: names are held to plain characters, the command's words are quoted,
-and the manifest is JSON, which Kubernetes reads as it reads YAML.
+Nothing from a config reaches a shell unquoted: names may only have plain characters, the words of the command are
+quoted, and the manifest is JSON, which Kubernetes reads like YAML.
 """
 
 from __future__ import annotations
@@ -24,29 +24,31 @@ from fourfold.train.launch import kill_seconds
 from fourfold.train.rendezvous import BACKEND, PORT
 
 LONGEST_GRACE = 65_000
+"""Seconds; SLURM stores the time of --signal in 16 bits, so that it is at most 65535."""
 TIMES = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}")
 WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 FORMS = {
     TIMES: "hours:minutes:seconds, such as 24:00:00, or days-hours:minutes",
     WORD: "letters, digits and . _ / : @ -, without spaces",
-    NAME: "at most 52 small letters, digits and dashes, such as my-run",
+    NAME: "at most 52 lower-case letters, digits and dashes, such as my-run",
 }
 NEEDED = {
-    "image": "the container that has fourfold, such as registry/fourfold:1",
-    "claim": "the volume claim that is mounted where --out lies",
+    "image": "the container image with fourfold, such as registry/fourfold:1",
+    "claim": "the volume claim to mount at the parent folder of --out",
 }
 
 
 def launch(options: argparse.Namespace, _: Sequence[str]) -> int:
-    place = ClusterJob.of(read_config(options.config), options)
-    print(slurm(place) if options.slurm else kubernetes(place, options.config.read_text()))
+    """Print the script or the manifest."""
+    job = ClusterJob.of(read_config(options.config), options)
+    print(slurm(job) if options.slurm else kubernetes(job, options.config.read_text()))
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """What a scheduler is told; every text of it is a plain word."""
+    """What a scheduler needs to know; every text in it has plain characters only."""
 
     config: str
     out: str
@@ -55,10 +57,10 @@ class ClusterJob:
     per_node: int
     tries: int
     stop_seconds: int
-    """From SIGTERM to the end."""
+    """Seconds from SIGTERM until the scheduler kills the ranks."""
     time: str
     more: dict[str, str]
-    """Options of SLURM's own."""
+    """Further options of sbatch."""
     image: str
     claim: str
 
@@ -69,17 +71,19 @@ class ClusterJob:
                 raise ValueError(f"--{option.replace('_', '-')} {number} must be at least 1")
         if options.k8s and not Path(options.out).is_absolute():
             raise ValueError(
-                f"--out {options.out} must be a whole path, such as /shared/{options.out}, below which --claim is "
-                "mounted"
+                f"--out {options.out} must be an absolute path, such as /shared/{options.out}: --claim is mounted at "
+                "its parent folder"
             )
         if not config.watch.grace <= LONGEST_GRACE:
             raise ValueError(
-                f"watch.grace={config.watch.grace} is longer than a scheduler waits; set at most {LONGEST_GRACE} s"
+                f"watch.grace={config.watch.grace} is longer than a scheduler waits; set at most {LONGEST_GRACE}"
             )
         world = _world(config, options.devices)
         per_node = options.per_node or _per_node(config)
         if world % per_node and world > per_node:
-            raise ValueError(f"{world} devices do not fill nodes of {per_node}; give a grid or --per-node that divides")
+            raise ValueError(
+                f"{world} devices do not fill nodes of {per_node}; choose a grid or --per-node so that they do"
+            )
         for option, form in (("name", NAME), ("time", TIMES), ("partition", WORD), ("account", WORD)):
             _require(option, getattr(options, option), form)
         for option in ("image", "claim"):
@@ -104,105 +108,109 @@ class ClusterJob:
 
 def _require(option: str, value: str | None, form: re.Pattern[str]) -> None:
     if value is not None and not form.fullmatch(value):
-        raise ValueError(f"--{option} {value!r} is not one that a scheduler takes; give {FORMS[form]}")
+        raise ValueError(f"--{option} {value!r} is not valid for a scheduler; give {FORMS[form]}")
 
 
 def _world(config: TrainConfig, devices: int | None) -> int:
     if config.grid.auto:
         if devices is None:
-            raise ValueError("the config's grid is auto: give --devices, or a config of `fourfold plan --config`")
+            raise ValueError("the config's grid is auto: give --devices, or a config from `fourfold plan --config`")
         return devices
     world = config.grid.shape.world
     if devices not in (None, world):
-        raise ValueError(f"--devices {devices}, but the config's grid {config.grid.shape} has {world}; leave one away")
+        raise ValueError(
+            f"--devices {devices}, but the config's grid {config.grid.shape} has {world}; leave --devices out"
+        )
     return world
 
 
 def _per_node(config: TrainConfig) -> int:
     if config.plan.machine == AUTO:
-        raise ValueError("how many devices a node has is not known; give --per-node, or set plan.machine in the config")
+        raise ValueError(
+            "the number of devices per node is unknown; give --per-node, or set plan.machine in the config"
+        )
     return load_machine(config.plan.machine).devices_per_node
 
 
-def slurm(place: ClusterJob) -> str:
-    """A script for sbatch: a task for each device, so that signals reach the ranks themselves."""
-    return "\n".join(_slurm_lines(place))
+def slurm(job: ClusterJob) -> str:
+    """Return a script for sbatch. It has one task per device, so that signals reach the ranks directly."""
+    return "\n".join(_slurm_lines(job))
 
 
-def _slurm_lines(place: ClusterJob) -> Iterator[str]:
+def _slurm_lines(job: ClusterJob) -> Iterator[str]:
     limits = {
-        "job-name": place.name,
-        "nodes": place.nodes,
-        "ntasks-per-node": place.per_node,
-        "gpus-per-node": place.per_node,
-        "time": place.time,
-        "signal": f"TERM@{place.stop_seconds}",
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.per_node,
+        "gpus-per-node": job.per_node,
+        "time": job.time,
+        "signal": f"TERM@{job.stop_seconds}",
         "open-mode": "append",
-        **place.more,
+        **job.more,
     }
-    command = ["python", "-m", "fourfold.cli", "train", place.config, "--resume", place.out]
+    command = ["python", "-m", "fourfold.cli", "train", job.config, "--resume", job.out]
     yield "#!/usr/bin/env bash"
     yield from (f"#SBATCH --{key}={value}" for key, value in limits.items())
     yield "#SBATCH --requeue"
     yield ""
-    yield "# goes on from the newest checkpoint; 143: it was told to stop, and has saved"
-    yield f"for try in $(seq {place.tries}); do"
+    yield "# the run resumes from its newest checkpoint; exit code 143 means that it was asked to stop and has saved"
+    yield f"for try in $(seq {job.tries}); do"
     yield f"    srun --kill-on-bad-exit=1 {shlex.join(command)} && exit 0 || code=$?"
-    yield '    [ "$code" -ne 143 ] || { echo "saved; submit this script again to go on"; exit 0; }'
+    yield '    [ "$code" -ne 143 ] || { echo "saved; submit this script again to resume"; exit 0; }'
     yield '    echo "try $try ended with $code"'
     yield "done"
     yield 'exit "$code"'
 
 
-def kubernetes(place: ClusterJob, config: str) -> str:
-    """A manifest for kubectl: a pod for each node, torchrun in it, the config mounted beside."""
+def kubernetes(job: ClusterJob, config: str) -> str:
+    """Return a manifest for kubectl. It has one pod per node, which runs torchrun with the config mounted."""
     command = [
-        *("torchrun", f"--nnodes={place.nodes}", f"--nproc-per-node={place.per_node}"),
-        *(f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={place.name}-0.{place.name}:{PORT}"),
-        *(f"--rdzv-id={place.name}", f"--max-restarts={place.tries - 1}", f"--shutdown-timeout={place.stop_seconds}"),
-        *("-m", "fourfold.cli", "train", "/config/run.toml", "--resume", place.out),
+        *("torchrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}"),
+        *(f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={job.name}-0.{job.name}:{PORT}"),
+        *(f"--rdzv-id={job.name}", f"--max-restarts={job.tries - 1}", f"--shutdown-timeout={job.stop_seconds}"),
+        *("-m", "fourfold.cli", "train", "/config/run.toml", "--resume", job.out),
     ]
     container = {
         "name": "train",
-        "image": place.image,
+        "image": job.image,
         "command": command,
-        "resources": {"limits": {"nvidia.com/gpu": place.per_node}},
+        "resources": {"limits": {"nvidia.com/gpu": job.per_node}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             {"name": "config", "mountPath": "/config", "readOnly": True},
-            {"name": "runs", "mountPath": str(Path(place.out).parent)},
+            {"name": "runs", "mountPath": str(Path(job.out).parent)},
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
     pod = {
-        "subdomain": place.name,
+        "subdomain": job.name,
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": place.stop_seconds + 60,
+        "terminationGracePeriodSeconds": job.stop_seconds + 60,
         "securityContext": {"runAsNonRoot": True},
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": [
-            {"name": "config", "configMap": {"name": place.name}},
-            {"name": "runs", "persistentVolumeClaim": {"claimName": place.claim}},
+            {"name": "config", "configMap": {"name": job.name}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    job = {
-        "completions": place.nodes,
-        "parallelism": place.nodes,
+    spec = {
+        "completions": job.nodes,
+        "parallelism": job.nodes,
         "completionMode": "Indexed",
-        "backoffLimit": place.nodes * place.tries,
-        "template": {"metadata": {"labels": {"app": place.name}}, "spec": pod},
+        "backoffLimit": job.nodes * job.tries,
+        "template": {"metadata": {"labels": {"app": job.name}}, "spec": pod},
     }
-    named = {"metadata": {"name": place.name}}
+    named = {"metadata": {"name": job.name}}
     items = [
         {"apiVersion": "v1", "kind": "ConfigMap", **named, "data": {"run.toml": config}},
         {
             "apiVersion": "v1",
             "kind": "Service",
             **named,
-            "spec": {"clusterIP": "None", "selector": {"app": place.name}},
+            "spec": {"clusterIP": "None", "selector": {"app": job.name}},
         },
-        {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": job},
+        {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": spec},
     ]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)

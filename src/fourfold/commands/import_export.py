@@ -114,7 +114,7 @@ def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | N
         eod, notes = _end_of_document(source)
     tokenizer = load_tokenizer(path, eod)
     if tokenizer.vocab > vocab:
-        notes.append(f"{path} has ids up to {tokenizer.vocab - 1}, and the model knows those below {vocab} alone")
+        notes.append(f"{path} has ids up to {tokenizer.vocab - 1}, but the model only knows ids below {vocab}")
     write_bytes(folder / TOKENIZER, path.read_bytes())
     return DataSection(tokenizer=TOKENIZER, eod=eod), notes
 
@@ -128,7 +128,7 @@ def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
         eos = eos[0] if isinstance(eos, list) and eos else eos
         if not isinstance(eos, int):
             raise  # the error says that --eod can name the token
-        return eos, [f"documents end with the id {eos}, which {CONFIG} calls eos_token_id"]
+        return eos, [f"documents end with the id {eos}, the eos_token_id of {CONFIG}"]
     return None, []
 
 
@@ -164,7 +164,9 @@ def export_model(
     model_type = model_type_of(model)
     notes = []
     if model.dropout and model_type in ("llama", "qwen3"):
-        notes.append(f"dropout={model.dropout} is left out, for {model_type} has none; it acts in training alone")
+        notes.append(
+            f"dropout={model.dropout} is left out, because {model_type} has no dropout; it only affects training"
+        )
     with new_folder(to) as folder:
         tokenizer, more = _export_tokenizer(data, checkpoint, folder, model.seq)
         weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)

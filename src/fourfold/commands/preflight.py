@@ -73,9 +73,10 @@ class PlannedRun:
 
 
 def preflight(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Check this job, or local ranks that it launches; return the exit code."""
     device = chosen_device(options.device)
     if inside_a_job():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler could not run while the rank waits for others
         return _preflight(options, device)
     ranks = wanted_ranks(requested(options), options.ranks, device)
     if ranks == 1:
@@ -97,7 +98,7 @@ def requested(options: argparse.Namespace) -> TrainConfig:
 
 
 def planned(options: argparse.Namespace, ranks: int, device: str) -> PlannedRun:
-    """Return the run that is planned for so many ranks; without a config the ranks are a line along data."""
+    """Return the planned run for this number of ranks; without a config all ranks are along data."""
     config = requested(options)
     if options.path is None:
         return PlannedRun(None, Shape(data=ranks) if config.grid.auto else config.grid.shape, options.out)
@@ -126,7 +127,7 @@ def _preflight(options: argparse.Namespace, device: str) -> int:
         show(checks, facts, options.json, time.monotonic() - began)
     look.meet()  # the store may be in rank 0
     if failed:
-        raise ValueError(f"not fit for a long run: {', '.join(failed)} FAILED; what to do stands beside each")
+        raise ValueError(f"not fit for a long run: {', '.join(failed)} FAILED; the advice is printed beside each check")
     if inside_a_job():
         sys.stdout.flush()
         os._exit(0)  # an orderly exit would wait for a rank or a device that hangs
@@ -175,8 +176,8 @@ class Preflight:
         flops = self._try("a product", PRODUCT_SECONDS, lambda: product_flops(self.device))
         free = self._try("free memory", MEET_SECONDS, lambda: free_bytes(self.device))
         me = replace(me, flops=flops, free=free, clock=self._clock(), disk=self._disk(), faults=self.faults)
-        told = channel.gather("ranks", json.dumps(asdict(me)), self.budget.left(MEET_SECONDS), partial=True)
-        ranks = {rank: rank_of(text) for rank, text in told.items()}
+        gathered = channel.gather("ranks", json.dumps(asdict(me)), self.budget.left(MEET_SECONDS), partial=True)
+        ranks = {rank: rank_of(text) for rank, text in gathered.items()}
         needs = Needs()
         if channel.leads:
             needs = self._needs()
@@ -339,14 +340,14 @@ class LinkTimer:
 
     def _round(self, name: str, mine: MeasuredLink | None, act: Callable[[], float]) -> list[MeasuredLink]:
         """Run a round; return the links of all ranks. A link counts as answered if both of its ends measured it."""
-        told = []
+        own = []
         if mine is not None:
             try:
-                told = [replace(mine, rate=within(self.budget.left(LINK_SECONDS), act))]
+                own = [replace(mine, rate=within(self.budget.left(LINK_SECONDS), act))]
             except Exception:  # the backend's own, or no end in time
-                told = [mine]
-        mine_told, left = json.dumps([asdict(link) for link in told]), self.budget.left
-        texts = self.channel.gather(f"links/{name}", mine_told, left(MEET_SECONDS), partial=True)
+                own = [mine]
+        text, left = json.dumps([asdict(link) for link in own]), self.budget.left
+        texts = self.channel.gather(f"links/{name}", text, left(MEET_SECONDS), partial=True)
         found: dict[tuple[int, ...], MeasuredLink] = {}
         for one in (one for text in texts.values() for one in json.loads(text)):
             link = MeasuredLink(one["axis"], tuple(one["ranks"]), one["rate"])
@@ -361,26 +362,26 @@ class LinkTimer:
 
     def _open(self, axis: str) -> float:
         """Gather along the axis, which opens the connections of the group."""
-        self._settle()
+        self._synchronize()
         comm.all_gather(self.message[:1], self.grid, axis, label="preflight").wait()
-        self._settle()
+        self._synchronize()
         return OPENED
 
     def _rate(self, axis: str, other: int, leads: bool) -> float:
         """Return bytes per second in each direction; the first message waits for the other rank and does not count."""
-        self._settle()
+        self._synchronize()
         until, seconds, go_on = time.monotonic() + LINK_WINDOW, [], True
         while go_on:
             self.message[0] = float(time.monotonic() < until)  # of the two ranks one decides for both
-            self._settle()
+            self._synchronize()
             began = time.perf_counter()
             arrived = comm.exchange(self.message, self.grid, axis, other)
-            self._settle()
+            self._synchronize()
             seconds.append(time.perf_counter() - began)
             go_on = bool((self.message if leads else arrived)[0])
         return self.message.nbytes / median(seconds[1:] or seconds)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self.grid.device.type == "cuda":
             torch.cuda.set_device(self.grid.device)  # threads have their own
             torch.cuda.synchronize(self.grid.device)

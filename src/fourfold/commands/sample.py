@@ -1,4 +1,4 @@
-"""What `fourfold sample` does once its options are read."""
+"""`fourfold sample`: generates text with a trained model, on any grid."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fourfold.train.process import listen_to_signals
 
 
 def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Print the prompt and the generated text."""
     if not (options.folder / "config.toml").is_file():
         raise FileNotFoundError(f"{options.folder} has no config.toml; give the folder of a run")
     checkpoint = find_checkpoint(options.folder, options.step)
@@ -32,9 +33,10 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     grid = Grid.of_shape(shape, device=device)
     listen_to_signals()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-    policy = replace(config.build_policy(), compile=False)  # every token would be another shape to compile
+    # every token has another shape, which would be compiled again
+    policy = replace(config.build_policy(), compile=False)
     model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
-    load_weights(model, grid.hear(str(checkpoint)))  # a run may save a newer one meanwhile
+    load_weights(model, grid.hear(str(checkpoint)))  # rank 0 decides: the run may save a newer checkpoint meanwhile
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
     (found,) = generate(
         model,

@@ -1,4 +1,8 @@
-"""What `fourfold train` does once its options are read."""
+"""`fourfold train`: starts local ranks if necessary, and trains a run as one rank of a job.
+
+Outside of a job `train` resolves the config and launches the ranks. Each rank runs the same command with the resolved
+grid, comes here again inside the job, and trains in `_run`.
+"""
 
 from __future__ import annotations
 
@@ -57,17 +61,18 @@ from fourfold.train.run_folder import (
     RunEvent,
     Sink,
     check_folder,
+    deny_others_write,
     open_sinks,
     require_unowned,
     require_writing,
     strict,
-    write_for_us_alone,
 )
 from fourfold.train.run_log import RankLog, RunLog, note
 from fourfold.train.schema import to_table
 
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Train, in this process or on local ranks that it launches, and return the exit code."""
     check_options(options)
     device = chosen_device(options.device)
     if inside_a_job():
@@ -95,34 +100,35 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _train(options, device)
     out = config.train.out or default_folder(config)
     if options.resume is None and options.compare_serial is None:
-        check_folder(Path(out), save=config.checkpoint.save)  # ranks that are started again take a run there for theirs
+        # before the first start, because restarted ranks would resume whatever run the folder holds
+        check_folder(Path(out), save=config.checkpoint.save)
     if options.resume is not None:
         require_unowned(options.resume)
         start = start_at(options.resume, config, options.step)
         if is_done(start, config, options.resume, people):
             return 0
 
-    def decided(config: TrainConfig) -> list[str]:
-        """What the ranks of such a run are told."""
+    def rank_arguments(config: TrainConfig) -> list[str]:
+        """Return the arguments for the ranks, with the grid and the folder that were decided here."""
         world = str(config.grid.shape.world)
         return [*arguments, "--ranks", world, *grid_options(config.grid.shape), "--out", out, "--device", device]
 
     may_shrink = asked.grid.auto and options.ranks is None and device == "cuda"
     return launch(
         ranks,
-        decided(config),
+        rank_arguments(config),
         sys.stderr,
         restarts=restarts,
         grace=config.watch.grace,
-        policy=RunRestarts(Path(out), (lambda left: decided(resolved(left))) if may_shrink else None),
+        policy=RunRestarts(Path(out), (lambda left: rank_arguments(resolved(left))) if may_shrink else None),
     )
 
 
 class RunRestarts(RestartPolicy):
-    """Restarts a run from its folder.
+    """Restarts a run from its newest checkpoint.
 
-    `arguments_for` gives the arguments of a start on fewer ranks, where GPUs are lost; without it the number of ranks
-    stays.
+    `arguments_for` returns the arguments for fewer ranks, in case GPUs are lost; without it the number of ranks is
+    fixed.
     """
 
     def __init__(self, out: Path, arguments_for: Callable[[int], Sequence[str]] | None = None) -> None:
@@ -150,10 +156,10 @@ class RunRestarts(RestartPolicy):
 
 
 def _train(options: argparse.Namespace, device: str) -> int:
-    """As one rank of the job."""
-    write_for_us_alone()
+    """Run the command as one rank of the job."""
+    deny_others_write()
     if inside_a_job():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler could not run while the rank waits for others
     grid, config, reason = join(options, device)
     if reason and grid.rank == 0:
         print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
@@ -164,75 +170,77 @@ def _train(options: argparse.Namespace, device: str) -> int:
         return 0
     if options.compare_serial is not None:
         if options.json is not None:
-            raise ValueError("--compare-serial prints a table and writes no --json; leave one of them away")
+            raise ValueError("--compare-serial prints a table and writes no --json; leave one of them out")
         return _compare(config, grid, options.compare_serial)
     return _run(config, grid, options)
 
 
 def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
-    """Train and leave a run's folder behind."""
+    """Train the run, again after each rollback, and return the exit code."""
     stream = output(options.json)
     require_named_folder(config.train.out)
     out = Path(grid.hear(config.train.out or default_folder(config)))
     again = any_restarted(grid)
     resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
-    # ranks that died and were started again go on from what they have saved since
+    # restarted ranks resume from their newest checkpoint, whichever step the user asked for at first
     start = find_start(grid, out, config, None if again else options.step) if resumes else Start()
     if is_done(start, config, out, stream if grid.rank == 0 else None):
         close(grid)
         return 0
-    kept = [MemorySink()] if options.json is not None else []
+    memory = [MemorySink()] if options.json is not None else []
     profile = steps_to_profile(options.profile, start.step, asked=not again)
     while True:
-        run = prepare(Run(config, grid, out, profile=profile), start, stream, kept)
+        run = prepare(Run(config, grid, out, profile=profile), start, stream, memory)
         try:
             with RankLog(out, grid), run.stop.listening():
                 run.train()
             break
         except RollBackError as error:
-            del run  # its memory is needed
+            del run  # frees its memory for the next one
             start = roll_back(grid, out, config, error)
             profile = steps_to_profile(profile, start.step, asked=False)
-            for one in kept:
-                one.rewind(start.step)
+            for sink in memory:
+                sink.rewind(start.step)
         except BaseException:
-            with suppress(OSError):  # must not hide what ended the run
-                write_result(options.json, run, kept)
+            with suppress(OSError):  # a failed write must not hide the error that ended the run
+                write_result(options.json, run, memory)
             raise
-    write_result(options.json, run, kept)
+    write_result(options.json, run, memory)
     if grid.rank == 0:
         farewell(run, stream)
     close(grid)
     return TERMINATED if run.stopped else 0
 
 
-def prepare(run: Run, start: Start, stream: IO[str], kept: Sequence[MemorySink]) -> Run:
-    """Let it go on from there, open what records it, and say what is about to run."""
+def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink]) -> Run:
+    """Load the checkpoint of the start, open the sinks, and print what is about to run."""
     run.load(start)
     shown = progress(stream, run.config.train.steps, start.step)
     if start.newer and run.grid.rank == 0:
         gone = ", ".join(folder.name for folder in start.newer)
-        shown.say(f"goes back to step {start.step}: removes {gone} and what was recorded after that step")
-    taken_up = start.step if start.resumes else None
-    told: list[PlainProgress | ProgressBar] = [shown]
+        shown.say(f"returns to step {start.step}: removes {gone} and all records after that step")
+    resumed_after = start.step if start.resumes else None
+    speakers: list[PlainProgress | ProgressBar] = [shown]
 
     def sinks() -> list[Sink]:
-        opened = open_sinks(run.config.log, run.out, run.config, taken_up)
-        told.append(RunLog(run.out, run.config.train.steps, start.step))
-        return [*opened, *told, *kept]
+        opened = open_sinks(run.config.log, run.out, run.config, resumed_after)
+        speakers.append(RunLog(run.out, run.config.train.steps, start.step))
+        return [*opened, *speakers, *memory]
 
     run.begin(sinks, start)
     if run.grid.rank == 0:
-        greet(run, told, start)
+        for text in greeting(run, start):
+            for speaker in speakers:
+                speaker.say(text)
     return run
 
 
 def farewell(run: Run, stream: IO[str]) -> None:
-    """What the run has left behind, and what can be done with it."""
+    """Print what the run has written, and the commands that use it."""
     out, saved = run.out, run.saving is not None
     if run.stopped:
-        what = f"saved at step {run.step}; `fourfold train --resume {out}` goes on" if saved else "nothing is saved"
+        what = f"saved at step {run.step}; `fourfold train --resume {out}` resumes it" if saved else "nothing is saved"
         print(f"fourfold: asked to stop by SIGTERM; {what}", file=sys.stderr, flush=True)
         return
     print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)
@@ -242,10 +250,10 @@ def farewell(run: Run, stream: IO[str]) -> None:
 
 
 def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | None, *, resumes: bool) -> None:
-    """Before anything is made: rank 0 must be able to write what is asked for."""
+    """Check on rank 0, before anything is built, that it can write everything that the options ask for."""
 
     def check() -> None:
-        require_unowned(out)  # which the run would be told later, after all the loading
+        require_unowned(out)  # the run checks it again when it takes the lock, but only after it has loaded everything
         if resumes:
             require_writing(save=config.checkpoint.save)
         else:
@@ -257,27 +265,26 @@ def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | Non
 
 
 def join(options: argparse.Namespace, device: str) -> tuple[Grid, TrainConfig, str]:
-    """This rank's place on the grid, the config resolved for it, and why the planner chose the grid if it did."""
-    first = Grid.alone(device)  # joins the job, whose size the grid may depend on
+    """Join the job; return the grid, the resolved config, and the planner's reason if it chose the grid."""
+    Grid.alone(device)  # joins the job: the grid may depend on its size
     world = dist.get_world_size()
-    del first
     require_world(options.ranks, world)
     config = requested(options, world)
     check_profile(options, config)
-    said: list[str] = []
-    config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=said.append)
+    reasons: list[str] = []
+    config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=reasons.append)
     grid = Grid.of_shape(config.grid.shape, device=device)
     if device == "cpu":
         share_cores()
-    return grid, config, "".join(said)
+    return grid, config, "".join(reasons)
 
 
-def write_result(path: str | None, run: Run, kept: Sequence[MemorySink]) -> None:
-    """What `--json` asks for, by rank 0."""
+def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> None:
+    """Write the JSON that `--json` asks for, on rank 0."""
     if path is None or run.grid.rank != 0:
         return
     by_kind: dict[str, list[RunEvent]] = {kind: [] for kind in KINDS}
-    for event in kept[0].events:
+    for event in memory[0].events:
         by_kind[event["event"]].append({key: value for key, value in event.items() if key != "event"})
     result = {
         "config": to_table(run.config),
@@ -300,48 +307,42 @@ def write_result(path: str | None, run: Run, kept: Sequence[MemorySink]) -> None
         Path(path).write_text(text + "\n")
 
 
-def greet(run: Run, told: Sequence[PlainProgress | ProgressBar], start: Start) -> None:
-    """Tell what is about to run."""
-    for text in greeting(run, start):
-        for one in told:
-            one.say(text)
-
-
 def greeting(run: Run, start: Start) -> Iterator[str]:
+    """Yield the lines that describe the run before its first step."""
     config, grid, policy = run.config, run.grid, run.config.policy
     batch = config.batch
     tokens = sum(source.tokens for source in run.sources)
-    micro = f" in {batch.micro_steps} micro-steps" if batch.micro_steps > 1 else ""
+    micro = f" in {batch.micro_steps} micro-batches" if batch.micro_steps > 1 else ""
     yield (
         f"{config.model.name}: {run.model_config.parameters / 1e6:.1f}M parameters, {policy.dtype}, "
         f"{grid.shape.world} rank{'s' if grid.shape.world > 1 else ''} ({grid}) on {grid.device.type}"
     )
     names = ", ".join(source.name for source in run.sources)
-    yield f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens a step{micro}"
+    yield f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens per step{micro}"
     sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in run.kept_bytes.items())
-    yield f"kept for backward by a rank, by kind of recompute: {sizes}; in use: {policy.recompute}"
-    yield f"peak of a device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
+    yield f"kept for backward on each rank, by kind of recompute: {sizes}; this run uses {policy.recompute}"
+    yield f"peak of one device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:
         yield predicted(run.stored["predicted"])
     yield from start.notes
     if run.evaluation is None:
         yield "no evaluation: data.held_out or train.evaluate_every is 0"
-    yield f"knowing only how frequent each token is, the loss would be {run.entropy:.4f} (unigram entropy)\n"
+    yield f"a model that only knows the frequency of each token has a loss of {run.entropy:.4f} (unigram entropy)\n"
 
 
 def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
-    """Train beside one process, on the run's own batches, each in one micro-step, and show the differences."""
+    """Compare training on the grid with training in one process, on the run's own batches, without micro-batches."""
     if steps < 1 or config.data.documents:
         raise ValueError(
-            f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, of rows "
-            "that are not packed with documents"
+            f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, "
+            "with data.documents=false"
         )
     model, policy, seed = config.model.build(), config.build_policy(), config.train.seed
     with tempfile.TemporaryDirectory() as cache:
         loader = Loader(
             open_sources(config, grid, Path(cache)),
             [source.weight for source in config.data.sources],
-            Grid.alone(grid.device),  # whole batches
+            Grid.alone(grid.device),  # reads whole batches
             rows=config.batch.rows,
             seq=config.batch.seq,
             vocab=model.vocab,
@@ -364,27 +365,27 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what does not go together."""
+    """Raise if options contradict each other."""
     if options.resume is not None:
         if options.out is not None and Path(options.out) != options.resume:
             raise ValueError(
-                f"--resume {options.resume} goes on in that folder, so --out {options.out} has no use; leave one away"
+                f"--resume {options.resume} resumes in that folder, so --out {options.out} has no effect; leave one out"
             )
         if options.compare_serial is not None:
-            raise ValueError("--compare-serial trains no run and has none to --resume; leave one of them away")
+            raise ValueError("--compare-serial does not train, so it cannot --resume a run; leave one of them out")
     elif options.step is not None:
-        raise ValueError(f"--step {options.step} names a checkpoint to go on from; give its run with --resume")
+        raise ValueError(f"--step {options.step} names a checkpoint to resume from; give its run with --resume")
     if options.restarts is not None:
         if options.restarts < 0:
-            raise ValueError(f"--restarts {options.restarts}: there cannot be fewer than 0")
+            raise ValueError(f"--restarts {options.restarts} must be at least 0")
         if inside_a_job() and not is_watched():
-            raise ValueError("--restarts is for ranks that are started here; torchrun has --max-restarts for its own")
+            raise ValueError("--restarts only works for ranks that fourfold starts; use torchrun's --max-restarts")
 
 
 def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
-    """The config file, or that of the run which goes on, with what the command line changes of it.
+    """Return the config file, or the config of the run to resume, with the changes of the command line.
 
-    A run that goes on with another number of ranks has its grid found again.
+    If a run resumes on another number of ranks, its grid is planned again.
     """
     source = config_to_read(options.config, options.resume, [options.model])
     changes = list(options.changes)
@@ -405,33 +406,33 @@ def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
         return config
     if ranks in (None, config.grid.shape.world):
         return config
-    # the order that is stored was found for the other grid
+    # the planner chose the stored order for the other grid
     return read_config(source, [("grid.order", list(AXES)), *changes], forget_grid=True)
 
 
 def check_profile(options: argparse.Namespace, config: TrainConfig) -> None:
-    """Refuse to profile steps that there will not be."""
+    """Raise if --profile names steps that the run does not have."""
     if not options.profile:
         return
     if options.compare_serial is not None:
-        raise ValueError("--compare-serial trains no run and has no steps to --profile; leave one of them away")
+        raise ValueError("--compare-serial does not train, so it has no steps to --profile; leave one of them out")
     first, last, steps = options.profile[0], options.profile[-1], config.train.steps
     if last > steps:
         asked = first if first == last else f"{first}-{last}"
         raise ValueError(
-            f"--profile {asked}: this run has train.steps={steps}; name a step from 1 to {steps}, or such as 1-{steps}"
+            f"--profile {asked}: this run has train.steps={steps}; name steps from 1 to {steps}, for example 1-{steps}"
         )
 
 
 def gpus_left() -> int:
-    """That still answer, asked by a new process: this one has counted them when it began."""
+    """Return how many GPUs still answer. A new process counts them, because this one keeps its first count."""
     code = "import torch; print(torch.cuda.device_count())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     return int(found.stdout) if found.returncode == 0 else 0
 
 
 def wanted_restarts(config: TrainConfig, asked: int | None, ranks: int) -> int:
-    """How often to start local ranks again: by default where there is something to go on from."""
+    """Return how often to restart local ranks: by default only if there are checkpoints to resume from."""
     if asked is not None:
         return asked
     return 3 if ranks > 1 and config.checkpoint.save and config.checkpoint.every else 0

@@ -26,11 +26,9 @@ from fourfold.train.launch import cores
 
 AUTO = "auto"
 CPU = "laptop"
-"""The packaged machine whose devices are processes on the CPU."""
+"""The packaged machine in which a device is a process on the CPU."""
 ANY_GPU = "dgx-h100"
-"""The packaged machine for a GPU whose name is near none of the packaged ones."""
-MEASURED = "measured by fourfold calibrate"
-"""The sources in a machine file that `fourfold calibrate` wrote begin with these words."""
+"""The packaged machine for a GPU with a name unlike any of the packaged ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ def locate(name: str, job: Hardware, compute: torch.dtype) -> LocatedMachine:
     machine, assumed = _with_dtype(machine, DTYPES[compute])
     notes += assumed
     packaged = name == AUTO or name in machine_names()
-    if packaged or not any(source.startswith(MEASURED) for source in machine.sources.values()):
+    if packaged or not machine.measured:  # `fourfold calibrate` always writes the products that it has measured
         notes.append(f"{machine.name}: estimates; `fourfold calibrate` measures this machine")
     elif machine.device != job.device:
         notes.append(f"{machine.name} was measured on {machine.device}, and this is {job.device}")

@@ -196,8 +196,8 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None = None) -
     if not any(name.startswith(OPTIMIZER) for name in record.tensors):
         if step:
             raise ValueError(
-                f"{checkpoint} holds weights alone, without optimizer state, and step {step} cannot be continued from "
-                "them; put it in step-00000000 of a folder of its own to begin with them"
+                f"{checkpoint} holds only weights, without optimizer state, so step {step} cannot be resumed from "
+                "them; put it in step-00000000 of a new folder to start with them"
             )
         return Start(0, checkpoint, begun, notes=(f"begins with the weights in {checkpoint}",))
     saved = record.state.get("step")

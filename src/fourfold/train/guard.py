@@ -20,7 +20,7 @@ from fourfold.watch.tape import Tape, Waits, tape_path
 
 
 class NoGuard:
-    """Stands in for a guard where a rank is alone; it does nothing."""
+    """Does nothing; stands in for a guard if the job has only one rank."""
 
     def begin_step(self, step: int) -> None: ...
     def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None: ...

@@ -171,8 +171,7 @@ class Run:
         self.step = start.step
 
     def describe(self, before: list[RunEvent]) -> None:
-        """Write run.json on rank 0: the run, the planner's prediction, and the parts of the run before it was
-        resumed."""
+        """Write run.json on rank 0, with the planner's prediction and the earlier parts of a resumed run."""
         self.stored = self.facts()
         if before:
             self.stored["resumed"] = before

@@ -1,9 +1,9 @@
-"""What a run tells, beside its metrics: a log for people, the same as events for programs, and a file for each rank.
+"""The logs of a run beside its metrics: one for people, the same as events for programs, and a file for each rank.
 
-log.txt              what the terminal showed, with the time; and why ranks died and were started again
-events.jsonl         one JSON object a line, with the time: all that happened but steps. Nothing is ever taken back:
-                     what a run that went back has done twice is there twice
-logs/rank-00003.txt  warnings and errors of a rank, with where in the code; what python's logging says; how it crashed
+log.txt              what the terminal showed, with the time; and why ranks died and were restarted
+events.jsonl         one JSON object per line, with the time: everything that happened except steps. Nothing is ever
+                     removed: what a run has done twice because it was rolled back is there twice
+logs/rank-00003.txt  warnings and errors of a rank with their tracebacks, Python's logging, and how the rank crashed
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from fourfold.grid import Grid
 from fourfold.train.progress import PlainProgress
 from fourfold.train.run_folder import JsonLines, RunEvent
 
-LOG, EVENTS, OF_RANKS = "log.txt", "events.jsonl", "logs"
+LOG, EVENTS, RANK_LOGS = "log.txt", "events.jsonl", "logs"
 logger = logging.getLogger("fourfold")
 logger.addHandler(logging.NullHandler())
 logger.setLevel(logging.INFO)
 
 
 def now() -> str:
+    """Return the local time with its zone."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 class TimestampedFile(TextIO):
-    """A file whose lines begin with the time."""
+    """A text file that begins every line with the time."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file, self._begins = file, True
@@ -54,7 +55,7 @@ class TimestampedFile(TextIO):
 
 
 class RunLog(PlainProgress):
-    """A sink: log and events of a run; by rank 0."""
+    """The sink of rank 0 that writes log.txt and events.jsonl."""
 
     def __init__(self, folder: Path, steps: int, done: int = 0) -> None:
         self._stamped = TimestampedFile((folder / LOG).open("a"))
@@ -69,13 +70,13 @@ class RunLog(PlainProgress):
             self._events.write({"at": now(), **event})
 
     def close(self) -> None:
-        with suppress(OSError):  # a full disk was reported by whoever wrote what did not fit
+        with suppress(OSError):  # `write` has reported a full disk
             self._stamped.close()
         self._events.close()
 
 
 def note(folder: Path, kind: str, text: str) -> None:
-    """What the launcher did with the ranks of a run, where it has begun; that a disk is full is not its to say."""
+    """Add what the launcher did with the ranks to the logs of a run that has started; ignore a full disk."""
     if not (folder / EVENTS).exists():
         return
     with suppress(OSError):
@@ -87,11 +88,11 @@ def note(folder: Path, kind: str, text: str) -> None:
 
 
 class RankLog:
-    """This rank's own file, from now on until it is closed."""
+    """The log file of this rank; inside the context it receives warnings, Python's logging and crashes."""
 
     def __init__(self, folder: Path, grid: Grid) -> None:
-        (folder / OF_RANKS).mkdir(parents=True, exist_ok=True)
-        self._file = (folder / OF_RANKS / f"rank-{grid.rank:05}.txt").open("a")
+        (folder / RANK_LOGS).mkdir(parents=True, exist_ok=True)
+        self._file = (folder / RANK_LOGS / f"rank-{grid.rank:05}.txt").open("a")
         self._handler = logging.StreamHandler(self._file)
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(self._handler)
