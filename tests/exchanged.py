@@ -17,9 +17,8 @@ from fourfold.layout import boxed
 from fourfold.models import ModelConfig
 from fourfold.models.generate import evaluating
 from fourfold.nn.initial import key_of
-from fourfold.train.config import Config as RunConfig
-from fourfold.train.config import read_config
-from fourfold.train.sections import Model
+from fourfold.train.config import ModelSection, read_config
+from fourfold.train.config import TrainConfig as RunConfig
 from harness import grid_of
 
 VOCAB, SEQ = 101, 16
@@ -53,7 +52,7 @@ def write_run(folder: Path, config: ModelConfig, grid: Grid, step: int = 7) -> P
         held.local.copy_(boxed(whole(name, held.shape), box))
     save_weights(model, folder / "checkpoints" / f"step-{step:08d}")
     if grid.rank == 0:
-        section = Model("mine", **dataclasses.asdict(config))
+        section = ModelSection("mine", **dataclasses.asdict(config))
         (folder / "config.toml").write_text(RunConfig(model=section).toml())
     with torch.no_grad(), evaluating(model):
         torch.save(model(TOKENS.to(grid.device)).cpu(), folder / f"logits-{grid.rank}.pt")

@@ -43,7 +43,7 @@ PRELOAD = [
     "torch.utils.tensorboard",
     "fourfold.cli",
     "fourfold.wrap",
-    "fourfold.train.command",
+    "fourfold.commands.train",
     "pytest",  # of every file with jobs
     "transformers.modeling_utils",
     "transformers.generation.utils",

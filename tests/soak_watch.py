@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 from benchmarks.cluster.emulate import Cluster, ClusterShape, Elastic, Process, exit_on_signals, host
 from curves import config_of, write_texts
 from fourfold.grid import shapes_of
-from fourfold.train.config import Config
+from fourfold.train.config import TrainConfig
 from fourfold.watch.tape import DIAGNOSIS, TapeReading, read, tape_path
 from harness import RankFailed, close_pools, pool
 from soak_kills import differing, losses
@@ -63,7 +63,7 @@ def clean(runs: int, seed: int) -> int:
 CLEAN_STEPS = 60
 
 
-def drawn(draw: random.Random, folder: Path) -> Config:
+def drawn(draw: random.Random, folder: Path) -> TrainConfig:
     """A small run on a grid that its model fits."""
     while True:
         shape = draw.choice(list(shapes_of(draw.randint(1, 8))))
@@ -83,13 +83,13 @@ def drawn(draw: random.Random, folder: Path) -> Config:
             return config_of(draw.choice(["gpt-tiny", "llama-tiny"]), "fp32", CLEAN_STEPS, folder, shape, changes)
 
 
-def said_of(config: Config) -> str:
+def said_of(config: TrainConfig) -> str:
     policy = config.policy
     what = f"{config.model.name} {policy.activations} recompute={policy.recompute}"
     return f"{config.grid.shape} {what} shard={policy.shard_optimizer} micro={config.batch.micro_steps}"
 
 
-def alarms(config: Config, out: Path) -> str:
+def alarms(config: TrainConfig, out: Path) -> str:
     """What was raised in a run; nothing where all was well."""
     try:
         pool(config.grid.shape.world).run(trained, config, out, timeout=300)

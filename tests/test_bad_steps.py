@@ -20,8 +20,8 @@ from fourfold.optim import AdamW
 from fourfold.params import local_of
 from fourfold.train.bad_steps import MIN_LOSSES, WINDOW, Spikes, StepJudge
 from fourfold.train.checkpoints import PASSED_OVER
+from fourfold.train.config import WatchSection
 from fourfold.train.loop import Run
-from fourfold.train.sections import WatchSection
 from harness import grid_of
 
 # --- what is a spike
@@ -79,7 +79,7 @@ def test_skipped_steps_in_a_row_end_the_run_and_a_good_one_between_counts_anew()
             numbers.act(bad, "weight", {})
     bad = numbers.judge(4, 2.0, nan, inf)
     assert bad is not None
-    with pytest.raises(BadStepsError, match=r"2 bad steps in a row: the gradients of step 4 .* first that of weight"):
+    with pytest.raises(BadStepsError, match=r"2 bad steps in a row: the gradients of step 4 .* the first in weight"):
         numbers.act(bad, "weight", {})
 
 
@@ -93,7 +93,7 @@ def test_a_spike_is_told_skipped_or_rolled_back(action: str, raised: type[Except
     if raised is None:
         numbers.act(bad, None, {})
     else:
-        with pytest.raises(raised, match=r"the loss of step 40 is 9, and 2.16 was the most to expect"):
+        with pytest.raises(raised, match=r"the loss of step 40 is 9, above the limit of 2.16"):
             numbers.act(bad, None, {"given": [40]})
 
 

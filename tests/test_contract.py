@@ -76,12 +76,13 @@ INSIDE = {
     "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
     "report": ["units", "page", "run_data", "run_figures", "run_page", "plan_text", "plan_page", "__init__"],
     "train": [
-        "__init__", "schema", "process", "rendezvous", "launch", "auto_grid", "sections", "config", "record", "meter",
-        "predicted", "profile", "progress", "story", "bad_steps", "stop", "sources", "guard", "checkpoints", "loop",
-        "begin", "options", "probe", "preflight", "doctor", "command", "sample", "calibrate", "plan",
-        "checkpoint_command", "import_export", "places", "demo",
+        "__init__", "schema", "process", "rendezvous", "launch", "auto_grid", "config", "run_folder", "metrics",
+        "prediction", "profile", "progress", "run_log", "bad_steps", "stop", "guard", "checkpoints", "loop",
     ],
-    "commands": ["__init__", "parser", "running", "planning", "keeping", "completion"],
+    "commands": [
+        "__init__", "parser", "options", "completion", "local_ranks", "probe", "preflight", "doctor", "train", "sample",
+        "report", "data", "calibrate", "plan", "checkpoint", "import_export", "cluster_scripts", "demo",
+    ],
 }  # fmt: skip
 
 

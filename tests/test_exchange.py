@@ -25,10 +25,10 @@ from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.hugging_face import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.checkpoint.save import save_weights
+from fourfold.commands.import_export import export_model, import_model
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
 from fourfold.train.config import read_config
-from fourfold.train.import_export import export_model, import_model
 from harness import DEVICE
 
 LLAMA = dict(
@@ -340,7 +340,7 @@ def test_a_missing_tokenizer_is_said(gpt2: Path, tmp_path: Path) -> None:
     write_tokenizer(gpt2, "</s>")
     edit(gpt2, vocab_size=5)
     rewrite(gpt2, lambda tensors: tensors.update({"transformer.wte.weight": torch.zeros(5, 32)}))
-    assert "ids up to 5, and the model knows those below 5" in import_model(gpt2, tmp_path / "small").notes[0]
+    assert "ids up to 5, but the model only knows ids below 5" in import_model(gpt2, tmp_path / "small").notes[0]
 
 
 # What is refused
@@ -550,4 +550,4 @@ def test_commands(gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shutil.rmtree(tmp_path / "theirs")
     with pytest.raises(SystemExit):
         command("export", str(tmp_path / "run"), "--to", str(tmp_path / "theirs"), "--max-shard", "many")
-    assert "'many' is no size of a file; write such as 5GB" in capsys.readouterr().err
+    assert "'many' is not a file size; write for example 5GB" in capsys.readouterr().err

@@ -12,11 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(Path(__file__).parent.parent))
 
-from fourfold.planner.transformer import Flops
-
 import fourfold as ff
 from benchmarks.speed.plain_models import Transformer
-from fourfold.planner.transformer import flops_per_token
+from fourfold.planner.transformer import Flops, flops_per_token
 
 
 def test_by_hand() -> None:

@@ -18,10 +18,19 @@ import torch.distributed as dist
 import warm
 from fourfold import models
 from fourfold.cli import main, parser
+from fourfold.commands.preflight import (
+    LinkTimer,
+    PlannedRun,
+    Preflight,
+    ask_clock,
+    pairs_of,
+    planned,
+    rank_of,
+    why_unlinked,
+)
+from fourfold.commands.probe import Budget, FolderMark, free_bytes, look_at, myself, versions, within
 from fourfold.grid import Shape
 from fourfold.job import Channel
-from fourfold.train.preflight import LinkTimer, Look, PlannedRun, ask_clock, pairs_of, planned, rank_of, why_unlinked
-from fourfold.train.probe import Budget, FolderMark, free_bytes, look_at, myself, versions, within
 from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
 
 GIB = 1 << 30
@@ -80,9 +89,11 @@ def channel_of(rank: int, world: int, store: dist.Store) -> Channel:
     return Channel("preflight", range(world), store, rank=rank)
 
 
-def look_of(rank: int, world: int, store: dist.Store, seconds: float = 20.0, plan: PlannedRun | None = None) -> Look:
+def look_of(
+    rank: int, world: int, store: dist.Store, seconds: float = 20.0, plan: PlannedRun | None = None
+) -> Preflight:
     plan = plan or PlannedRun(None, Shape(data=world), None)
-    return Look(channel_of(rank, world, store), Budget(seconds), plan, torch.device("cpu"), first_of_node=True)
+    return Preflight(channel_of(rank, world, store), Budget(seconds), plan, torch.device("cpu"), first_of_node=True)
 
 
 def on_cpu(number: int, **changes: Any) -> Rank:
@@ -270,7 +281,7 @@ def test_who_is_silent_is_known_in_time() -> None:
 def test_clocks_are_compared_over_the_store() -> None:
     store = dist.HashStore()
     looks = [
-        Look(
+        Preflight(
             channel_of(number, 2, store),
             Budget(20.0),
             PlannedRun(None, Shape(data=2), None),
@@ -293,8 +304,8 @@ def measured_links(
     world: int, monkeypatch: pytest.MonkeyPatch, stuck: int | None, dead: int | None
 ) -> tuple[list[MeasuredLink], list[LinkTimer]]:
     """What rank 0 hears of ranks along x that are threads: one does not answer along its links, one is not there."""
-    monkeypatch.setattr("fourfold.train.preflight.LINK_SECONDS", 0.2)
-    monkeypatch.setattr("fourfold.train.preflight.MEET_SECONDS", 1.0)
+    monkeypatch.setattr("fourfold.commands.preflight.LINK_SECONDS", 0.2)
+    monkeypatch.setattr("fourfold.commands.preflight.MEET_SECONDS", 1.0)
     monkeypatch.setattr(LinkTimer, "_open", lambda *_: float("inf"))
     over = threading.Event()
 
@@ -360,7 +371,7 @@ def test_a_folder_that_others_use_stays(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_is_not_there_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.train.probe.SEEN_SECONDS", 0.0)
+    monkeypatch.setattr("fourfold.commands.probe.SEEN_SECONDS", 0.0)
     assert look_at(tmp_path / "nowhere" / "mark", 0) == Disk(seen=False)
 
 
@@ -413,14 +424,14 @@ def test_what_a_run_needs_follows_from_its_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), r"give the folder of a run; or --preflight"),
-        (("runs/one", "--ranks", "2"), r"--ranks is for --preflight, before a run"),
-        (("runs/one", "--grid", "auto"), r"--grid is for --preflight"),
-        (("runs/one", "--set", "grid.x=2"), r"--set is for --preflight"),
+        ((), r"give the folder of a run, or --preflight"),
+        (("runs/one", "--ranks", "2"), r"--ranks only works with --preflight"),
+        (("runs/one", "--grid", "auto"), r"--grid only works with --preflight"),
+        (("runs/one", "--set", "grid.x=2"), r"--set only works with --preflight"),
         (("--preflight", "."), r"--preflight . is a folder; give the config"),
-        (("--preflight", "no.toml"), r"there is no config no.toml"),
+        (("--preflight", "no.toml"), r"the config no.toml does not exist"),
         (("--preflight", "--set", "batch.rows=2"), r"--set batch.rows changes a config; give CONFIG.toml"),
-        (("--preflight", "--ranks", "0"), r"--ranks 0: there must be at least one"),
+        (("--preflight", "--ranks", "0"), r"--ranks 0: at least one rank is needed"),
         (("--preflight", "--grid", "x=2", "--ranks", "3"), r"--ranks 3, but the grid x=2 has 2"),
     ],
 )

@@ -34,6 +34,7 @@ from fourfold.checkpoint.format import Record, read_record, write_record
 from fourfold.checkpoint.load import read_full_tensor, verify_checkpoint
 from fourfold.checkpoint.save import write_full_tensors
 from fourfold.cli import _failed
+from fourfold.commands import train
 from fourfold.data.order import SampleOrder, cut_windows
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
@@ -42,16 +43,13 @@ from fourfold.errors import Failure
 from fourfold.grid import Shape
 from fourfold.job import Channel
 from fourfold.report.run_data import read_run
-from fourfold.train import command
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping
-from fourfold.train.begin import begin
 from fourfold.train.checkpoints import Start, any_restarted, find_start, start_from, what_was_lost
-from fourfold.train.config import Config, read_config
+from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
 from fourfold.train.process import listen_to_signals
-from fourfold.train.record import Lines, Owned, rewind
-from fourfold.train.sections import DataSection
+from fourfold.train.run_folder import FolderLock, JsonLines, rewind
 from harness import Ranks, grid_of
 from test_train import (
     Job,
@@ -83,17 +81,17 @@ def one() -> Iterator[Ranks]:
     pool.close()
 
 
-def trained(config: Config, folder: Path, *, resume: bool = False) -> None:
+def trained(config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
     """A job: a run in a folder, or what is left of it."""
     grid = grid_of(config.grid.shape)
     start = find_start(grid, folder, config) if resume else Start()
     run = Run(config, grid, folder)
-    run.take_up(start)
-    begin(run, lambda: [Lines(folder / "metrics.jsonl")], start)
+    run.load(start)
+    run.begin(lambda: [JsonLines(folder / "metrics.jsonl")], start)
     run.train()
 
 
-def resumed(config: Config, folder: Path) -> None:
+def resumed(config: TrainConfig, folder: Path) -> None:
     trained(config, folder, resume=True)
 
 
@@ -106,7 +104,7 @@ def halfway(folder: Path, to: Path) -> Path:
     return to
 
 
-def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> Config:
+def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> TrainConfig:
     write_texts(folder)
     given = {"model.layers": 1, "train.evaluate_every": 2, "plan.compare": False}
     saving = {"checkpoint.every": HALF, "checkpoint.keep_last": 9}
@@ -164,7 +162,7 @@ def test_on_another_grid_and_number_of_ranks_within_rounding(one: Ranks, ranks, 
     alone = halfway(tmp_path / "run", tmp_path / "alone")
     (left,) = one.run(cli, "train", "--resume", str(alone), "--ranks", "1", "--device", "cpu")
     assert (left.code, left.err) == (0, "")
-    assert f"goes on after step {HALF}, from {alone / 'checkpoints'}" in left.out
+    assert f"resumes after step {HALF}, from {alone / 'checkpoints'}" in left.out
     for folder in (other, alone):
         assert column(folder, "step", "loss") == pytest.approx(expected, rel=bound("fp64", STEPS))
         assert column(folder, "step", "step") == list(range(1, STEPS + 1))
@@ -239,7 +237,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(one: Ranks, tokens: str, t
     command += ["--set", "plan.compare=false"]
     (first,) = one.run(cli, *command)
     assert (first.code, first.err) == (0, "")
-    assert "goes on" not in first.out
+    assert "resumes" not in first.out
     assert column(folder, "step", "step") == [1, 2]
     (again,) = one.run(cli, *command)
     assert f"{folder} has reached step 2 of 2" in again.out
@@ -271,14 +269,14 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(
     assert_error(attempt("--set", "model.mlp_hidden=96"), "has shape", "build the model as saved")
     assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "resume with the dtype of the saved run")
     assert_error(attempt("--profile", "2"), f"--profile 2: the run resumes after step {HALF}; name steps from 4 on")
-    assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no use")
-    assert_error(attempt("--compare-serial", "1"), "--compare-serial trains no run")
+    assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no effect")
+    assert_error(attempt("--compare-serial", "1"), "--compare-serial does not train")
     assert_error(attempt("--restarts", "-1"), "--restarts -1")
     assert contents(folder) == before
     assert_error(one.run(cli, "train", "--resume", str(tmp_path))[0], "holds no run to resume", "CONFIG.toml")
     assert_error(attempt("--step", "4"), "has no complete checkpoint of step 4; it has those of 3")
     (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "new", "--step", "4", steps=1))
-    assert_error(left, "--step 4 names a checkpoint to go on from; give its run with --resume")
+    assert_error(left, "--step 4 names a checkpoint to resume from; give its run with --resume")
     damaged = folder / "checkpoints" / f"step-{HALF:08}" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert_error(attempt(), str(damaged))
@@ -296,7 +294,7 @@ def test_weights_alone_begin_a_run_but_continue_none(one: Ranks, finished: Path,
     assert (left.code, left.err) == (0, "")
     assert f"begins with the weights in {weights}\n" in left.out
     assert column(folder, "step", "loss")[0] < column(finished, "step", "loss")[0] - 0.05  # they were trained
-    with pytest.raises(ValueError, match=r"holds weights alone.*step 7 cannot be continued"):
+    with pytest.raises(ValueError, match=r"holds only weights.*step 7 cannot be resumed"):
         start_from(folder, read_config(folder / "config.toml"), weights.rename(weights.with_name("step-00000007")))
 
 
@@ -345,7 +343,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
     assert_error(left, str(damaged), f"or resume from an earlier checkpoint: --step {HALF}")
     (left,) = one.run(cli, *command, "--step", str(HALF))
     assert (left.code, left.err) == (0, "")
-    back = f"goes back to step {HALF}: removes step-{STEPS:08} and what was recorded after that step\n"
+    back = f"returns to step {HALF}: removes step-{STEPS:08} and all records after that step\n"
     assert left.out.startswith(back)
     assert [step for step, _ in Checkpoints(folder / "checkpoints").complete()] == [HALF, STEPS, STEPS + 1]
     verify_checkpoint(damaged.parent)  # another one by now
@@ -356,14 +354,14 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
 def test_a_folder_has_one_job(one: Ranks, finished: Path, tmp_path: Path) -> None:
     """The second is refused before it changes anything; once the first has gone it may."""
     folder = halfway(finished, tmp_path / "run")
-    owned, before = Owned(folder), contents(folder)
+    owned, before = FolderLock(folder), contents(folder)
     (left,) = one.run(cli, "train", "--resume", str(folder))
     assert_error(left, f"another job (process {os.getpid()} on ", f"is training in {folder}")
     with pytest.raises(BlockingIOError, match="another job"):
-        Owned(folder)
+        FolderLock(folder)
     assert contents(folder) == before
     owned.release()
-    Owned(folder).release()
+    FolderLock(folder).release()
 
 
 def test_a_tokenizer_beside_the_config_moves_with_it(tmp_path: Path, monkeypatch) -> None:
@@ -372,7 +370,7 @@ def test_a_tokenizer_beside_the_config_moves_with_it(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizer.json").touch()
     (run / "tokenizer.json").touch()
-    config = replace(Config(), data=DataSection(tokenizer="run/tokenizer.json"))
+    config = replace(TrainConfig(), data=DataSection(tokenizer="run/tokenizer.json"))
     assert config.stored(run).data.tokenizer == "tokenizer.json"
     assert config.stored(tmp_path / "other").data.tokenizer == "run/tokenizer.json"
     path = run / "config.toml"
@@ -417,7 +415,7 @@ def test_ranks_that_torchrun_has_started_again_go_on_unasked(one: Ranks, finishe
     assert column(folder, "resumed", "step") == [HALF]
     assert column(folder, "step", "loss") == column(finished, "step", "loss")
     (left,) = one.run(cli, *command)
-    assert_error(left, f"{folder} holds a run already", f"fourfold train --resume {folder}")
+    assert_error(left, f"{folder} already holds a run", f"fourfold train --resume {folder}")
 
 
 def cli_that_may_start_again(*arguments: str, restarts: str = "0") -> Left:
@@ -469,10 +467,10 @@ def test_what_is_on_its_way_is_no_saved_checkpoint(ranks, tmp_path: Path) -> Non
     assert [step for step, _ in Checkpoints(tmp_path / "run" / "checkpoints").complete()] == [2]
 
 
-def fails_while_saving(config: Config, folder: Path) -> None:
+def fails_while_saving(config: TrainConfig, folder: Path) -> None:
     """A job: files are written when the loss of the third step is read, which ends the run."""
     run = Run(config, grid_of(config.grid.shape), folder)
-    begin(run, lambda: [Lines(folder / "metrics.jsonl")])
+    run.begin(lambda: [JsonLines(folder / "metrics.jsonl")])
     failed, write_file, launch = threading.Event(), saving.write_tensor_file, run._launch
 
     def write_late(*arguments: Any) -> Any:
@@ -498,17 +496,17 @@ def test_steps_skipped_in_a_row_are_counted_on(ranks, tmp_path: Path) -> None:
     assert ranks(2).run(skipped_before, config, tmp_path / "run") == [(4, 2)] * 2
 
 
-def skipped_before(config: Config, folder: Path) -> tuple[int, int]:
+def skipped_before(config: TrainConfig, folder: Path) -> tuple[int, int]:
     """A job: where a run goes on that was saved after two skipped steps."""
     grid = grid_of(config.grid.shape)
     run, again = (Run(config, grid, folder) for _ in range(2))
-    begin(run, lambda: [])
+    run.begin(lambda: [])
     run._launch(1)
     assert run.saving is not None
     for step in (3, 4):
         run.step_judge.judge(step, 2.0, inf, inf)
     run.saving.save(4, run.model, run.optimizer, run.loader, run.step_judge, last=True)
-    again.take_up(find_start(grid, folder, config))
+    again.load(find_start(grid, folder, config))
     return again.step, again.step_judge.state()["skipped"]
 
 
@@ -521,7 +519,7 @@ def test_one_rank_saves_and_ends_at_sigterm(one: Ranks, tokens: str, tmp_path: P
     command = train_arguments(tokens, folder, *steady, steps=100_000)
     (left,) = one.run(interrupted, folder, signal.SIGTERM, *command)
     step = column(folder, "step", "step")[-1]
-    goes_on = f"saved at step {step}; `fourfold train --resume {folder}` goes on"
+    goes_on = f"saved at step {step}; `fourfold train --resume {folder}` resumes it"
     assert (left.code, left.err) == (143, f"fourfold: asked to stop by SIGTERM; {goes_on}\n")
     assert lines_of(folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}
     (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", str(step + 1))
@@ -681,8 +679,8 @@ def test_fewer_gpus_are_planned_for_anew(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(launching, "elastic_launch", agent)
     left = iter([4, 3])
-    monkeypatch.setattr(command, "gpus_left", lambda: next(left))
-    policy = command.RunRestarts(tmp_path, lambda ranks: ["--ranks", str(ranks)])
+    monkeypatch.setattr(train, "gpus_left", lambda: next(left))
+    policy = train.RunRestarts(tmp_path, lambda ranks: ["--ranks", str(ranks)])
     errors = StringIO()
     assert launching.launch(4, ["all"], errors, restarts=2, policy=policy) == 0
     assert started == [(4, ("all",)), (4, ("all",)), (3, ("--ranks", "3"))]
@@ -779,7 +777,7 @@ def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(jobs: di
     assert left.code == 143, left.err
     assert left.err.count("\n") == 2, left.err
     asked, stopped = left.err.splitlines()
-    assert asked.endswith(f"SIGTERM; saved at step {step}; `fourfold train --resume {job.folder}` goes on")
+    assert asked.endswith(f"SIGTERM; saved at step {step}; `fourfold train --resume {job.folder}` resumes it")
     assert stopped == "fourfold: stopped by SIGTERM; what was written stays readable"
     assert not any(alive(pid) for pid in pids.values())
     assert lines_of(job.folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}

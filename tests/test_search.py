@@ -15,6 +15,7 @@ import torch
 import fourfold as ff
 from fourfold.axes import AXES
 from fourfold.cli import main
+from fourfold.commands.plan import rows_of
 from fourfold.grid import Shape, shapes_of
 from fourfold.planner import search as search_file
 from fourfold.planner.estimate import LEVERS
@@ -25,7 +26,6 @@ from fourfold.planner.search import Space, search, search_built
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from fourfold.train.config import read_config, resolve
-from fourfold.train.plan import rows_of
 from share import share
 
 SMALL = ff.models.config("llama-3-8b", layers=2)
@@ -171,9 +171,9 @@ def test_trace_opens_in_perfetto(planned: Path) -> None:
         (("--machine", "perlmuter"), "did you mean 'perlmutter'"),
         (("--devices", "0"), "--devices 0: it must be at least 1"),
         (("--seq", "0"), "--seq 0: it must be at least 1"),
-        (("--why", "auto"), "name the grid to ask about"),
+        (("--why", "auto"), "name the grid to explain"),
         (("--seq", "4096"), "longer than the 2048 learned positions"),
-        (("--why", "x=3"), "has 3 ranks and the plan 16 devices"),
+        (("--why", "x=3"), "has 3 ranks, but the plan has 16 devices"),
         (("--model", "tests.no_such:thing"), "no_such"),
     ],
 )
@@ -259,7 +259,7 @@ def test_json_on_standard_output_is_all_there_is(tmp_path: Path, capsys: pytest.
 def test_a_module_has_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "test_search:my_model", "--machine", "dgx-h100", "--devices", "2"]
     assert main([*arguments, "--batch-tokens", "512", "--seq", "128", "--config", "x.toml"]) == 1
-    assert "fourfold train takes no module" in capsys.readouterr().err
+    assert "fourfold train cannot train the module" in capsys.readouterr().err
 
 
 def test_a_plain_module_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,9 +45,9 @@ from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Overlap
 from fourfold.report.run_data import read_run
-from fourfold.train.config import Config, read_config
+from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.loop import Run
-from fourfold.train.record import Lines, open_sinks
+from fourfold.train.run_folder import JsonLines, open_sinks
 from fourfold.train.schema import parse
 from harness import Ranks, grid_of
 from share import share
@@ -88,12 +88,12 @@ def cli(*arguments: str) -> Left:
 def cli_as_rank(*commands: Sequence[str]) -> list[Left]:
     """A job: commands one after another on ranks that a launcher has started already."""
     import fourfold.cli
-    from fourfold.train import command, sample
+    from fourfold.commands import sample, train
 
     rank, world = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
     os.environ |= {"RANK": rank, "WORLD_SIZE": world}
     fourfold.cli._leave = lambda code: code  # the process serves other jobs
-    command.close = sample.close = lambda grid: grid.close()  # so does its process group
+    train.close = sample.close = lambda grid: grid.close()  # so does its process group
     return [cli(*arguments) for arguments in commands]
 
 
@@ -169,7 +169,7 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{STEPS:08}"]
     state = read_record(folder / "checkpoints" / f"step-{STEPS:08}").state
     assert state["step"] == STEPS
-    assert parse(Config, state["config"]).model == read_config(folder / "config.toml").model
+    assert parse(TrainConfig, state["config"]).model == read_config(folder / "config.toml").model
     assert state["data"]["sample"] == STEPS * 4
 
 
@@ -217,7 +217,7 @@ def test_a_folder_with_a_run_is_refused_and_stays(one: Ranks, finished: tuple[Pa
     folder, _ = finished
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "config.toml").read_bytes()
     (left,) = one.run(cli, *train_arguments(texts, folder, "--set", "train.seed=5"))
-    assert_error(left, "holds a run already; give another --out")
+    assert_error(left, "already holds a run; give another --out")
     assert ((folder / "metrics.jsonl").read_bytes(), (folder / "config.toml").read_bytes()) == before
 
 
@@ -281,14 +281,14 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "run", *profiled, steps=3))
     assert left.code == 0
     trace = tmp_path / "run" / "profile" / "rank-0.json"
-    assert f'steps 2 to 3 profiled: {trace}; ui.perfetto.dev shows them ("Open trace file")' in left.err
+    assert f"steps 2 to 3 profiled: {trace}; open them in ui.perfetto.dev" in left.err
     assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
     assert found.keys() == {
         "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "spikes", "saved",
         "resumed", "stragglers", "end",
     }  # fmt: skip
-    config = parse(Config, found["config"])
+    config = parse(TrainConfig, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")
     assert found["grid"] == {"x": 1, "y": 1, "z": 1, "data": 1}
     lines = [line for line in lines_of(tmp_path / "run") if line["event"] == "step"]
@@ -339,7 +339,7 @@ def _flat(table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
 # --- what a step sends
 
 
-def record(config: Config, folder: Path) -> list[dict[str, Any]]:
+def record(config: TrainConfig, folder: Path) -> list[dict[str, Any]]:
     """A job: the events of a run on this rank."""
     run = Run(config, grid_of(config.grid.shape), folder)
     kept = Curves()
@@ -348,7 +348,7 @@ def record(config: Config, folder: Path) -> list[dict[str, Any]]:
     return kept.events
 
 
-def predicted(config: Config, rank: int) -> dict[str, int]:
+def predicted(config: TrainConfig, rank: int) -> dict[str, int]:
     """Bytes by axis that a rank sends in a step."""
     shape, batch = config.grid.shape, config.batch
     rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
@@ -391,7 +391,7 @@ def test_every_step_sends_what_was_predicted(ranks, tmp_path: Path, shape: Shape
 UP, DOWN = "layers.0.mlp.up.weight", "layers.0.mlp.down.weight"
 
 
-def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
+def poisoned(config: TrainConfig, folder: Path, steps: list[int]) -> dict[str, Any]:
     """A job: a run in which on rank 1 alone something in backward is not finite in some steps.
 
     Where data replicates that is an activation's gradient, which spoils this rank's share of all sums; otherwise
@@ -460,7 +460,7 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
     config = config_of("gpt-tiny", "fp64", 8, tmp_path, Shape(z=2), changes)
     for found in ranks(2).run(poisoned, config, tmp_path, [2, 4, 5]):  # one alone is not enough
         assert "stopped after 2 bad steps in a row: the gradients of step 5 are not finite" in found["error"]
-        assert f"first that of {UP}" in found["error"]
+        assert f"the first in {UP}" in found["error"]
         assert found["finite"]
         end = found["events"][-1]
         assert (end["event"], end["step"]) == ("end", 5)
@@ -472,7 +472,7 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_closing_says_nothing_more() -> None:
-    lines = Lines(Path("/dev/full"))
+    lines = JsonLines(Path("/dev/full"))
     with pytest.raises(OSError, match=r"cannot log to /dev/full \(No space left on device\)"):
         lines.write({"event": "step"})
     lines.close()
@@ -550,14 +550,14 @@ def test_mistakes_are_errors_of_one_line(one: Ranks, tokens: str, tmp_path: Path
     assert_error(attempt(tokens, "--grid", "x=2", "--ranks", "3"), "--ranks 3", "x=2")
     assert_error(attempt(tokens, "--ranks", "0"), "--ranks 0")
     assert_error(attempt(tokens, "--grid", "x=5"), "grids of 5 ranks that fit")
-    assert_error(one.run(cli, "train", str(tmp_path / "absent.toml"))[0], "there is no config", "absent.toml")
+    assert_error(one.run(cli, "train", str(tmp_path / "absent.toml"))[0], "the config", "absent.toml does not exist")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert_error(one.run(cli, "sample", str(empty))[0], "has no config.toml")
     assert_error(one.run(cli, "report", str(empty))[0], "is not a run")
     assert one.run(cli, "train", "--grid", "x=0")[0].code == 2
     left = one.run(cli, "train", "--profile", "3-2")[0]
     assert left.code == 2
-    assert "argument --profile: '3-2' names no steps" in left.err
+    assert "argument --profile: '3-2' is not a range of steps" in left.err
 
 
 # --- after training

@@ -26,11 +26,13 @@ import torch
 
 import fourfold as ff
 from benchmarks.shared.rank_pool import RankPool, multi_process_service
-from fourfold.train.guard import Guard, Unguarded, Windows
+from fourfold.train.config import WatchSection
+from fourfold.train.guard import Guard, NoGuard
 from fourfold.train.launch import share_cores
-from fourfold.train.meter import Meter
-from fourfold.train.sections import WatchSection
+from fourfold.train.metrics import Meter
 from fourfold.watch.replicas import check_replicas
+from fourfold.watch.stragglers import StepWindows
+from fourfold.watch.tape import Waits
 
 EVERY = WatchSection().replicas_every
 BAR = 0.01
@@ -67,27 +69,27 @@ class WatchedTraining:
 
     def block(self, folder: str, steps: int) -> float:
         """Return the mean seconds per step; the guard runs if it is given a folder."""
-        Windows.LEAST = steps  # so that the ranks exchange their step times within the block
-        guard = Guard(self.grid, Path(folder), 60.0) if folder else Unguarded()
+        StepWindows.MIN_STEPS = steps  # so that the ranks exchange their step times within the block
+        guard = Guard(self.grid, Path(folder), 60.0) if folder else NoGuard()
         self.meter.begin()
         began = time.perf_counter()
         for _ in range(steps):
             self.done += 1
             guard.begin_step(self.done)
             self.step(guard)
-        guard.tell()
+        guard.stragglers()
         seconds = (time.perf_counter() - began) / steps
         guard.close(done=True)
         return seconds
 
-    def step(self, guard: Unguarded) -> None:
+    def step(self, guard: NoGuard) -> None:
         guard.doing("computing")
         loss = self.model(self.tokens, self.targets)
         loss.backward()
         self.optimizer.clip_and_step(1.0)
         self.optimizer.zero_grad()
         reading = self.meter.end()
-        guard.doing("reading results", waits=True)
+        guard.doing("reading results", Waits.DEVICE)
         loss.item()
         found = reading()
         guard.took(found.seconds, found.exposed_seconds)

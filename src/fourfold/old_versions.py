@@ -18,11 +18,12 @@ Renames = dict[str, dict[str, str]]
 FIRST_AXES = ("x", "y", "z", "data")
 """The axes of version 1. Every order of ranks that any version has written names these."""
 CONFIG_KEYS: Renames = {
+    "optimizer": {"rate": "learning_rate"},
     "policy": {"reduce": "reduce_dtype"},
     "overlap": {"data": "reduce_early", "behind_products": "wgrad_behind_messages"},
 }
 """Renamed keys of a config, by section."""
-STATE_KEYS: Renames = {}
+STATE_KEYS: Renames = {"schedule": {"rate": "learning_rate"}}
 """Renamed keys of the tables in a checkpoint's state, apart from its config: `schedule` and `data`."""
 
 

@@ -176,13 +176,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The learning rate of each step: linear warm-up, then a plateau, then decay to `floor` times the rate.
+    """The learning rate of each step: linear warm-up, then a plateau, then decay to `floor` times the learning rate.
 
-    `cosine` decays from the end of warm-up to the last step; `stable` keeps the rate and decays linearly over
-    the last `decay` part of the steps. With `base_batch` the rate grows linearly with the batch.
+    `cosine` decays from the end of warm-up to the last step; `stable` keeps it and decays linearly over the last
+    `decay` part of the steps. With `base_batch` the learning rate grows linearly with the batch.
     """
 
-    rate: float
+    learning_rate: float
     steps: int
     warmup: int = 0
     shape: Decay = "cosine"
@@ -199,17 +199,17 @@ class Schedule:
         if not (0 < self.decay <= 1 and 0 <= self.floor <= 1):
             raise ValueError(f"decay={self.decay} must be above 0, floor={self.floor} from 0 up, neither above 1")
         if (self.batch is None) != (self.base_batch is None):
-            raise ValueError("scaling the rate needs both batch and base_batch")
+            raise ValueError("scaling the learning rate needs both batch and base_batch")
 
     @property
     def peak(self) -> float:
-        """The highest rate."""
+        """The highest learning rate."""
         if self.batch is None or self.base_batch is None:
-            return self.rate
-        return self.rate * self.batch / self.base_batch
+            return self.learning_rate
+        return self.learning_rate * self.batch / self.base_batch
 
     def at(self, step: int) -> float:
-        """The rate of a step, counted from 1; the last step has the floor."""
+        """Return the learning rate of a step, counted from 1; the last step has the floor."""
         if step < self.warmup:
             return self.peak * step / self.warmup
         if self.shape == "constant":
@@ -220,7 +220,7 @@ class Schedule:
         return self.peak * (self.floor + (1 - self.floor) * left)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate of every group for this step; returns it."""
+        """Set the learning rate of every parameter group for this step and return it."""
         rate = self.at(step)
         for group in optimizer.param_groups:
             group["lr"] = rate

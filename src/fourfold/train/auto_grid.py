@@ -26,11 +26,9 @@ from fourfold.train.launch import cores
 
 AUTO = "auto"
 CPU = "laptop"
-"""The packaged machine whose devices are processes on the CPU."""
+"""The packaged machine in which a device is a process on the CPU."""
 ANY_GPU = "dgx-h100"
-"""The packaged machine for a GPU whose name is near none of the packaged ones."""
-MEASURED = "measured by fourfold calibrate"
-"""The sources in a machine file that `fourfold calibrate` wrote begin with these words."""
+"""The packaged machine for a GPU with a name unlike any of the packaged ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +63,24 @@ def memory_bytes(device: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocatedMachine:
     """A machine, and notes that a reader of its prices must know."""
 
     machine: Machine
     notes: tuple[str, ...]
 
 
-def locate(name: str, job: Hardware, compute: torch.dtype) -> Located:
+def locate(name: str, job: Hardware, compute: torch.dtype) -> LocatedMachine:
     """Return the machine of that name or file; for `auto` the packaged one that is most like this hardware."""
     machine, notes = _automatic(job) if name == AUTO else (load_machine(name), [])
     machine, assumed = _with_dtype(machine, DTYPES[compute])
     notes += assumed
     packaged = name == AUTO or name in machine_names()
-    if packaged or not any(source.startswith(MEASURED) for source in machine.sources.values()):
+    if packaged or not machine.measured:  # `fourfold calibrate` always writes the products that it has measured
         notes.append(f"{machine.name}: estimates; `fourfold calibrate` measures this machine")
     elif machine.device != job.device:
         notes.append(f"{machine.name} was measured on {machine.device}, and this is {job.device}")
-    return Located(machine, tuple(notes))
+    return LocatedMachine(machine, tuple(notes))
 
 
 def _automatic(job: Hardware) -> tuple[Machine, list[str]]:
@@ -158,7 +156,7 @@ def find_grid(
     return plan.best.candidate.shape, _reason(plan.ranked, grids, located)
 
 
-def _reason(ranked: Sequence[Priced], grids: int, located: Located) -> str:
+def _reason(ranked: Sequence[Priced], grids: int, located: LocatedMachine) -> str:
     best, *others = ranked
     said = f"grid {best.candidate.shape} by the planner: {duration(best.seconds)} per step on {located.machine.name}"
     if others:

@@ -23,9 +23,9 @@ from statistics import median
 from typing import Any
 
 from fourfold.errors import BadStepsError, RollBackError
-from fourfold.train.sections import WatchSection
+from fourfold.train.config import WatchSection
 
-WAY_OUT = "lower optimizer.rate, raise optimizer.warmup, or look at the data of these steps"
+WAY_OUT = "lower optimizer.learning_rate, raise optimizer.warmup, or look at the data of these steps"
 WINDOW, MIN_LOSSES = 64, 32
 """The limit follows from the last WINDOW losses; from fewer than MIN_LOSSES it would be too uncertain."""
 NORMAL = 1.4826
@@ -35,7 +35,7 @@ MIN_SPREAD = 0.01
 
 
 class Spikes:
-    """How high the next loss of a run may be, after these losses. With `above` 0 nothing is a spike."""
+    """Computes the limit for the next loss from the last losses. With `above` 0 nothing is a spike."""
 
     def __init__(self, above: float, losses: Iterable[float] = ()) -> None:
         self._above = above
@@ -74,8 +74,8 @@ class BadStep:
 
     def why(self, parameter: str | None) -> str:
         if self.spike:
-            return f"the loss of step {self.step} is {self.loss:.4g}, and {self.limit:.4g} was the most to expect"
-        return f"the gradients of step {self.step} are not finite, first that of {parameter}"
+            return f"the loss of step {self.step} is {self.loss:.4g}, above the limit of {self.limit:.4g}"
+        return f"the gradients of step {self.step} are not finite, the first in {parameter}"
 
 
 class StepJudge:
@@ -106,7 +106,7 @@ class StepJudge:
         skipped = not spike or action == "skip"
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped and isfinite(limit):
-            self._spikes.add(limit)  # so that a loss which stays high is no spike any more after a while
+            self._spikes.add(limit)  # so that a loss that stays high stops counting as a spike after a while
         return BadStep(step, spike, action, loss, limit, self._in_a_row)
 
     def act(self, bad: BadStep, parameter: str | None, data: dict[str, Any]) -> None:

@@ -36,9 +36,9 @@ from fourfold.errors import (
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.bad_steps import StepJudge
-from fourfold.train.config import Config
+from fourfold.train.config import TrainConfig
 from fourfold.train.process import READABLE
-from fourfold.train.record import Event, finish, holds_run, strict
+from fourfold.train.run_folder import RunEvent, finish, holds_run, strict
 from fourfold.train.schema import to_table
 
 LAST_SAVE_SECONDS = 30.0
@@ -61,11 +61,11 @@ cause."""
 class RunSaver:
     """Saves a run while it trains, and reports a checkpoint once it is complete."""
 
-    def __init__(self, config: Config, grid: Grid, out: Path) -> None:
+    def __init__(self, config: TrainConfig, grid: Grid, out: Path) -> None:
         section = config.checkpoint
         self.config, self.grid, self.every = config, grid, section.every
-        self._pending: Event | None = None
-        self._complete: list[Event] = []
+        self._pending: RunEvent | None = None
+        self._complete: list[RunEvent] = []
         self.saver = Saver(
             grid,
             out / CHECKPOINTS,
@@ -92,7 +92,7 @@ class RunSaver:
         try:
             self._wait()
             self.saver.save(step, model, optimizer, state)
-            event: Event = {"event": "saved", "step": step, "seconds": time.perf_counter() - began}
+            event: RunEvent = {"event": "saved", "step": step, "seconds": time.perf_counter() - began}
             self._pending = event
             if last or not self.config.checkpoint.asynchronous:
                 self._wait()
@@ -107,7 +107,7 @@ class RunSaver:
             self._complete.append(self._pending)
             self._pending = None
 
-    def completed(self) -> list[Event]:
+    def completed(self) -> list[RunEvent]:
         """Return the checkpoints that were completed since the last call, with the seconds that training waited.
 
         Rank 0 looks at the disk, so that it can report a checkpoint without waiting for the other ranks.
@@ -163,7 +163,7 @@ class Start:
     """The data after the step that the run skips."""
 
 
-def find_start(grid: Grid, out: Path, config: Config, step: int | None = None) -> Start:
+def find_start(grid: Grid, out: Path, config: TrainConfig, step: int | None = None) -> Start:
     """Return where a run starts, the same on every rank: after this step, or from the newest checkpoint."""
     if step is not None:
         return grid.run_together(f"looking at {out}", lambda: start_at(out, config, step))
@@ -172,7 +172,7 @@ def find_start(grid: Grid, out: Path, config: Config, step: int | None = None) -
     return grid.run_together(f"looking at {out}", lambda: start_from(out, config, Path(found) if found else None))
 
 
-def start_at(out: Path, config: Config, step: int | None) -> Start:
+def start_at(out: Path, config: TrainConfig, step: int | None) -> Start:
     """Return the start after this step, from which later checkpoints are removed; None means the newest checkpoint."""
     if step is None:
         return start_from(out, config)
@@ -180,7 +180,7 @@ def start_at(out: Path, config: Config, step: int | None) -> Start:
     return replace(start_from(out, config, find_checkpoint(out, step)), newer=newer)
 
 
-def start_from(out: Path, config: Config, checkpoint: Path | None = None) -> Start:
+def start_from(out: Path, config: TrainConfig, checkpoint: Path | None = None) -> Start:
     """Return the start from a checkpoint of a run, by default its newest complete one.
 
     Raise ValueError where a run with this config cannot continue from it.
@@ -196,8 +196,8 @@ def start_from(out: Path, config: Config, checkpoint: Path | None = None) -> Sta
     if not any(name.startswith(OPTIMIZER) for name in record.tensors):
         if step:
             raise ValueError(
-                f"{checkpoint} holds weights alone, without optimizer state, and step {step} cannot be continued from "
-                "them; put it in step-00000000 of a folder of its own to begin with them"
+                f"{checkpoint} holds only weights, without optimizer state, so step {step} cannot be resumed from "
+                "them; put it in step-00000000 of a new folder to start with them"
             )
         return Start(0, checkpoint, begun, notes=(f"begins with the weights in {checkpoint}",))
     saved = record.state.get("step")
@@ -239,7 +239,7 @@ def _suggest_an_earlier_one(checkpoint: Path) -> Iterator[None]:
         raise DamagedCheckpointError(f"{error}; or resume from an earlier checkpoint: --step {before[-1]}") from error
 
 
-def _require_same(config: Config, state: dict[str, Any], checkpoint: Path) -> None:
+def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) -> None:
     """Raise where the config of a checkpoint differs in a key that a run cannot change."""
     now, before = to_table(config), state.get("config")
     if not isinstance(before, dict):
@@ -289,7 +289,7 @@ def remove_newer(start: Start) -> None:
         remove_checkpoint(folder)
 
 
-def roll_back(grid: Grid, out: Path, config: Config, error: RollBackError) -> Start:
+def roll_back(grid: Grid, out: Path, config: TrainConfig, error: RollBackError) -> Start:
     """Return where a run with bad losses or gradients continues: after its newest checkpoint, with the data after."""
     start = find_start(grid, out, config)
     if not start.step:
@@ -316,7 +316,7 @@ def read_skipped(out: Path, step: int) -> SkippedData | None:
     return found if found.after == step else None
 
 
-def is_done(start: Start, config: Config, out: Path, stream: IO[str] | None) -> bool:
+def is_done(start: Start, config: TrainConfig, out: Path, stream: IO[str] | None) -> bool:
     """Return whether a run that should continue has nothing left to do, and say so on the stream of rank 0."""
     if start.step < config.train.steps:
         return False
@@ -329,7 +329,7 @@ def is_done(start: Start, config: Config, out: Path, stream: IO[str] | None) -> 
     return True
 
 
-def earlier_parts(stored: Any, step: int) -> list[Event]:
+def earlier_parts(stored: Any, step: int) -> list[RunEvent]:
     """Return when and on which grids the run was trained before, from its run.json; the last part up to this step."""
     if not isinstance(stored, dict):
         return []

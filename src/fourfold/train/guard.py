@@ -13,14 +13,14 @@ from pathlib import Path
 
 from fourfold.grid import Grid
 from fourfold.train.launch import report_failure
-from fourfold.train.story import logger
+from fourfold.train.run_log import logger
 from fourfold.watch.liveness import Alarm, JobDiagnosis
 from fourfold.watch.stragglers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
 
 
 class NoGuard:
-    """Stands in for a guard where a rank is alone; it does nothing."""
+    """Does nothing; stands in for a guard if the job has only one rank."""
 
     def begin_step(self, step: int) -> None: ...
     def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None: ...

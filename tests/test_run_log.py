@@ -13,8 +13,8 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.grid import Grid
-from fourfold.train.record import make_folder, write_for_us_alone
-from fourfold.train.story import EVENTS, LOG, OF_RANKS, RankLog, Story, note
+from fourfold.train.run_folder import deny_others_write, make_folder
+from fourfold.train.run_log import EVENTS, LOG, RANK_LOGS, RankLog, RunLog, note
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ")
 STEP = {
@@ -24,7 +24,7 @@ STEP = {
 
 
 def test_the_log_has_the_time_before_each_line_and_events_have_no_steps(tmp_path: Path) -> None:
-    story = Story(tmp_path, steps=4)
+    story = RunLog(tmp_path, steps=4)
     story.say("two lines\nof one text\n")
     story.write(STEP)
     story.write({"event": "saved", "step": 4, "seconds": 0.1})
@@ -43,8 +43,8 @@ def test_the_log_has_the_time_before_each_line_and_events_have_no_steps(tmp_path
 def test_what_the_launcher_notes_stands_among_what_happened(tmp_path: Path) -> None:
     note(tmp_path, "failed", "before there is a run: nothing is written")
     assert not list(tmp_path.iterdir())
-    story = Story(tmp_path, steps=4)
-    note(tmp_path, "restarted", "rank 1 was killed by SIGKILL; the run goes on after step 2 (start 2)")
+    story = RunLog(tmp_path, steps=4)
+    note(tmp_path, "restarted", "rank 1 was killed by SIGKILL; the run resumes after step 2 (start 2)")
     story.write({"event": "saved", "step": 4, "seconds": 0.1})
     story.close()
     assert [json.loads(line)["event"] for line in (tmp_path / EVENTS).read_text().splitlines()] == [
@@ -62,7 +62,7 @@ def test_a_rank_keeps_its_warnings_and_how_it_ended(tmp_path: Path) -> None:
             warnings.warn("this is odd", stacklevel=1)
         _ = 1 / 0
     assert warnings.showwarning is shown
-    text = (tmp_path / OF_RANKS / "rank-00000.txt").read_text()
+    text = (tmp_path / RANK_LOGS / "rank-00000.txt").read_text()
     assert re.search(r"INFO fourfold: rank 0 \(x=0, y=0, z=0, data=0\) begins: \S+, process \d+", text)
     assert "WARNING fourfold: UserWarning: this is odd" in text
     assert "ZeroDivisionError: division by zero" in text
@@ -81,7 +81,7 @@ def test_a_run_leaves_all_of_them_and_nobody_else_may_change_them(tmp_path: Path
     assert "step 3 saved" in log
     assert log.endswith("ended at step 3: finished\n")
     assert [json.loads(line)["event"] for line in (out / EVENTS).read_text().splitlines()] == ["saved", "end"]
-    assert "begins" in (out / OF_RANKS / "rank-00000.txt").read_text()
+    assert "begins" in (out / RANK_LOGS / "rank-00000.txt").read_text()
     for path in (out, *out.rglob("*")):
         assert not path.stat().st_mode & stat.S_IWOTH, path
 
@@ -92,7 +92,7 @@ def test_a_folder_of_somebody_else_that_all_may_write_to_is_refused(
     tmp_path.chmod(0o777)
     owner = tmp_path.stat().st_uid
     monkeypatch.setattr("os.geteuid", lambda: owner + 1)
-    with pytest.raises(PermissionError, match="everybody may write to"):
+    with pytest.raises(PermissionError, match="writable by everybody"):
         make_folder(tmp_path)
     monkeypatch.undo()
     make_folder(tmp_path)
@@ -102,7 +102,7 @@ def test_a_folder_of_somebody_else_that_all_may_write_to_is_refused(
 def test_what_is_written_from_then_on_is_ours(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        write_for_us_alone()
+        deny_others_write()
         (tmp_path / "file").write_text("")
         assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o664
     finally:

@@ -33,7 +33,7 @@ MOST_KEYS_SHOWN = 8
 """How many of the keys that a conversion left out are named."""
 
 
-def show_list(options: argparse.Namespace, _: object) -> int:
+def list_checkpoints(options: argparse.Namespace, _: object) -> int:
     """Print a line for each checkpoint of a run; return 1 where one is damaged."""
     checkpoints = checkpoints_of(options.path)
     rows: list[tuple[str, ...]] = [("step", "saved", "grid", "tensors", "bytes", "holds")]
@@ -138,7 +138,7 @@ def local_time(value: object) -> str:
 
 
 def model_name(state: dict[str, Any]) -> str:
-    """Return the model's name in the config of the run; a checkpoint of weights alone has none."""
+    """Return the model's name in the config of the run; a checkpoint with only weights has none."""
     config = state.get("config")
     model = config.get("model") if isinstance(config, dict) else None
     return _shown(model.get("name")) if isinstance(model, dict) else DASH

@@ -1,4 +1,4 @@
-"""What `fourfold calibrate` does: starts the ranks, shows how far it is, writes the machine file."""
+"""`fourfold calibrate`: starts the ranks, measures, shows its progress, and writes the machine file."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from fourfold.commands.local_ranks import chosen_device, close, require_world
 from fourfold.environment import Environment, inside_a_job
 from fourfold.grid import Grid
 from fourfold.planner.calibrate import Calibration
 from fourfold.planner.machine import Machine, parse_machine, to_toml
-from fourfold.train.command import close
 from fourfold.train.launch import cores, launch, share_cores
-from fourfold.train.options import chosen_device
 from fourfold.train.process import listen_to_signals
 
 
 def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Measure in this process or on local ranks that it launches, and return the exit code."""
     check(options)
     device = chosen_device(options.device)
     if inside_a_job():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler could not run while the rank waits for others
         return _measure(options, device)
     ranks = wanted_ranks(options.ranks, device)
     if ranks == 1:
@@ -38,19 +38,21 @@ def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse before anything starts what could not be done at the end."""
+    """Raise before anything starts if the file could not be written at the end."""
     if options.out.suffix != ".toml":
-        raise ValueError(f"--out {options.out}: a machine file ends in .toml, such as {options.out.name}.toml")
+        raise ValueError(
+            f"--out {options.out}: the name of a machine file must end in .toml, such as {options.out.name}.toml"
+        )
     if not options.out.parent.is_dir():
-        raise FileNotFoundError(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
+        raise FileNotFoundError(f"--out {options.out}: the folder {options.out.parent} does not exist; make it first")
     if not 0 < options.seconds < float("inf"):
-        raise ValueError(f"--seconds {options.seconds:g}: measuring takes some time; give a number above 0, such as 60")
+        raise ValueError(f"--seconds {options.seconds:g} must be above 0, such as 60")
     if options.ranks is not None and options.ranks < 1:
-        raise ValueError(f"--ranks {options.ranks}: there must be at least one")
+        raise ValueError(f"--ranks {options.ranks}: at least one rank is needed")
 
 
 def wanted_ranks(asked: int | None, device: str) -> int:
-    """How many local ranks to start."""
+    """Return how many local ranks to start."""
     if device == "cpu":
         return asked or cores()
     gpus = torch.cuda.device_count()
@@ -60,7 +62,7 @@ def wanted_ranks(asked: int | None, device: str) -> int:
 
 
 def _measure(options: argparse.Namespace, device: str) -> int:
-    """As one rank of the job."""
+    """Measure as one rank of the job."""
     line = join(device, options.ranks)
     listen_to_signals()
     line.run_on_rank0("opening the machine file", lambda: check_writable(options.out))
@@ -80,13 +82,10 @@ def _measure(options: argparse.Namespace, device: str) -> int:
 
 
 def join(device: str, ranks: int | None) -> Grid:
-    """All ranks of the job along one axis."""
+    """Join the job; return a grid with all its ranks along one axis."""
     Grid.alone(device)  # joins the job
     world = dist.get_world_size()
-    if ranks not in (None, world):
-        raise ValueError(
-            f"--ranks {ranks}, but this job has {world}; leave --ranks away where something else starts them"
-        )
+    require_world(ranks, world)
     line = Grid(data=world, device=device)
     if device == "cpu":
         share_cores()
@@ -94,18 +93,17 @@ def join(device: str, ranks: int | None) -> Grid:
 
 
 def ranks_of_node(world: int) -> int:
-    """From torchrun's or SLURM's environment; `4(x2)` is SLURM's way to say 4 on each of two nodes."""
+    """Return the ranks per node, from torchrun's or SLURM's environment. SLURM writes `4(x2)` for 4 on each of 2
+    nodes."""
     said = Environment.read().per_node or str(world)
     found = re.fullmatch(r"(\d+)(\(x\d+\))?", said)
     if found is None or world % int(found[1]):
-        raise ValueError(
-            f"{world} ranks, {said} on the nodes: a machine has nodes of equal size; start as many on each"
-        )
+        raise ValueError(f"{world} ranks, {said} on the nodes: start the same number of ranks on every node")
     return int(found[1])
 
 
 def check_writable(path: Path) -> None:
-    """Before the time is spent; leaves no empty file behind."""
+    """Raise if the file cannot be written, before any time is spent; leave no empty file behind."""
     there = path.exists()
     path.open("a").close()
     if not there:
@@ -113,32 +111,34 @@ def check_writable(path: Path) -> None:
 
 
 def write(machine: Machine, path: Path) -> None:
+    """Write the machine file."""
     text = to_toml(machine)
-    parse_machine(text, str(path))  # what could not be read again is better not written
+    parse_machine(text, str(path))  # raises if the file could not be read again
     path.write_text(text, encoding="utf-8")
 
 
 def summary(machine: Machine, path: Path) -> Iterator[str]:
+    """Yield the lines that describe what was measured."""
     rates = ", ".join(f"{dtype} {rate / 1e12:.3g} TFLOP/s" for dtype, rate in machine.gemm.items())
     yield f"{path}: {machine.about}"
-    yield f"  products {rates}, half of it with a dim of {machine.gemm_half:.0f}; attention {machine.attention:.0%}"
+    yield f"  products {rates}, half of that at a dim of {machine.gemm_half:.0f}; attention {machine.attention:.0%}"
     yield f"  memory {machine.memory / 2**30:.1f} GiB, {machine.memory_bandwidth / 1e9:.1f} GB/s"
-    yield f"  at least {machine.overhead * 1e6:.1f} us a kernel, {machine.launch * 1e6:.1f} us a collective"
+    yield f"  at least {machine.overhead * 1e6:.1f} us per kernel, {machine.launch * 1e6:.1f} us per collective"
     yield (
-        f"  products beside a collective take {machine.contention:.2f} times as long, and it waits "
+        f"  products during a collective take {machine.contention:.2f} times as long; a collective waits "
         f"{machine.turn * 1e3:.1f} ms for its turn"
     )
     named = [(f"ranks {stride} apart, {size} together", link) for (stride, size), link in machine.inside.items()]
     if machine.between is not None:
         named.append(("between nodes, all rings of a node", machine.between))
     for name, link in named:
-        yield f"  {name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency * 1e6:.1f} us a hop"
+        yield f"  {name}: {link.bandwidth / 1e9:.2f} GB/s, {link.latency * 1e6:.1f} us per hop"
     yield f"\n  fourfold plan --model gpt-1.4b --machine {path} --devices {machine.devices_per_node} --batch-tokens 64k"
 
 
 @contextmanager
 def showing(stream: IO[str], wanted: bool, text: str) -> Iterator[Callable[[float], None]]:
-    """What is to be called with the fraction that is done: a bar where somebody watches, else a line every tenth."""
+    """Yield a function that shows the fraction done: as a bar on a terminal, else as a line for every tenth."""
     if not wanted:
         yield lambda _: None
     elif stream.isatty() and find_spec("rich") is not None:

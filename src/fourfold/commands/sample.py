@@ -1,4 +1,4 @@
-"""What `fourfold sample` does once its options are read."""
+"""`fourfold sample`: generates text with a trained model, on any grid."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import replace
 
 from fourfold.checkpoint.folder import find_checkpoint
 from fourfold.checkpoint.load import load_weights
+from fourfold.commands.local_ranks import chosen_device, close
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import inside_a_job
-from fourfold.grid import Shape
+from fourfold.grid import Grid, Shape
 from fourfold.models.generate import generate
 from fourfold.models.transformer import build
-from fourfold.train.command import close, place
 from fourfold.train.config import read_config
 from fourfold.train.launch import launch
-from fourfold.train.options import chosen_device
 from fourfold.train.process import listen_to_signals
 
 
 def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Print the prompt and the generated text."""
     if not (options.folder / "config.toml").is_file():
         raise FileNotFoundError(f"{options.folder} has no config.toml; give the folder of a run")
     checkpoint = find_checkpoint(options.folder, options.step)
@@ -30,12 +30,15 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     device = chosen_device(options.device)
     if not inside_a_job() and shape.world > 1:
         return launch(shape.world, [*arguments, "--device", device], sys.stderr)
-    grid = place(shape, device)
+    grid = Grid.of_shape(shape, device=device)
     listen_to_signals()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-    policy = replace(config.build_policy(), compile=False)  # every token would be another shape to compile
+    # every token has another shape, which would be compiled again
+    policy = replace(config.build_policy(), compile=False)
     model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
-    load_weights(model, grid.broadcast_text(str(checkpoint)))  # a run may save a newer one meanwhile
+    load_weights(
+        model, grid.broadcast_text(str(checkpoint))
+    )  # rank 0 decides: the run may save a newer checkpoint meanwhile
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
     (found,) = generate(
         model,

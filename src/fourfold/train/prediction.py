@@ -1,7 +1,7 @@
-"""What the planner says of a run, beside what the run measures.
+"""The planner's prediction for a run, compared with what the run measures.
 
-Rank 0 prices its own grid and policy when a run begins, and sets the median of a few steps beside it once they are
-there. Nothing here may end a run: what cannot be priced says why, and training goes on.
+When a run starts, rank 0 prices its grid and policy. After a few steps it compares their median with the price. Nothing
+here may end a run: if the run cannot be priced, the reason is recorded and training continues.
 """
 
 from __future__ import annotations
@@ -17,36 +17,35 @@ from fourfold.atomic import write_json
 from fourfold.axes import AXES
 from fourfold.grid import Grid, Shape
 from fourfold.planner.price import Candidate, Price, Task, price
-from fourfold.planner.program import LaunchOp, MatmulOp, Work
+from fourfold.planner.program import LaunchOp, Work
 from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import COMPUTE, TimelineSpan, chrome_trace, simulate
 from fourfold.planner.transformer import step_program
-from fourfold.train.auto_grid import Hardware, Located, locate, memory_bytes
-from fourfold.train.config import Config
-from fourfold.train.record import Event
-from fourfold.train.sections import DTYPES
+from fourfold.train.auto_grid import Hardware, LocatedMachine, locate, memory_bytes
+from fourfold.train.config import DTYPES, TrainConfig
+from fourfold.train.run_folder import RunEvent
 
 UNSTEADY = 2
-"""Steps at the start that are not compared: they find the order of gathers, compile, and fill caches."""
+"""Steps at the start that are not compared: they record the order of gathers, compile, and fill caches."""
 COMPARED = 5
-"""Steps whose median is."""
+"""The median of this many steps is compared; more would delay the comparison."""
 DRAWN = 4
-"""Layers and micro-steps in a predicted timeline; further ones look the same."""
+"""Layers and micro-batches in a predicted timeline at most; further ones look the same."""
 STEP = "step"
 PREDICTED = "predicted.json"
-WHOLE_PROCESS = "on the CPU the measured memory is that of the whole process, with torch itself"
+WHOLE_PROCESS = "on the CPU the measured memory is the whole process, including torch itself"
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The price of a run's own candidate, and what it was found with."""
+    """The price of a run's grid and policy, and the machine it was computed for."""
 
     price: Price
-    located: Located
+    located: LocatedMachine
 
     @property
-    def facts(self) -> Event:
-        """For run.json."""
+    def facts(self) -> RunEvent:
+        """The prediction as run.json stores it."""
         found, memory = self.price, self.price.memory
         candidate = found.candidate
         return {
@@ -65,7 +64,7 @@ class Prediction:
         }
 
     def trace(self) -> dict[str, Any]:
-        """The timeline of a step for Perfetto, its names as in the traces of ranks."""
+        """Return the timeline of a step for Perfetto, with the same names as the traces of ranks."""
         task, candidate = self.price.task, self.price.candidate
         layers, micro_steps = min(task.config.layers, DRAWN), min(candidate.micro_steps, DRAWN)
         program = step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)
@@ -77,14 +76,14 @@ class Prediction:
         return chrome_trace([whole, *named(program.work, line.spans)], process=f"predicted on {task.machine.name}")
 
 
-def named(work: Sequence[Work], spans: Iterable[TimelineSpan]) -> list[TimelineSpan]:
-    """Spans with the names that the ledger and the profiler have for them."""
-    products = {item.label for item in work if isinstance(item, MatmulOp)}
+def named(work: Sequence[Work], spans: Iterable[Span]) -> list[Span]:
+    """Return the spans with the names that the ledger and the profiler use."""
+    products = {item.label for item in work if isinstance(item, Product)}
     launched: defaultdict[str, list[str]] = defaultdict(list)
     for item in work:
         if isinstance(item, LaunchOp):
             launched[item.lane].append(str(item.record))
-    left = {lane: iter(records) for lane, records in launched.items()}  # a lane carries them in order of their launch
+    left = {lane: iter(records) for lane, records in launched.items()}  # a lane runs them in the order of their launch
     found = []
     for span in spans:
         if span.track == COMPUTE:
@@ -99,7 +98,7 @@ def _by_axis(seconds: Any, shape: Shape) -> dict[str, float]:
     return {axis: seconds.get(axis, 0.0) for axis in AXES if shape.sizes[axis] > 1}
 
 
-def predict(config: Config, job: Hardware) -> Prediction:
+def predict(config: TrainConfig, job: Hardware) -> Prediction:
     """Price a resolved config on the machine that it names."""
     policy, batch, shape = config.build_policy(), config.batch, config.grid.shape
     compute = DTYPES[config.policy.dtype]
@@ -109,10 +108,12 @@ def predict(config: Config, job: Hardware) -> Prediction:
     return Prediction(price(task, Candidate(shape, policy, rows, batch.micro_steps)), located)
 
 
-def foresee(config: Config, grid: Grid, traced: range, folder: Path) -> tuple[Event, Comparison | None]:
-    """What is predicted of a run, for run.json, and what compares it; where nothing is, why.
+def predict_run(
+    config: TrainConfig, grid: Grid, traced: range, folder: Path
+) -> tuple[RunEvent, PredictionCheck | None]:
+    """Return the prediction for run.json and the check that compares it; if there is none, the reason and None.
 
-    Where steps are to be traced, the predicted timeline is written beside their traces.
+    If the run traces steps, the predicted timeline is written beside their traces.
     """
     on_gpu = grid.device.type == "cuda"
     job = Hardware.here(grid.shape.world, on_gpu=on_gpu, memory_bytes=memory_bytes(grid.device.type))
@@ -122,49 +123,49 @@ def foresee(config: Config, grid: Grid, traced: range, folder: Path) -> tuple[Ev
         trace = found.trace() if traced else None
     except (ValueError, OSError) as error:
         return {"unpriced": " ".join(str(error).split())}, None
-    except Exception as error:  # a mistake of the planner's must not cost a training run
+    except Exception as error:  # a bug in the planner must not end a training run
         return {"unpriced": " ".join(f"{type(error).__name__}: {error}".split())}, None
     if trace is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PREDICTED, trace)
-    return facts, Comparison(facts, traced=traced, on_gpu=on_gpu)
+    return facts, PredictionCheck(facts, traced=traced, on_gpu=on_gpu)
 
 
-class Comparison:
-    """Takes the events of steps; tells once how they compare with the prediction.
+class PredictionCheck:
+    """Collects the events of steps and returns, once, how they compare with the prediction.
 
-    Steps that were traced are slower and count only where there is no other.
+    Traced steps are slower and count only if there are no others.
     """
 
-    def __init__(self, predicted: Event, *, traced: range, on_gpu: bool) -> None:
+    def __init__(self, predicted: RunEvent, *, traced: range, on_gpu: bool) -> None:
         self.predicted, self.traced, self.on_gpu = predicted, traced, on_gpu
         self.notes = [*predicted["notes"], *([] if on_gpu else [WHOLE_PROCESS])]
-        self._steps: list[Event] = []
-        self._told = False
+        self._steps: list[RunEvent] = []
+        self._compared = False
 
-    def add(self, step: Event) -> Event | None:
-        """The comparison, when this step completes it."""
-        if self._told:
+    def add(self, step: RunEvent) -> RunEvent | None:
+        """Add a step; return the comparison if this step completes it."""
+        if self._compared:
             return None
         self._steps.append(step)
         return self._compare(self._steady) if len(self._steady) == COMPARED else None
 
-    def finish(self) -> Event | None:
-        """What a run that was too short for it has."""
-        if self._told or not self._steps:
+    def finish(self) -> RunEvent | None:
+        """Return the comparison of a run that ended before it was complete, from the steps that it has."""
+        if self._compared or not self._steps:
             return None
         return self._compare(self._steady or self._steps[UNSTEADY:] or self._steps[-1:])
 
     @property
-    def _steady(self) -> list[Event]:
+    def _steady(self) -> list[RunEvent]:
         return [step for step in self._steps[UNSTEADY:] if step["step"] not in self.traced]
 
-    def _compare(self, steps: Sequence[Event]) -> Event:
-        self._told = True
+    def _compare(self, steps: Sequence[RunEvent]) -> RunEvent:
+        self._compared = True
         exposed = self.predicted["exposed_seconds"]
         memory = _pair(self.predicted["peak_memory_bytes"], [step["peak_memory_bytes"] for step in steps])
         if not self.on_gpu:
-            memory["ratio"] = None  # of tensors and of a process
+            memory["ratio"] = None  # one is the memory of tensors, the other of the whole process
         return {
             "event": "compared",
             "step": self._steps[-1]["step"],

@@ -27,18 +27,18 @@ import torch.distributed as dist
 
 from fourfold import comm
 from fourfold.checkpoint.folder import CHECKPOINTS
+from fourfold.commands.local_ranks import chosen_device, default_folder, grid_options, require_world, wanted_ranks
+from fourfold.commands.probe import Budget, FolderMark, bytes_of, free_bytes, look_at, myself, product_flops, within
 from fourfold.environment import Environment, inside_a_job
 from fourfold.errors import LateRanksError, LostStoreError
 from fourfold.grid import Grid, Shape
 from fourfold.job import Channel, find_store, ranks_text
 from fourfold.train.auto_grid import Hardware, memory_bytes
-from fourfold.train.config import Config, read_config, resolve
+from fourfold.train.config import TrainConfig, read_config, resolve
 from fourfold.train.launch import launch, share_cores
-from fourfold.train.options import chosen_device, default_folder, grid_options, wanted_ranks
-from fourfold.train.predicted import predict
-from fourfold.train.probe import Budget, FolderMark, bytes_of, free_bytes, look_at, myself, product_flops, within
+from fourfold.train.prediction import predict
 from fourfold.train.progress import output
-from fourfold.train.record import strict
+from fourfold.train.run_folder import strict
 from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
 
 T = TypeVar("T")
@@ -66,16 +66,17 @@ STATES = 3
 class PlannedRun:
     """The run that the preflight is for."""
 
-    config: Config | None
+    config: TrainConfig | None
     """The resolved config; None where only the machine is looked at."""
     shape: Shape
     folder: str | None
 
 
 def preflight(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Check this job, or local ranks that it launches; return the exit code."""
     device = chosen_device(options.device)
     if inside_a_job():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could not run while the ranks wait for each other
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler could not run while the rank waits for others
         return _preflight(options, device)
     ranks = wanted_ranks(requested(options), options.ranks, device)
     if ranks == 1:
@@ -86,7 +87,7 @@ def preflight(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return launch(ranks, [*arguments, *decided], sys.stderr)
 
 
-def requested(options: argparse.Namespace) -> Config:
+def requested(options: argparse.Namespace) -> TrainConfig:
     """Return the config with the changes of the command line; the defaults where no config is given."""
     if options.path is None and options.changes:
         raise ValueError(f"--set {options.changes[0][0]} changes a config; give CONFIG.toml with it")
@@ -97,7 +98,7 @@ def requested(options: argparse.Namespace) -> Config:
 
 
 def planned(options: argparse.Namespace, ranks: int, device: str) -> PlannedRun:
-    """Return the run that is planned for so many ranks; without a config the ranks are a line along data."""
+    """Return the planned run for this number of ranks; without a config all ranks are along data."""
     config = requested(options)
     if options.path is None:
         return PlannedRun(None, Shape(data=ranks) if config.grid.auto else config.grid.shape, options.out)
@@ -110,17 +111,14 @@ def _preflight(options: argparse.Namespace, device: str) -> int:
     began = time.monotonic()
     job = Environment.read()
     world = job.world
-    if options.ranks not in (None, world):
-        raise ValueError(
-            f"--ranks {options.ranks}, but this job has {world}; leave --ranks away where something else starts them"
-        )
+    require_world(options.ranks, world)
     plan = planned(options, world, device)
     if plan.shape.world != world:
         raise ValueError(f"the grid {plan.shape} has {plan.shape.world} ranks, but this job has {world}; change one")
     here = torch.device("cuda", job.local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
     budget = Budget(SECONDS)
     channel = Channel("preflight", range(world), find_store(job, JOIN_SECONDS), rank=job.rank)
-    look = Look(channel, budget, plan, here, first_of_node=job.local_rank == 0)
+    look = Preflight(channel, budget, plan, here, first_of_node=job.local_rank == 0)
     facts = look.facts()
     failed = []
     if facts is not None:
@@ -129,7 +127,7 @@ def _preflight(options: argparse.Namespace, device: str) -> int:
         show(checks, facts, options.json, time.monotonic() - began)
     look.meet()  # the store may be in rank 0
     if failed:
-        raise ValueError(f"not fit for a long run: {', '.join(failed)} FAILED; what to do stands beside each")
+        raise ValueError(f"not fit for a long run: {', '.join(failed)} FAILED; the advice is printed beside each check")
     if inside_a_job():
         sys.stdout.flush()
         os._exit(0)  # an orderly exit would wait for a rank or a device that hangs
@@ -154,7 +152,7 @@ def show(checks: Sequence[Check], facts: Facts, json_to: str | None, seconds: fl
             Path(json_to).write_text(text + "\n")
 
 
-class Look:
+class Preflight:
     """The measurements of one rank; all ranks make the same ones together."""
 
     def __init__(
@@ -178,8 +176,8 @@ class Look:
         flops = self._try("a product", PRODUCT_SECONDS, lambda: product_flops(self.device))
         free = self._try("free memory", MEET_SECONDS, lambda: free_bytes(self.device))
         me = replace(me, flops=flops, free=free, clock=self._clock(), disk=self._disk(), faults=self.faults)
-        told = channel.gather("ranks", json.dumps(asdict(me)), self.budget.left(MEET_SECONDS), partial=True)
-        ranks = {rank: rank_of(text) for rank, text in told.items()}
+        gathered = channel.gather("ranks", json.dumps(asdict(me)), self.budget.left(MEET_SECONDS), partial=True)
+        ranks = {rank: rank_of(text) for rank, text in gathered.items()}
         needs = Needs()
         if channel.leads:
             needs = self._needs()
@@ -342,14 +340,14 @@ class LinkTimer:
 
     def _round(self, name: str, mine: MeasuredLink | None, act: Callable[[], float]) -> list[MeasuredLink]:
         """Run a round; return the links of all ranks. A link counts as answered if both of its ends measured it."""
-        told = []
+        own = []
         if mine is not None:
             try:
-                told = [replace(mine, rate=within(self.budget.left(LINK_SECONDS), act))]
+                own = [replace(mine, rate=within(self.budget.left(LINK_SECONDS), act))]
             except Exception:  # the backend's own, or no end in time
-                told = [mine]
-        mine_told, left = json.dumps([asdict(link) for link in told]), self.budget.left
-        texts = self.channel.gather(f"links/{name}", mine_told, left(MEET_SECONDS), partial=True)
+                own = [mine]
+        text, left = json.dumps([asdict(link) for link in own]), self.budget.left
+        texts = self.channel.gather(f"links/{name}", text, left(MEET_SECONDS), partial=True)
         found: dict[tuple[int, ...], MeasuredLink] = {}
         for one in (one for text in texts.values() for one in json.loads(text)):
             link = MeasuredLink(one["axis"], tuple(one["ranks"]), one["rate"])
@@ -364,26 +362,26 @@ class LinkTimer:
 
     def _open(self, axis: str) -> float:
         """Gather along the axis, which opens the connections of the group."""
-        self._settle()
+        self._synchronize()
         comm.all_gather(self.message[:1], self.grid, axis, label="preflight").wait()
-        self._settle()
+        self._synchronize()
         return OPENED
 
     def _rate(self, axis: str, other: int, leads: bool) -> float:
         """Return bytes per second in each direction; the first message waits for the other rank and does not count."""
-        self._settle()
+        self._synchronize()
         until, seconds, go_on = time.monotonic() + LINK_WINDOW, [], True
         while go_on:
             self.message[0] = float(time.monotonic() < until)  # of the two ranks one decides for both
-            self._settle()
+            self._synchronize()
             began = time.perf_counter()
             arrived = comm.exchange(self.message, self.grid, axis, other)
-            self._settle()
+            self._synchronize()
             seconds.append(time.perf_counter() - began)
             go_on = bool((self.message if leads else arrived)[0])
         return self.message.nbytes / median(seconds[1:] or seconds)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self.grid.device.type == "cuda":
             torch.cuda.set_device(self.grid.device)  # threads have their own
             torch.cuda.synchronize(self.grid.device)

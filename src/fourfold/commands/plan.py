@@ -1,4 +1,4 @@
-"""What `fourfold plan` does: reads the model, the machine and the batch, searches, shows."""
+"""`fourfold plan`: reads the model, the machine and the batch, searches for the fastest grids, and shows them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fourfold.planner.simulate import chrome_trace
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
-from fourfold.train.config import Config
-from fourfold.train.sections import BatchSection, GridSection, Model, PlanSection, PolicySection
+from fourfold.train.config import BatchSection, GridSection, ModelSection, PlanSection, PolicySection, TrainConfig
 
 
 def plan(options: argparse.Namespace, _: object) -> int:
+    """Search and show the plan; return the exit code."""
     check(options)
     opened, machine = open_model(options.model), load_machine(options.machine)
     for note in opened.notes:
@@ -52,25 +52,26 @@ def plan(options: argparse.Namespace, _: object) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse before anything is searched what makes no sense."""
+    """Raise before the search if an option makes no sense."""
     for name, least in (("devices", 1), ("top", 1), ("seq", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"--{name} {value}: it must be at least {least}")
     if options.why == {}:
-        raise ValueError("--why auto: name the grid to ask about, such as --why x=8,z=4")
+        raise ValueError("--why auto: name the grid to explain, such as --why x=8,z=4")
     if options.why is not None and (asked := Shape(**options.why)).world != options.devices:
         raise ValueError(
-            f"--why {asked}: that grid has {asked.world} ranks and the plan {options.devices} devices; give sizes "
-            f"whose product is {options.devices}, or other --devices"
+            f"--why {asked}: that grid has {asked.world} ranks, but the plan has {options.devices} devices; give "
+            f"sizes with the product {options.devices}, or other --devices"
         )
-    for name in ("config", "html", "trace", "json"):  # before the time is spent
+    for name in ("config", "html", "trace", "json"):  # before the search takes its time
         path = getattr(options, name)
         if path not in (None, "-") and not Path(path).parent.is_dir():
-            raise FileNotFoundError(f"--{name} {path}: there is no folder {Path(path).parent}; make it first")
+            raise FileNotFoundError(f"--{name} {path}: the folder {Path(path).parent} does not exist; make it first")
 
 
 def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> GridPlan:
+    """Plan a reference model."""
     seq = options.seq or config.seq
     if config.positions == "learned" and seq > config.seq:
         raise ValueError(
@@ -81,11 +82,14 @@ def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machin
 
 
 def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> GridPlan:
+    """Plan the user's own module."""
     if options.seq is None:
-        raise ValueError(f"--model {options.model} does not say how long its sequences are; give --seq")
+        raise ValueError(f"--model {options.model} has no sequence length of its own; give --seq")
     if options.config is not None:
-        raise ValueError(f"--config: fourfold train takes no module such as {options.model}; write your own loop")
-    placeholder = models.config("gpt-tiny")  # a module has no config, and nothing here reads it
+        raise ValueError(
+            f"--config: fourfold train cannot train the module {options.model}; write your own training loop"
+        )
+    placeholder = models.config("gpt-tiny")  # a task needs a config; for a module nothing reads it
     task = make_task(options, placeholder, machine, options.seq)
     return search_built(task, build, options.devices, progress=_say)
 
@@ -95,7 +99,7 @@ def _say(text: str) -> None:
 
 
 def name_of(model: str) -> str:
-    """A published size, or the name of a file; a config.json is named by its folder."""
+    """Return the name to show for a model: a published size, a file's name, or the folder of a config.json."""
     path = Path(model)
     if model in SIZES:
         return model
@@ -105,12 +109,12 @@ def name_of(model: str) -> str:
 def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine, seq: int) -> Task:
     if options.devices > machine.devices_per_node and machine.between is None:
         raise ValueError(
-            f"--devices {options.devices}: {machine.name} is one node of {machine.devices_per_node} and its file has "
-            "no [between]; take a machine with a network, or fewer devices"
+            f"--devices {options.devices}: {machine.name} is one node with {machine.devices_per_node} devices: its "
+            "file has no [between]; use a machine with a network, or fewer devices"
         )
     rows = rows_of(options.batch_tokens, seq, options.devices)
     if abs(rows * seq - options.batch_tokens) > 0.01 * options.batch_tokens:
-        _say(f"a batch of {rows} sequences, {rows * seq:,} tokens, the nearest that grids divide")
+        _say(f"the batch has {rows} sequences, {rows * seq:,} tokens: the nearest number that grids divide")
     compute = torch.bfloat16 if "bf16" in machine.gemm else torch.float32
     if options.dtype is not None:
         compute = next(dtype for dtype, name in DTYPES.items() if name == options.dtype)
@@ -118,18 +122,18 @@ def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine
 
 
 def rows_of(tokens: float, seq: int, devices: int) -> int:
-    """Sequences of a batch of about so many tokens: within a twentieth of it the number that most grids divide."""
+    """Return the sequences of a batch with about this many tokens: within 5%, the number that most grids divide."""
     rows = max(1, round(tokens / seq))
     steps = [devices << power for power in range(12, -1, -1)]
     steps += [step for step in range(devices - 1, 0, -1) if devices % step == 0]
     return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
 
 
-def run_config(best: Price, model: str, machine: str) -> Config:
-    """What `fourfold train` takes for the candidate."""
+def run_config(best: Price, model: str, machine: str) -> TrainConfig:
+    """Return the config with which `fourfold train` runs the best candidate."""
     candidate, task = best.candidate, best.task
     policy = candidate.policy
-    return Config(
+    return TrainConfig(
         model=model_section(model, task.config),
         grid=GridSection(**candidate.shape.sizes, order=candidate.shape.order),  # type: ignore[arg-type]
         policy=PolicySection(
@@ -147,13 +151,13 @@ def run_config(best: Price, model: str, machine: str) -> Config:
     )
 
 
-def model_section(model: str, config: ModelConfig) -> Model:
-    """A published size by its name, any other by its fields."""
-    return Model(name=model) if model in SIZES else Model(**asdict(config))
+def model_section(model: str, config: ModelConfig) -> ModelSection:
+    """Return a published size by its name, and any other model by all its fields."""
+    return ModelSection(name=model) if model in SIZES else ModelSection(**asdict(config))
 
 
 def why(found: GridPlan, shape: Shape) -> dict[str, Any]:
-    """What a grid loses on, against the best; one that was not ranked is from here on."""
+    """Explain why a grid is slower than the best one. A grid that was not ranked is priced and ranked now."""
     best = found.best
     asked = {"grid": shape.sizes, "against": best.candidate.shape.sizes}
     if shape.sizes == best.candidate.shape.sizes:
@@ -169,6 +173,7 @@ def why(found: GridPlan, shape: Shape) -> dict[str, Any]:
 
 
 def show(options: argparse.Namespace, document: Mapping[str, Any], found: GridPlan) -> int:
+    """Write the files that the options ask for, and print the plan."""
     written = [str(path) for path in (options.html, options.trace, options.config) if path is not None]
     if options.html is not None:
         write_plan_page(dict(document), options.html)

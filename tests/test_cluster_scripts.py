@@ -98,14 +98,14 @@ def test_a_manifest_has_a_pod_for_each_node(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--slurm", "--name", "a; rm -rf ~"], "--name 'a; rm -rf ~' is not one that a scheduler takes"),
-        (["--slurm", "--account", "x\n#SBATCH --uid=0"], "is not one that a scheduler takes"),
-        (["--slurm", "--time", "long"], "--time 'long' is not one that a scheduler takes"),
+        (["--slurm", "--name", "a; rm -rf ~"], "--name 'a; rm -rf ~' is not valid for a scheduler"),
+        (["--slurm", "--account", "x\n#SBATCH --uid=0"], "is not valid for a scheduler"),
+        (["--slurm", "--time", "long"], "--time 'long' is not valid for a scheduler"),
         (["--slurm", "--devices", "4"], "--devices 4, but the config's grid x=4 z=8 has 32"),
         (["--slurm", "--per-node", "5"], "32 devices do not fill nodes of 5"),
         (["--slurm", "--tries", "0"], "--tries 0 must be at least 1"),
         (["--slurm", "--per-node", "-1"], "--per-node -1 must be at least 1"),
-        (["--k8s", "--out", "runs/one"], "--out runs/one must be a whole path"),
+        (["--k8s", "--out", "runs/one"], "--out runs/one must be an absolute path"),
         (["--k8s", "--claim", "c"], "--k8s needs --image"),
     ],
 )

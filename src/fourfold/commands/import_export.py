@@ -32,9 +32,16 @@ from fourfold.checkpoint.hugging_face import (
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.models.hugging_face import read_config_json, read_keys
 from fourfold.report.units import count, nbytes
-from fourfold.train.config import Config, beside, read_config
+from fourfold.train.config import (
+    BatchSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    TrainConfig,
+    beside,
+    read_config,
+)
 from fourfold.train.schema import parse, to_table
-from fourfold.train.sections import BatchSection, DataSection, Model, OptimizerSection
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,7 +59,7 @@ class Imported:
     """The run that an import has made."""
 
     model_type: str
-    config: Config
+    config: TrainConfig
     dtype: torch.dtype
     notes: tuple[str, ...]
 
@@ -68,11 +75,11 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
     model_type, model, notes = _read_model(path)
     with new_folder(out) as folder:
         data, more = _import_tokenizer(source, folder, model.vocab, eod)
-        config = Config(
-            model=Model(source.resolve().name, **dataclasses.asdict(model)),
+        config = TrainConfig(
+            model=ModelSection(source.resolve().name, **dataclasses.asdict(model)),
             data=data,
             batch=BatchSection(seq=min(LONGEST_SEQ, model.seq)),
-            optimizer=OptimizerSection(rate=LEARNING_RATE),
+            optimizer=OptimizerSection(learning_rate=LEARNING_RATE),
         )
         state = {"step": 0, "config": to_table(config)}
         dtype = import_weights(source, model_type, model, Checkpoints(folder / CHECKPOINTS).path(0), state)
@@ -84,7 +91,7 @@ def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
     """Return the model type, the config of ours that computes the same, and notes on keys that were not read."""
     fields, notes = read_config_json(path, exact=True)
     try:
-        section = parse(Model, {"name": "", **fields})  # checks the type of every value
+        section = parse(ModelSection, {"name": "", **fields})  # checks the type of every value
         chosen = {name: getattr(section, name) for name in fields}
         return read_keys(path)["model_type"], models.ModelConfig(**chosen), notes
     except ValueError as error:
@@ -107,7 +114,7 @@ def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | N
         eod, notes = _end_of_document(source)
     tokenizer = load_tokenizer(path, eod)
     if tokenizer.vocab > vocab:
-        notes.append(f"{path} has ids up to {tokenizer.vocab - 1}, and the model knows those below {vocab} alone")
+        notes.append(f"{path} has ids up to {tokenizer.vocab - 1}, but the model only knows ids below {vocab}")
     write_bytes(folder / TOKENIZER, path.read_bytes())
     return DataSection(tokenizer=TOKENIZER, eod=eod), notes
 
@@ -121,7 +128,7 @@ def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
         eos = eos[0] if isinstance(eos, list) and eos else eos
         if not isinstance(eos, int):
             raise  # the error says that --eod can name the token
-        return eos, [f"documents end with the id {eos}, which {CONFIG} calls eos_token_id"]
+        return eos, [f"documents end with the id {eos}, the eos_token_id of {CONFIG}"]
     return None, []
 
 
@@ -157,7 +164,9 @@ def export_model(
     model_type = model_type_of(model)
     notes = []
     if model.dropout and model_type in ("llama", "qwen3"):
-        notes.append(f"dropout={model.dropout} is left out, for {model_type} has none; it acts in training alone")
+        notes.append(
+            f"dropout={model.dropout} is left out, because {model_type} has no dropout; it only affects training"
+        )
     with new_folder(to) as folder:
         tokenizer, more = _export_tokenizer(data, checkpoint, folder, model.seq)
         weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)
@@ -169,12 +178,12 @@ def export_model(
     return Exported(model_type, checkpoint.name, model.parameters, weights, has_tokenizer, (*notes, *more))
 
 
-def _sections_of(checkpoint: Path, record: Record) -> tuple[Model, DataSection]:
+def _sections_of(checkpoint: Path, record: Record) -> tuple[ModelSection, DataSection]:
     """Return the sections model and data of the config in a checkpoint, or else of its run's config."""
     written = record.state.get("config")
     if isinstance(written, dict):
         try:
-            return parse(Model, written.get("model"), "model"), parse(DataSection, written.get("data"), "data")
+            return parse(ModelSection, written.get("model"), "model"), parse(DataSection, written.get("data"), "data")
         except ValueError as error:
             raise ValueError(f"{checkpoint / RECORD}: {error}") from error
     path = checkpoint.resolve().parent.parent / "config.toml"

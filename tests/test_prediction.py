@@ -13,17 +13,15 @@ import torch
 
 from curves import Curves, config_of, write_texts
 from fourfold.grid import Shape
-from fourfold.planner.machine import load_machine, to_toml
+from fourfold.planner.machine import Timed, load_machine, to_toml
 from fourfold.report import write_report
 from fourfold.report.run_data import read_run
-from fourfold.train.auto_grid import MEASURED, Hardware, locate
-from fourfold.train.begin import begin
-from fourfold.train.config import Config
+from fourfold.train.auto_grid import Hardware, locate
+from fourfold.train.config import PlanSection, TrainConfig
 from fourfold.train.loop import Run
-from fourfold.train.predicted import COMPARED, WHOLE_PROCESS, Comparison, predict
+from fourfold.train.prediction import COMPARED, WHOLE_PROCESS, PredictionCheck, predict
 from fourfold.train.progress import compared, predicted
-from fourfold.train.record import Lines, scalars
-from fourfold.train.sections import PlanSection
+from fourfold.train.run_folder import JsonLines, scalars
 from harness import grid_of
 
 ESTIMATES = "laptop: estimates; `fourfold calibrate` measures this machine"
@@ -31,11 +29,11 @@ ESTIMATES = "laptop: estimates; `fourfold calibrate` measures this machine"
 # --- a run
 
 
-def trained(config: Config, folder: Path, wanted: range = range(0)) -> dict[str, Any]:
+def trained(config: TrainConfig, folder: Path, wanted: range = range(0)) -> dict[str, Any]:
     """A job: a run; its events, what rank 0 stored, and what it launched in its third step."""
     run = Run(config, grid_of(config.grid.shape), folder, profile=wanted)
     kept = Curves()
-    begin(run, lambda: [kept, Lines(folder / "metrics.jsonl")])
+    run.begin(lambda: [kept, JsonLines(folder / "metrics.jsonl")])
     launch, launched = run._launch, []
 
     def watched(step: int) -> None:
@@ -48,7 +46,7 @@ def trained(config: Config, folder: Path, wanted: range = range(0)) -> dict[str,
     return {"events": kept.events, "stored": run.stored, "launched": launched}
 
 
-def config_for(folder: Path, shape: Shape, steps: int, **plan: Any) -> Config:
+def config_for(folder: Path, shape: Shape, steps: int, **plan: Any) -> TrainConfig:
     write_texts(folder)
     changes = {"model.layers": 1, "train.evaluate_every": 0, "checkpoint.save": False}
     return replace(config_of("gpt-tiny", "fp32", steps, folder, shape, changes), plan=PlanSection(**plan))
@@ -172,7 +170,7 @@ def step(number: int, seconds: float) -> dict[str, Any]:
 
 
 def compare(seconds: list[float], traced: range = range(0)) -> dict[str, Any] | None:
-    comparison = Comparison(PREDICTED, traced=traced, on_gpu=True)
+    comparison = PredictionCheck(PREDICTED, traced=traced, on_gpu=True)
     told = [comparison.add(step(number, each)) for number, each in enumerate(seconds, 1)]
     found = [event for event in (*told, comparison.finish()) if event is not None]
     assert len(found) <= 1
@@ -213,7 +211,7 @@ def test_a_comparison_is_a_table_for_people_and_numbers_for_plots() -> None:
     assert title == "predicted on laptop, and measured (median of 3 steps from 3 to 5):"
     assert head.split() == ["predicted", "measured", "ratio"]
     assert [" ".join(row.split()) for row in rows] == [
-        "seconds a step 500 ms 1 s 2",
+        "seconds per step 500 ms 1 s 2",
         "exposed over x 100 ms 100 ms 1",
         "exposed over z 0 ms 0 ms -",
         "peak memory 1 MiB 4 MiB 4",
@@ -226,7 +224,7 @@ def test_a_comparison_is_a_table_for_people_and_numbers_for_plots() -> None:
     assert not any(name.startswith(("compared/notes", "compared/machine", "compared/step")) for name in numbers)
     said = predicted(PREDICTED)
     assert said.startswith(
-        "predicted on laptop: 500 ms a step (computing 400 ms, exposed over x 100 ms, exposed over z"
+        "predicted on laptop: 500 ms per step (computing 400 ms, exposed over x 100 ms, exposed over z"
     )
     assert said.endswith(f"peak memory 1 MiB; {ESTIMATES}")
 
@@ -282,7 +280,8 @@ def test_nodes_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_measured_machine_is_not_called_an_estimate(tmp_path: Path) -> None:
     machine = load_machine("laptop")
-    measured = replace(machine, name="here", sources=dict.fromkeys(machine.sources, f"{MEASURED}, today"))
+    sources = dict.fromkeys([*machine.sources, "measured"], "measured today")
+    measured = replace(machine, name="here", measured=(Timed(64, 64, 64, "fp32", 1e-3),), sources=sources)
     path = tmp_path / "here.toml"
     path.write_text(to_toml(measured))
     assert locate(str(path), job(), torch.float32).notes == ()

@@ -1,9 +1,9 @@
-"""What a run tells, beside its metrics: a log for people, the same as events for programs, and a file for each rank.
+"""The logs of a run beside its metrics: one for people, the same as events for programs, and a file for each rank.
 
-log.txt              what the terminal showed, with the time; and why ranks died and were started again
-events.jsonl         one JSON object a line, with the time: all that happened but steps. Nothing is ever taken back:
-                     what a run that went back has done twice is there twice
-logs/rank-00003.txt  warnings and errors of a rank, with where in the code; what python's logging says; how it crashed
+log.txt              what the terminal showed, with the time; and why ranks died and were restarted
+events.jsonl         one JSON object per line, with the time: everything that happened except steps. Nothing is ever
+                     removed: what a run has done twice because it was rolled back is there twice
+logs/rank-00003.txt  warnings and errors of a rank with their tracebacks, Python's logging, and how the rank crashed
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from pathlib import Path
 from typing import IO, Any, Self, TextIO
 
 from fourfold.grid import Grid
-from fourfold.train.progress import Plain
-from fourfold.train.record import Event, Lines
+from fourfold.train.progress import PlainProgress
+from fourfold.train.run_folder import JsonLines, RunEvent
 
-LOG, EVENTS, OF_RANKS = "log.txt", "events.jsonl", "logs"
+LOG, EVENTS, RANK_LOGS = "log.txt", "events.jsonl", "logs"
 logger = logging.getLogger("fourfold")
 logger.addHandler(logging.NullHandler())
 logger.setLevel(logging.INFO)
 
 
 def now() -> str:
+    """Return the local time with its zone."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-class Stamped(TextIO):
-    """A file whose lines begin with the time."""
+class TimestampedFile(TextIO):
+    """A text file that begins every line with the time."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file, self._begins = file, True
@@ -53,15 +54,15 @@ class Stamped(TextIO):
         self._file.close()
 
 
-class Story(Plain):
-    """A sink: log and events of a run; by rank 0."""
+class RunLog(PlainProgress):
+    """The sink of rank 0 that writes log.txt and events.jsonl."""
 
     def __init__(self, folder: Path, steps: int, done: int = 0) -> None:
-        self._stamped = Stamped((folder / LOG).open("a"))
+        self._stamped = TimestampedFile((folder / LOG).open("a"))
         super().__init__(self._stamped, steps, done)
-        self._events = Lines(folder / EVENTS)
+        self._events = JsonLines(folder / EVENTS)
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         super().write(event)
         if event["event"] == "end":
             self.say(f"ended at step {event['step']}: {event['reason']}")
@@ -69,29 +70,29 @@ class Story(Plain):
             self._events.write({"at": now(), **event})
 
     def close(self) -> None:
-        with suppress(OSError):  # a full disk was reported by whoever wrote what did not fit
+        with suppress(OSError):  # `write` has reported a full disk
             self._stamped.close()
         self._events.close()
 
 
 def note(folder: Path, kind: str, text: str) -> None:
-    """What the launcher did with the ranks of a run, where it has begun; that a disk is full is not its to say."""
+    """Add what the launcher did with the ranks to the logs of a run that has started; ignore a full disk."""
     if not (folder / EVENTS).exists():
         return
     with suppress(OSError):
         with (folder / LOG).open("a") as file:
-            Stamped(file).write(f"{text}\n")
-        events = Lines(folder / EVENTS)
+            TimestampedFile(file).write(f"{text}\n")
+        events = JsonLines(folder / EVENTS)
         events.write({"at": now(), "event": kind, "said": text})
         events.close()
 
 
 class RankLog:
-    """This rank's own file, from now on until it is closed."""
+    """The log file of this rank; inside the context it receives warnings, Python's logging and crashes."""
 
     def __init__(self, folder: Path, grid: Grid) -> None:
-        (folder / OF_RANKS).mkdir(parents=True, exist_ok=True)
-        self._file = (folder / OF_RANKS / f"rank-{grid.rank:05}.txt").open("a")
+        (folder / RANK_LOGS).mkdir(parents=True, exist_ok=True)
+        self._file = (folder / RANK_LOGS / f"rank-{grid.rank:05}.txt").open("a")
         self._handler = logging.StreamHandler(self._file)
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(self._handler)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 ON_GPU, ON_CPU = (8192, 4096, 4096), (512, 512, 512)
 """m, k, n of the product [m, k] x [k, n] that is timed: large enough to fill a device, and some milliseconds long."""
 WINDOWS, WINDOW_SECONDS = 5, 0.2
-"""The product runs for this many windows of so many seconds; the median window counts."""
+"""The product runs for this many windows of this many seconds each; the median window counts."""
 QUEUED = 16
 """Products that are launched between two waits for a GPU, so that launching costs nothing."""
 WRITTEN = 16 << 20
@@ -54,7 +54,7 @@ class Budget:
 
 
 def within(seconds: float, act: Callable[[], T]) -> T:
-    """Return what `act` returns; after so many seconds raise TimeoutError and leave its thread behind.
+    """Return what `act` returns; after this many seconds raise TimeoutError and leave its thread behind.
 
     A process with such a thread must end by `os._exit`.
     """

@@ -1,9 +1,9 @@
 """`fourfold demo`: a tour of Fourfold on this machine, command by command.
 
-Every command is shown and then run as a process of its own with the arguments that were shown, so that whoever reads
-along can type it. Beyond that the tour does nothing but write the config that it trains, and read the losses.
+Each command is shown and then run as a separate process with exactly those arguments, so that a reader can type it.
+Otherwise the tour only writes the config that it trains, and reads the losses.
 
-This file imports no torch, so that the tour begins at once.
+This file does not import torch, so that the tour starts at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fourfold.environment import inside_a_job
 from fourfold.train.process import INTERRUPTED, signals_interrupt
 
 NEEDS = {"safetensors": "train", "plotly": "report"}
-"""What the commands of the tour import, and the extra that has it."""
+"""Packages that the commands of the tour need, with the extra that installs each."""
 SECONDS = 15.0
-"""That a command has to end by itself where the terminal has interrupted it as well."""
+"""Seconds that a command has to end after Ctrl-C, before the tour terminates it; a save takes less."""
 STEPS = 10
-"""Of which a loss is shown."""
+"""Steps over which a loss is averaged, because batches differ."""
 CONFIG = """\
 # A Llama of {layers} layers that reads bytes: the source of Python's standard library.
 # `fourfold train --print-config` shows all sections and keys.
@@ -49,7 +49,7 @@ rows = 16
 seq = 128
 
 [optimizer]
-rate = 5e-3
+learning_rate = 5e-3
 schedule = "constant"
 
 [train]
@@ -62,8 +62,8 @@ compare = false
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
-    """Of the tour: layers of the model, steps on the first grid, steps on both, tokens to write."""
+class TourLength:
+    """The size of the tour: layers of the model, steps on the first grid, steps in total, tokens to generate."""
 
     layers: int
     first: int
@@ -71,12 +71,12 @@ class Length:
     tokens: int
 
 
-FULL, QUICK = Length(2, 100, 125, 120), Length(1, 4, 6, 20)
+FULL, QUICK = TourLength(2, 100, 125, 120), TourLength(1, 4, 6, 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
-    """A part of the tour: what comes and why, the commands, and what is to be said of it afterwards."""
+class TourPart:
+    """A part of the tour: an introduction, the commands, and a remark afterwards."""
 
     title: str
     about: str
@@ -85,69 +85,71 @@ class Leg:
 
 
 def demo(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Run the tour and return the exit code."""
     out = options.out or Path(f"runs/demo-{datetime.now():%Y%m%d-%H%M%S}")
     check(out)
     length = QUICK if options.quick else FULL
     out.mkdir(parents=True, exist_ok=True)
     (out / "llama.toml").write_text(CONFIG.format(layers=length.layers, steps=length.first))
     if options.pause and not sys.stdin.isatty():
-        print("fourfold: --pause: standard input is no terminal to press Enter at; going on", file=sys.stderr)
+        print("fourfold: --pause needs a terminal as standard input; continuing without it", file=sys.stderr)
         options.pause = False
     with signals_interrupt():
         try:
-            return walk(legs(out, length), out, pause=options.pause)
+            return walk(parts(out, length), out, pause=options.pause)
         except (KeyboardInterrupt, EOFError):
-            print(f"\nThe tour ends here. {out} keeps what was made.", flush=True)
+            print(f"\nThe tour ends here. Its files are in {out}.", flush=True)
             return INTERRUPTED
 
 
 def check(out: Path) -> None:
-    """Before anything is made or run."""
+    """Raise before anything is written if the tour cannot run here."""
     if inside_a_job():
-        raise ValueError("fourfold demo starts ranks of its own; run it by itself, outside of torchrun and srun")
+        raise ValueError("fourfold demo starts its own ranks; run it outside of torchrun and srun")
     if missing := [name for name in NEEDS if find_spec(name) is None]:
         extras = ",".join(dict.fromkeys(NEEDS[name] for name in missing))
         raise ImportError(f"the tour needs {' and '.join(missing)}: pip install 'fourfold[{extras}]'")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} is there already; give --out a folder that is new or empty")
+        raise FileExistsError(f"{out} already exists; give --out a new or empty folder")
 
 
-def legs(out: Path, length: Length) -> list[Leg]:
+def parts(out: Path, length: TourLength) -> list[TourPart]:
+    """Return the parts of the tour."""
     run, config, exported = out / "run", out / "llama.toml", out / "hugging-face"
     cpu = ("--device", "cpu")
     planned = ("--model", "gpt-80b", "--machine", "frontier", "--devices", "1024", "--batch-tokens", "16.8M")
     return [
-        Leg(
+        TourPart(
             "Plan",
             "Which grid is the fastest for a GPT of 80 billion parameters on 1,024 devices of Frontier? Fourfold cuts "
             "every matrix product over three axes, x, y and z, and replicates it over a fourth, data. The planner "
             "prices all grids from a file that describes the machine. It needs no device.",
             (("plan", *planned, "--top", "4"),),
         ),
-        Leg(
+        TourPart(
             "Train",
             f"Now a model that fits here: {config} describes a small Llama, which learns to write Python from the "
             "source of the standard library. Four processes on this machine are the ranks: x=2 cuts the features "
             "(tensor parallelism), z=2 the weights and the batch (FSDP).",
             (("train", str(config), "--grid", "x=2,z=2", *cpu, "--out", str(run)),),
         ),
-        Leg(
+        TourPart(
             "Report",
-            "One HTML file about that run: loss, speed, memory, and the bytes that were sent over each axis. Open it "
-            "in a browser; it loads nothing from elsewhere.",
+            "One HTML file about that run: loss, speed, memory, and the bytes sent over each axis. Open it in a "
+            "browser; it loads nothing from elsewhere.",
             (("report", str(run)),),
         ),
-        Leg(
-            "Go on, on another grid",
-            "The run saved a checkpoint at its end. Any grid can go on from it: here 2 ranks in place of 4, "
-            "z=2 alone. The data goes on where it was, and so does the loss.",
+        TourPart(
+            "Resume on another grid",
+            "The run saved a checkpoint at its end. Any grid can resume from it: here 2 ranks instead of 4, "
+            "only z=2. The data continues where it was, and so does the loss.",
             (("train", "--resume", str(run), "--grid", "z=2", "--steps", str(length.steps), *cpu),),
             lambda: seam(run / "metrics.jsonl", length.first),
         ),
-        Leg(
+        TourPart(
             "Export, and let it write",
-            "The same weights as a folder that transformers opens; and what the model writes after `import `, a byte "
-            "at a time. It has seen little, so expect the look of Python, not its sense.",
+            "The same weights as a folder that transformers opens, and what the model writes after `import `, one "
+            "byte at a time. It has seen little text, so it looks like Python without making sense.",
             (
                 ("export", str(run), "--to", str(exported)),
                 ("sample", str(run), "--prompt", "import ", "--tokens", str(length.tokens), *cpu),
@@ -156,35 +158,38 @@ def legs(out: Path, length: Length) -> list[Leg]:
     ]
 
 
-def walk(tour: Sequence[Leg], out: Path, *, pause: bool) -> int:
-    """Leg by leg; the exit code is that of the command that failed, if one does."""
-    for number, leg in enumerate(tour, 1):
+def walk(tour: Sequence[TourPart], out: Path, *, pause: bool) -> int:
+    """Run the parts in order; return 0, or the exit code of a command that failed."""
+    for number, part in enumerate(tour, 1):
         if pause and number > 1:
-            input("\nEnter goes on, Ctrl-C ends the tour. ")
-        say(heading(f"{number} of {len(tour)}: {leg.title}"), wrapped(leg.about))
-        for command in leg.commands:
+            input("\nPress Enter to continue, Ctrl-C to end the tour. ")
+        say(heading(f"{number} of {len(tour)}: {part.title}"), wrapped(part.about))
+        for command in part.commands:
             shown = shlex.join(["fourfold", *command])
             say(f"$ {shown}")
             code = run(command)
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
             if code:
-                code = code if code > 0 else 128 - code  # as a shell tells of a signal
-                print(f"\nfourfold: the tour stops: exit code {code}; try it by hand:\n  {shown}", file=sys.stderr)
+                code = code if code > 0 else 128 - code  # as a shell reports a signal
+                print(
+                    f"\nfourfold: the tour stops: exit code {code}; run the command yourself:\n  {shown}",
+                    file=sys.stderr,
+                )
                 return code
-        if said := leg.after():
+        if said := part.after():
             say(wrapped(said))
     say(heading("What next"), farewell(out))
     return 0
 
 
 def run(command: Sequence[str]) -> int:
-    """As a process of its own, which writes where we write; the exit code, or less than 0 the signal that ended it."""
+    """Run a command as a process with our output; return its exit code, or minus the signal that ended it."""
     with subprocess.Popen([sys.executable, "-m", "fourfold.cli", *command]) as child:
         try:
             return child.wait()
         except KeyboardInterrupt:
-            # a terminal has interrupted it too, and a second signal would end it at once; others told us alone
+            # Ctrl-C in a terminal has reached the child too; a second signal would end it without cleaning up
             try:
                 child.wait(SECONDS)
             except subprocess.TimeoutExpired:
@@ -194,7 +199,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def seam(metrics: Path, step: int) -> str:
-    """The losses before and after the change of grids, each a mean, for batches differ."""
+    """Say what the mean loss was before and after the change of grids."""
     if not metrics.is_file():
         return ""
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -207,6 +212,7 @@ def seam(metrics: Path, step: int) -> str:
 
 
 def farewell(out: Path) -> str:
+    """Return the commands to try next."""
     other = shlex.join(["fourfold", "train", str(out / "llama.toml"), "--grid", "z=4"])
     return "\n".join(
         [
@@ -214,14 +220,14 @@ def farewell(out: Path) -> str:
             "Your own text:            fourfold train --data FOLDER --model gpt-125m",
             "Your own model:           ff.parallelize(module, grid), in docs/your_model.md",
             "",
-            f"All that was made is in {out}; the report is {out / 'run' / 'report.html'}",
+            f"All files of the tour are in {out}; the report is {out / 'run' / 'report.html'}",
         ]
     )
 
 
 def say(*paragraphs: str) -> None:
     for text in paragraphs:
-        print(f"\n{text}", flush=True)  # before what the next command writes
+        print(f"\n{text}", flush=True)  # flushed before the next command writes
 
 
 def heading(text: str) -> str:
