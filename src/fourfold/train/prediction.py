@@ -17,7 +17,7 @@ from fourfold.atomic import write_json
 from fourfold.axes import AXES
 from fourfold.grid import Grid, Shape
 from fourfold.planner.price import Candidate, Price, Task, price
-from fourfold.planner.program import LaunchOp, Work
+from fourfold.planner.program import LaunchOp, MatmulOp, Work
 from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import COMPUTE, TimelineSpan, chrome_trace, simulate
 from fourfold.planner.transformer import step_program
@@ -76,9 +76,9 @@ class Prediction:
         return chrome_trace([whole, *named(program.work, line.spans)], process=f"predicted on {task.machine.name}")
 
 
-def named(work: Sequence[Work], spans: Iterable[Span]) -> list[Span]:
+def named(work: Sequence[Work], spans: Iterable[TimelineSpan]) -> list[TimelineSpan]:
     """Return the spans with the names that the ledger and the profiler use."""
-    products = {item.label for item in work if isinstance(item, Product)}
+    products = {item.label for item in work if isinstance(item, MatmulOp)}
     launched: defaultdict[str, list[str]] = defaultdict(list)
     for item in work:
         if isinstance(item, LaunchOp):
