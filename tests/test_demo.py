@@ -161,7 +161,7 @@ def test_it_pauses_before_every_step_but_the_first(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert cli.main(["demo", "--out", "two", "--pause"]) == 0
     assert asked == [1, 2, 3, 4]
-    assert "--pause: standard input is no terminal" in capsys.readouterr().err
+    assert "--pause needs a terminal" in capsys.readouterr().err
 
 
 def test_end_of_input_ends_it_too(

@@ -1,6 +1,6 @@
-"""The bodies of `fourfold checkpoint list | inspect | verify | convert`.
+"""`fourfold checkpoint list | inspect | verify | convert`.
 
-Each is for one process, reads a tensor at a time, and runs nothing that a folder holds.
+Each runs in one process, reads one tensor at a time, and executes nothing that a folder contains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fourfold.report.units import DASH, aligned, count, nbytes
 from fourfold.train.progress import percent_of
 
 UNFINISHED = {
-    ".partial": "not complete: a save is under way, or died",
+    ".partial": "not complete: a save is in progress or died",
     ".removed": "not complete: being removed, or left over from a removal",
     ".replaced": "the former one: a save died while it replaced it",
 }

@@ -1,4 +1,4 @@
-"""The bodies of `fourfold import` and `fourfold export`: a run from a Hugging Face folder, and a folder from a run.
+"""`fourfold import` and `fourfold export`: make a run from a Hugging Face folder, and a folder from a run.
 
 This file decides what a run has besides its weights: the config that it trains with, and its tokenizer. Both commands
 write a new folder, which appears complete or not at all.
