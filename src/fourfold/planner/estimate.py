@@ -161,11 +161,11 @@ class Cells:
         """Seconds of computation by part: [cell, part]."""
         self.chain = torch.zeros(number, parts, dtype=torch.float64)
         """Of these, seconds without the products of dw, which no message waits for."""
-        by_structure: dict[Structure, list[int]] = {}
+        by_form: dict[WorkForm, list[int]] = {}
         for index, sizes in enumerate(self.sizes):
-            by_structure.setdefault(sizes.structure, []).append(index)
-        for structure, cells in by_structure.items():
-            self._read(work_form(structure), cells)
+            by_form.setdefault(work_form(sizes.structure), []).append(index)
+        for form, cells in by_form.items():
+            self._read(form, cells)
         self._once()
 
     def _read(self, form: WorkForm, cells: list[int]) -> None:

@@ -73,6 +73,12 @@ def kept_for_backward(sizes: LocalSizes) -> int:
     return sum(ends.kept) + sizes.config.layers * sum(layers.kept) // REHEARSED_LAYERS
 
 
+def least_memory(sizes: LocalSizes) -> int:
+    """Return bytes that a rank needs in any case, which are found more quickly than the peak."""
+    replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
+    return kept_for_backward(sizes) + sizes.parameter_nbytes + int(sizes.parameters / replicas * ADAM_NBYTES)
+
+
 # --- live bytes through a program, with names in place of sizes
 
 Row = tuple[tuple[int, int], ...]
@@ -147,11 +153,13 @@ class LiveBytes:
 
     def _change(self, size: Term | int, kind: MemoryKind, sign: int) -> None:
         if isinstance(size, Term):
-            live, others = self._now[KINDS.index(kind)], {} if kind == "gradients" else self._others
+            columns, lives = self._columns, [self._now[KINDS.index(kind)]]
+            if kind != "gradients":
+                lives.append(self._others)
             for name, times in size.parts.items():
-                column = self._column(name)
-                live[column] = live.get(column, 0) + sign * times
-                others[column] = others.get(column, 0) + sign * times
+                column = columns.setdefault(name, len(columns))
+                for live in lives:
+                    live[column] = live.get(column, 0) + sign * times
 
     def _add(self, part: str) -> None:
         """Add a moment, unless one that differs in nothing else needs at least as much of every size."""

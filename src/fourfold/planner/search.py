@@ -27,7 +27,7 @@ from fourfold.gradients import REPLICA
 from fourfold.grid import Shape, shapes_of
 from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine
-from fourfold.planner.memory import Memory
+from fourfold.planner.memory import Memory, least_memory
 from fourfold.planner.price import Candidate, Price, Priced, Task, memory_of, price, without_arrivals
 from fourfold.planner.program import Program
 from fourfold.planner.seconds import Route, Seconds
@@ -393,7 +393,11 @@ class _Search:
 
     def _fit(self, candidate: Candidate, lever: Lever) -> Candidate | None:
         """Return the candidate with the lever if it fits, with logits in chunks where only that fits."""
-        tried, memory = self._frugal(replace(candidate, policy=lever.on(candidate.policy)))
+        wanted = replace(candidate, policy=lever.on(candidate.policy))
+        chunked = replace(wanted, policy=replace(wanted.policy, loss_chunk=wanted.policy.loss_chunk or LOSS_CHUNK))
+        if least_memory(chunked.sizes(self.task)) > self.limit:
+            return None  # true of most that do not fit
+        tried, memory = self._frugal(wanted)
         return tried if memory.total <= self.limit else None
 
     def _frugal(self, candidate: Candidate) -> tuple[Candidate, Memory]:

@@ -90,6 +90,13 @@ class Structure:
     cuts_kv_head: bool
     """x cuts through a KV head."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # programs are cached by structure: it must be quick
+        return hash((self.config, self.policy, self.dtype, self.used_axes, self.halves, self.shares_kv))
+
     def uses(self, axis: str) -> bool:
         """Say whether the axis has more than one rank."""
         return axis in self.used_axes
@@ -221,7 +228,7 @@ def _kinds_of_work(policy: Policy) -> Policy:
 # --- how much work it is
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LocalSizes:
     """Sizes on one rank of a model and a batch on a grid, under a policy."""
 
@@ -238,25 +245,113 @@ class LocalSizes:
     """Into how many parts that take turns the rows are cut; 0: as the runtime chooses."""
 
     def __post_init__(self) -> None:
+        config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
+        self.item = item = (policy.compute_dtype or self.dtype).itemsize  # bytes of one element of an activation
         if not self.number_of_halves:
-            itemsize = (self.policy.compute_dtype or self.dtype).itemsize
-            chosen = halves_of(self.config, self.shape, self.policy, self.rows, self.seq, itemsize)
-            object.__setattr__(self, "number_of_halves", chosen.number)
+            self.number_of_halves = halves_of(config, shape, policy, self.rows, seq, item).number
+        self.coords = shape.coords(self.rank)
+        self.structure = structure = self._structure()
+        x, y, sharded, wide = shape.x, shape.y, structure.sharded, structure.wide_itemsize
+        inner_cut = y if sharded else 1  # how many ranks cut features inside a sublayer beyond x
 
-    @cached_property
-    def structure(self) -> Structure:
-        x, y = self.shape.x, self.shape.y
-        cut = x * y if self.policy.activations == "sharded" else x
+        self.m = m = self.rows * seq
+        self.m_rest = m_rest = -(-m // x) if sharded else m  # tokens that a rank holds at rest
+        self.k = k = config.hidden // y
+        self.n = n = config.mlp_hidden // x  # hidden units of the MLP
+        self.q = q = config.heads * config.head_dim // x
+        self.kv = kv = config.kv_heads * config.head_dim // x
+        self.local_kv, copies_kv = self._local_kv(inner_cut)  # features of the keys that this rank's queries read
+        columns = -(-config.vocab // x)
+        self.vocab_columns = (
+            -(-columns // inner_cut) * inner_cut
+        )  # columns of logits, padded until the axes divide them
+        self.logits_padded = self.vocab_columns > part(config.vocab, x, self.coords["x"])
+        self.chunk_tokens = min(policy.loss_chunk or m, m)  # tokens of the first chunk of head and loss
+
+        # activations of the residual stream
+        self.rest = m_rest * k  # elements of a tensor at rest
+        self.rest_nbytes = self.rest * item
+        self.entered_nbytes = m_rest * x * k * item if sharded else self.rest_nbytes  # gathered over x, with padding
+        self.stream = m * k  # elements of the input of an Expand product or the output of a Contract product
+        self.stream_nbytes = self.stream * item
+        self.statistic_nbytes = m_rest * wide  # one statistic of a norm for each token at rest
+        self.merged_nbytes = 2 * self.statistic_nbytes * y  # the statistics of a LayerNorm, gathered over y
+        self.token_nbytes = m * wide  # one statistic of the loss for each token of the place
+        self.id_nbytes = m * ID_NBYTES
+        self.position_nbytes = m_rest * ID_NBYTES
+        self.mask_nbytes = self.rest if config.dropout else 0  # the mask of a dropout at rest
+        self.rope_nbytes = 2 * seq * config.head_dim * wide  # tables of rotary positions
+
+        # inside sublayers, before y cuts features and after
+        self.hidden_nbytes = m * n * item
+        self.hidden_cut_nbytes = self.hidden_nbytes // inner_cut
+        self.query_nbytes = m * q * item
+        self.query_cut_nbytes = self.query_nbytes // inner_cut
+        self.wide_query_nbytes = self.query_cut_nbytes // item * wide  # in the dtype of statistics
+        self.kv_nbytes = 2 * m * kv * item  # K and V as their product gives them
+        self.kv_whole_nbytes = self.kv_nbytes * x  # K and V gathered over x
+        self.qkv_nbytes = self.query_nbytes + self.kv_nbytes
+        self.qkv_cut_nbytes = self.qkv_nbytes // inner_cut
+        self.local_k_nbytes = m * self.local_kv * item  # the keys that this rank's attention kernel reads
+        self.local_kv_nbytes = 2 * self.local_k_nbytes
+        self.attention_flops = 2 * m * q // inner_cut * seq  # scores and their use; a causal mask leaves half of them
+
+        # what forward keeps
+        keeps_collected = structure.keeps_collected
+        self.kept_normed_nbytes = (  # a norm's output as the product that reads it keeps it
+            self.entered_nbytes if policy.keep_gathered and structure.over_x else self.rest_nbytes
+        )
+        self.kept_hidden_nbytes = self.hidden_nbytes if keeps_collected else self.hidden_cut_nbytes
+        self.kept_query_nbytes = self.query_nbytes if keeps_collected else 0  # else attention keeps its output itself
+        self.kept_output_nbytes = 0 if keeps_collected else self.query_cut_nbytes  # where attention forgets its output
+        self.read_nbytes = self._read_nbytes(copies_kv)
+        heads = m * wide * q // inner_cut // config.head_dim
+        kept = heads  # the log of the sum of exponentials
+        if config.qk_norm:
+            kept += heads + m * wide * self.local_kv // config.head_dim
+        if config.positions == "rope":
+            kept += self.query_cut_nbytes + self.local_kv_nbytes
+        if structure.reads_heads_again:
+            kept += self.read_nbytes
+        self.attention_nbytes = kept  # what attention keeps between its two products, its output apart
+        self.head_gradient = self.vocab_columns * k  # elements of the gradient of the head's table, with padding
+
+    def _structure(self) -> Structure:
+        x, config = self.shape.x, self.config
+        cut = x * self.shape.y if self.policy.activations == "sharded" else x
         return Structure(
-            config=_kinds_of_layers(self.config),
+            config=_kinds_of_layers(config),
             policy=_kinds_of_work(self.policy),
             dtype=self.dtype,
             used_axes=self.shape.used_axes,
             halves=self.number_of_halves,
             equal_halves=self.rows % self.number_of_halves == 0,
-            shares_kv=self.config.kv_heads % cut != 0,
-            cuts_kv_head=self.config.kv_heads % x != 0,
+            shares_kv=config.kv_heads % cut != 0,
+            cuts_kv_head=config.kv_heads % x != 0,
         )
+
+    def _local_kv(self, inner_cut: int) -> tuple[int, bool]:
+        """Return the features of the keys that this rank's queries read, and whether they are copied for queries."""
+        config = self.config
+        if not self.structure.shares_kv:
+            return self.kv // inner_cut, False
+        block = self.coords["x"] * inner_cut + (self.coords["y"] if self.structure.sharded else 0)
+        heads, group = config.heads // (self.shape.x * inner_cut), config.heads // config.kv_heads
+        wanted = Counter(query // group for query in range(block * heads, (block + 1) * heads))
+        if len(set(wanted.values())) == 1:
+            return len(wanted) * config.head_dim, False
+        return heads * config.head_dim, True
+
+    def _read_nbytes(self, copies_kv: bool) -> int:
+        """Return the bytes of the tensors that q, k and v are views of, as the operators before attention give them."""
+        structure = self.structure
+        if not structure.shares_kv:
+            return self.qkv_cut_nbytes
+        own = self.kv_whole_nbytes if structure.cuts_kv_head else self.kv_nbytes
+        own = self.local_kv_nbytes if copies_kv else own
+        if structure.over_y:
+            return self.query_cut_nbytes + own
+        return self.qkv_nbytes + (own if structure.cuts_kv_head or copies_kv else 0)
 
     @cached_property
     def halves(self) -> list[LocalSizes]:
@@ -268,251 +363,17 @@ class LocalSizes:
         made = {each: replace(self, rows=each, number_of_halves=1) for each in set(rows)}
         return [made[each] for each in rows]
 
-    @cached_property
-    def coords(self) -> dict[str, int]:
-        return self.shape.coords(self.rank)
-
-    # --- tokens and features
-
-    @cached_property
-    def inner_cut(self) -> int:
-        """How many ranks cut features inside a sublayer beyond x."""
-        return self.shape.y if self.policy.activations == "sharded" else 1
-
-    @cached_property
-    def m(self) -> int:
-        return self.rows * self.seq
-
-    @cached_property
-    def m_padded(self) -> int:
-        """Tokens of a place with the zeros that `leave` adds where x does not divide them."""
-        return part(self.m, self.shape.x, 0) * self.shape.x
-
-    @cached_property
-    def m_rest(self) -> int:
-        """Tokens that a rank holds at rest."""
-        return part(self.m, self.shape.x, 0) if self.policy.activations == "sharded" else self.m
-
-    @cached_property
-    def k(self) -> int:
-        return self.config.hidden // self.shape.y
-
-    @cached_property
-    def n(self) -> int:
-        """Hidden units of the MLP, cut over x."""
-        return self.config.mlp_hidden // self.shape.x
-
-    @cached_property
-    def q(self) -> int:
-        return self.config.heads * self.config.head_dim // self.shape.x
-
-    @cached_property
-    def kv(self) -> int:
-        return self.config.kv_heads * self.config.head_dim // self.shape.x
-
-    @cached_property
-    def vocab_rows(self) -> int:
-        """Rows of the table before it is cut over z."""
-        return part(self.config.vocab, self.shape.x, self.coords["x"])
-
-    @cached_property
-    def vocab_columns(self) -> int:
-        """Columns of the logits, padded until the axes divide them."""
-        columns = part(self.config.vocab, self.shape.x, 0)
-        return part(columns, self.inner_cut, 0) * self.inner_cut
-
-    @cached_property
+    @property
     def chunks(self) -> list[int]:
         """The tokens of each chunk in which head and loss run."""
-        size = self.policy.loss_chunk or self.m
+        size = self.chunk_tokens
         return [min(size, self.m - first) for first in range(0, self.m, size)]
 
-    @property
-    def chunk_tokens(self) -> int:
-        """The tokens of the first chunk."""
-        return min(self.policy.loss_chunk or self.m, self.m)
-
-    @cached_property
-    def local_kv(self) -> tuple[int, bool]:
-        """Features of the keys that this rank's queries read, and whether they are copied for the queries."""
-        config = self.config
-        if not self.structure.shares_kv:
-            return self.kv // self.inner_cut, False
-        parts = self.shape.x * self.inner_cut
-        block = self.coords["x"] * self.inner_cut + (self.coords["y"] if self.structure.sharded else 0)
-        heads, group = config.heads // parts, config.heads // config.kv_heads
-        wanted = Counter(query // group for query in range(block * heads, (block + 1) * heads))
-        if len(set(wanted.values())) == 1:
-            return len(wanted) * config.head_dim, False
-        return heads * config.head_dim, True
-
-    # --- bytes of activations
-
-    @cached_property
-    def item(self) -> int:
-        """Bytes of one element of an activation."""
-        return self.structure.compute_itemsize
-
-    @cached_property
-    def rest(self) -> int:
-        """Elements of a tensor at rest."""
-        return self.m_rest * self.k
-
-    @cached_property
-    def rest_nbytes(self) -> int:
-        """A tensor at rest."""
-        return self.rest * self.item
-
-    @cached_property
-    def entered_nbytes(self) -> int:
-        """A tensor at rest gathered over x, as it arrives."""
-        return self.m_padded * self.k * self.item if self.structure.sharded else self.rest_nbytes
-
-    @cached_property
-    def stream(self) -> int:
-        """Elements of the input of an Expand product or the output of a Contract product: all tokens of the place."""
-        return self.m * self.k
-
-    @cached_property
-    def stream_nbytes(self) -> int:
-        return self.stream * self.item
-
-    @cached_property
-    def kept_normed_nbytes(self) -> int:
-        """A norm's output as the product that reads it keeps it."""
-        return self.entered_nbytes if self.policy.keep_gathered and self.structure.over_x else self.rest_nbytes
-
-    @cached_property
-    def kept_query_nbytes(self) -> int:
-        """Attention's output as `out` keeps it, where that is another tensor than the one that attention keeps."""
-        return self.query_nbytes if self.structure.keeps_collected else 0
-
-    @cached_property
-    def kept_output_nbytes(self) -> int:
-        """Attention's output as `out` keeps it, where attention forgets it."""
-        return 0 if self.structure.keeps_collected else self.query_cut_nbytes
-
-    @cached_property
-    def kept_hidden_nbytes(self) -> int:
-        """Hidden units as `down` keeps them."""
-        return self.hidden_nbytes if self.structure.keeps_collected else self.hidden_cut_nbytes
+    # --- activations
 
     def reread_nbytes(self, attribute: str) -> int:
         """Return the bytes of a gathered input that is gathered once more for dw; 0 if it was kept."""
         return 0 if self.policy.keep_gathered else getattr(self, attribute)
-
-    @cached_property
-    def statistic_nbytes(self) -> int:
-        """One statistic of a norm for each token at rest."""
-        return self.m_rest * self.structure.wide_itemsize
-
-    @cached_property
-    def merged_nbytes(self) -> int:
-        """Means and squared deviations of a LayerNorm, gathered over y."""
-        return 2 * self.statistic_nbytes * self.shape.y
-
-    @cached_property
-    def token_nbytes(self) -> int:
-        """One statistic of the loss for each token of the place."""
-        return self.m * self.structure.wide_itemsize
-
-    @cached_property
-    def hidden_nbytes(self) -> int:
-        return self.m * self.n * self.item
-
-    @cached_property
-    def hidden_cut_nbytes(self) -> int:
-        return self.hidden_nbytes // self.inner_cut
-
-    @cached_property
-    def query_nbytes(self) -> int:
-        return self.m * self.q * self.item
-
-    @cached_property
-    def query_cut_nbytes(self) -> int:
-        return self.query_nbytes // self.inner_cut
-
-    @cached_property
-    def wide_query_nbytes(self) -> int:
-        """The queries of this rank in the dtype of statistics."""
-        return self.query_cut_nbytes * self.structure.wide
-
-    @cached_property
-    def kv_nbytes(self) -> int:
-        """K and V as their product gives them."""
-        return 2 * self.m * self.kv * self.item
-
-    @cached_property
-    def kv_whole_nbytes(self) -> int:
-        """K and V gathered over x."""
-        return self.kv_nbytes * self.shape.x
-
-    @cached_property
-    def qkv_nbytes(self) -> int:
-        """The output of the product of q, k and v."""
-        return self.query_nbytes + self.kv_nbytes
-
-    @cached_property
-    def qkv_cut_nbytes(self) -> int:
-        return self.qkv_nbytes // self.inner_cut
-
-    @cached_property
-    def local_kv_nbytes(self) -> int:
-        """The keys and values that this rank's attention kernel reads."""
-        return 2 * self.m * self.local_kv[0] * self.item
-
-    @cached_property
-    def local_k_nbytes(self) -> int:
-        return self.local_kv_nbytes // 2
-
-    @cached_property
-    def read_nbytes(self) -> int:
-        """The tensors that q, k and v are views of, as the products and operators before attention leave them."""
-        structure = self.structure
-        if not structure.shares_kv:
-            return self.qkv_cut_nbytes
-        copied = self.local_kv[1]
-        own = self.local_kv_nbytes if copied else self.kv_whole_nbytes if structure.cuts_kv_head else self.kv_nbytes
-        if structure.over_y:
-            return self.query_cut_nbytes + own
-        return self.qkv_nbytes + (own if structure.cuts_kv_head or copied else 0)
-
-    @cached_property
-    def attention_nbytes(self) -> int:
-        """What attention keeps between its two products, its output apart."""
-        config, wide = self.config, self.structure.wide_itemsize
-        heads = self.m * wide * self.q // self.inner_cut // config.head_dim
-        kept = heads  # the log of the sum of exponentials
-        if config.qk_norm:
-            kept += heads + self.m * wide * self.local_kv[0] // config.head_dim
-        if config.positions == "rope":
-            kept += self.query_cut_nbytes + self.local_kv_nbytes
-        return kept + (self.read_nbytes if self.structure.reads_heads_again else 0)
-
-    @cached_property
-    def attention_flops(self) -> int:
-        """Scores and their use on this rank; a causal mask leaves half of them."""
-        return 2 * self.m * self.q // self.inner_cut * self.seq
-
-    @cached_property
-    def rope_nbytes(self) -> int:
-        """The tables of rotary positions."""
-        return 2 * self.seq * self.config.head_dim * self.structure.wide_itemsize
-
-    @cached_property
-    def id_nbytes(self) -> int:
-        """The ids of the place's tokens."""
-        return self.m * ID_NBYTES
-
-    @cached_property
-    def position_nbytes(self) -> int:
-        """The positions of tokens at rest."""
-        return self.m_rest * ID_NBYTES
-
-    @cached_property
-    def mask_nbytes(self) -> int:
-        """The mask of a dropout at rest."""
-        return self.m_rest * self.k if self.config.dropout else 0
 
     def logits_nbytes(self, tokens: int) -> int:
         """Return the bytes of the logits of some tokens before `spread`."""
@@ -520,7 +381,8 @@ class LocalSizes:
 
     def logits_cut_nbytes(self, tokens: int) -> int:
         """Return the bytes of these logits as the loss reads them."""
-        return tokens * (self.vocab_columns // self.inner_cut) * self.item
+        columns = self.vocab_columns // self.shape.y if self.structure.sharded else self.vocab_columns
+        return tokens * columns * self.item
 
     def loss_copies_nbytes(self, tokens: int) -> int:
         """Return the bytes that the loss makes of these logits, forward or backward: copies in the dtype of statistics,
@@ -528,7 +390,7 @@ class LocalSizes:
         structure, cut = self.structure, self.logits_cut_nbytes(tokens)
         if self.policy.compile or (not structure.over_x and not structure.cuts_inner and structure.wide == 1):
             return cut
-        wide = structure.wide * (2 if self.vocab_columns > self.vocab_rows else 1)
+        wide = structure.wide * (2 if self.logits_padded else 1)
         return (wide + (1 if structure.wide > 1 else 0)) * cut
 
     def statistics_nbytes(self, tokens: int, axis: str) -> int:
@@ -538,11 +400,6 @@ class LocalSizes:
     def chunk_before_nbytes(self, tokens: int) -> int:
         """Return the bytes of the gradient of the chunk before, which lies beside a chunk's own."""
         return self.logits_nbytes(tokens) if tokens < self.m else 0
-
-    @cached_property
-    def head_gradient(self) -> int:
-        """Elements of the gradient of the head's table, with as many rows as there are logits."""
-        return self.vocab_columns * self.k
 
     # --- parameters
 
@@ -710,12 +567,14 @@ class SizeReader:
 
 
 class Term:
-    """A sum of names with whole coefficients."""
+    """A sum of names with whole coefficients. It never changes."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("_hash", "_times", "parts")
 
     def __init__(self, parts: dict[Name, int]) -> None:
         self.parts = parts
+        self._times: dict[int, Term] = {}
+        self._hash: int | None = None
 
     def __add__(self, other: Any) -> Term:
         return self._plus(other, 1)
@@ -736,7 +595,10 @@ class Term:
         return Term(parts)
 
     def __mul__(self, times: int) -> Term:
-        return Term({name: times * value for name, value in self.parts.items()})
+        found = self._times.get(times)
+        if found is None:
+            found = self._times[times] = Term({name: times * value for name, value in self.parts.items()})
+        return found
 
     __rmul__ = __mul__
 
@@ -747,10 +609,12 @@ class Term:
         return True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Term) and self.parts == other.parts
+        return self is other or (isinstance(other, Term) and self.parts == other.parts)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self.parts.items()))
+        if self._hash is None:
+            self._hash = hash(frozenset(self.parts.items()))
+        return self._hash
 
     def of_half(self, half: LocalSizes) -> int:
         """Return the sum, all of whose names are read of this half."""
@@ -794,17 +658,19 @@ class SizeNames:
     def __getattr__(self, attribute: str) -> Any:
         known = self._known.get(attribute)
         if known is None:
-            defined = getattr(LocalSizes, attribute)
-            known = self._method(attribute) if callable(defined) else Term({Name(self._half, attribute): 1})
+            is_method = callable(getattr(LocalSizes, attribute, None))
+            known = self._method(attribute) if is_method else Term({Name(self._half, attribute): 1})
             self._known[attribute] = known
         return known
 
     def _method(self, attribute: str) -> Callable[..., Term]:
+        known: dict[tuple[Any, ...], Term] = {}
+
         def call(*arguments: Any) -> Term:
-            plain = tuple(
-                tuple(map(in_first_layer, one)) if isinstance(one, list | tuple) else one for one in arguments
-            )
-            return Term({Name(self._half, attribute, plain): 1})
+            if arguments not in known:
+                plain = tuple(tuple(map(in_first_layer, one)) if isinstance(one, tuple) else one for one in arguments)
+                known[arguments] = Term({Name(self._half, attribute, plain): 1})
+            return known[arguments]
 
         return call
 
