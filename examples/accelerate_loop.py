@@ -1,4 +1,4 @@
-"""A loop of accelerate, with accumulation, on a 4D grid: torchrun --nproc-per-node 4 examples/accelerate_loop.py"""
+"""accelerate with gradient accumulation on a 4D grid: torchrun --nproc-per-node 4 examples/accelerate_loop.py"""
 
 import torch
 from accelerate import Accelerator
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
-from fourfold.data.sampler import place_sampler
+from fourfold.data.rows import place_sampler
 
 ROWS, SEQ, VOCAB, MICRO_STEPS = 8, 16, 64, 2
 
@@ -19,7 +19,7 @@ def model() -> LlamaForCausalLM:
 
 
 def dataset() -> list[Tensor]:
-    """Rows that count up from anywhere."""
+    """Return rows that count up from different starts."""
     return [(torch.arange(SEQ) + start) % VOCAB for start in range(0, VOCAB, 2)]
 
 
@@ -27,15 +27,15 @@ def train(grid: ff.Grid) -> list[float]:
     accelerator = Accelerator(gradient_accumulation_steps=MICRO_STEPS, cpu=grid.device.type == "cpu")
     parallel = ff.parallelize(model(), grid)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, fused=True)
-    parallel, optimizer = accelerator.prepare(parallel, optimizer)  # the model stays as it is: no DDP around it
-    # not prepared: accelerate would give every process other rows, but ranks of x and y read the same ones
+    parallel, optimizer = accelerator.prepare(parallel, optimizer)  # leaves the model as it is, without DDP
+    # not prepared: accelerate would give every process different rows, but ranks along x and y must read the same rows
     places = grid.size("z") * grid.size("data")
     loader = DataLoader(dataset(), batch_size=ROWS // places, sampler=place_sampler(dataset(), grid))
     losses = []
     for rows in loader:
         rows = rows.to(grid.device)
         with accelerator.accumulate(parallel):
-            loss = parallel(input_ids=rows, labels=rows).loss  # of the whole batch, equal on all ranks
+            loss = parallel(input_ids=rows, labels=rows).loss  # the mean over the whole batch, equal on all ranks
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(parallel.parameters(), 1.0)

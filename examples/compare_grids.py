@@ -1,7 +1,7 @@
 """The same training on several grids of the same ranks: torchrun --nproc-per-node 4 examples/compare_grids.py
 
-The losses are equal; the seconds of a step and the bytes that a rank sends over each axis are not. Prints a table and,
-where plotly is installed, writes one HTML file with a figure. Larger, with grids of one's own:
+The losses are equal; the seconds per step and the bytes that a rank sends over each axis differ. Prints a table and, if
+plotly is installed, writes an HTML file with a figure. A larger model on grids of your choice:
 
     torchrun --nproc-per-node 8 examples/compare_grids.py --model gpt-125m --rows 64 --seq 1024 x=8 z=8 x=2,z=4
 """
@@ -21,37 +21,39 @@ from fourfold.commands.parser import grid as axes
 GRIDS = ["data=4", "z=4", "x=4", "x=2,z=2", "x=2,y=2", "y=2,data=2"]
 
 
-class Found(NamedTuple):
-    """Of a grid: the losses of all steps, the seconds of a step, the bytes that rank 0 sends in one, by axis."""
+class GridResult(NamedTuple):
+    """The measurements on one grid."""
 
     losses: list[float]
     seconds: float
+    """Median seconds per step."""
     sent: dict[str, float]
+    """Bytes that rank 0 sends per step, by axis."""
 
 
-def measure(given: argparse.Namespace, sizes: dict[str, int]) -> Found:
+def measure(given: argparse.Namespace, sizes: dict[str, int]) -> GridResult:
     grid = ff.Grid(**sizes)
     model = ff.models.build(given.model, grid)  # the same weights on every grid
     optimizer, generator = ff.optim.AdamW(model, lr=3e-3), torch.Generator().manual_seed(0)
     losses, seconds = [], []
     for _ in range(given.steps):
         rows = torch.randint(model.config.vocab, (given.rows, 1), generator=generator) + torch.arange(given.seq + 1)
-        rows = ff.local_rows(rows % model.config.vocab, grid).to(grid.device)  # they count up, from anywhere
+        rows = ff.local_rows(rows % model.config.vocab, grid).to(grid.device)  # they count up from random starts
         began = time.perf_counter()
         loss = model(rows[:, :-1], rows[:, 1:])
         loss.backward()
         optimizer.clip_and_step(1.0)
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits for a GPU
+        losses.append(loss.item())  # waits for the GPU
         seconds.append(time.perf_counter() - began)
     sent = {axis: nbytes / given.steps for axis, nbytes in grid.ledger.wire_bytes.items() if nbytes}
     grid.close()
-    return Found(losses, median(seconds[1:]), sent)  # the first step is none of those that follow
+    return GridResult(losses, median(seconds[1:]), sent)  # the first step includes warm-up
 
 
-def show(found: dict[str, Found], plot: Path) -> None:
+def show(found: dict[str, GridResult], plot: Path) -> None:
     first = next(iter(found.values())).losses
-    print(f"{'grid':14}{'last loss':>12}{'difference':>12}{'s/step':>9}   MB sent in a step")
+    print(f"{'grid':14}{'last loss':>12}{'difference':>12}{'s/step':>9}   MB sent per step")
     for name, (losses, seconds, sent) in found.items():
         differs = max(abs(loss - other) for loss, other in zip(losses, first, strict=True))
         by_axis = ", ".join(f"{axis} {nbytes / 1e6:.2f}" for axis, nbytes in sent.items())
@@ -66,13 +68,13 @@ def show(found: dict[str, Found], plot: Path) -> None:
         for axis in ("x", "y", "z", "data")
     ]
     seconds = plotly.Scatter(name="seconds", x=list(found), y=[each.seconds for each in found.values()], yaxis="y2")
-    second = dict(title="seconds of a step", overlaying="y", side="right", rangemode="tozero")
-    layout = dict(barmode="stack", yaxis=dict(title="MB that a rank sends in a step"), yaxis2=second)
+    second = dict(title="seconds per step", overlaying="y", side="right", rangemode="tozero")
+    layout = dict(barmode="stack", yaxis=dict(title="MB that a rank sends per step"), yaxis2=second)
     plotly.Figure([*bars, seconds], layout).write_html(plot)
     print(f"figure: {plot}")
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Found]:
+def main(arguments: Sequence[str] | None = None) -> dict[str, GridResult]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grids", nargs="*", metavar="GRID", default=GRIDS, help="such as x=2,z=2")
     parser.add_argument("--model", default="gpt-tiny", help="a published size")

@@ -1,7 +1,7 @@
 """Lightning Fabric on a 4D grid: torchrun --nproc-per-node 4 examples/fabric_loop.py
 
-`ModelParallelStrategy` hands a model to a function of one's own instead of wrapping it in DDP, and gives processes of
-one tensor-parallel group the same rows. Its groups are our places: ranks that differ in x and y alone.
+`ModelParallelStrategy` passes the model to your own function instead of wrapping it in DDP, and gives all processes of
+a tensor-parallel group the same rows. Its tensor-parallel groups are our places: ranks that differ only in x and y.
 """
 
 import torch
@@ -23,7 +23,7 @@ def model() -> LlamaForCausalLM:
 
 
 def dataset() -> list[Tensor]:
-    """Rows that count up from anywhere."""
+    """Return rows that count up from different starts."""
     return [(torch.arange(SEQ) + start) % VOCAB for start in range(0, VOCAB, 2)]
 
 
@@ -41,7 +41,7 @@ def train(grid: ff.Grid) -> list[float]:
     loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=ROWS // places, shuffle=False))
     losses = []
     for rows in loader:
-        loss = parallel(input_ids=rows, labels=rows).loss  # of the whole batch, equal on all ranks
+        loss = parallel(input_ids=rows, labels=rows).loss  # the mean over the whole batch, equal on all ranks
         fabric.backward(loss)
         ff.clip_grad_norm_(parallel.parameters(), 1.0)
         optimizer.step()

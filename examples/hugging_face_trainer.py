@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on a 4D grid: torchrun --nproc-per-node 4 examples/hugging_face_trainer.py
 
-The Trainer knows a parallelised model for one that reduces its own gradients: it does not wrap or move it. What it has
-to be told is which rows a process reads, since ranks that differ in x and y alone read the same ones.
+The Trainer recognises that a parallelised model reduces its own gradients, so it neither wraps nor moves the model. It
+must be told which rows a process reads, because ranks that differ only in x and y read the same rows.
 """
 
 import sys
@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import fourfold as ff
-from fourfold.data.sampler import place_sampler
+from fourfold.data.rows import place_sampler
 
 SEQ, VOCAB = 16, 64
 
 
 class GridTrainer(Trainer):
-    """Reads the rows of this rank's place; `per_device_train_batch_size` are those of one place."""
+    """A Trainer that reads the rows of this rank's place; `per_device_train_batch_size` is the rows of one place."""
 
     def __init__(self, grid: ff.Grid, **options) -> None:
         self.grid = grid
@@ -34,7 +34,7 @@ class GridTrainer(Trainer):
     def _loader(self, rows, size: int, *, shuffle: bool) -> DataLoader:
         sampler = place_sampler(rows, self.grid, shuffle=shuffle, seed=self.args.seed)
         loader = DataLoader(rows, batch_size=size, sampler=sampler, collate_fn=self.data_collator)
-        loader.set_epoch = sampler.set_epoch  # which the Trainer calls, so that every epoch is shuffled anew
+        loader.set_epoch = sampler.set_epoch  # the Trainer calls it, so that each epoch has its own order
         return loader
 
 
@@ -45,7 +45,7 @@ def model() -> LlamaForCausalLM:
 
 
 def dataset() -> list[dict[str, Tensor]]:
-    """Rows that count up from anywhere; the first tokens of each, ever more of them, are no targets."""
+    """Return rows that count up; the first tokens of each are not targets, and their number grows from row to row."""
     rows = [(torch.arange(SEQ) + start) % VOCAB for start in range(0, VOCAB, 2)]
     return [dict(input_ids=row, labels=row.where(torch.arange(SEQ) >= i // 4, -100)) for i, row in enumerate(rows)]
 
@@ -54,7 +54,7 @@ def arguments(folder: str, rows: int) -> TrainingArguments:
     options = dict(gradient_accumulation_steps=2, max_grad_norm=1.0, learning_rate=1e-2, num_train_epochs=1)
     quiet = dict(logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", eval_strategy="epoch")
     on_gpu = torch.cuda.is_available()
-    # the losses are means over all places already: the Trainer must not scale them by the number of processes
+    # losses are already means over all places, so the Trainer must not scale them by the number of processes
     options |= dict(average_tokens_across_devices=False)
     sizes = dict(per_device_train_batch_size=rows, per_device_eval_batch_size=rows)
     return TrainingArguments(folder, use_cpu=not on_gpu, dataloader_pin_memory=on_gpu, **sizes, **options, **quiet)
@@ -70,7 +70,7 @@ def train(grid: ff.Grid, folder: str) -> list[dict[str, float]]:
         eval_dataset=dataset()[:8],
     )
     trainer.train()
-    trainer.save_model()  # whole tensors under the plain names: from_pretrained opens them
+    trainer.save_model()  # whole tensors under their original names, for from_pretrained
     return trainer.state.log_history
 
 

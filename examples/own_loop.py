@@ -28,7 +28,7 @@ class Classifier(nn.Module):
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         for block in self.blocks:
             images = block(images)
-        return functional.cross_entropy(self.head(images), labels)  # a mean over the whole batch, on every rank
+        return functional.cross_entropy(self.head(images), labels)  # the mean over the whole batch, on every rank
 
 
 def model() -> Classifier:
@@ -43,13 +43,13 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(grid: ff.Grid) -> list[float]:
-    parallel = ff.parallelize(model(), grid)  # in place; parameters keep their names and become shards
+    parallel = ff.parallelize(model(), grid)  # in place: parameters keep their names and become shards
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, fused=True)
     losses = []
     for step in range(STEPS):
         images, labels = (ff.local_rows(part, grid).to(grid.device) for part in batch(step))
         loss = parallel(images, labels)
-        loss.backward()  # gradients are complete when it returns
+        loss.backward()  # gradients are fully reduced when this returns
         ff.clip_grad_norm_(parallel.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

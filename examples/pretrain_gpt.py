@@ -1,7 +1,7 @@
 """Pretrain a GPT with the library's own pieces: torchrun --nproc-per-node 4 examples/pretrain_gpt.py
 
-By default a tiny one on the source of Python's standard library. Started again with more `--steps`, on any grid and any
-number of ranks, it goes on from its newest checkpoint. A larger one:
+By default it trains a tiny model on the source of Python's standard library. Started again with more `--steps`, on any
+grid and any number of ranks, it resumes from its newest checkpoint. A larger model:
 
     torchrun --nproc-per-node 8 examples/pretrain_gpt.py --model gpt-125m --grid z=8 --data texts/ --seq 1024 --rows 256
 """
@@ -16,7 +16,7 @@ from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.commands.parser import grid as axes
 from fourfold.data.loader import Loader
-from fourfold.data.opening import open_source
+from fourfold.data.open import open_source
 from fourfold.data.tokenizer import load_tokenizer
 
 EVERY = 20
@@ -24,13 +24,13 @@ EVERY = 20
 
 
 def train(given: argparse.Namespace, grid: ff.Grid) -> list[float]:
-    """The losses of the steps that were left."""
+    """Train to the last step and return the losses of the steps taken now."""
     model = ff.models.build(given.model, grid, policy=ff.Policy(shard_optimizer=True))
-    optimizer = ff.optim.AdamW(model, given.rate)
-    schedule = ff.optim.Schedule(given.rate, steps=given.steps, warmup=min(10, given.steps))
+    optimizer = ff.optim.AdamW(model, given.learning_rate)
+    schedule = ff.optim.Schedule(given.learning_rate, steps=given.steps, warmup=min(10, given.steps))
     saver, losses, done = Saver(grid, given.out), [], 0
     text = dict(tokenizer=load_tokenizer(given.tokenizer), cache=given.out / "data")
-    grid.first_alone("reading the text", lambda: open_source(given.data, **text))  # it becomes a file, once, on rank 0
+    grid.run_on_rank0("reading the text", lambda: open_source(given.data, **text))  # rank 0 tokenizes it into a file
     source, sizes = open_source(given.data, **text), dict(rows=given.rows, seq=given.seq, vocab=model.config.vocab)
     with Loader([source], None, grid, **sizes) as loader:
         if (newest := Checkpoints(given.out).newest()) is not None:
@@ -38,14 +38,14 @@ def train(given: argparse.Namespace, grid: ff.Grid) -> list[float]:
             loader.restore(state["data"])
             done = state["step"]
         for step in range(done + 1, given.steps + 1):
-            ((tokens, targets, _),) = loader.next()  # this rank's rows: those of its place on (data, z)
+            ((tokens, targets, _),) = loader.next()  # the rows of this rank's place (data, z)
             schedule.apply(optimizer, step)
-            loss = model(tokens, targets)  # mean over the whole batch, equal on all ranks
+            loss = model(tokens, targets)  # the mean over the whole batch, equal on all ranks
             loss.backward()
-            optimizer.clip_and_step(1.0)  # a step whose gradients are not finite is skipped
+            optimizer.clip_and_step(1.0)  # skips the step if gradients are not finite
             optimizer.zero_grad()
             if step % EVERY == 0 or step == given.steps:
-                saver.save(step, model, optimizer, {"data": loader.state()})  # written while training goes on
+                saver.save(step, model, optimizer, {"data": loader.state()})  # written in the background
             losses.append(loss.item())
             if grid.rank == 0 and step % 10 == 0:
                 print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--model", default="gpt-tiny", help="a published size")
     parser.add_argument("--data", default="standard-library", help="text, a folder of it, or a token file")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or a tokenizer.json")
-    parser.add_argument("--out", type=Path, default=Path("runs/pretrain-gpt"), help="for checkpoints")
-    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--out", type=Path, default=Path("runs/pretrain-gpt"), help="folder for checkpoints")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     for name, default in (("steps", 40), ("rows", 16), ("seq", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """A U-Net that removes noise from images, on a 4D grid: torchrun --nproc-per-node 4 examples/unet.py
 
-Convolutions, group norms and skip connections, as people write them: `ff.parallelize` cuts channels over x and y, and
-images over z and data. The images are discs on a plain ground, made here. A larger one:
+Convolutions, group norms and skip connections in ordinary PyTorch: `ff.parallelize` shards channels over x and y, and
+images over z and data. The images are generated discs on a plain background. A larger model:
 
     torchrun --nproc-per-node 8 examples/unet.py --grid x=2,z=4 --widths 64 128 256 --size 128 --rows 64 --steps 1000
 """
@@ -19,7 +19,7 @@ from fourfold.commands.parser import grid as axes
 
 
 class Double(nn.Sequential):
-    """Two convolutions, each with a norm."""
+    """Two convolutions, each with a group norm and SiLU."""
 
     def __init__(self, channels: int, out: int) -> None:
         one = nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(4, out), nn.SiLU()
@@ -27,7 +27,7 @@ class Double(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Each level on the way up is joined with what it was on the way down."""
+    """A U-Net: each level on the way up is concatenated with the same level on the way down."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class UNet(nn.Module):
         a = self.middle(a)
         for up, joined in zip(self.up, self.joined, strict=True):
             a = joined(torch.cat([skips.pop(), up(a)], dim=1))
-        return functional.mse_loss(self.last(a), clean)  # a mean over the whole batch, on every rank
+        return functional.mse_loss(self.last(a), clean)  # the mean over the whole batch, on every rank
 
 
 def batch(step: int, rows: int, size: int) -> tuple[Tensor, Tensor]:
-    """Discs with noise, and without."""
+    """Return discs with noise and the same discs without."""
     generator = torch.Generator().manual_seed(step)
     x, y, radius = torch.rand(3, rows, 1, 1, generator=generator)
     across = torch.linspace(0, 1, size)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     given = parser.parse_args(arguments)
     grid, losses = ff.Grid(**given.grid), []
     torch.manual_seed(0)
-    parallel = ff.parallelize(UNet(given.widths), grid)  # in place; parameters keep their names and become shards
+    parallel = ff.parallelize(UNet(given.widths), grid)  # in place: parameters keep their names and become shards
     optimizer = ff.optim.AdamW(parallel, lr=3e-3)
     for step in range(given.steps):
         noisy, clean = (ff.local_rows(part, grid).to(grid.device) for part in batch(step, given.rows, given.size))

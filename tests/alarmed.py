@@ -11,19 +11,18 @@ from pathlib import Path
 import torch
 
 from fourfold import comm
-from fourfold.agree import decide
 from fourfold.grid import Grid, Shape
-from fourfold.watch.alarm import Alarm
-from fourfold.watch.tape import DEVICE, Tape, tape_path
+from fourfold.watch.liveness import Alarm, JobDiagnosis
+from fourfold.watch.tape import Tape, Waits, tape_path
 from harness import grid_of
 
 DEADLINE = 1.5
 GRID = Shape(x=2, z=2)
 
 
-def say(folder: str, rank: int, text: str, judge: bool) -> None:
+def say(folder: str, rank: int, found: JobDiagnosis, judge: bool) -> None:
     """The last word of a rank, and its end."""
-    Path(folder, f"said-{rank}{'-as-judge' * judge}").write_text(text)
+    Path(folder, f"said-{rank}{'-as-judge' * judge}").write_text(found.text)
     os._exit(1)
 
 
@@ -50,10 +49,10 @@ def program(folder: str, fault: str, faulty: int, deadline: float = DEADLINE) ->
         elif at_fault and fault in ("die", "die quietly"):
             os._exit(1)
         if fault == "die quietly":
-            tape.doing("asking the others", waits=True)
-            decide("", "".join)
+            tape.doing("asking the others", Waits.RANKS)
+            grid.channel.meet()
         total = collectives(grid, skips=at_fault and fault == "skip")
-        tape.doing(DEVICE, waits=total.is_cuda)
+        tape.doing("reading results of its device", Waits.DEVICE if total.is_cuda else Waits.NOTHING)
         total.item()
     grid.ledger.listener = None
     alarm.close(done=True)

@@ -11,12 +11,11 @@ from torch import Tensor
 import fourfold as ff
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
-from fourfold.checkpoint.training import RANDOM, training_tensors
-from fourfold.comm import join_shards
+from fourfold.checkpoint.training_state import RANDOM, training_shards
 from fourfold.grid import Grid, Shape
 from fourfold.layout import PRODUCT, Spec
 from fourfold.optim import AdamW
-from harness import grid_of
+from harness import grid_of, join_shards
 
 ROWS, SEQ = 8, 8
 MODELS: dict[str, dict[str, Any]] = {
@@ -65,7 +64,7 @@ def everything(model: ff.models.Transformer, optimizer: AdamW) -> dict[str, Tens
     """Parameters and optimizer state, joined."""
     return {
         name: join_shards(held.local, Spec(held.shape, held.storage, PRODUCT), model.grid).clone()
-        for name, held in training_tensors(model, optimizer).items()
+        for name, held in training_shards(model, optimizer).items()
         if not name.startswith(RANDOM)
     }
 

@@ -15,11 +15,12 @@ from math import ceil
 
 import torch
 
-from fourfold.buckets import Bucket, fill_buckets
+from fourfold.gradients import Bucket, fill_buckets
 from fourfold.grid import Shape
-from fourfold.layout import Policy, chunk
+from fourfold.layout import chunk
 from fourfold.ledger import Collective, Op
-from fourfold.models.config import Config, halves_of
+from fourfold.models.config import ModelConfig, halves_of
+from fourfold.policy import Policy
 
 STATISTIC_NBYTES = 8
 """Sums of losses, counts and squared norms are fp64."""
@@ -32,7 +33,7 @@ Members = dict[str, tuple[int, int]]
 class ClosedForm:
     """The collectives of one rank for a model, a grid, a policy and a batch."""
 
-    config: Config
+    config: ModelConfig
     shape: Shape
     policy: Policy
     rows: int
@@ -83,11 +84,11 @@ class ClosedForm:
 
     @cached_property
     def compute_itemsize(self) -> int:
-        return (self.policy.compute or self.dtype).itemsize
+        return (self.policy.compute_dtype or self.dtype).itemsize
 
     @cached_property
     def reduce_itemsize(self) -> int:
-        return (self.policy.reduce or self.dtype).itemsize
+        return (self.policy.reduce_dtype or self.dtype).itemsize
 
     @cached_property
     def vocab_rows(self) -> int:

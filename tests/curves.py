@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.train.config import Config, read_config, resolve
+from fourfold.params import local_of
+from fourfold.train.config import TrainConfig, read_config, resolve
 from fourfold.train.loop import Run
-from fourfold.train.record import Kept
+from fourfold.train.run_folder import MemorySink
 from harness import Ranks, grid_of
 
 DOCUMENTS = 40
@@ -107,7 +107,7 @@ def write_texts(folder: Path) -> Path:
     return texts
 
 
-def config_of(name: str, dtype: str, steps: int, folder: Path, shape: Shape, changes: Changes) -> Config:
+def config_of(name: str, dtype: str, steps: int, folder: Path, shape: Shape, changes: Changes) -> TrainConfig:
     """A small run, resolved."""
     given: Changes = {
         "model.name": name,
@@ -130,14 +130,14 @@ def config_of(name: str, dtype: str, steps: int, folder: Path, shape: Shape, cha
     return resolve(read_config(None, list(given.items())), shape.world, on_gpu=False, memory_bytes=1 << 34)
 
 
-class Curves(Kept):
+class Curves(MemorySink):
     """Events by column."""
 
     def column(self, event: str, key: str) -> list[Any]:
         return [found[key] for found in self.events if found["event"] == event]
 
 
-def train(config: Config, folder: Path, grid: Grid | None = None) -> dict[str, Any]:
+def train(config: TrainConfig, folder: Path, grid: Grid | None = None) -> dict[str, Any]:
     """The whole run on this rank: its curves, and a digest of the parameters that it ends with."""
     run = Run(config, grid or grid_of(config.grid.shape), folder)
     kept = Curves()

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
+from fourfold.engine import Overlap
 from fourfold.grid import Grid, Shape
-from fourfold.models import Config
-from fourfold.models.outside import read_model
-from fourfold.overlap import Overlap
+from fourfold.models import ModelConfig
+from fourfold.models.open import open_model
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.trace import DryRun, dry_run, fake_ranks, kept_bytes
 from fourfold.planner.transformer import step_program
@@ -37,7 +37,7 @@ class Case:
     shape: Shape
     policy: ff.Policy = ff.Policy()
     rank: int = 0
-    config: Config = GPT
+    config: ModelConfig = GPT
     rows: int = 2
     seq: int = 1000
     micro_steps: int = 1
@@ -55,7 +55,7 @@ class Case:
 CASES = [
     Case(Shape(4, 2, 4, 2), rank=37, config=LLAMA),
     Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap.off(halves=2)), rank=5, micro_steps=2),
-    Case(Shape(data=16), ff.Policy(compute=BF16, reduce=BF16), rank=15, optimizer=True),
+    Case(Shape(data=16), ff.Policy(compute_dtype=BF16, reduce_dtype=BF16), rank=15, optimizer=True),
     Case(
         Shape(3, 2, 5, 7, order=("z", "data", "x", "y")),
         ff.Policy(shard_optimizer=True),
@@ -66,12 +66,12 @@ CASES = [
     ),
     Case(
         Shape(8, 4, 8, 4),
-        ff.Policy("replicated", compute=BF16, recompute="block", loss_chunk=700),
+        ff.Policy("replicated", compute_dtype=BF16, recompute="block", loss_chunk=700),
         rank=1023,
         config=LLAMA,
     ),
-    Case(Shape(16, 1, 64, 16), ff.Policy(compute=BF16, recompute="attention", keep_gathered=True), rank=9000),
-    Case(Shape(8, 2, 64, 16), ff.Policy(compute=BF16, recompute="block", shard_optimizer=True), optimizer=True),
+    Case(Shape(16, 1, 64, 16), ff.Policy(compute_dtype=BF16, recompute="attention", keep_gathered=True), rank=9000),
+    Case(Shape(8, 2, 64, 16), ff.Policy(compute_dtype=BF16, recompute="block", shard_optimizer=True), optimizer=True),
 ]
 
 
@@ -105,7 +105,7 @@ def in_company() -> DryRun:
 
 
 def run_named(text: str, shape: Shape, **options: Any) -> DryRun:
-    return dry_run(read_model(text).model, shape, **options)
+    return dry_run(open_model(text).model, shape, **options)
 
 
 # --- models that are named from outside as dry:function

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Shape
-from fourfold.layout import Policy
-from fourfold.models.config import Config
+from fourfold.models.config import ModelConfig
+from fourfold.params import local_of
 from fourfold.planner.trace import StorageCounter
+from fourfold.policy import Policy
 
 
 @dataclass(frozen=True)
 class Case:
-    config: Config
+    config: ModelConfig
     shape: Shape
     policy: Policy
     rows: int

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
-from fourfold.checkpoint.weights import load_weights, save_weights, weights_of
+from fourfold.checkpoint.load import load_weights
+from fourfold.checkpoint.save import save_weights
+from fourfold.checkpoint.training_state import model_shards
 from fourfold.grid import Grid, Shape
-from fourfold.models import Config
+from fourfold.layout import boxed
+from fourfold.models import ModelConfig
 from fourfold.models.generate import evaluating
 from fourfold.nn.initial import key_of
-from fourfold.train.config import Config as RunConfig
-from fourfold.train.config import read_config
-from fourfold.train.sections import Model
+from fourfold.train.config import ModelSection, read_config
+from fourfold.train.config import TrainConfig as RunConfig
 from harness import grid_of
 
 VOCAB, SEQ = 101, 16
@@ -42,20 +44,20 @@ def logits_on(run: Path, shape: Shape) -> Tensor:
     return logits(run, grid_of(shape))
 
 
-def write_run(folder: Path, config: Config, grid: Grid, step: int = 7) -> Path:
+def write_run(folder: Path, config: ModelConfig, grid: Grid, step: int = 7) -> Path:
     """A run as training leaves it, with weights that are known."""
     model = ff.models.build(config, grid)
-    for name, held in weights_of(model).items():
+    for name, held in model_shards(model).items():
         box = held.storage.box(held.shape, grid.shape.sizes, grid.coords)
-        held.local.copy_(whole(name, held.shape)[tuple(slice(part.start, part.stop) for part in box)])
+        held.local.copy_(boxed(whole(name, held.shape), box))
     save_weights(model, folder / "checkpoints" / f"step-{step:08d}")
     if grid.rank == 0:
-        section = Model("mine", **dataclasses.asdict(config))
+        section = ModelSection("mine", **dataclasses.asdict(config))
         (folder / "config.toml").write_text(RunConfig(model=section).toml())
     with torch.no_grad(), evaluating(model):
         torch.save(model(TOKENS.to(grid.device)).cpu(), folder / f"logits-{grid.rank}.pt")
     return folder
 
 
-def write_run_on(folder: Path, config: Config, shape: Shape) -> None:
+def write_run_on(folder: Path, config: ModelConfig, shape: Shape) -> None:
     write_run(folder, config, grid_of(shape))

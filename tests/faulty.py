@@ -16,8 +16,8 @@ from typing import Any
 
 import warm
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.cli import main
+from fourfold.params import local_of
 from fourfold.train import launch
 from fourfold.train.loop import Run
 

@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fourfold import comm
 from fourfold.grid import Grid, Shape
+from fourfold.layout import Spec
 from fourfold.train.launch import share_cores
 
 DEVICE = os.environ.get("FOURFOLD_TEST_DEVICE", "cpu")
@@ -40,8 +42,8 @@ PRELOAD = [
     "torch.profiler",
     "torch.utils.tensorboard",
     "fourfold.cli",
-    "fourfold.parallelize",
-    "fourfold.train.command",
+    "fourfold.wrap",
+    "fourfold.commands.train",
     "pytest",  # of every file with jobs
     "transformers.modeling_utils",
     "transformers.generation.utils",
@@ -229,3 +231,8 @@ class Largest(TorchDispatchMode):
         if type(out) is torch.Tensor and not out.is_meta:  # a DTensor has no memory of its own
             self.elements = max(self.elements, out.numel())
         return out
+
+
+def join_shards(shard: torch.Tensor, spec: Spec, grid: Grid) -> torch.Tensor:
+    """Gather a parameter, or what lies as it does, on every rank; the ledger does not count it."""
+    return comm.join(shard, spec.storage, spec.shape, grid, counted=False)

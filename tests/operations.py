@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fourfold.layout import inner
+from fourfold.layout import FEATURES, inner
 from fourfold.nn.embedding import Head
-from fourfold.parallelize.layouts import Columns, Shared, fused
-from fourfold.parallelize.placed import Blocks, Layout, Rest, laid
-from fourfold.parallelize.run import Run
+from fourfold.wrap.context import ModelContext
+from fourfold.wrap.grid_tensor import TensorPlacement, distribute
+from fourfold.wrap.placements import ChunkPlacement, LogitsPlacement, RestPlacement, SharedHeadsPlacement, fuse
 
 SHAPE = (3, 5, 6)
 """Divides by y=2 where it must (the last dim) and by nothing where it need not."""
@@ -26,26 +26,26 @@ SHAPE = (3, 5, 6)
 KINDS = ("rest", "blocks 0", "blocks 1", "blocks 2", "columns", "columns 0", "shared 1", "shared 2", "fused")
 
 
-def layout_of(kind: str, run: Run) -> Layout:
-    over = inner(run.policy.activations).features
+def placement_of(kind: str, context: ModelContext) -> TensorPlacement:
+    over = inner(context.policy.activations).over(FEATURES)
     name, _, dim = kind.partition(" ")
     if name == "rest":
-        return Rest(run)
+        return RestPlacement(context)
     if name == "blocks":
-        return Blocks(run, int(dim), over)
+        return ChunkPlacement(context, int(dim), over)
     if name == "columns":
         at = int(dim or 2)
-        return Columns(run, at, over, Head(run.grid, run.policy, 4, SHAPE[at]))
+        return LogitsPlacement(context, at, over, Head(context.grid, context.policy, 4, SHAPE[at]))
     size = {1: 1, 2: 2}[int(dim)]
     heads = SHAPE[int(dim)] // size
-    parts = math.prod(run.grid.size(axis) for axis in over)
+    parts = math.prod(context.grid.size(axis) for axis in over)
     block = 0
     for axis in over:
-        block = block * run.grid.size(axis) + run.grid.coords[axis]
+        block = block * context.grid.size(axis) + context.grid.coords[axis]
     group = parts
     queries = range(block * heads, (block + 1) * heads)
     held = range(queries.start // group, (queries.stop - 1) // group + 1)
-    return Shared(run, int(dim), over, heads, size, held, queries, group)
+    return SharedHeadsPlacement(context, int(dim), over, heads, size, held, queries, group)
 
 
 class Operands:
@@ -53,8 +53,8 @@ class Operands:
 
     shape = SHAPE
 
-    def __init__(self, seed: int, kind: str, run: Run | None) -> None:
-        self.kind, self.run = kind, run
+    def __init__(self, seed: int, kind: str, context: ModelContext | None) -> None:
+        self.kind, self.context = kind, context
         self.generator = torch.Generator().manual_seed(seed)
         self.leaves: list[Tensor] = []
 
@@ -78,13 +78,16 @@ class Operands:
         return torch.randint(most, shape, generator=self.generator)
 
     def _cut(self, plain: Tensor, kind: str) -> Tensor:
-        if self.run is None:
+        if self.context is None:
             return plain
         if kind == "fused":
-            over = inner(self.run.policy.activations).features
-            parts = [laid(part, Blocks(self.run, plain.dim() - 1, over)) for part in plain.split([2, 4], dim=-1)]
-            return fused(parts)
-        return laid(plain, layout_of(kind, self.run))
+            over = inner(self.context.policy.activations).over(FEATURES)
+            parts = [
+                distribute(part, ChunkPlacement(self.context, plain.dim() - 1, over))
+                for part in plain.split([2, 4], dim=-1)
+            ]
+            return fuse(parts)
+        return distribute(plain, placement_of(kind, self.context))
 
 
 Call = Callable[[Callable, Operands], Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch.nn import functional
 
 import fourfold as ff
 import plain
-from fourfold.arriving import local_of
-from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.layout import Policy
+from fourfold.axes import AXES
+from fourfold.grid import Shape, shapes_of
 from fourfold.ledger import Collective
-from fourfold.overlap import Overlap
+from fourfold.params import local_of
+from fourfold.policy import Overlap, Policy
 from harness import grid_of
 
 MAX_NORM = 0.5
@@ -64,7 +64,7 @@ class Case:
         return f"{self.shape}, {self.activations}: {self.options}"
 
     @property
-    def config(self) -> ff.models.Config:
+    def config(self) -> ff.models.ModelConfig:
         """24 heads and widths that every grid of up to 8 ranks can cut."""
         options = self.options
         return ff.models.config(
@@ -305,8 +305,8 @@ def rotating_cases() -> list[Case]:
     for world in WORLDS:
         rare = 0.4 if world <= 4 else 0.1
         for number, plain_shape in enumerate(shapes_of(world)):
-            shape = replace(plain_shape, order=tuple(draw.sample(AXES, len(AXES))))
-            both = world < 8 or len(shape.several) == 3
+            shape = plain_shape.reordered(tuple(draw.sample(AXES, len(AXES))))
+            both = world < 8 or len(shape.used_axes) == 3
             for activations in modes if both else [modes[number % 2]]:
                 options = {name: draw.random() < (rare if name in DOUBLING else 0.5) for name in NAMES}
                 cases.append(Case(shape, activations, Options(**options)))

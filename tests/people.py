@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
-from fourfold.parallelize import whole_tensors
-from fourfold.parallelize.placed import Placed
+from fourfold.params import local_of
+from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
+from fourfold.wrap.grid_tensor import GridTensor
 from harness import grid_of
 from people_blocks import BLOCKS
 from people_losses import ENDINGS, OF_WEIGHTS, PENALTIES, Batch, Results, draw_batch, weights_outside
@@ -518,7 +518,7 @@ class Side:
 
 def plain(value: Tensor) -> Tensor:
     value = value.detach()
-    value = value.whole() if isinstance(value, Placed) else value
+    value = value.whole() if isinstance(value, GridTensor) else value
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     return value.clone()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold.layout import Init
-from fourfold.models import Config
+from fourfold.models import ModelConfig
 from fourfold.nn.initial import fill_
 
 
@@ -24,14 +24,14 @@ class RMSNorm(nn.Module):
         return a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-def _norm(config: Config) -> nn.Module:
+def _norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rms":
         return RMSNorm(config.hidden, config.norm_eps)
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gated = config.mlp == "swiglu"
         if self.gated:
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
@@ -98,7 +98,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         return functional.linear(self.norm(a), table)
 
 
-def make(config: Config, seed: int, dtype: torch.dtype = torch.float64) -> Transformer:
+def make(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> Transformer:
     """The model with the initial values that the package gives it."""
     model = Transformer(config).to(dtype)
     for name, parameter in model.named_parameters():
@@ -129,7 +129,7 @@ def make(config: Config, seed: int, dtype: torch.dtype = torch.float64) -> Trans
     return model
 
 
-def initial(config: Config, name: str) -> Init:
+def initial(config: ModelConfig, name: str) -> Init:
     if name.endswith("norm.weight"):
         return Init(mean=1.0)
     if name.endswith("bias"):

@@ -14,7 +14,7 @@ from dry import BF16, Case, compare
 from dry_peak import dry_peaks
 from fourfold.grid import Shape
 
-POLICY = ff.Policy(compute=BF16, recompute="block")
+POLICY = ff.Policy(compute_dtype=BF16, recompute="block")
 CASES = {
     "gpt-80b": Case(Shape(8, 2, 8, 8), POLICY, config=ff.models.config("gpt-80b"), rows=4, seq=2048),
     "gpt-640b": Case(Shape(16, 1, 64, 16), POLICY, config=ff.models.config("gpt-640b"), rows=4, seq=2048),

@@ -21,7 +21,7 @@ import torch
 import fourfold as ff
 from families import FAMILIES, Case, batch, build
 from fourfold.grid import Shape
-from fourfold.parallelize import whole_tensors
+from fourfold.wrap import whole_tensors
 from harness import close_pools, grid_of, pool
 from test_families import arrays, check
 

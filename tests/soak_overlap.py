@@ -10,7 +10,7 @@ import sys
 import time
 
 from fourfold.grid import Shape, shapes_of
-from fourfold.layout import Policy
+from fourfold.policy import Policy
 from harness import Ranks
 from test_overlap import all_overlaps, differences
 

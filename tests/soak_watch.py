@@ -28,14 +28,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-from cluster import Cluster, Elastic, Process, ending_in_order, host
-from cluster import Shape as Nodes
+from benchmarks.cluster.emulate import Cluster, ClusterShape, Elastic, Process, exit_on_signals, host
 from curves import config_of, write_texts
 from fourfold.grid import shapes_of
-from fourfold.train.config import Config
-from fourfold.watch.tape import DIAGNOSIS, Reading, read, tape_path
+from fourfold.train.config import TrainConfig
+from fourfold.watch.tape import DIAGNOSIS, TapeReading, read, tape_path
 from harness import RankFailed, close_pools, pool
 from soak_kills import differing, losses
 from test_resume import trained
@@ -64,7 +63,7 @@ def clean(runs: int, seed: int) -> int:
 CLEAN_STEPS = 60
 
 
-def drawn(draw: random.Random, folder: Path) -> Config:
+def drawn(draw: random.Random, folder: Path) -> TrainConfig:
     """A small run on a grid that its model fits."""
     while True:
         shape = draw.choice(list(shapes_of(draw.randint(1, 8))))
@@ -84,13 +83,13 @@ def drawn(draw: random.Random, folder: Path) -> Config:
             return config_of(draw.choice(["gpt-tiny", "llama-tiny"]), "fp32", CLEAN_STEPS, folder, shape, changes)
 
 
-def said_of(config: Config) -> str:
+def said_of(config: TrainConfig) -> str:
     policy = config.policy
     what = f"{config.model.name} {policy.activations} recompute={policy.recompute}"
     return f"{config.grid.shape} {what} shard={policy.shard_optimizer} micro={config.batch.micro_steps}"
 
 
-def alarms(config: Config, out: Path) -> str:
+def alarms(config: TrainConfig, out: Path) -> str:
     """What was raised in a run; nothing where all was well."""
     try:
         pool(config.grid.shape.world).run(trained, config, out, timeout=300)
@@ -102,7 +101,7 @@ def alarms(config: Config, out: Path) -> str:
 
 # --- faults
 
-SHAPE = Nodes(2, 2)
+SHAPE = ClusterShape(2, 2)
 STEPS = 600
 DEADLINE = 10.0
 """Seconds; four ranks that share two cores must not need as much for a collective."""
@@ -156,7 +155,7 @@ class Job:
         codes = [agent.poll() for agent in self.agents]
         if any(codes):
             for node in range(self.cluster.shape.nodes):
-                self.cluster.end(node)
+                self.cluster.kill_node(node)
             self.begin()
         return all(code == 0 for code in codes)
 
@@ -198,8 +197,8 @@ class Job:
     def hangs(self, seconds: float) -> NoReturn:
         raise RuntimeError(f"{self.run} has not moved for {seconds:.0f} s:\n{self.log.read_text()[-5000:]}")
 
-    def tapes(self) -> list[Reading | None]:
-        found: list[Reading | None] = []
+    def tapes(self) -> list[TapeReading | None]:
+        found: list[TapeReading | None] = []
         for rank in range(self.cluster.shape.world):
             try:
                 found.append(read(tape_path(self.run, rank)))
@@ -237,9 +236,9 @@ class Job:
         node, seconds = self.chance.randrange(self.cluster.shape.nodes), DEADLINE + self.chance.uniform(*CUTS)
         named_by = rf"look at the links of .*{host(node)}|the job's store does not answer|\({host(node)}, .*not answer"
         fault = Fault("cut", self.step(), f"{host(node)} cut off for {seconds:.0f} s", named_by, time.time())
-        self.cluster.cut(node)
+        self.cluster.cut_link(node)
         time.sleep(seconds)
-        self.cluster.heal(node)
+        self.cluster.restore_link(node)
         return fault
 
     def named(self, fault: Fault, since: int) -> str:
@@ -261,7 +260,7 @@ def faults(minutes: float, seed: int) -> int:
     chance, began = random.Random(seed), time.monotonic()
     found: list[Fault] = []
     folder = tempfile.mkdtemp(prefix="fourfold-faults-")  # kept where something is wrong
-    with ending_in_order(), Cluster(SHAPE) as cluster:
+    with exit_on_signals(), Cluster(SHAPE) as cluster:
         expected, runs, starts = undisturbed(cluster, Path(folder) / "alone"), 0, 0
         print(f"left alone: {len(expected)} steps in {time.monotonic() - began:.0f} s", flush=True)
         until = time.monotonic() + 60 * minutes

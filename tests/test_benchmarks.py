@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
 from dataclasses import replace
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,44 @@ from torch.nn import functional
 
 import plain
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))  # behind the tests, which have a `plain` too
+sys.path.append(str(Path(__file__).parent.parent))
 
-import bed
-import gpu_ranks
-import stage
-import table
-from lines import MECHANISMS, SIZES, lines_of
-from peers import Peer
-from record import Record, Results
+from benchmarks.shared import rank_pool
+from benchmarks.shared.peers import PeerModel
+from benchmarks.speed import gpu_ranks, gpu_ranks_table, rank_jobs
+from benchmarks.speed.gpu_ranks_lines import MECHANISMS, WORKLOADS, lines_of
+from benchmarks.speed.gpu_ranks_results import LineRecord, Results
 
 pytestmark = pytest.mark.slow
 
-TINY = SIZES["tiny"]
+TINY = WORKLOADS["tiny"]
+
+
+MAY_IMPORT = {
+    "shared": {"shared"},
+    "speed": {"shared", "speed"},
+    "cluster": {"shared", "cluster"},
+    "planner": {"shared", "cluster", "planner"},
+    "checkpoint": {"shared", "checkpoint"},
+}
+
+
+def test_benchmarks_import_one_way_and_define_each_class_once() -> None:
+    folder = Path(gpu_ranks.__file__).parents[1]
+    classes: dict[str, str] = {}
+    imports: dict[str, set[str]] = {}
+    for path in folder.rglob("*/*.py"):
+        module = f"benchmarks.{path.parent.name}.{path.stem}"
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in classes, f"{node.name} is defined in {classes[node.name]} and {module}"
+                classes[node.name] = module
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        names = {name for node in found for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names))}
+        imports[module] = {name for name in names if name.startswith("benchmarks.")}
+        assert {name.split(".")[1] for name in imports[module]} <= MAY_IMPORT[path.parent.name], module
+    TopologicalSorter({module: names & imports.keys() for module, names in imports.items()}).prepare()  # no cycles
 
 
 def gradients_of_peer(
@@ -38,7 +65,7 @@ def gradients_of_peer(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and whole gradients of a peer with the reference's weights."""
     mesh = init_device_mesh("cpu", (data_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
-    peer = Peer(TINY, mesh, explicit=explicit)
+    peer = PeerModel(TINY, mesh, explicit=explicit)
     weights = plain.make(TINY.config, 0, torch.float32).state_dict()
     set_model_state_dict(peer.module, weights, options=StateDictOptions(full_state_dict=True))
     loss = peer.forward_backward().item()
@@ -69,7 +96,7 @@ def test_peers_compute_what_one_process_computes(
 def test_measures_goes_on_and_writes_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "found.jsonl"
 
-    def call(lines: str) -> dict[str, Record]:
+    def call(lines: str) -> dict[str, LineRecord]:
         options = ["--device", "cpu", "--rounds", "1", "--out", str(out), "--lines", lines]
         assert gpu_ranks.main(options) == 0
         return {line: record for (_, line), record in Results.open(out).records.items()}
@@ -90,7 +117,7 @@ def test_measures_goes_on_and_writes_the_table(tmp_path: Path, monkeypatch: pyte
     plainly = found["fourfold x=2 z=2"]
     assert all(len(plainly.seconds[measure]) == 1 for measure in ("step", "compute", "communication"))
     assert plainly.collectives > 0
-    monkeypatch.setattr(bed.Bed, "run", None)  # nothing is left for ranks to do
+    monkeypatch.setattr(rank_pool.RankPool, "run", None)  # nothing is left for ranks to do
     assert call(more) == found
     text = out.with_suffix(".md").read_text()
     assert all(f"| {record.kind} " in text for record in found.values())
@@ -101,28 +128,28 @@ def test_measures_goes_on_and_writes_the_table(tmp_path: Path, monkeypatch: pyte
         gpu_ranks.main(["--device", "cpu", "--out", str(out), "--compile"])
 
 
-def fail_on(held: stage.Stage, ranks: list[int]) -> int:
+def fail_on(held: rank_jobs.RankModels, ranks: list[int]) -> int:
     if held.rank in ranks:
         raise ValueError(f"rank {held.rank} will not")
     return os.getpid()
 
 
 def test_a_line_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bed, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(rank_pool, "GRACE_SECONDS", 0.5)
     six_rows = replace(TINY, rows=6)
     lines = [line for line in lines_of(4) if line.name in ("FSDP2 z=4", "TP x=4")]
     results = Results.open(tmp_path / "found.jsonl", {"compile": False})
-    four = bed.Bed(4, "cpu", stage.Stage)
+    four = rank_pool.RankPool(4, "cpu", rank_jobs.RankModels)
     try:
         pids = four.run(fail_on, [])
-        with pytest.raises(bed.RanksFailedError, match="rank 0 will not") as failed:
+        with pytest.raises(rank_pool.RanksFailedError, match="rank 0 will not") as failed:
             four.run(fail_on, [0, 1, 2, 3])
         assert failed.value.everyone
         assert four.run(fail_on, []) == pids
-        gpu_ranks.Group("4:tiny", four, six_rows, lines, results, gpu_ranks.Clock(float("inf"))).measure(1, 1)
+        gpu_ranks.GroupBenchmark("4:tiny", four, six_rows, lines, results, gpu_ranks.Clock(float("inf"))).measure(1, 1)
         assert "6 rows" in (results.of("4:tiny", lines[0]).error or "")
         assert results.of("4:tiny", lines[1]).measured
-        with pytest.raises(bed.RanksFailedError, match="rank 2 will not"):
+        with pytest.raises(rank_pool.RanksFailedError, match="rank 2 will not"):
             four.run(fail_on, [2])
         assert not four.up, "ranks that others may wait for are not used again"
     finally:
@@ -149,10 +176,10 @@ def test_every_grid_and_every_mechanism_has_a_line() -> None:
     assert {line.variant for line in four} >= set(MECHANISMS)
 
 
-def recorded(kind: str, seconds: float, peak: int, **bounds: list[float]) -> Record:
+def recorded(kind: str, seconds: float, peak: int, **bounds: list[float]) -> LineRecord:
     grid = {"x": 1, "y": 1, "z": 4, "data": 1}
     times = {"step": [seconds * 0.99, seconds, seconds * 1.01], **bounds}
-    return Record("4:deep", f"{kind} z=4", kind, grid, "", times, [10.0, 9.0], [10.0], peak)
+    return LineRecord("4:deep", f"{kind} z=4", kind, grid, "", times, [10.0, 9.0], [10.0], peak)
 
 
 def test_missed_bars_stay_visible(tmp_path: Path) -> None:
@@ -167,13 +194,13 @@ def test_missed_bars_stay_visible(tmp_path: Path) -> None:
         "cores": 1,
     }
     results = Results.open(path, {"compile": False})
-    results.begin("4:deep", SIZES["deep"], 4, run)
+    results.begin("4:deep", WORKLOADS["deep"], 4, run)
 
-    def bars(ours: Record) -> str:
+    def bars(ours: LineRecord) -> str:
         for record in (ours, recorded("FSDP2", 1.0, 100)):
             results.records[record.group, record.line] = record
         results.write()
-        return table.render(path)
+        return gpu_ranks_table.render(path)
 
     good = bars(recorded("fourfold", 0.6, 105, compute=[0.4], communication=[0.55]))
     assert "MISSED" not in good

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fourfold.cli import parser
+from fourfold.commands.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective
 from fourfold.planner import calibrate as planner_calibrate
 from fourfold.planner.calibrate import (
@@ -41,7 +41,7 @@ from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
-from fourfold.train.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
+from fourfold.policy import Policy
 from fourfold.train.launch import share_cores
 from harness import grid_of
 
@@ -249,11 +249,11 @@ def options(*arguments: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--out", "here.txt"), r"--out here.txt: a machine file ends in .toml"),
-        (("--out", "no/such/here.toml"), r"there is no folder no/such; make it first"),
-        (("--out", "here.toml", "--seconds", "0"), r"--seconds 0: measuring takes some time"),
-        (("--out", "here.toml", "--seconds", "nan"), r"--seconds nan: measuring takes some time"),
-        (("--out", "here.toml", "--ranks", "0"), r"--ranks 0: there must be at least one"),
+        (("--out", "here.txt"), r"--out here.txt: the name of a machine file must end in .toml"),
+        (("--out", "no/such/here.toml"), r"the folder no/such does not exist; make it first"),
+        (("--out", "here.toml", "--seconds", "0"), r"--seconds 0 must be above 0"),
+        (("--out", "here.toml", "--seconds", "nan"), r"--seconds nan must be above 0"),
+        (("--out", "here.toml", "--ranks", "0"), r"--ranks 0: at least one rank is needed"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments: tuple[str, ...], said: str) -> None:
@@ -268,7 +268,7 @@ def test_nodes_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
     assert ranks_of_node(8) == 4
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4,3")
-    with pytest.raises(ValueError, match="a machine has nodes of equal size"):
+    with pytest.raises(ValueError, match="start the same number of ranks on every node"):
         ranks_of_node(7)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ranks_of_node(8) == 2

@@ -10,7 +10,7 @@ from torch import nn
 
 import fourfold as ff
 from fourfold.grid import Shape
-from fourfold.parallelize import whole_tensors
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from share import share
 from strange import NanoGPT, tokens

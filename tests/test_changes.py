@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import fourfold as ff
 from fourfold.grid import Shape
-from fourfold.layout import Policy
-from fourfold.parallelize import whole_tensors
+from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from share import share
 

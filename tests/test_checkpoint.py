@@ -17,11 +17,10 @@ import torch
 from checkpoints import SHAPES, everything, made, resumed, take, trained
 from disks import small_disk
 from fourfold.checkpoint import folder as folders
-from fourfold.checkpoint import write
-from fourfold.checkpoint.folder import Checkpoints, Place
-from fourfold.checkpoint.load import load_training
+from fourfold.checkpoint import save as saving
+from fourfold.checkpoint.folder import AtomicFolder, Checkpoints
+from fourfold.checkpoint.load import load_training, verify_checkpoint
 from fourfold.checkpoint.save import Saver
-from fourfold.checkpoint.whole import verify
 from fourfold.grid import Grid, Shape
 from harness import DEVICE, grid_of
 from share import share
@@ -94,8 +93,8 @@ def draws_again(root: Path) -> bool:
 def test_the_file_holds_the_step_it_names_while_training_goes_on(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = made("gpt-tiny", alone(), sharded=False)
     take(model, optimizer, 1)
-    gate, real = write.Future(), write.write_file
-    monkeypatch.setattr(write, "write_file", lambda *given: (gate.result(), real(*given))[1])
+    gate, real = saving.Future(), saving.write_tensor_file
+    monkeypatch.setattr(saving, "write_tensor_file", lambda *given: (gate.result(), real(*given))[1])
     saver = Saver(alone(), tmp_path)
     saved = everything(model, optimizer)
     saver.save(1, model, optimizer, {})
@@ -111,8 +110,8 @@ def test_the_file_holds_the_step_it_names_while_training_goes_on(tmp_path: Path,
 def test_the_next_step_waits_for_the_copy(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = made("gpt-tiny", alone(), sharded=False)
     take(model, optimizer, 1)
-    real = write.Copy.take
-    monkeypatch.setattr(write.Copy, "take", lambda copy: (time.sleep(0.3), real(copy))[1])
+    real = saving.HostCopy.result
+    monkeypatch.setattr(saving.HostCopy, "result", lambda copy: (time.sleep(0.3), real(copy))[1])
     saver = Saver(alone(), tmp_path)
     for step in (2, 3):
         saved = everything(model, optimizer)
@@ -126,16 +125,16 @@ def test_the_next_step_waits_for_the_copy(tmp_path: Path, monkeypatch) -> None:
 
 def test_changes_beside_the_optimizers_step_fail_the_save_or_keep_the_order(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = made("gpt-tiny", alone(), sharded=False)
-    real = write.Copy.take
-    monkeypatch.setattr(write.Copy, "take", lambda copy: (time.sleep(0.1), real(copy))[1])
+    real = saving.HostCopy.result
+    monkeypatch.setattr(saving.HostCopy, "result", lambda copy: (time.sleep(0.1), real(copy))[1])
     saver = Saver(alone(), tmp_path)
     saver.save(1, model, optimizer, {})
     with torch.no_grad():
         model.norm.weight.zero_()
-    with pytest.raises(RuntimeError, match=r"'model/norm.weight' was changed while .* keep_order"):
+    with pytest.raises(RuntimeError, match=r"'model/norm.weight' was changed while .* wait_for_staging"):
         saver.wait()
     saver.save(2, model, optimizer, {})
-    saver.keep_order()
+    saver.wait_for_staging()
     with torch.no_grad():
         model.norm.weight.fill_(1)
     saver.wait()
@@ -164,7 +163,7 @@ sys.exit(3)
 def test_a_process_that_ends_lets_its_checkpoint_be_written(tmp_path: Path) -> None:
     left = subprocess.run([sys.executable, "-W", "ignore", "-c", LEAVING, tmp_path], capture_output=True, text=True)
     assert left.returncode == 3, left.stderr
-    verify(tmp_path / "step-00000001")
+    verify_checkpoint(tmp_path / "step-00000001")
 
 
 def test_a_failed_save_raises_at_the_next_call_and_names_the_one_that_is_good(tmp_path: Path, monkeypatch) -> None:
@@ -172,7 +171,9 @@ def test_a_failed_save_raises_at_the_next_call_and_names_the_one_that_is_good(tm
     saver = Saver(alone(), tmp_path)
     saver.save(1, model, optimizer, {})
     saver.wait()
-    monkeypatch.setattr(write, "write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        saving, "write_tensor_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     saver.save(2, model, optimizer, {})
     with pytest.raises(OSError, match="No space left") as caught:
         saver.save(3, model, optimizer, {})
@@ -190,7 +191,7 @@ class Crash(BaseException):
 def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = made("gpt-tiny", alone(), sharded=False)
     Saver(alone(), tmp_path / "first", asynchronous=False).save(1, model, optimizer, {})
-    monkeypatch.setattr(Place, "abandon", lambda _: None)  # nobody cleans up after a kill
+    monkeypatch.setattr(AtomicFolder, "abandon", lambda _: None)  # nobody cleans up after a kill
     seen = set()
     for calls in range(100):
         left, root = iter(range(calls)), tmp_path / str(calls)
@@ -206,7 +207,7 @@ def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(tmp_path: P
             complete = Checkpoints(root).complete()
             assert complete, f"nothing is left after {calls} calls"
             for _, folder in complete:
-                verify(folder)
+                verify_checkpoint(folder)
             seen.add(complete[-1][0])
             Saver(alone(), root, asynchronous=False).save(3, model, optimizer, {})
             assert all(name.startswith("step-") for name in names(root))
@@ -235,7 +236,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=r"cannot write .*rank-00000.safetensors \(No space left on device\)"):
             saver.wait()
         assert names(tmp_path) == ["step-00000001"]
-        verify(tmp_path / "step-00000001")
+        verify_checkpoint(tmp_path / "step-00000001")
 
 
 # Retention

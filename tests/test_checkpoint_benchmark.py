@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))  # behind the tests, which have a `plain` too
+sys.path.append(str(Path(__file__).parent.parent))
 
-import checkpoint as benchmark
-from checkpoint_disk import scratch
-from checkpoint_sides import OURS, PEER, stagers
-from checkpoint_table import CALL, WHOLE, Found, bars
+from benchmarks.checkpoint import vs_dcp as benchmark
+from benchmarks.checkpoint.dcp_table import CALL, WHOLE, GridResults, bars
+from benchmarks.checkpoint.disk import scratch
+from benchmarks.checkpoint.save_and_load import OURS, PEER, stagers
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
         (folder / "half").write_bytes(b"written")
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
-    with pytest.raises(SystemExit, match="give another --folder"), scratch(tmp_path, 1 << 60):
+    with pytest.raises(SystemExit, match="choose another --folder"), scratch(tmp_path, 1 << 60):
         pass
 
 
@@ -52,7 +52,7 @@ def test_missed_bars_stay_visible() -> None:
     """The peer of a stall is the best of DCP's ways, and only 1.1 times as long as that passes."""
 
     def judged(save: float, stall: float) -> list[str]:
-        group = Found("z=2", 2, nbytes=1 << 30)
+        group = GridResults("z=2", 2, nbytes=1 << 30)
         taken = {("save", OURS): save, ("save", PEER): 1.0, (CALL, OURS): stall}
         taken |= {(CALL, f"{PEER}, slow"): 2.0, (CALL, f"{PEER}, fast"): 1.0}
         for (measure, side), seconds in taken.items():

@@ -15,33 +15,32 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fourfold import cli
-from fourfold.checkpoint.files import write_file
-from fourfold.checkpoint.record import RECORD, Entry, Record, file_of, write_record
+from fourfold.checkpoint.format import RECORD, Record, TensorInfo, rank_file, write_record, write_tensor_file
 from fourfold.grid import Shape
-from fourfold.layout import Storage
+from fourfold.layout import Layout, boxed
 
 GRID = Shape(x=2, z=2)
 TENSORS = {
-    "model/a.weight": (torch.arange(24.0).view(4, 6), Storage((("x", 0), ("y", 1), ("z", 0)))),
-    "model/a.bias": (torch.arange(6.0), Storage(())),
-    "optimizer/exp_avg/a.weight": (torch.full((4, 6), 0.5), Storage((("x", 0), ("z", 0)))),
-    "optimizer/step/a.weight": (torch.tensor(3.0), Storage(())),
+    "model/a.weight": (torch.arange(24.0).view(4, 6), Layout((("x", 0), ("y", 1), ("z", 0)))),
+    "model/a.bias": (torch.arange(6.0), Layout(())),
+    "optimizer/exp_avg/a.weight": (torch.full((4, 6), 0.5), Layout((("x", 0), ("z", 0)))),
+    "optimizer/step/a.weight": (torch.tensor(3.0), Layout(())),
 }
 STATE = {"config": {"model": {"name": "gpt-tiny"}}, "saved": "2026-11-15T12:00:00+00:00", "data": {"sample": 12}}
 
 
 def save(folder: Path, state: dict[str, Any]) -> Path:
     """A checkpoint as the ranks of a grid write it."""
-    record = Record(GRID, state, {name: Entry(tuple(t.shape), t.dtype, s) for name, (t, s) in TENSORS.items()})
+    record = Record(GRID, state, {name: TensorInfo(tuple(t.shape), t.dtype, s) for name, (t, s) in TENSORS.items()})
     folder.mkdir(parents=True)
     files = {}
     for rank in range(GRID.world):
         own: dict[str, Tensor] = {}
-        for name in record.own(GRID.coords(rank)):
+        for name in record.written_by(GRID.coords(rank)):
             box = record.tensors[name].box(GRID, GRID.coords(rank))
-            own[name] = TENSORS[name][0][tuple(slice(part.start, part.stop) for part in box)]
-        layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
-        files[file_of(rank)] = write_file(folder / file_of(rank), layout, own.values())
+            own[name] = boxed(TENSORS[name][0], box)
+        types = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+        files[rank_file(rank)] = write_tensor_file(folder / rank_file(rank), types, own.values())
     write_record(folder, Record(GRID, state, record.tensors, files))
     return folder
 
@@ -88,7 +87,7 @@ def test_list_marks_a_damaged_one_and_goes_on(run: Path, newest: Path, capsys: p
 def test_list_of_nothing_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no checkpoint; give the folder of a run"):
         command("list", tmp_path)
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
         command("list", tmp_path / "nowhere")
 
 
@@ -162,23 +161,27 @@ def edit(path: Path) -> None:
 
 
 FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "flipped byte": (file_of(1), flip, "is damaged: '"),
-    "flipped header": (file_of(1), flip_header, "header"),
-    "truncated": (file_of(2), lambda path: path.write_bytes(path.read_bytes()[:-1]), "rank-00002"),
-    "emptied": (file_of(2), lambda path: path.write_bytes(b""), "rank-00002"),
-    "missing": (file_of(3), lambda path: path.unlink(), "is missing"),
-    "pickle": (file_of(0), lambda path: path.write_bytes(pickle.dumps({"a": 1})), "is a pickle, which is never opened"),
+    "flipped byte": (rank_file(1), flip, "is damaged: '"),
+    "flipped header": (rank_file(1), flip_header, "header"),
+    "truncated": (rank_file(2), lambda path: path.write_bytes(path.read_bytes()[:-1]), "rank-00002"),
+    "emptied": (rank_file(2), lambda path: path.write_bytes(b""), "rank-00002"),
+    "missing": (rank_file(3), lambda path: path.unlink(), "is missing"),
+    "pickle": (
+        rank_file(0),
+        lambda path: path.write_bytes(pickle.dumps({"a": 1})),
+        "is a pickle, which is never opened",
+    ),
     "torch.save": (
-        file_of(0),
+        rank_file(0),
         lambda path: torch.save({"a": torch.ones(2)}, path),
         "is a pickle, which is never opened",
     ),
     "of another rank": (
-        file_of(0),
-        lambda path: path.write_bytes(path.with_name(file_of(1)).read_bytes()),
+        rank_file(0),
+        lambda path: path.write_bytes(path.with_name(rank_file(1)).read_bytes()),
         "rank-00000",
     ),
-    "edited record": (RECORD, edit, "its digest is not that of its content"),
+    "edited record": (RECORD, edit, "its digest is not the digest of its content"),
     "no record": (RECORD, lambda path: path.unlink(), "is missing"),
 }
 

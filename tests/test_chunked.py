@@ -10,9 +10,9 @@ import torch
 
 import fourfold as ff
 from closed_form import ClosedForm
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
+from fourfold.params import local_of
+from fourfold.policy import Policy
 from harness import Largest, grid_of
 from share import share
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import fourfold as ff
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.optim import AdamW
+from fourfold.params import local_of
+from fourfold.policy import Policy
 from harness import grid_of
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53, bias=False)

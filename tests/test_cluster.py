@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-import cluster
 import warm
-from namespaces import namespaces
+from benchmarks.cluster import emulate
+from benchmarks.cluster.namespaces import namespaces
 
 pytestmark = pytest.mark.slow
 
-BENCHMARKS = Path(cluster.__file__).parent
 
 RECEIVED, SENT = "10 0 0 0 0 0 0", "90 0 0 0 0 0 0"
 TABLE = f"""Inter-|   Receive  |  Transmit
@@ -34,43 +33,43 @@ TABLE = f"""Inter-|   Receive  |  Transmit
 
 
 def test_what_a_node_sent_is_told_apart_by_interface() -> None:
-    assert cluster.counted(TABLE) == (7000, 900)
-    assert cluster.Traffic(10, 30).since(cluster.Traffic(4, 5)) == (6, 25)
+    assert emulate.parse_traffic(TABLE) == (7000, 900)
+    assert emulate.Traffic(10, 30).since(emulate.Traffic(4, 5)) == (6, 25)
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, None), (4, 65, None), (2, 2, 0.5)])
 def test_impossible_clusters_are_refused(wrong: tuple[int, int, float | None]) -> None:
     with pytest.raises(ValueError, match="from 1 to"):
-        cluster.Shape(*wrong)
+        emulate.ClusterShape(*wrong)
 
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cluster.shutil, "which", lambda program: f"/sbin/{program}")
+    monkeypatch.setattr(emulate.shutil, "which", lambda program: f"/sbin/{program}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert cluster.main(["--", "script.py"]) == 2
-    assert "run it as root" in capsys.readouterr().err
+    assert emulate.main(["--", "script.py"]) == 2
+    assert "run this as root" in capsys.readouterr().err
 
 
 def test_without_iproute2_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cluster.shutil, "which", lambda program: None if program == "tc" else f"/sbin/{program}")
-    assert cluster.main(["--", "script.py"]) == 2
-    assert "no tc on this machine: install iproute2" in capsys.readouterr().err
+    monkeypatch.setattr(emulate.shutil, "which", lambda program: None if program == "tc" else f"/sbin/{program}")
+    assert emulate.main(["--", "script.py"]) == 2
+    assert "this machine has no tc: install iproute2" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def emulation() -> None:
     """Skips where no cluster can be made."""
     try:
-        with cluster.Cluster(cluster.Shape(1, 1, 100)):
+        with emulate.Cluster(emulate.ClusterShape(1, 1, 100)):
             pass
-    except cluster.NotHereError as error:
+    except emulate.EmulationUnavailableError as error:
         pytest.skip(f"no emulated cluster here: {error}")
 
 
 RANK = """
 import json, sys, time
 import torch, torch.distributed as dist
-from cluster import traffic
+from benchmarks.cluster.emulate import traffic
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 part, whole = torch.zeros(1 << 20), [torch.empty(1 << 20) for _ in range(world)]  # 4 MiB each
@@ -95,7 +94,7 @@ def test_links_carry_what_they_were_given_and_count_it(tmp_path: Path) -> None:
     script, out = tmp_path / "rank.py", tmp_path / "out"
     script.write_text(RANK)
     out.mkdir()
-    with cluster.Cluster(cluster.Shape(2, 2, 80)) as made:
+    with emulate.Cluster(emulate.ClusterShape(2, 2, 80)) as made:
         with warm.nodes():
             assert made.run([str(script), str(out)], timeout=120) == 0
         counted = made.traffic()
@@ -130,25 +129,25 @@ while asked := os.read(0, 1):
 
 @pytest.mark.usefixtures("emulation")
 def test_a_cut_link_is_silent_until_it_is_healed() -> None:
-    with ExitStack() as stack, cluster.Cluster(cluster.Shape(2, 1), "c") as made:
+    with ExitStack() as stack, emulate.Cluster(emulate.ClusterShape(2, 1), "c") as made:
 
         def start(node: int, *program: str) -> subprocess.Popen[bytes]:
-            enter = ["ip", "netns", "exec", f"{cluster.PREFIX}-{os.getpid()}-c{node}"]
+            enter = ["ip", "netns", "exec", f"{emulate.PREFIX}-{os.getpid()}-c{node}"]
             command = [*enter, sys.executable, "-c", *program]
             return stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
         start(1, ECHO)
-        ask = start(0, ASK, cluster.address(1))
+        ask = start(0, ASK, emulate.address(1))
 
         def answered(seconds: float) -> bool:
             return bool(select.select([ask.stdout], [], [], seconds)[0])
 
         os.write(ask.stdin.fileno(), b"1")
         assert answered(30) and os.read(ask.stdout.fileno(), 1) == b"1"
-        made.cut(1)
+        made.cut_link(1)
         os.write(ask.stdin.fileno(), b"2")
         assert not answered(0.5)
-        made.heal(1)
+        made.restore_link(1)
         assert answered(30) and os.read(ask.stdout.fileno(), 1) == b"2"
 
 
@@ -158,17 +157,17 @@ def call(emulation: None) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:  #
     started = []
 
     def start() -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(BENCHMARKS / "cluster.py"), "--nodes", "1", "--ranks", "1"]
+        command = [sys.executable, emulate.__file__, "--nodes", "1", "--ranks", "1"]
         process = subprocess.Popen([*command, "--", "--no-python", "sleep", "300"], stderr=subprocess.DEVNULL)
         started.append(process)
-        wait_until(lambda: "sleep" in commands_on(f"{cluster.PREFIX}-{process.pid}-0"))
+        wait_until(lambda: "sleep" in commands_on(f"{emulate.PREFIX}-{process.pid}-0"))
         return process
 
     yield start
     for process in started:
         process.kill()
         process.wait()
-    cluster.sweep()
+    emulate.sweep()
 
 
 def wait_until(done: Callable[[], bool], seconds: float = 60) -> None:
@@ -198,10 +197,10 @@ def test_an_interrupted_call_leaves_nothing(
 
 def test_what_a_killed_call_has_left_is_taken_away(call: Callable[[], subprocess.Popen[bytes]]) -> None:
     process = call()
-    name = f"{cluster.PREFIX}-{process.pid}-0"
+    name = f"{emulate.PREFIX}-{process.pid}-0"
     process.kill()
     process.wait()
     assert name in namespaces()
-    assert name in cluster.sweep()
+    assert name in emulate.sweep()
     assert name not in namespaces()
     wait_until(lambda: not commands_on(name), 10)

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
 import warm
-from cluster import Cluster, Elastic, NotHereError, Process, host
-from cluster import Shape as Nodes
+from benchmarks.cluster.emulate import Cluster, ClusterShape, Elastic, EmulationUnavailableError, Process, host
 from curves import alone, bound, config_of, write_texts
 from fourfold.cli import main
 from fourfold.grid import Shape
@@ -95,8 +94,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     train = ["-m", "fourfold.cli", "train", str(config), "--device", "cpu"]
     with ExitStack() as stack:
         try:
-            clusters = [stack.enter_context(Cluster(Nodes(2, 1, MBIT), name)) for name in ("cut", "end")]
-        except NotHereError as error:
+            clusters = [stack.enter_context(Cluster(ClusterShape(2, 1, MBIT), name)) for name in ("cut", "end")]
+        except EmulationUnavailableError as error:
             pytest.skip(f"no emulated cluster here: {error}")
 
         def start(cluster: Cluster, folder: Path, options: Sequence[str], elastic: Elastic | None = None) -> Job:
@@ -110,7 +109,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         cut = start(clusters[0], texts / "cut", ["--grid", "data=2", "--out", str(texts / "cut")])
         ended = start(clusters[1], texts / "ended", ["--grid", "auto", "--resume", str(texts / "ended")], WENT_ON)
         expected = alone("gpt-tiny", "fp64", STEPS, texts, CHANGES)["loss"]
-        for job, fault in ((cut, Cluster.cut), (ended, Cluster.end)):
+        for job, fault in ((cut, Cluster.cut_link), (ended, Cluster.kill_node)):
             job.wait_for_step(5)
             fault(job.cluster, 1)
         yield Jobs(cut, ended, expected)

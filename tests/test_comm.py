@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fourfold import comm
 from fourfold.grid import Grid, Shape
+from fourfold.layout import chunk
 from fourfold.ledger import Collective, Ledger
 from harness import RankFailed, grid_of
 
@@ -280,24 +281,41 @@ def returns_its_input(tensor: Tensor, grid: Grid, axis: str) -> bool:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_does_not_divide_is_refused_by_label(ranks, device: str) -> None:
-    for (alone, together), records in ranks(4).run(launch_indivisible, device):
-        assert alone == "ValueError: reduce_scatter[x] mlp.down: dim 1 of (4, 6) is not divisible by axis x=4"
-        assert together.startswith("ValueError: reduce_scatter[x] mlp.down: ")
-        assert "(6, 4)" in together
-        assert "x=4" in together
-        assert records == []
+@pytest.mark.parametrize("length", [1, 5, 6, 9])
+def test_uneven_chunks_are_those_of_torch_chunk(ranks, length: int, device: str) -> None:
+    """The message is padded to equal chunks, the results are not."""
+    for rank, (equal, records) in enumerate(ranks(4).run(uneven_collectives, length, device)):
+        assert equal == [True] * 4, rank
+        padded = -(-length // 4) * 4
+        assert [(record.op, record.nbytes) for record in records] == [
+            ("reduce_scatter", 2 * padded * 8),
+            ("all_gather", 2 * padded * 8),
+            ("reduce_scatter", (2 * padded + 4) * 8),
+            ("all_gather", (2 * padded + 4) * 8),
+        ]
 
 
-def launch_indivisible(device: str) -> tuple[list[str], list]:
+def uneven_collectives(length: int, device: str) -> tuple[list[bool], list]:
     grid = grid_of(Shape(x=4))
-    divides, does_not = torch.ones(4, 6, device=device), torch.ones(6, 4, device=device)
-    attempts = [
-        lambda: comm.reduce_scatter(divides, grid, "x", dim=1, label="mlp.down"),
-        lambda: comm.reduce_scatter_together([divides, does_not], grid, "x", label="mlp.down"),
-    ]
+    wide = torch.arange(2.0 * length, dtype=torch.float64).view(2, length).to(device)
+    tall, four = wide.T.contiguous(), torch.arange(4.0, dtype=torch.float64).to(device)
+    own = slice(*(lambda part: (part.start, part.stop))(chunk(length, 4, grid.coords["x"])))
+
+    def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+        return found.shape == expected.shape and (found.is_meta or torch.equal(found, expected))
+
     with grid.ledger.watch() as records:
-        return [error_of(attempt) for attempt in attempts], records
+        part = comm.reduce_scatter(wide, grid, "x", dim=1).wait()
+        joined = comm.all_gather(wide[:, own], grid, "x", dim=1, length=length).wait()
+        tall_part, _ = comm.reduce_scatter_together([tall, four], grid, "x").wait()
+        shards = [tall[own], four[grid.coords["x"] :][:1]]
+        wholes = comm.all_gather_together(shards, grid, "x", rows=[length, 4]).wait()
+    return [
+        equal(part, 4 * wide[:, own]),
+        equal(joined, wide),
+        equal(tall_part, 4 * tall[own]),
+        all(equal(found, expected) for found, expected in zip(wholes, (tall, four), strict=True)),
+    ], records
 
 
 def error_of(attempt) -> str:

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))  # behind the tests, which have a `plain` too
+sys.path.append(str(Path(__file__).parent.parent))
 
-import cluster
-import compare_table
-import emulated
-import planner_measured
-import settings
 import warm
-from emulated import Result, Run
+from benchmarks.cluster import compare_table, emulate, runs, settings
+from benchmarks.cluster.runs import ClusterRun, LineResult
+from benchmarks.cluster.settings import FOURFOLD, MINIMAL, PLANNED, Setting
+from benchmarks.planner import validate_measured
+from benchmarks.shared.workloads import Line
 from fourfold.grid import Shape
 from fourfold.planner.machine import load_machine, to_toml
-from settings import FOURFOLD, MINIMAL, PLANNED, Setting
-from sides import Line
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +50,8 @@ def test_every_peer_runs_on_both_reduce_scatters() -> None:
 # --- judging
 
 
-def result(kind: str, shape: Shape, seconds: list[float], variant: str = "", sent: float = 40e6) -> Result:
-    made = Result.of(Line(kind, shape, variant))
+def result(kind: str, shape: Shape, seconds: list[float], variant: str = "", sent: float = 40e6) -> LineResult:
+    made = LineResult.of(Line(kind, shape, variant))
     made.seconds, made.losses, made.busy = seconds, [7.0, 6.5], [0.3] * len(seconds)
     made.inside, made.between = [sent] * len(seconds), [sent] * len(seconds)
     if kind == FOURFOLD:
@@ -62,8 +59,8 @@ def result(kind: str, shape: Shape, seconds: list[float], variant: str = "", sen
     return made
 
 
-def made_up(*results: Result) -> Run:
-    return Run(FEW.name, list(results), to_toml(load_machine("laptop")), emulated.described("made up"))
+def made_up(*results: LineResult) -> ClusterRun:
+    return ClusterRun(FEW.name, list(results), to_toml(load_machine("laptop")), runs.provenance("made up"))
 
 
 def test_the_best_peer_is_the_better_of_both_reduce_scatters() -> None:
@@ -86,7 +83,7 @@ def test_what_is_within_the_spread_is_a_tie(seconds: list[float], said: str) -> 
     assert said in next(iter(compare_table.bars(run)))
 
 
-@pytest.mark.parametrize(("sent", "said"), [(40.8e6, "reached, at the worst +2.00%"), (42e6, "**MISSED**")])
+@pytest.mark.parametrize(("sent", "said"), [(40.8e6, "reached, worst +2.00%"), (42e6, "**MISSED**")])
 def test_counters_are_checked_against_the_ledger(sent: float, said: str) -> None:
     run = made_up(result("DDP", Shape(data=8), [1.0]), result(FOURFOLD, Shape(z=8), [1.0], PLANNED, sent))
     assert any(said in bar for bar in compare_table.bars(run) if bar.startswith("interface counters"))
@@ -100,25 +97,25 @@ def test_another_loss_is_seen() -> None:
 
 
 def test_table_and_plot_are_written(tmp_path: Path) -> None:
-    failed = Result.of(Line("DeepSpeed ZeRO-3", Shape(z=8)))
+    failed = LineResult.of(Line("DeepSpeed ZeRO-3", Shape(z=8)))
     failed.error = "it is not installed"
     run = made_up(failed, result("DDP", Shape(data=8), [1.0]), result(FOURFOLD, Shape(z=8), [0.9], PLANNED))
-    assert Run.read(run.write(tmp_path)) == run
+    assert ClusterRun.read(run.write(tmp_path)) == run
     text, picture = compare_table.write([run], tmp_path / "compare")
     assert "it is not installed" in text.read_text() and picture.name in text.read_text()
     assert "DDP" in picture.read_text()
 
 
 def test_ranks_of_equal_numbers_are_shared() -> None:
-    assert planner_measured.ranks([3.0, 1.0, 3.0]) == [2.0, 0.5, 2.0]
-    assert planner_measured.correlation([1, 2, 3], [6, 4, 2]) == pytest.approx(-1)
+    assert validate_measured.ranks([3.0, 1.0, 3.0]) == [2.0, 0.5, 2.0]
+    assert validate_measured.correlation([1, 2, 3], [6, 4, 2]) == pytest.approx(-1)
 
 
 def test_a_ranking_is_judged() -> None:
     """Hand-worked: places 1 2 3 4 against 2 1 3 4, so Spearman = 1 - 6 * 2 / (4 * 15) = 0.8."""
     shapes = [Shape(x=8), Shape(y=8), Shape(z=8), Shape(data=8)]
     results = [result(FOURFOLD, shape, [seconds]) for shape, seconds in zip(shapes, (1.0, 1.1, 2.0, 4.0), strict=True)]
-    judged = planner_measured.Judged(results, [1.2, 1.1, 2.0, 3.0])
+    judged = validate_measured.Ranking(results, [1.2, 1.1, 2.0, 3.0])
     assert judged.spearman == pytest.approx(0.8)
     assert judged.place_of_best == 2
     assert judged.regret == pytest.approx(0.1)
@@ -131,14 +128,14 @@ def test_a_ranking_is_judged() -> None:
 
 def test_lines_are_measured_on_a_cluster() -> None:
     """Two nodes of one rank: bytes, losses and memory of both sides; a peer that is not there is left out."""
-    setting = Setting(cluster.Shape(2, 1, 400), settings.SIZES["tiny"])
+    setting = Setting(emulate.ClusterShape(2, 1, 400), settings.WORKLOADS["tiny"])
     lines = [Line(FOURFOLD, Shape(z=2), policy=settings.POLICY), Line("FSDP2", Shape(z=2), MINIMAL)]
     try:
         with warm.nodes():
-            with cluster.Cluster(setting.cluster) as made:
-                ours, theirs = emulated.measure(made, setting, lines, rounds=2, seconds=60)
-            emulated.weigh(setting, lines, [ours, theirs])
-    except cluster.NotHereError as error:
+            with emulate.Cluster(setting.cluster) as made:
+                ours, theirs = runs.measure(made, setting, lines, rounds=2, seconds=60)
+            runs.measure_memory(setting, lines, [ours, theirs])
+    except emulate.EmulationUnavailableError as error:
         pytest.skip(f"no emulated cluster here: {error}")
     assert len(ours.seconds) == len(theirs.seconds) == 2
     assert ours.losses[:2] == pytest.approx(theirs.losses, rel=1e-4)

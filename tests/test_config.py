@@ -14,22 +14,24 @@ import pytest
 
 from fourfold import models
 from fourfold.commands.parser import grid, setting
-from fourfold.overlap import Overlap
 from fourfold.planner.machine import load_machine
-from fourfold.train.config import Config, read_config, resolve
-from fourfold.train.job import Job
-from fourfold.train.predicted import predict
-from fourfold.train.schema import parse, to_table
-from fourfold.train.sections import (
+from fourfold.policy import Overlap
+from fourfold.train.auto_grid import Hardware
+from fourfold.train.config import (
     DataSection,
     GridSection,
     LogSection,
     OptimizerSection,
     SourceSection,
+    TrainConfig,
     TrainSection,
+    read_config,
+    resolve,
 )
+from fourfold.train.prediction import predict
+from fourfold.train.schema import parse, to_table
 
-SECTIONS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
+SECTIONS = {field.name: type(getattr(TrainConfig(), field.name)) for field in dataclasses.fields(TrainConfig)}
 SOURCE = "data.sources[0]"
 
 WHOLE, NUMBER, FLAG, TEXT = "a whole number", "a number", "true or false", "a text"
@@ -51,14 +53,17 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     **{f"grid.{axis}": (2, "2", WHOLE) for axis in ("x", "y", "z", "data")},
     "grid.order": (["z", "x", "y", "data"], ["z", "x", "y", "date"], '"x", "y", "z", "data"'),
     "policy.dtype": ("fp64", "fp46", f'"auto", {DTYPES}'),
-    "policy.reduce": ("bf16", "bf61", DTYPES),
+    "policy.reduce_dtype": ("bf16", "bf61", DTYPES),
     "policy.activations": ("replicated", "replicate", '"sharded", "replicated"'),
     "policy.recompute": ("block", "blocks", '"none", "attention", "block"'),
     **{f"policy.{name}": (True, "true", FLAG) for name in ("keep_gathered", "keep_weights", "shard_optimizer")},
     "policy.loss_chunk": (64, 64.0, WHOLE),
     "policy.bucket_bytes": (1 << 20, True, WHOLE),
     "policy.compile": (False, "autos", '"auto"'),
-    **{f"overlap.{name}": (False, "false", FLAG) for name in ("prefetch", "defer", "behind_products", "data")},
+    **{
+        f"overlap.{name}": (False, "false", FLAG)
+        for name in ("prefetch", "defer", "wgrad_behind_messages", "reduce_early")
+    },
     "overlap.halves": (2, "2", WHOLE),
     "overlap.bytes_in_flight": (1 << 20, 1e6, WHOLE),
     "data.sources": ([{"path": "a.txt"}], "a.txt", "a list"),
@@ -71,7 +76,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     f"{SOURCE}.eod": (0, 0.5, WHOLE),
     **{f"batch.{name}": (4, 4.5, WHOLE) for name in ("rows", "seq")},
     "batch.micro_steps": (4, True, WHOLE),
-    "optimizer.rate": (1e-4, "1e-4", NUMBER),
+    "optimizer.learning_rate": (1e-4, "1e-4", NUMBER),
     "optimizer.warmup": (0, 0.1, WHOLE),
     "optimizer.schedule": ("stable", "stabel", '"cosine", "stable", "constant"'),
     **{f"optimizer.{name}": (0.5, None, NUMBER) for name in ("decay", "floor", "beta1", "beta2", "eps")},
@@ -108,7 +113,7 @@ def table_of(key: str, value: Any) -> dict[str, Any]:
     return {section: {name: value}}
 
 
-def value_of(config: Config, key: str) -> Any:
+def value_of(config: TrainConfig, key: str) -> Any:
     section, _, name = key.partition(".")
     if key.startswith(f"{SOURCE}."):
         return getattr(config.data.sources[0], key.rpartition(".")[2])
@@ -124,13 +129,13 @@ def test_the_table_above_has_every_key() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_takes_what_is_right_and_names_what_is_not(key: str) -> None:
     right, wrong, allowed = KEYS[key]
-    found = value_of(parse(Config, table_of(key, right)), key)
+    found = value_of(parse(TrainConfig, table_of(key, right)), key)
     if key == "data.sources":
         assert found == (SourceSection("a.txt"),)
     else:
         assert (list(found) if isinstance(found, tuple) else found) == right
     with pytest.raises(ValueError, match=r"it (must be|is one of)") as caught:
-        parse(Config, table_of(key, wrong))
+        parse(TrainConfig, table_of(key, wrong))
     message = str(caught.value)
     assert key in message  # by its full path
     assert allowed in message
@@ -143,46 +148,46 @@ def test_a_key_takes_what_is_right_and_names_what_is_not(key: str) -> None:
 def test_a_misspelt_key_is_named_with_its_nearest_spelling(key: str) -> None:
     wrong = key + key[-1]
     with pytest.raises(ValueError, match="unknown key") as caught:
-        parse(Config, table_of(wrong, KEYS[key][0]))
+        parse(TrainConfig, table_of(wrong, KEYS[key][0]))
     name = key.rpartition(".")[2]
     assert f"unknown key {wrong} (did you mean {name!r}?); {key.rpartition('.')[0]} has " in str(caught.value)
 
 
 def test_an_unknown_section_is_named_and_the_others_listed() -> None:
     with pytest.raises(ValueError, match=r"unknown key optimiser \(did you mean 'optimizer'\?\); it has model, grid"):
-        parse(Config, {"optimiser": {"rate": 1.0}})
-    with pytest.raises(ValueError, match=r"'batsh.rows' is no key \(did you mean 'batch'\?\).*sections are model,"):
+        parse(TrainConfig, {"optimiser": {"learning_rate": 1.0}})
+    with pytest.raises(ValueError, match=r"'batsh.rows' is not a key \(did you mean 'batch'\?\).*sections are model,"):
         read_config(None, [("batsh.rows", 4)])
     for key in ("rows", "batch"):
-        with pytest.raises(ValueError, match=r"is no key.*write section.key=value"):
+        with pytest.raises(ValueError, match=r"is not a key.*write section.key=value"):
             read_config(None, [(key, 4)])
     with pytest.raises(ValueError, match="batch is 3; it must be a table"):
-        parse(Config, {"batch": 3})
+        parse(TrainConfig, {"batch": 3})
 
 
 def test_model_has_the_fields_of_the_models_and_a_name() -> None:
     ours = [field.name for field in dataclasses.fields(SECTIONS["model"])]
-    assert ours == ["name", *(field.name for field in dataclasses.fields(models.Config))]
-    assert parse(Config, {"model": {"name": "llama-tiny", "layers": 5}}).model.build() == models.config(
+    assert ours == ["name", *(field.name for field in dataclasses.fields(models.ModelConfig))]
+    assert parse(TrainConfig, {"model": {"name": "llama-tiny", "layers": 5}}).model.build() == models.config(
         "llama-tiny", layers=5
     )
 
 
 def test_a_model_of_any_name_says_all_of_itself() -> None:
     sizes = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp_hidden": 16, "vocab": 9, "seq": 7}
-    assert parse(Config, {"model": {"name": "mine", **sizes, "norm": "rms"}}).model.build() == models.Config(
+    assert parse(TrainConfig, {"model": {"name": "mine", **sizes, "norm": "rms"}}).model.build() == models.ModelConfig(
         **sizes, norm="rms"
     )
     del sizes["heads"], sizes["vocab"]
-    model = parse(Config, {"model": {"name": "gpt-tinny", **sizes}}).model
-    with pytest.raises(ValueError, match=r"did you mean 'gpt-tiny'.*; a model of another name needs heads, vocab too"):
+    model = parse(TrainConfig, {"model": {"name": "gpt-tinny", **sizes}}).model
+    with pytest.raises(ValueError, match=r"did you mean 'gpt-tiny'.*; a model of another name also needs heads, vocab"):
         model.build()
 
 
 SENSELESS: list[tuple[str, Any, str]] = [
     ("batch.rows", 0, "rows=0 must be at least 1"),
     ("batch.seq", -1, "seq=-1 must be at least 1"),
-    ("batch.micro_steps", 3, r"rows=16 cannot be cut into micro_steps=3"),
+    ("batch.micro_steps", 3, r"rows=16 cannot be split into micro_steps=3"),
     ("checkpoint.every", -1, "every=-1 must be at least 0"),
     ("checkpoint.keep_every", -2, "keep_every=-2 must be at least 0"),
     ("checkpoint.keep_last", 0, "keep_last=0 must be at least 1"),
@@ -206,8 +211,8 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("optimizer.decay", 0.0, "decay=0.0 must be above 0"),
     ("optimizer.eps", -1.0, "eps"),
     ("optimizer.floor", 2.0, "floor=2.0"),
-    ("optimizer.rate", float("nan"), "rate"),
-    ("optimizer.rate", -1.0, "rate"),
+    ("optimizer.learning_rate", float("nan"), "learning_rate"),
+    ("optimizer.learning_rate", -1.0, "learning_rate"),
     ("optimizer.warmup", -1, "warmup=-1"),
     ("optimizer.weight_decay", -0.1, "weight_decay"),
     ("overlap.bytes_in_flight", 0, "overlap.bytes_in_flight=0 must be at least 1"),
@@ -252,7 +257,7 @@ def random_value(draw: random.Random, key: str) -> Any:
     return right
 
 
-def random_config(draw: random.Random) -> Config:
+def random_config(draw: random.Random) -> TrainConfig:
     table: dict[str, Any] = {}
     for key in KEYS:
         if draw.random() < 0.5 and not key.startswith("data.sources") and key != "batch.micro_steps":
@@ -264,24 +269,24 @@ def random_config(draw: random.Random) -> Config:
         {name: random_value(draw, f"{SOURCE}.{name}") for name in ("path", "weight", "eod")[: draw.randrange(1, 4)]}
         for _ in range(draw.randrange(1, 4))
     ]
-    return parse(Config, table)
+    return parse(TrainConfig, table)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_toml_reads_back_as_it_was(seed: int) -> None:
     config = random_config(random.Random(seed))
-    assert parse(Config, tomllib.loads(config.toml())) == config
-    assert parse(Config, to_table(config)) == config
+    assert parse(TrainConfig, tomllib.loads(config.toml())) == config
+    assert parse(TrainConfig, to_table(config)) == config
 
 
 def test_toml_takes_every_character() -> None:
-    config = replace(Config(), train=TrainSection(out="".join(map(chr, range(0x2100)))))
-    assert parse(Config, tomllib.loads(config.toml())) == config
+    config = replace(TrainConfig(), train=TrainSection(out="".join(map(chr, range(0x2100)))))
+    assert parse(TrainConfig, tomllib.loads(config.toml())) == config
 
 
 def test_a_file_reads_back_and_the_command_line_wins(tmp_path: Path) -> None:
     config = replace(
-        Config(),
+        TrainConfig(),
         grid=GridSection(x=2, z=2, order=("z", "x", "y", "data")),
         data=DataSection(sources=(SourceSection("a"), SourceSection('b "c"\n猫', 0.5, 3))),
         train=TrainSection(out="ünï", steps=5),
@@ -302,12 +307,12 @@ def test_a_file_reads_back_and_the_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no config .*absent\.toml"):
+    with pytest.raises(FileNotFoundError, match=r"the config .*absent\.toml does not exist"):
         read_config(tmp_path / "absent.toml")
     path = tmp_path / "c.toml"
     for content, message in (
-        (b"batch = [", "is no TOML"),
-        (b"\xff\xfe", "is no TOML"),
+        (b"batch = [", "is not valid TOML"),
+        (b"\xff\xfe", "is not valid TOML"),
         (b"[batch]\nrow = 3\n", r"unknown key batch.row \(did you mean 'rows'\?\)"),
         (b"batch = 3\n", "batch is 3; it must be a table"),
     ):
@@ -320,7 +325,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 def test_settings_of_the_command_line() -> None:
     for text, value in (
         ("batch.rows=32", 32),
-        ("optimizer.rate=3e-4", 3e-4),
+        ("optimizer.learning_rate=3e-4", 3e-4),
         ("optimizer.clip=inf", float("inf")),
         ("checkpoint.save=false", False),
         ("policy.dtype=fp64", "fp64"),
@@ -331,7 +336,7 @@ def test_settings_of_the_command_line() -> None:
         ('data.sources=[{path="a", weight=2}]', [{"path": "a", "weight": 2}]),
     ):
         assert setting(text) == (text.partition("=")[0], value)
-    with pytest.raises(argparse.ArgumentTypeError, match=r"lacks a value; write section.key=value"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"has no value; write section.key=value"):
         setting("batch.rows")
 
 
@@ -340,14 +345,16 @@ def test_grids_of_the_command_line() -> None:
     assert grid("data=12") == {"data": 12}
     assert grid("auto") == {}
     for wrong in ("", "x", "x=", "x=0", "x=-1", "x=2;z=2", "w=2", "x=2,x=2", "x=2,", "x=two"):
-        with pytest.raises(argparse.ArgumentTypeError, match=r"no axis with a size; write auto, or such as x=2,z=2"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"not an axis with a size; write auto, or for example"):
             grid(wrong)
 
 
 # --- resolve
 
 
-def resolved(changes: dict[str, Any], ranks: int = 1, *, on_gpu: bool = False, memory_bytes: int = 1 << 34) -> Config:
+def resolved(
+    changes: dict[str, Any], ranks: int = 1, *, on_gpu: bool = False, memory_bytes: int = 1 << 34
+) -> TrainConfig:
     return resolve(read_config(None, list(changes.items())), ranks, on_gpu=on_gpu, memory_bytes=memory_bytes)
 
 
@@ -390,9 +397,9 @@ def test_an_automatic_grid_fits(name: str, ranks: int, on_gpu: bool) -> None:
 def test_an_automatic_grid_fits_the_memory() -> None:
     """With a byte less than the fastest grid needs another one is taken, which needs less; with little, none is."""
 
-    def found_with(memory_bytes: int) -> tuple[Config, int]:
+    def found_with(memory_bytes: int) -> tuple[TrainConfig, int]:
         found = resolved({}, 4, on_gpu=True, memory_bytes=memory_bytes)
-        price = predict(found, Job(4, "an unknown GPU", memory_bytes, 1)).price
+        price = predict(found, Hardware(4, "an unknown GPU", memory_bytes, 1)).price
         return found, price.memory.total + price.task.machine.reserve
 
     first, needed = found_with(1 << 40)
@@ -441,10 +448,10 @@ def test_an_automatic_grid_keeps_the_order_asked_for() -> None:
 
 
 def test_rows_that_do_not_divide_are_refused_with_a_way_out() -> None:
-    with pytest.raises(ValueError, match=r"batch.rows=16 .*data\*z = 3\*1 does not divide; take a multiple of 3 rows"):
+    with pytest.raises(ValueError, match=r"batch.rows=16 .*not divisible by data\*z = 3\*1; use a multiple of 3 rows"):
         resolved({"grid.data": 3}, 3)
     given = {"grid.z": 2, "grid.data": 2, "batch.rows": 8, "batch.micro_steps": 4}
-    with pytest.raises(ValueError, match=r"micro_steps=4 are 2 rows.*take a multiple of 16 rows") as caught:
+    with pytest.raises(ValueError, match=r"micro_steps=4 gives 2 rows.*use a multiple of 16 rows") as caught:
         resolved(given, 4)
     assert "2*2" in str(caught.value)
     assert resolved({**given, "batch.rows": 16}, 4).grid.shape.world == 4  # the way out is one
@@ -474,5 +481,5 @@ def test_a_resolved_config_resolves_to_itself() -> None:
         on_gpu, ranks = draw.random() < 0.5, draw.choice([1, 2, 3, 4, 8])
         once = resolved(given, ranks, on_gpu=on_gpu)
         assert resolve(once, ranks, on_gpu=on_gpu, memory_bytes=1 << 34) == once
-        read = parse(Config, tomllib.loads(once.toml()))
+        read = parse(TrainConfig, tomllib.loads(once.toml()))
         assert resolve(read, ranks, on_gpu=not on_gpu, memory_bytes=1 << 20) == once  # nothing is left to the device

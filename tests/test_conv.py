@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid, Shape, shapes_of
-from fourfold.layout import Policy
 from fourfold.ledger import Collective
 from fourfold.nn.batch_norm import BatchNorm
 from fourfold.nn.channel_norm import GroupNorm
@@ -27,8 +24,9 @@ from fourfold.nn.channels import Channels, convert
 from fourfold.nn.conv import Conv, GroupedConv
 from fourfold.nn.convolve import Geometry
 from fourfold.nn.layer import specs_of
-from fourfold.overlap import Overlap
-from harness import grid_of
+from fourfold.params import local_of
+from fourfold.policy import Overlap, Policy
+from harness import grid_of, join_shards
 
 MODES = ("sharded", "replicated")
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import whole_tensors
+from fourfold.params import local_of
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from share import share
 from strange import NanoGPT, tokens

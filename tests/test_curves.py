@@ -55,7 +55,8 @@ def test_the_bound_would_show_a_mistake(tmp_path: Path) -> None:
     """Even that of fp32: a rate that is wrong by a thousandth lies beyond it."""
     write_texts(tmp_path)
     right, wrong = (
-        alone("gpt-tiny", "fp32", STEPS, tmp_path, {**ONE_LAYER, "optimizer.rate": rate}) for rate in (1e-3, 1.001e-3)
+        alone("gpt-tiny", "fp32", STEPS, tmp_path, {**ONE_LAYER, "optimizer.learning_rate": rate})
+        for rate in (1e-3, 1.001e-3)
     )
     found = deviation(right, wrong)
     assert min(found.loss, found.grad_norm, found.evaluation) > bound("fp32", STEPS) > bound("fp64", STEPS)

@@ -15,12 +15,10 @@ import pytest
 import tokenizers
 import torch
 
-from fourfold.data.foreign import Megatron, NanoGPT
-from fourfold.data.opening import open_source
-from fourfold.data.source import Source
+from fourfold.data.open import open_source
 from fourfold.data.text import prepare, text_files
-from fourfold.data.tokenizer import Bytes, Tokenizer, load_tokenizer
-from fourfold.data.tokens import HEAD, TokenFile, TokenWriter
+from fourfold.data.token_files import HEADER_BYTES, MegatronPair, NanoGPTFile, TokenFile, TokenSource, TokenWriter
+from fourfold.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 LINES = '{"text": "one"}\n\n{"text": "two"}'
 TEXTS = {"b.txt": "Grüße, 世界\n", "a/deep.md": "# deep\n", "a/more.py": "pass\n", "z.jsonl": LINES}
@@ -54,7 +52,7 @@ def words(tmp_path: Path) -> Path:
     return path
 
 
-def documents(source: Source) -> list[list[int]]:
+def documents(source: TokenSource) -> list[list[int]]:
     starts = [*source.document_starts(0, source.tokens).tolist(), source.tokens]
     return [source.read(start, stop).tolist() for start, stop in pairwise(starts)]
 
@@ -69,7 +67,7 @@ def test_bytes_are_their_own_ids() -> None:
     assert tokenizer.encode("").tolist() == []
     assert tokenizer.decode([97, 195, 169, 256, 98]) == tokenizer.decode(torch.tensor([97, 195, 169, 98])) == "aéb"
     assert tokenizer.decode([195]) == "�"
-    with pytest.raises(ValueError, match="the id 257 is none of the tokenizer bytes, whose ids are 0 to 256"):
+    with pytest.raises(ValueError, match=r"the id 257 is outside of .* bytes, which has ids 0 to 256"):
         tokenizer.decode([1, 257])
 
 
@@ -94,9 +92,9 @@ def test_tokenizers_that_cannot_be(words: Path, tmp_path: Path) -> None:
             None,
             r"endless.json has no token that ends a document .*<\|endoftext\|> .*eod=",
         ),
-        (words, "<end>", "words.json has no token that ends a document .sought '<end>'"),
+        (words, "<end>", "words.json has no token that ends a document .tried '<end>'"),
         (words, 9999, "eod=9999: .*words.json has ids 0 to"),
-        (tmp_path / "config.json", None, "config.json is no tokenizer: .*give a tokenizer.json"),
+        (tmp_path / "config.json", None, "config.json is not a tokenizer: .*give a tokenizer.json"),
         ("bytes", 0, "eod=0: the tokenizer bytes ends documents with 256"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -126,9 +124,9 @@ def test_token_file_gives_back_what_was_written(tmp_path: Path, vocab: int, item
     source = TokenFile(path)
     assert documents(source) == [[vocab - 1, 5, 7, 0], [9, 0]]
     assert (source.tokens, source.documents, source.vocab, source.eod) == (6, 2, vocab, 0)
-    assert path.stat().st_size == HEAD + -(-6 * itemsize // 8) * 8 + 2 * 8
+    assert path.stat().st_size == HEADER_BYTES + -(-6 * itemsize // 8) * 8 + 2 * 8
     assert source.document_starts(1, 5).tolist() == [4] and source.document_starts(1, 4).tolist() == []
-    with pytest.raises(IndexError, match="numbers 5 to 7 of a file that has 6"):
+    with pytest.raises(IndexError, match=r"\[5, 7\) is outside of an array of 6 numbers"):
         source.read(5, 7)
 
 
@@ -141,8 +139,8 @@ def test_writing_leaves_all_or_nothing(tmp_path: Path) -> None:
             if ids == [1]:
                 raise KeyboardInterrupt
     with (
-        pytest.raises(ValueError, match=r"header of .* rename the tokenizer"),
-        TokenWriter(path, vocab=257, eod=256, tokenizer={"name": "x" * HEAD}) as writer,
+        pytest.raises(ValueError, match=r"the header takes .* a shorter name"),
+        TokenWriter(path, vocab=257, eod=256, tokenizer={"name": "x" * HEADER_BYTES}) as writer,
     ):
         writer.append(torch.tensor([1]))
     assert os.listdir(tmp_path) == ["a.tokens"]
@@ -152,15 +150,17 @@ def test_writing_leaves_all_or_nothing(tmp_path: Path) -> None:
 
 
 def damaged(whole: bytes, kind: str) -> bytes:
-    header = json.loads(whole[16:HEAD].rstrip())
+    header = json.loads(whole[16:HEADER_BYTES].rstrip())
     return {
         "empty": b"",
         "magic": b"notmagic" + whole[8:],
         "head cut": whole[:100],
         "version": whole[:8] + struct.pack("<I", 2) + whole[12:],
         "not json": whole[:16] + b"[" + whole[17:],
-        "no vocab": whole[:12] + struct.pack("<I", 2) + b"{}".ljust(HEAD - 16) + whole[HEAD:],
-        "dtype": whole[:16] + json.dumps(header).replace("uint16", "uint99").encode().ljust(HEAD - 16) + whole[HEAD:],
+        "no vocab": whole[:12] + struct.pack("<I", 2) + b"{}".ljust(HEADER_BYTES - 16) + whole[HEADER_BYTES:],
+        "dtype": whole[:16]
+        + json.dumps(header).replace("uint16", "uint99").encode().ljust(HEADER_BYTES - 16)
+        + whole[HEADER_BYTES:],
         "cut": whole[:-1],
         "longer": whole + b"\0",
     }[kind]
@@ -169,9 +169,9 @@ def damaged(whole: bytes, kind: str) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("empty", "is no token file: it starts with b'', not b'4FTOKENS'"),
-        ("magic", "is no token file: it starts with b'notmagic', not b'4FTOKENS'"),
-        ("head cut", "its header has 100 of 4096 bytes"),
+        ("empty", "is not a token file: it starts with b'', not b'4FTOKENS'"),
+        ("magic", "is not a token file: it starts with b'notmagic', not b'4FTOKENS'"),
+        ("head cut", "100 of the 4096 bytes of its header"),
         ("version", "has version 2, this Fourfold reads version 1"),
         ("not json", "has a damaged header .JSONDecodeError"),
         ("no vocab", "has a damaged header .KeyError: 'dtype'"),
@@ -213,7 +213,7 @@ def test_megatron_pair(tmp_path: Path, suffix: str) -> None:
     """Sequences 0 and 1 are a document, 2 is an empty one, 3 and 4 are one each."""
     megatron(tmp_path / "pair", SEQUENCES, [0, 2, 3, 4, 5])
     source = open_source(tmp_path / f"pair{suffix}", tokenizer=None, eod=9, cache=tmp_path)
-    assert isinstance(source, Megatron) and (source.name, source.vocab, source.eod) == ("pair", None, 9)
+    assert isinstance(source, MegatronPair) and (source.name, source.vocab, source.eod) == ("pair", None, 9)
     assert documents(source) == [[1, 2, 3, 4], [5, 6], [7]]
     assert source.document_starts(1, 6).tolist() == [4]
 
@@ -221,29 +221,29 @@ def test_megatron_pair(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("marks", "changes", "message"),
     [
-        ([0, 5], {"magic": b"MMIDIDX\0\1"}, "is no Megatron index: it starts with"),
-        ([0, 5], {"version": 2}, "has version 2, version 1 is known"),
-        ([0, 5], {"code": 7}, "has the dtype code 7; tokens have one of 1 uint8"),
+        ([0, 5], {"magic": b"MMIDIDX\0\1"}, "is not a Megatron index: it starts with"),
+        ([0, 5], {"version": 2}, "has version 2, only 1 can be read"),
+        ([0, 5], {"code": 7}, "has the dtype code 7, but tokens have one of 1 uint8"),
         ([0, 5], {"code": 8}, "sequences that do not follow one another"),
         ([0, 5], {"begins": [0, 12, 16, 20, 24]}, "sequences that do not follow one another"),
         ([0, 5], {"lengths": [3, 1, 0, 2, 2]}, "pair.bin has 28 bytes, but pair.idx lists 8 tokens of int32, 32 bytes"),
         ([0, 5], {"rest": b"12345"}, "5 sequences and 2 document marks take 110 bytes, the file has 115"),
-        ([0, 6], {}, "document marks that fall or go beyond its 5 sequences"),
-        ([0, 3, 2, 5], {}, "document marks that fall"),
-        ([-1, 5], {}, "document marks that fall"),
+        ([0, 6], {}, "document marks that are not in order or are beyond its 5 sequences"),
+        ([0, 3, 2, 5], {}, "document marks that are not in order"),
+        ([-1, 5], {}, "document marks that are not in order"),
     ],
 )
 def test_damaged_megatron_pairs_are_refused(tmp_path: Path, marks: list[int], changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"pair.*{message}.*make the pair again"):
-        Megatron(megatron(tmp_path / "pair", SEQUENCES, marks, **changes))
+        MegatronPair(megatron(tmp_path / "pair", SEQUENCES, marks, **changes))
 
 
 def test_incomplete_megatron_pairs_are_refused(tmp_path: Path) -> None:
     prefix = megatron(tmp_path / "pair", SEQUENCES, [0, 5])
     index = prefix.with_suffix(".idx").read_bytes()
     prefix.with_suffix(".idx").write_bytes(index[:20])
-    with pytest.raises(ValueError, match=r"pair.idx is cut off: its header has 20 of 34 bytes"):
-        Megatron(prefix)
+    with pytest.raises(ValueError, match=r"pair.idx is cut off: 20 of the 34 bytes of its header"):
+        MegatronPair(prefix)
     prefix.with_suffix(".bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"pair.idx has no pair.bin beside it; a Megatron pair needs both"):
         open_source(prefix, tokenizer=None, cache=tmp_path)
@@ -252,17 +252,19 @@ def test_incomplete_megatron_pairs_are_refused(tmp_path: Path) -> None:
 def test_nanogpt_file(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     path.write_bytes(struct.pack("<7H", 1, 0, 65535, 3, 0, 0, 2))
-    source = open_source(path, tokenizer=Bytes(), eod=0, cache=tmp_path)
-    assert isinstance(source, NanoGPT) and source.has_documents and source.vocab is None
+    source = open_source(path, tokenizer=ByteTokenizer(), eod=0, cache=tmp_path)
+    assert isinstance(source, NanoGPTFile) and source.has_documents and source.vocab is None
     assert documents(source) == [[1, 0], [65535, 3, 0], [0], [2]]
     assert source.document_starts(1, 5).tolist() == [2] and source.document_starts(2, 6).tolist() == [2, 5]
-    unknown = NanoGPT(path)
+    unknown = NanoGPTFile(path)
     assert not unknown.has_documents
     with pytest.raises(ValueError, match=r"train.bin does not say where documents start; .*eod="):
         unknown.document_starts(0, 7)
     for raw in (b"", b"123"):
         path.write_bytes(raw)
-        with pytest.raises(ValueError, match=rf"train.bin has {len(raw)} bytes; .* nanoGPT's, 2 bytes a token"):
+        with pytest.raises(
+            ValueError, match=rf"train.bin has {len(raw)} bytes; .* nanoGPT's format, 2 bytes per token"
+        ):
             open_source(path, tokenizer=None, cache=tmp_path)
 
 
@@ -287,13 +289,13 @@ def test_prepared_text_comes_back(corpus: Path, words: Path, tmp_path: Path, kin
 
 
 def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.data.text.PIECE", 64)
+    monkeypatch.setattr("fourfold.data.text.CHUNK_BYTES", 64)
     text = "".join(f"line {number} äöü\n" for number in range(100)) + "no end"
     (tmp_path / "long").write_text(text)
     calls: list[tuple[int, int]] = []
-    prepare([tmp_path / "long"], tmp_path / "out.tokens", Bytes(), progress=lambda *pair: calls.append(pair))
+    prepare([tmp_path / "long"], tmp_path / "out.tokens", ByteTokenizer(), progress=lambda *pair: calls.append(pair))
     source = TokenFile(tmp_path / "out.tokens")
-    assert source.documents == 1 and Bytes().decode(source.read(0, source.tokens)) == text
+    assert source.documents == 1 and ByteTokenizer().decode(source.read(0, source.tokens)) == text
     assert len(calls) > 20 and calls == sorted(calls)
 
 
@@ -306,7 +308,7 @@ def test_standard_library_is_text_that_is_always_there() -> None:
     ("name", "content", "message"),
     [
         ("a.txt", b"", r"a.txt is empty: there are 0 bytes of text in 1 files"),
-        ("a.txt", b"PK\0\0", r"a.txt is no UTF-8 text: there are zero bytes in it"),
+        ("a.txt", b"PK\0\0", r"a.txt is not UTF-8 text: there are zero bytes in it"),
         ("a.jsonl", b'{"text": "x"}\n{"text"', r"a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"body": "x"}', r"a.jsonl, line 1: no \"text\" with a string \(keys \['body'\]\)"),
         ("a.jsonl", b"[1]", r"a.jsonl, line 1: no \"text\" with a string \(list\)"),
@@ -316,18 +318,18 @@ def test_standard_library_is_text_that_is_always_there() -> None:
 def test_text_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        prepare([tmp_path / name], tmp_path / "out.tokens", Bytes())
+        prepare([tmp_path / name], tmp_path / "out.tokens", ByteTokenizer())
     assert os.listdir(tmp_path) == [name]
 
 
 def test_inputs_and_outputs_that_cannot_be(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"out.bin: a token file's name ends in .tokens; write .*out.tokens"):
-        prepare([corpus], tmp_path / "out.bin", Bytes())
-    with pytest.raises(ValueError, match="no input was given"):
-        prepare([], tmp_path / "out.tokens", Bytes())
+    with pytest.raises(ValueError, match=r"out.bin: the name of a token file ends in .tokens; write .*out.tokens"):
+        prepare([corpus], tmp_path / "out.bin", ByteTokenizer())
+    with pytest.raises(ValueError, match="there is no input"):
+        prepare([], tmp_path / "out.tokens", ByteTokenizer())
     (tmp_path / "bare").mkdir()
     with pytest.raises(FileNotFoundError, match=r"the folder .*bare has no text file; .* known suffix .*\.txt"):
-        prepare([tmp_path / "bare"], tmp_path / "out.tokens", Bytes())
+        prepare([tmp_path / "bare"], tmp_path / "out.tokens", ByteTokenizer())
 
 
 # opening
@@ -340,32 +342,32 @@ def test_text_is_prepared_once(corpus: Path, words: Path, tmp_path: Path) -> Non
         return opened.tokens, len(prepared)
 
     cache, prepared = tmp_path / "cache" / "tokens", []
-    tokens, _ = source(Bytes())
-    assert source(Bytes()) == (tokens, 1)
+    tokens, _ = source(ByteTokenizer())
+    assert source(ByteTokenizer()) == (tokens, 1)
     assert source(load_tokenizer(words))[1] == source(load_tokenizer(words))[1] == 2
     (corpus / "new.txt").write_text("new")
-    assert source(Bytes()) == (tokens + 4, 3)
+    assert source(ByteTokenizer()) == (tokens + 4, 3)
     for kept in cache.iterdir():
         kept.write_bytes(kept.read_bytes()[:-1])
-    assert source(Bytes()) == (tokens + 4, 4)
-    assert source(Bytes()) == (tokens + 4, 4)
+    assert source(ByteTokenizer()) == (tokens + 4, 4)
+    assert source(ByteTokenizer()) == (tokens + 4, 4)
 
 
 def test_opening_by_a_folder_of_no_name(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(corpus)
-    assert open_source(".", tokenizer=Bytes(), cache=tmp_path).name == "corpus"
+    assert open_source(".", tokenizer=ByteTokenizer(), cache=tmp_path).name == "corpus"
 
 
 def test_missing_paths_name_what_is_near(corpus: Path, tmp_path: Path) -> None:
     for path, message in (
-        (tmp_path / "corpsu", r"there is no 'corpsu' in .* \(1 entries\); nearest to it are corpus"),
-        (corpus / "a" / "depe.md" / "x", r"there is no 'depe.md' in .*; nearest to it are deep.md"),
+        (tmp_path / "corpsu", r"there is no 'corpsu' in .* \(1 entries\); did you mean corpus"),
+        (corpus / "a" / "depe.md" / "x", r"there is no 'depe.md' in .*; did you mean deep.md"),
         (corpus / "train.idx", r"there is no 'train.idx'"),
-        ("standard_library", "nearest to it are standard-library"),
-        (corpus / "qqqqqq", "standard-library is text that is always there"),
+        ("standard_library", "did you mean standard-library"),
+        (corpus / "qqqqqq", "standard-library is text that every machine has"),
     ):
         with pytest.raises(FileNotFoundError, match=message):
-            open_source(path, tokenizer=Bytes(), cache=tmp_path)
+            open_source(path, tokenizer=ByteTokenizer(), cache=tmp_path)
 
 
 def test_a_token_file_belongs_to_its_tokenizer(corpus: Path, words: Path, tmp_path: Path) -> None:
@@ -376,7 +378,7 @@ def test_a_token_file_belongs_to_its_tokenizer(corpus: Path, words: Path, tmp_pa
         assert open_source(path, tokenizer=same, eod=tokenizer.eod, cache=tmp_path).vocab == tokenizer.vocab
     for options, message in (
         (
-            {"tokenizer": Bytes()},
+            {"tokenizer": ByteTokenizer()},
             r"out.tokens was made by the tokenizer .*'words.json'.*, not by {'name': 'bytes'}",
         ),
         ({"tokenizer": None, "eod": 1}, f"out.tokens ends documents with {tokenizer.eod}, not eod=1"),
@@ -386,14 +388,14 @@ def test_a_token_file_belongs_to_its_tokenizer(corpus: Path, words: Path, tmp_pa
     with pytest.raises(ValueError, match="corpus is text: give a tokenizer"):
         open_source(corpus, tokenizer=None, cache=tmp_path)
     with pytest.raises(ValueError, match=r"eod=1 is for .bin files"):
-        open_source(corpus, tokenizer=Bytes(), eod=1, cache=tmp_path)
+        open_source(corpus, tokenizer=ByteTokenizer(), eod=1, cache=tmp_path)
 
 
 def test_files_need_torch_alone(corpus: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['numpy', 'tokenizers']))\n"
         "from pathlib import Path\n"
-        "from fourfold.data.opening import open_source\n"
+        "from fourfold.data.open import open_source\n"
         "from fourfold.data.tokenizer import load_tokenizer\n"
         "path, cache = map(Path, sys.argv[1:])\n"
         "print(open_source(path, tokenizer=load_tokenizer('bytes'), cache=cache).read(0, 4).tolist())\n"

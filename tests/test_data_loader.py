@@ -15,19 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold.data.foreign import NanoGPT
-from fourfold.data.loader import Evaluation, Loader
+from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.data.rows import local_rows
-from fourfold.data.samples import unigram_entropy
-from fourfold.data.source import Source
-from fourfold.data.tokens import TokenFile, TokenWriter
+from fourfold.data.token_files import NanoGPTFile, TokenFile, TokenSource, TokenWriter
 from fourfold.grid import Shape, shapes_of
 from harness import grid_of
 
 SEQ = 4
 
 
-class Row(Source):
+class Row(TokenSource):
     """Tokens first, first + 1, ... in memory."""
 
     eod = vocab = None
@@ -55,11 +52,11 @@ def seat(shape: Shape, rank: int) -> Any:
 ALONE = seat(Shape(), 0)
 
 
-def loader(sources: list[Source], grid: Any = ALONE, weights: Any = None, **options: Any) -> Loader:
+def loader(sources: list[TokenSource], grid: Any = ALONE, weights: Any = None, **options: Any) -> Loader:
     return Loader(sources, weights, grid, **{"rows": 24, "seq": SEQ, "vocab": 4000, "micro_steps": 1, **options})
 
 
-def steps_of(shape: Shape, sources: list[Source], steps: int, weights: Any = None, **options: Any) -> list[Tensor]:
+def steps_of(shape: Shape, sources: list[TokenSource], steps: int, weights: Any = None, **options: Any) -> list[Tensor]:
     """(tokens, targets) of whole steps [2, rows, seq], joined from the places of a grid."""
     joined: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(steps)]
     for rank in range(shape.world):
@@ -83,7 +80,7 @@ def test_an_epoch_has_each_token_once_as_a_target(shape: Shape, count: int) -> N
 
 
 def test_order_depends_on_the_seed_alone() -> None:
-    sources: list[Source] = [Row(300), Row(120, 1000, "second")]
+    sources: list[TokenSource] = [Row(300), Row(120, 1000, "second")]
     expected = steps_of(Shape(), sources, 3, [2, 1])
     for shape in [*shapes_of(4), Shape(z=3), Shape(z=2, data=2, order=("data", "z", "y", "x"))]:
         for micro_steps in (1, 2):
@@ -106,7 +103,7 @@ def test_a_rank_reads_its_own_rows_alone() -> None:
 @pytest.mark.parametrize("consumed", [0, 1, 5])
 def test_resuming_equals_going_on(consumed: int) -> None:
     """Also with other rows than before, and after a loader has gone somewhere else."""
-    sources: list[Source] = [Row(50), Row(120, 1000, "second")]
+    sources: list[TokenSource] = [Row(50), Row(120, 1000, "second")]
     with loader(sources, weights=[2, 1]) as batches:
         for _ in range(consumed):
             batches.next()
@@ -132,7 +129,7 @@ def test_a_refused_position_changes_nothing() -> None:
 
 def test_held_out_windows_are_never_trained_on() -> None:
     """20 windows of which a quarter is held out, and 3 of which at least one is: 6 rows, in batches of 4."""
-    sources: list[Source] = [Row(20 * SEQ + 1), Row(3 * SEQ, 1000, "second")]
+    sources: list[TokenSource] = [Row(20 * SEQ + 1), Row(3 * SEQ, 1000, "second")]
     trained = set(torch.stack(steps_of(Shape(), sources, 4, held_out=0.25))[:, 1].flatten().tolist())
     assert trained == {*range(1, 15 * SEQ + 1), *range(1001, 1000 + 2 * SEQ + 1)}
     for shape in (Shape(), Shape(x=2, z=2), Shape(z=2, data=2)):
@@ -189,11 +186,11 @@ def test_without_documents_text_runs_on(three: TokenFile) -> None:
 
 def test_sources_that_do_not_fit_the_model_are_refused(three: TokenFile, tmp_path: Path) -> None:
     (tmp_path / "raw.bin").write_bytes(struct.pack("<9H", 1, 2, 3, 4, 5, 6, 77, 8, 9))
-    raw, ending = NanoGPT(tmp_path / "raw.bin"), NanoGPT(tmp_path / "raw.bin", eod=50)
+    raw, ending = NanoGPTFile(tmp_path / "raw.bin"), NanoGPTFile(tmp_path / "raw.bin", eod=50)
     for source, options, message in (
         (three, {"vocab": 9}, r"three.tokens has ids 0 to 9, but the model has vocab=9; .* with vocab=10 or more"),
         (raw, {"documents": True}, r"raw.bin does not say where documents start; .*eod="),
-        (ending, {"vocab": 50}, r"eod=50 of the source raw.bin is no id of a model with vocab=50"),
+        (ending, {"vocab": 50}, r"raw.bin has eod=50, but the ids of a model with vocab=50 are 0 to 49"),
         (raw, {"seq": 8, "held_out": 0.5}, r"raw.bin of 9 tokens is too short"),
         (raw, {"micro_steps": 0}, "micro_steps=0"),
         (raw, {"micro_steps": 5}, r"24 rows cannot be cut over data\*z\*micro_steps = 1\*1\*5"),
@@ -224,7 +221,7 @@ def test_the_thread_ends_with_the_loader() -> None:
 def test_unigram_entropy_by_hand(tmp_path: Path) -> None:
     """Half of the trained tokens are 1, a quarter each 2 and 3; the last 8 of 16 are held out or not asked for."""
     (tmp_path / "a.bin").write_bytes(struct.pack("<16H", *[1, 1, 2, 3] * 2, *[5] * 8))
-    source = NanoGPT(tmp_path / "a.bin")
+    source = NanoGPTFile(tmp_path / "a.bin")
     expected = 1.5 * math.log(2)
     assert unigram_entropy(source, 10, most=8) == pytest.approx(expected)
     assert unigram_entropy(source, 10, held_out=0.54) == pytest.approx(expected)

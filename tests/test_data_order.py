@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from fourfold.data.order import Order, Part, Permutation, part_of
+from fourfold.axes import AXES
+from fourfold.data.order import Permutation, SampleOrder, SourceWindows, cut_windows
 from fourfold.data.rows import rows_of
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.grid import Shape, shapes_of
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 16, 17, 63, 64, 65, 97, 256, 257, 1009])
@@ -38,14 +39,14 @@ def test_permutation_of_more_than_fits_into_memory() -> None:
     found = [order(place) for place in range(1000)]
     assert len(set(found)) == 1000 and 10**14 < max(found) < 10**15 + 7
     for place in (-1, 10**15 + 7):
-        with pytest.raises(IndexError, match="of a permutation of 1000000000000007 numbers"):
+        with pytest.raises(IndexError, match="outside of a permutation of 1000000000000007 numbers"):
             order(place)
-    with pytest.raises(ValueError, match="permutation of 0 numbers"):
+    with pytest.raises(ValueError, match="cannot permute 0 numbers"):
         Permutation(0, 1)
 
 
-def parts(*windows: int) -> list[Part]:
-    return [part_of(f"source-{number}", count * 4 + 1, 4) for number, count in enumerate(windows)]
+def parts(*windows: int) -> list[SourceWindows]:
+    return [cut_windows(f"source-{number}", count * 4 + 1, 4) for number, count in enumerate(windows)]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def parts(*windows: int) -> list[Part]:
     ],
 )
 def test_no_source_is_a_sample_away_from_its_share(weights: list[float]) -> None:
-    order = Order(parts(*[10] * len(weights)), weights, 0)
+    order = SampleOrder(parts(*[10] * len(weights)), weights, 0)
     shares = [Fraction(str(weight)) / sum(Fraction(str(other)) for other in weights) for weight in weights]
     for count in range(1, 1001):
         order.take(1)
@@ -70,38 +71,40 @@ def test_no_source_is_a_sample_away_from_its_share(weights: list[float]) -> None
 
 
 def test_an_epoch_visits_each_window_once_in_an_order_of_its_own() -> None:
-    def windows(order: Order, source: int, epoch: int) -> list[int]:
+    def windows(order: SampleOrder, source: int, epoch: int) -> list[int]:
         return [order.window(source, epoch * 40 + place) for place in range(40)]
 
-    orders = [Order(parts(40, 40), None, seed) for seed in (0, 1)]
+    orders = [SampleOrder(parts(40, 40), None, seed) for seed in (0, 1)]
     found = [windows(order, source, epoch) for order in orders for source in (0, 1) for epoch in (0, 1, 2)]
     assert all(sorted(one) == list(range(40)) for one in found)
     assert len({tuple(one) for one in found}) == len(found)
-    assert windows(Order(parts(40, 9), [5, 1], 1), 0, 2) == windows(orders[1], 0, 2)  # whatever the others are
+    assert windows(SampleOrder(parts(40, 9), [5, 1], 1), 0, 2) == windows(orders[1], 0, 2)  # whatever the others are
 
 
 def test_windows_and_held_out_part_by_hand() -> None:
-    assert part_of("a", 2, 8) == Part("a", 2, 8, windows=1, train=1)
-    assert part_of("a", 9, 8) == Part("a", 9, 8, windows=1, train=1)  # 8 inputs and the last target
-    assert part_of("a", 10, 8) == Part("a", 10, 8, windows=2, train=2)
-    assert part_of("a", 801, 8, 0.29) == Part("a", 801, 8, windows=100, train=71)  # 0.29 * 100 is below 29 in floats
-    assert part_of("a", 81, 8, 0.001) == Part("a", 81, 8, windows=10, train=9)
-    assert part_of("a", 81, 8, 0.999) == Part("a", 81, 8, windows=10, train=1)
-    assert part_of("a", 10, 8, 0.5).train == 1
+    assert cut_windows("a", 2, 8) == SourceWindows("a", 2, 8, windows=1, train=1)
+    assert cut_windows("a", 9, 8) == SourceWindows("a", 9, 8, windows=1, train=1)  # 8 inputs and the last target
+    assert cut_windows("a", 10, 8) == SourceWindows("a", 10, 8, windows=2, train=2)
+    assert cut_windows("a", 801, 8, 0.29) == SourceWindows(
+        "a", 801, 8, windows=100, train=71
+    )  # 0.29 * 100 is below 29 in floats
+    assert cut_windows("a", 81, 8, 0.001) == SourceWindows("a", 81, 8, windows=10, train=9)
+    assert cut_windows("a", 81, 8, 0.999) == SourceWindows("a", 81, 8, windows=10, train=1)
+    assert cut_windows("a", 10, 8, 0.5).train == 1
     for tokens, held_out, needed in ((0, 0, 2), (1, 0, 2), (9, 0.1, 10)):
         with pytest.raises(ValueError, match=f"source a of {tokens} tokens is too short: .* need {needed} tokens"):
-            part_of("a", tokens, 8, held_out)
+            cut_windows("a", tokens, 8, held_out)
     for seq, held_out in ((0, 0.1), (8, 1.0), (8, -0.1)):
         with pytest.raises(ValueError, match=f"seq={seq} must be .* held_out={held_out}"):
-            part_of("a", 100, seq, held_out)
+            cut_windows("a", 100, seq, held_out)
 
 
 def test_order_goes_on_from_a_stored_position() -> None:
-    order = Order(parts(7, 11, 3), [3, 2, 1], 5)
+    order = SampleOrder(parts(7, 11, 3), [3, 2, 1], 5)
     order.take(100)
     stored = json.loads(json.dumps(order.state()))
     expected = order.take(50)
-    fresh = Order(parts(7, 11, 3), [0.3, 0.2, 0.1], 5)  # the same shares
+    fresh = SampleOrder(parts(7, 11, 3), [0.3, 0.2, 0.1], 5)  # the same shares
     fresh.restore(stored)
     assert fresh.take(50) == expected
     assert fresh.state() == order.state()
@@ -114,21 +117,21 @@ def test_order_goes_on_from_a_stored_position() -> None:
         (parts(7, 12), None, 5, "tokens of source 1 was 45, is 49; trained windows of source 1 was 11, is 12;"),
         (parts(7), None, 5, "there were 2 sources, now 1;"),
         (parts(7, 11), [1, 2], 5, r"weights were \[1, 1\], are \[1, 2\];"),
-        ([part_of("other", 29, 4), parts(7, 11)[1]], None, 5, "name of source 0 was source-0, is other;"),
-        ([part_of("source-0", 29, 2), part_of("source-1", 45, 2)], None, 5, "seq was 4, is 2;"),
-        ([parts(7)[0], part_of("source-1", 45, 4, 0.1)], None, 5, "trained windows of source 1 was 11, is 10;"),
+        ([cut_windows("other", 29, 4), parts(7, 11)[1]], None, 5, "name of source 0 was source-0, is other;"),
+        ([cut_windows("source-0", 29, 2), cut_windows("source-1", 45, 2)], None, 5, "seq was 4, is 2;"),
+        ([parts(7)[0], cut_windows("source-1", 45, 4, 0.1)], None, 5, "trained windows of source 1 was 11, is 10;"),
     ],
 )
-def test_position_of_other_data_is_refused(sources: list[Part], weights: Any, seed: int, message: str) -> None:
-    state = Order(parts(7, 11), None, 5).state()
-    with pytest.raises(ValueError, match=f"differs from that of the saved position: .*{message}.* start a new run"):
-        Order(sources, weights, seed).restore(state)
+def test_position_of_other_data_is_refused(sources: list[SourceWindows], weights: Any, seed: int, message: str) -> None:
+    state = SampleOrder(parts(7, 11), None, 5).state()
+    with pytest.raises(ValueError, match=f"differs from the data of the saved position: .*{message}.* start a new run"):
+        SampleOrder(sources, weights, seed).restore(state)
 
 
 def test_what_is_no_position_is_refused() -> None:
-    order = Order(parts(7, 11), None, 5)
+    order = SampleOrder(parts(7, 11), None, 5)
     for state in ({}, {"sample": 1}, None):
-        with pytest.raises(ValueError, match="no position in data"):
+        with pytest.raises(ValueError, match="not a saved position in the data"):
             order.restore(state)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[1, 0\] samples of each source do not add up to 0"):
         order.restore({**order.state(), "given": [1, 0]})
@@ -137,15 +140,15 @@ def test_what_is_no_position_is_refused() -> None:
 def test_weights_that_mean_nothing_are_refused() -> None:
     for weights, message in (
         ([1], "1 weights for 2 sources"),
-        ([1, 0], "0 is not above 0"),
-        ([1, -2], "-2 is not above 0"),
-        ([1, float("nan")], "nan is not above 0"),
-        ([1, float("inf")], "inf is not above 0"),
+        ([1, 0], "0 is not a finite number above 0"),
+        ([1, -2], "-2 is not a finite number above 0"),
+        ([1, float("nan")], "nan is not a finite number above 0"),
+        ([1, float("inf")], "inf is not a finite number above 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            Order(parts(3, 3), weights, 0)
+            SampleOrder(parts(3, 3), weights, 0)
     with pytest.raises(ValueError, match="no source"):
-        Order([], None, 0)
+        SampleOrder([], None, 0)
 
 
 @pytest.mark.parametrize("order", [AXES, ("data", "z", "y", "x")], ids=str)

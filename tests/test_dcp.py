@@ -24,11 +24,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import fourfold as ff
 from fourfold.checkpoint import dcp as module
 from fourfold.checkpoint.dcp import from_dcp, to_dcp
-from fourfold.checkpoint.load import load_training
-from fourfold.checkpoint.record import read_record
-from fourfold.checkpoint.save import Saver
-from fourfold.checkpoint.weights import load_weights, save_weights
-from fourfold.checkpoint.whole import read_whole, write_whole
+from fourfold.checkpoint.format import read_record
+from fourfold.checkpoint.load import load_training, load_weights, read_full_tensor
+from fourfold.checkpoint.save import Saver, save_weights, write_full_tensors
 from fourfold.grid import Shape
 from fourfold.optim import AdamW
 from harness import DEVICE, grid_of
@@ -39,7 +37,7 @@ STATE = {"step": 4, "config": {"model": {"name": "gpt-tiny"}}, "data": [1, 2.5, 
 
 def write(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any] = STATE) -> Path:
     layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_whole(folder, layout, tensors.values(), state)
+    write_full_tensors(folder, layout, tensors.values(), state)
     return folder
 
 
@@ -58,7 +56,7 @@ def torch_load(state_dict: dict[str, Any], folder: Path) -> None:
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     record = read_record(folder)
-    return {name: read_whole(folder, record, name) for name in record.tensors}
+    return {name: read_full_tensor(folder, record, name) for name in record.tensors}
 
 
 def entries(folder: Path) -> list[str]:
@@ -187,13 +185,13 @@ class Watched:
 
 def test_both_ways_hold_a_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = write(tmp_path / "one", {f"model/{index}": torch.randn(64, 64) for index in range(12)})
-    for name in ("read_whole", "_loaded"):
+    for name in ("read_full_tensor", "_torch_load"):
         monkeypatch.setattr(module, name, Watched(getattr(module, name)))
     to_dcp(one, tmp_path / "dcp")
     from_dcp(tmp_path / "dcp", tmp_path / "two")
     # the one that is written, and the one before it until its name is bound again
-    assert 1 <= module.read_whole.most <= 2
-    assert 1 <= module._loaded.most <= 2
+    assert 1 <= module.read_full_tensor.most <= 2
+    assert 1 <= module._torch_load.most <= 2
 
 
 # What others wrote
@@ -319,8 +317,8 @@ def spans(**fields: Any) -> Callable[[Metadata], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (spans(relative_path="../secret"), "'../secret' is no name of a file in the folder"),
-        (spans(relative_path="/etc/passwd"), "'/etc/passwd' is no name of a file in the folder"),
+        (spans(relative_path="../secret"), "'../secret' is not the name of a file in the folder"),
+        (spans(relative_path="/etc/passwd"), "'/etc/passwd' is not the name of a file in the folder"),
         (spans(relative_path="gone.distcp"), r"gone\.distcp is missing"),
         (spans(offset=-1), "are no lengths"),
         (spans(length=10**9), r"__0_0\.distcp is cut short"),
@@ -354,7 +352,7 @@ def test_what_is_no_folder_of_torch_is_named(tmp_path: Path) -> None:
         (folder / name).touch()
         with pytest.raises(FileNotFoundError, match=said):
             from_dcp(folder, tmp_path / "one")
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
         from_dcp(tmp_path / "nowhere", tmp_path / "one")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fourfold import cli
-from fourfold.train import demo
+from fourfold.commands import demo
 from fourfold.train.config import read_config
 
 OUT = "the tour"
@@ -56,7 +56,7 @@ def test_what_is_shown_is_what_runs_in_order(options: list[str], ran: list, caps
         "1 of 5: Plan",
         "2 of 5: Train",
         "3 of 5: Report",
-        "4 of 5: Go on, on another grid",
+        "4 of 5: Resume on another grid",
         "5 of 5: Export, and let it write",
     ]
     for command in ran:
@@ -98,7 +98,7 @@ def test_a_command_that_fails_ends_the_tour(
     assert [command[0] for command in shown(said.out)] == ["plan", "train", "report"]
     assert "What next" not in said.out
     assert said.err.splitlines()[-2:] == [
-        f"fourfold: the tour stops: exit code {left}; try it by hand:",
+        f"fourfold: the tour stops: exit code {left}; run the command yourself:",
         f"  fourfold report '{OUT}/run'",
     ]
 
@@ -115,7 +115,7 @@ def test_an_interrupt_ends_it_quietly(
     replace(monkeypatch, interrupted)
     assert cli.main(["demo", "--out", OUT]) == 130
     said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == f"The tour ends here. {OUT} keeps what was made."
+    assert said.out.splitlines()[-1] == f"The tour ends here. Its files are in {OUT}."
     assert said.err == ""
 
 
@@ -161,7 +161,7 @@ def test_it_pauses_before_every_step_but_the_first(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert cli.main(["demo", "--out", "two", "--pause"]) == 0
     assert asked == [1, 2, 3, 4]
-    assert "--pause: standard input is no terminal" in capsys.readouterr().err
+    assert "--pause needs a terminal" in capsys.readouterr().err
 
 
 def test_end_of_input_ends_it_too(
@@ -174,7 +174,7 @@ def test_end_of_input_ends_it_too(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert cli.main(["demo", "--out", OUT, "--pause"]) == 130
     assert [command[0] for command in ran] == ["plan"]
-    assert "keeps what was made" in capsys.readouterr().out
+    assert "Its files are in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_neither_a_folder_with_something_in_it_nor_a_job(
     assert cli.main(["demo", "--out", OUT]) == 0  # an empty one will do
     ran.clear()
     assert cli.main(["demo", "--out", OUT]) == 1
-    assert f"{OUT} is there already; give --out a folder" in capsys.readouterr().err
+    assert f"{OUT} already exists; give --out a new" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="outside of torchrun"):
         demo.check(Path("other"))

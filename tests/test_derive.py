@@ -12,12 +12,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._ops import utils
 
 import fourfold as ff
-from fourfold import derive
-from fourfold.arriving import local_of
+from fourfold import dtensor_strategies
 from fourfold.grid import Grid, Shape
-from fourfold.layout import EXPAND_WEIGHT, FEATURES, WHOLE, Cut, Spec, Storage
+from fourfold.layout import EXPAND_WEIGHT, RESIDUAL_VECTOR, WHOLE, Layout, Spec
 from fourfold.nn.layer import shard_parameter
-from fourfold.parallelize import whole_tensors
+from fourfold.params import local_of
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from strange import NanoGPT, tokens
 
@@ -32,14 +32,14 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def try_operations(storage: Storage, other: Storage, names: list[str]) -> list[Any]:
+def try_operations(storage: Layout, other: Layout, names: list[str]) -> list[Any]:
     """How the results lie, and their numbers, on a mesh for which torch has derived nothing yet."""
     grid = Grid.alone("cpu")
     shape = (4, 4) if storage == EXPAND_WEIGHT else (4,)
 
-    def laid(storage: Storage, first: float) -> Tensor:
+    def laid(storage: Layout, first: float) -> Tensor:
         numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + first
-        return shard_parameter(numbers, Spec(shape, storage, Cut((), ())), grid).detach()
+        return shard_parameter(numbers, Spec(shape, storage, Layout()), grid).detach()
 
     found: list[Any] = []
     for name in names:
@@ -50,25 +50,29 @@ def try_operations(storage: Storage, other: Storage, names: list[str]) -> list[A
 
 @pytest.mark.parametrize(
     ("storage", "other", "names"),
-    [(FEATURES, FEATURES, list(OPERATIONS)), (FEATURES, WHOLE, ["add_"]), (EXPAND_WEIGHT, EXPAND_WEIGHT, ["lerp"])],
+    [
+        (RESIDUAL_VECTOR, RESIDUAL_VECTOR, list(OPERATIONS)),
+        (RESIDUAL_VECTOR, WHOLE, ["add_"]),
+        (EXPAND_WEIGHT, EXPAND_WEIGHT, ["lerp"]),
+    ],
     ids=["alike", "laid differently", "of two dims"],
 )
-def test_layouts_are_those_that_torch_derives(monkeypatch, storage: Storage, other: Storage, names: list[str]) -> None:
+def test_layouts_are_those_that_torch_derives(monkeypatch, storage: Layout, other: Layout, names: list[str]) -> None:
     quick = try_operations(storage, other, names)
-    quickly = getattr(utils, derive.NAME)
-    monkeypatch.setattr(utils, derive.NAME, quickly.__wrapped__)
+    quickly = getattr(utils, dtensor_strategies.NAME)
+    monkeypatch.setattr(utils, dtensor_strategies.NAME, quickly.__wrapped__)
     assert quick == try_operations(storage, other, names)
 
 
 def test_few_combinations_are_built(monkeypatch) -> None:
-    derive.derive_quickly()
-    torchs, built = getattr(utils, derive.NAME).__wrapped__, []
+    dtensor_strategies.speed_up_strategies()
+    torchs, built = getattr(utils, dtensor_strategies.NAME).__wrapped__, []
 
     def counting(mesh: Any, op_schema: Any, strategies: Any, **options: Any) -> Any:
         built.append(len(strategies) ** mesh.ndim)
         return torchs(mesh, op_schema, strategies, **options)
 
-    monkeypatch.setattr(utils, derive.NAME, derive._first_what_moves_nothing(counting))
+    monkeypatch.setattr(utils, dtensor_strategies.NAME, dtensor_strategies._first_what_moves_nothing(counting))
     try_operations(EXPAND_WEIGHT, EXPAND_WEIGHT, ["add_", "mul_", "addcdiv_", "foreach"])
     assert max(built) <= 3**4, built  # each dim of the mesh does what one of its three layouts says
 
@@ -76,11 +80,11 @@ def test_few_combinations_are_built(monkeypatch) -> None:
 def test_meshes_of_others_are_left_to_torch(monkeypatch) -> None:
     grid = Grid.alone("cpu")
     given: list[Any] = []
-    quick = derive._first_what_moves_nothing(lambda *args: given.append(args[2]))
-    spec = shard_parameter(torch.zeros(4), Spec((4,), FEATURES, Cut((), ())), grid)._spec
+    quick = dtensor_strategies._first_what_moves_nothing(lambda *args: given.append(args[2]))
+    spec = shard_parameter(torch.zeros(4), Spec((4,), RESIDUAL_VECTOR, Layout()), grid)._spec
     schema = OneOperand(spec)
     everything = [[Shard(0), Shard(0)], [Replicate(), Replicate()]]
-    monkeypatch.delattr(grid.mesh, derive.GRID)
+    monkeypatch.delattr(grid.mesh, dtensor_strategies.GRID)
     quick(grid.mesh, schema, everything)
     assert given == [everything]
 

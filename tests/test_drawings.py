@@ -14,7 +14,7 @@ DRAWN: dict[str, str] = dict(runpy.run_path(str(FOLDER / "draw.py"))["drawings"]
 
 
 def test_the_folder_holds_what_the_script_draws() -> None:
-    measured = set(FOLDER.glob("trace-*.svg"))  # by benchmarks/timeline.py
+    measured = set(FOLDER.glob("trace-*.svg"))  # by benchmarks/speed/timeline.py
     assert {path.name for path in set(FOLDER.glob("*.svg")) - measured} == set(DRAWN)
     for name, text in DRAWN.items():
         assert (FOLDER / name).read_text(encoding="utf-8") == text, f"{name} is old: python docs/drawings/draw.py"

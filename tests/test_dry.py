@@ -12,8 +12,8 @@ import pytest
 import dry
 import fourfold as ff
 from dry import BF16, CASES, GPT, Case
+from fourfold.engine import Overlap
 from fourfold.grid import Shape
-from fourfold.overlap import Overlap
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp
 from fourfold.planner.trace import DryRun
 from fourfold.planner.transformer import flops_per_token
@@ -31,7 +31,7 @@ def test_dry_run_equals_closed_form(alone, case: Case) -> None:
 def test_flops_are_those_of_the_closed_form(alone, recompute: Any) -> None:
     """The ranks that share a place's tokens share its products, whose sizes divide here."""
     shape = Shape(4, 2, 8, 3)
-    case = Case(shape, ff.Policy(compute=BF16, recompute=recompute), micro_steps=2, rows=2, seq=512)
+    case = Case(shape, ff.Policy(compute_dtype=BF16, recompute=recompute), micro_steps=2, rows=2, seq=512)
     program = alone(dry.run, case).program
     found = sum(work.flops for work in program if isinstance(work, MatmulOp | AttentionOp))
     tokens = case.micro_steps * case.rows * case.seq
@@ -50,7 +50,7 @@ def test_products_are_labelled_and_shaped_as_the_equations(alone) -> None:
 
 
 def test_kept_bytes_are_those_of_a_forward_pass_alone(alone) -> None:
-    case = Case(Shape(x=2, data=2), ff.Policy(compute=BF16, recompute="attention"), seq=256)
+    case = Case(Shape(x=2, data=2), ff.Policy(compute_dtype=BF16, recompute="attention"), seq=256)
     assert alone(dry.run, case).kept_bytes == alone(dry.kept, case)
 
 
@@ -80,7 +80,7 @@ def flights(program: list[Any]) -> list[tuple[LaunchOp, int, int]]:
 @pytest.fixture(scope="module")
 def steady(alone) -> DryRun:
     """With a small table: weights ahead of use are at most twice the largest message, and two blocks are no more."""
-    policy = ff.Policy(compute=BF16, shard_optimizer=True)
+    policy = ff.Policy(compute_dtype=BF16, shard_optimizer=True)
     return alone(dry.run, Case(Shape(2, 1, 4, 2), policy, config=STEADY, optimizer=True, rows=4))
 
 
@@ -144,7 +144,7 @@ def test_a_plain_module_is_refused(alone, name: str, shape: Shape) -> None:
 
 def test_functions_that_build_no_model_on_meta_are_refused(alone) -> None:
     for name, why in (
-        ("with_memory", "weight lies on cpu"),
+        ("with_memory", "weight is on cpu"),
         ("no_module", "returned int; it must return an nn.Module"),
     ):
         with pytest.raises((TypeError, ValueError), match=why):
@@ -169,7 +169,7 @@ def test_sizes_and_ranks_that_are_not_there_are_refused(alone) -> None:
 def test_layers_take_little_time_each(alone) -> None:
     """soak_dry.py runs all 192 of them. A rank of 16,384 draws no number and holds no weight."""
     config = ff.models.config("gpt-640b", layers=4)
-    policy = ff.Policy(compute=BF16, recompute="block")
+    policy = ff.Policy(compute_dtype=BF16, recompute="block")
     began = time.perf_counter()
     found = alone(dry.run, Case(Shape(16, 1, 64, 16), policy, config=config, rows=4, seq=2048))
     assert len(found.records) > 4 * 40

@@ -161,7 +161,7 @@ def test_a_model_that_does_not_divide_is_refused_with_a_way_out(case) -> None:
     message = str(error.value)
     name = what.split("=")[0]
     assert message.startswith(f"{what} is not divisible by {axes} on the grid {shape} ")
-    assert message.endswith(f"; or take a model with {name}={multiple}")
+    assert message.endswith(f"; or build a model with {name}={multiple}")
     offered = message.split("ranks that fit: ")[1].split("; ")
     assert set(fits) <= set(offered)
     assert not set(misfits) & set(offered)
@@ -266,9 +266,9 @@ def with_id(value: int) -> torch.Tensor:
         (IDS[0], IDS[0], "tokens has shape (8,); it must be [rows, seq]"),
         (IDS[None], IDS[None], "tokens has shape (1, 2, 8); it must be [rows, seq]"),
         (IDS, IDS[:, :7], "targets (2, 7) and tokens (2, 8) differ in shape"),
-        (IDS[:0], IDS[:0], "tokens has shape (0, 8); it must be [rows, seq], at least one of each"),
-        (IDS[:, :0], None, "tokens has shape (2, 0); it must be [rows, seq], at least one of each"),
-        (IDS.repeat(1, 2), None, "a sequence of 16 tokens is longer than the 8 learned positions; cut it or build"),
+        (IDS[:0], IDS[:0], "tokens has shape (0, 8); it must be [rows, seq] with at least one of each"),
+        (IDS[:, :0], None, "tokens has shape (2, 0); it must be [rows, seq] with at least one of each"),
+        (IDS.repeat(1, 2), None, "a sequence of 16 tokens is longer than the 8 learned positions; shorten it or build"),
     ],
 )
 def test_a_model_refuses_a_bad_batch(tiny_model, tokens, targets, message: str) -> None:
@@ -334,7 +334,7 @@ def test_every_rank_hears_of_a_bad_batch_at_one_place(ranks) -> None:
     for rank in (2, 3):
         assert all(rule in message for rule, message in zip(expected, found[rank], strict=True)), found[rank]
     for rank in (0, 1):
-        assert all("another (data, z) place" in message for message in found[rank])
+        assert all("another place" in message for message in found[rank])
 
 
 def read_other_rows(**policy: bool) -> list[str]:
@@ -357,7 +357,7 @@ def test_ranks_of_one_place_must_read_the_same_rows(ranks) -> None:
 def test_mixed_precision_is_a_policy() -> None:
     model = ff.models.build("gpt-tiny", Grid.alone("cpu"))
     tokens = torch.arange(8).view(1, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="Policy\\(compute="):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="Policy\\(compute_dtype="):
         model(tokens, tokens)
     with pytest.raises(ValueError, match="parameter of a Fourfold module"):
         plain = torch.nn.Linear(2, 2)

@@ -130,7 +130,7 @@ def test_compare_grids_prints_its_table_without_plotly(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     told = example("compare_grids")
-    told.show({"z=4": told.Found([3.0, 2.0], 0.5, {"z": 1e6})}, tmp_path / "grids.html")
+    told.show({"z=4": told.GridResult([3.0, 2.0], 0.5, {"z": 1e6})}, tmp_path / "grids.html")
     table, missing = capsys.readouterr().out.splitlines()[1:]
     assert table.split() == ["z=4", "2.000000", "0.0e+00", "0.5000", "z", "1.00"]
     assert "fourfold[report]" in missing
@@ -143,7 +143,7 @@ def test_plan_a_cluster_says_what_a_wider_network_gives(capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert [row.choice.shape.world for row in now.ranked[:3]] == [32] * 3
     assert then.best.seconds < now.best.seconds
-    assert f"{now.best.seconds / then.best.seconds - 1:.1%} more tokens a second" in said
+    assert f"{now.best.seconds / then.best.seconds - 1:.1%} more tokens per second" in said
     for plan in (now, then):
         for row in plan.ranked[:3]:
             assert re.search(rf"^{row.choice.shape} +{row.seconds:.2f} ", said, re.MULTILINE)

@@ -22,10 +22,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import fourfold as ff
 from families import FAMILIES, Case, batch, build, generate
-from fourfold.arriving import local_of
-from fourfold.grid import AXES, Shape
-from fourfold.layout import Policy
-from fourfold.parallelize import whole_tensors
+from fourfold.axes import AXES
+from fourfold.grid import Shape
+from fourfold.params import local_of
+from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from share import share

@@ -11,12 +11,11 @@ import torch
 from torch.distributed import checkpoint
 
 import fourfold as ff
-from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
-from harness import grid_of
+from fourfold.params import local_of
+from fourfold.policy import Policy
+from harness import grid_of, join_shards
 from parity import rotating_cases
 
 
@@ -66,6 +65,8 @@ def test_no_function_swallows_misspelt_options() -> None:
     for function in (ff.Grid, ff.models.build, ff.Policy, ff.compare_serial, ff.clip_grad_norm_, ff.local_rows):
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         assert inspect.Parameter.VAR_KEYWORD not in kinds, function
+    with pytest.raises(TypeError, match=r"a grid has the axes x, y, z, data, each given once; got .*'xx': 2"):
+        Shape(xx=2)
     with pytest.raises(TypeError, match="activation"):
         ff.Policy(activation="sharded")
     with pytest.raises(ValueError, match=r"'head' \(did you mean 'heads'\?\)"):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+sys.path.append(str(Path(__file__).parent.parent))
+
 import fourfold as ff
-from fourfold.models import Config
+from benchmarks.speed.plain_models import Transformer
 from fourfold.planner.transformer import Flops, flops_per_token
 
 
@@ -42,16 +43,6 @@ def test_recompute_adds_the_forward_of_what_is_forgotten(name: str) -> None:
     assert attention.hardware - none.hardware == (flops_per_token(config, 128).model - none.model) / 3
 
 
-def plain_model(config: Config) -> Any:
-    path = Path(__file__).parent.parent / "benchmarks" / "plain.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_plain", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Transformer(config)
-
-
 WIDE = dict(heads=6, kv_heads=2, head_dim=16)  # heads * head_dim is not hidden
 
 
@@ -61,7 +52,7 @@ def test_equals_what_torch_counts(name: str, changes: dict[str, int]) -> None:
     products (MATH), for a fused kernel's backward computes scores again, which neither MFU nor HFU counts."""
     config = ff.models.config(name, **changes)
     rows, seq = 3, 32
-    model, tokens = plain_model(config), torch.zeros(rows, seq, dtype=torch.long)
+    model, tokens = Transformer(config), torch.zeros(rows, seq, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     masked = 3 * config.layers * 2 * seq * config.heads * config.head_dim

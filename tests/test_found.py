@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import whole_tensors
+from fourfold.wrap import whole_tensors
 from harness import grid_of, what_is_said
 
 TOLERANCE = 1e-9

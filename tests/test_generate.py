@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.arriving import local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.models.generate import NO_CHOICE, Sampling, generate
+from fourfold.params import local_of
+from fourfold.policy import Policy
 from harness import DEVICE, grid_of
 from share import share
 
@@ -24,7 +24,7 @@ PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [2, 7], [31, 41, 5]]
 """Some reach the longest context, one begins past it; five divide by no number of places but one."""
 
 
-def model_on(grid: Grid, config: ff.models.Config = GPT, policy: Policy = Policy()) -> ff.models.Transformer:
+def model_on(grid: Grid, config: ff.models.ModelConfig = GPT, policy: Policy = Policy()) -> ff.models.Transformer:
     """With weights so large that the likeliest token depends on the whole context."""
     model = ff.models.build(config, grid, policy=policy, dtype=torch.float64)
     with torch.no_grad():
@@ -34,12 +34,12 @@ def model_on(grid: Grid, config: ff.models.Config = GPT, policy: Policy = Policy
     return model
 
 
-def texts(shape: Shape, config: ff.models.Config, policy: Policy, options: dict[str, Any]) -> list[list[int]]:
+def texts(shape: Shape, config: ff.models.ModelConfig, policy: Policy, options: dict[str, Any]) -> list[list[int]]:
     return generate(model_on(grid_of(shape), config, policy), PROMPTS, NEW, **options)
 
 
 @functools.cache
-def texts_alone(config: ff.models.Config, **options: Any) -> list[list[int]]:
+def texts_alone(config: ff.models.ModelConfig, **options: Any) -> list[list[int]]:
     return generate(model_on(Grid.alone(DEVICE), config), PROMPTS, NEW, **options)
 
 

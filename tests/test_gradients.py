@@ -11,10 +11,9 @@ import torch
 from torch.distributed.tensor import Partial
 
 import fourfold as ff
-from fourfold.arriving import local_of
-from fourfold.buckets import fill_buckets
-from fourfold.gradients import grad_norm
+from fourfold.gradients import fill_buckets, grad_norm
 from fourfold.grid import Shape
+from fourfold.params import local_of
 from harness import RankFailed, grid_of
 
 GRID = Shape(x=2, data=2)
@@ -110,6 +109,86 @@ def unusual_uses() -> dict[str, float]:
 def test_copies_failures_and_scaled_losses(ranks) -> None:
     for found in ranks(4).run(unusual_uses):
         assert {use: ratio for use, ratio in found.items() if abs(ratio - 1) > 1e-12} == {}
+
+
+class Counted:
+    """A model whose gradients are many buckets, and how often they are summed and when."""
+
+    def __init__(self, **options: object) -> None:
+        self.grid = grid_of(Shape(data=2))
+        policy = ff.Policy(bucket_bytes=4 << 10, **options)  # type: ignore[arg-type]
+        self.model = ff.models.build(CONFIG, self.grid, policy=policy, dtype=torch.float64)
+        self.tokens = ff.local_rows(torch.arange(32).view(4, 8), self.grid)
+        self.buckets = len(self.model.gradients.buckets())
+
+    def loss(self) -> torch.Tensor:
+        return self.model(self.tokens, self.tokens)
+
+    def sums(self, act) -> tuple[bool, bool]:
+        """Whether every bucket was summed once, and whether some were launched before the last product."""
+        with self.grid.ledger.events() as events:
+            act()
+        launches = [i for i, event in enumerate(events) if event.kind == "launch" and "gradients" in event.what.label]
+        last = max(i for i, event in enumerate(events) if event.kind == "product")
+        return len(launches) == self.buckets, any(i < last for i in launches)
+
+
+def count_uses() -> dict[str, tuple[bool, bool]]:
+    found = {}
+    counted = Counted()
+    found["the first pass of all"] = counted.sums(lambda: counted.loss().backward())
+    kept = counted.loss()
+    kept.detach_()
+    counted.loss()
+    found["passes were discarded"] = counted.sums(lambda: counted.loss().backward())
+
+    def several_in_flight() -> None:
+        counted.model.gradients.begin_step(3)
+        losses = [counted.loss() for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+
+    found["three passes in flight"] = counted.sums(several_in_flight)
+    found["after them"] = counted.sums(lambda: counted.loss().backward())
+    weight = counted.model.layers[0].mlp.up.weight
+    found["a penalty beside the layer"] = counted.sums(lambda: (counted.loss() + weight.square().sum()).backward())
+    loss = counted.loss()
+    loss.backward(retain_graph=True)
+    found["a retained graph again"] = counted.sums(lambda: loss.backward())
+    recomputed = Counted(recompute="block")
+    found["blocks run again"] = recomputed.sums(lambda: recomputed.loss().backward())
+    one, other = counted.loss(), counted.loss()
+    found["the first of two losses"] = counted.sums(lambda: one.backward())
+    found["the second of two losses"] = counted.sums(lambda: other.backward())
+    return found
+
+
+def test_buckets_are_launched_when_no_gradient_is_to_come(ranks) -> None:
+    """Once each, and before backward ends unless a pass that is alive, or one that nobody counted, may give more."""
+    waits = {"a retained graph again", "the first of two losses"}
+    for found in ranks(2).run(count_uses):
+        assert found == {case: (True, case not in waits) for case in found}
+
+
+def in_flight_together() -> float:
+    """The largest difference between three passes in flight at once and one after another."""
+    model, tokens = make(Shape(x=2, data=2))
+    batches = [tokens, tokens + 1, tokens + 2]
+    with ff.accumulate(model):
+        for batch in batches[:-1]:
+            model(batch, batch).backward()
+    model(batches[-1], batches[-1]).backward()
+    expected = shards(model)
+    model.zero_grad()
+    model.gradients.begin_step(len(batches))
+    losses = [model(batch, batch) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    return max((a - b).abs().max().item() for a, b in zip(shards(model), expected, strict=True))
+
+
+def test_passes_in_flight_together_give_the_sum_of_their_gradients(ranks) -> None:
+    assert max(ranks(4).run(in_flight_together)) < 1e-14
 
 
 def clip_too_early() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,16 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from fourfold import comm
-from fourfold.grid import AXES, Grid, Shape, _fewest_cores, environment, first_node, shapes_of
-from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Policy, Spec
+from fourfold.axes import AXES
+from fourfold.checkpoint.load import load_weights
+from fourfold.checkpoint.save import save_weights
+from fourfold.environment import Environment, first_node, set_master_address
+from fourfold.grid import Grid, Shape, _fewest_cores, shapes_of
+from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Spec
+from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
+from fourfold.policy import Policy
+from harness import RankFailed, join_shards
 
 ORDERS = [
     ("x", "y", "z", "data"),
@@ -145,18 +154,35 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1"}
 )
 def test_place_comes_from_torchrun_then_slurm_else_one_rank(monkeypatch, env: dict, place: tuple) -> None:
     monkeypatch.setattr(os, "environ", dict(env))
-    assert environment() == place
+    here = Environment.read()
+    assert (here.rank, here.world, here.local_rank) == place
+
+
+@pytest.mark.parametrize(
+    ("env", "local_world"),
+    [
+        ({}, None),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, 3),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}, 4),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, 2),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, None),
+    ],
+)
+def test_the_launcher_says_how_many_ranks_a_node_has(monkeypatch, env: dict, local_world: int | None) -> None:
+    monkeypatch.setattr(os, "environ", dict(env))
+    assert Environment.read().local_world == local_world
 
 
 def test_slurm_fills_in_the_rendezvous_where_it_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(os, "environ", dict(SLURM))
-    environment()
+    set_master_address()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("gpu07", "21234")
     monkeypatch.setattr(os, "environ", {**SLURM, "SLURM_STEP_NODELIST": "gpu08"})
-    environment()
+    set_master_address()
     assert os.environ["MASTER_ADDR"] == "gpu08"
     monkeypatch.setattr(os, "environ", {**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "1"})
-    environment()
+    set_master_address()
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("here", "1")
 
 
@@ -234,3 +260,63 @@ def test_ranks_that_may_run_on_the_same_cores_share_them() -> None:
     assert _fewest_cores([shared]) == "4.0"
     assert _fewest_cores([shared, pinned]) == "2.0"
     assert _fewest_cores([shared, shared, shared, shared, pinned]) == "1.0"
+
+
+def wholes(model: torch.nn.Module, grid: Grid) -> list[torch.Tensor]:
+    specs = specs_of(model)
+    return [
+        join_shards(local_of(parameter).detach(), specs[name], grid) for name, parameter in model.named_parameters()
+    ]
+
+
+def train_in_parts(parts: list[list[int]], folder: str) -> float | None:
+    """Train one step on this rank's part of the job, save, load; return the largest difference from one process."""
+    shape = Shape(x=2)
+    grid = Grid.over_parts(shape, parts)
+    if grid is None:
+        return None
+    number = next(index for index, ranks in enumerate(parts) if torch.distributed.get_rank() in ranks)
+    tokens = torch.arange(32).view(4, 8) + number  # every part has data of its own
+
+    def step(on: Grid) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+        model = ff.models.build("gpt-tiny", on, dtype=torch.float64, seed=number)
+        optimizer = ff.optim.AdamW(model, lr=0.1)
+        loss = model(ff.local_rows(tokens, on), ff.local_rows(tokens, on))
+        loss.backward()
+        norm = ff.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return model, [loss.detach(), norm, *wholes(model, on)]
+
+    model, found = step(grid)
+    folder = f"{folder}/{number}"
+    save_weights(model, folder)
+    other = ff.models.build("gpt-tiny", grid, dtype=torch.float64, seed=99)
+    load_weights(other, folder)
+    grid.agree("the part", str(number))  # would fail if it reached beyond the part
+    _, expected = step(Grid.alone())
+    found += wholes(other, grid)
+    expected += expected[2:]
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[1, 3]]], ids=str)
+def test_a_grid_over_a_part_of_the_job_concerns_its_own_ranks_alone(ranks, tmp_path: Path, parts) -> None:
+    members = {rank for part in parts for rank in part}
+    for rank, error in enumerate(ranks(4).run(train_in_parts, parts, str(tmp_path))):
+        assert (error is not None) == (rank in members)
+        assert error is None or error < 1e-10  # law 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([[0, 1], [1, 2]], "at most once"),
+        ([[0, 9]], "at most once"),
+        ([[1, 0]], "in increasing order"),
+        ([[0, 1, 2]], "lists 2 ranks"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_on_every_rank(ranks, parts, message: str) -> None:
+    with pytest.raises(RankFailed, match=message) as failed:
+        ranks(4).run(train_in_parts, parts, "")
+    assert len(failed.value.errors) == 4

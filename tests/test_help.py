@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fourfold import cli
-from fourfold.commands import completion, keeping, parser
+from fourfold.commands import completion, options, parser
 from fourfold.models.sizes import SIZES
 
 NAMES = [
@@ -98,10 +98,10 @@ def test_every_option_has_a_help_with_its_default(path: tuple[str, ...]) -> None
 
 
 def test_kinds_of_weights_are_those_of_an_export() -> None:
-    from fourfold.train.exchange import DTYPES
+    from fourfold.commands.import_export import DTYPES
     from fourfold.train.process import INTERRUPTED
 
-    assert tuple(DTYPES) == keeping.SAVED_AS
+    assert tuple(DTYPES) == options.EXPORT_DTYPES
     assert cli.INTERRUPTED == INTERRUPTED
 
 
@@ -115,9 +115,9 @@ def test_kinds_of_weights_are_those_of_an_export() -> None:
         ("--verison", "fourfold: error: there is no option --verison (did you mean '--version'?)"),
         ("train --zzz", "fourfold train: error: there is no option --zzz\n"),
         ("train --dtype bf61", "argument --dtype: there is no 'bf61' (did you mean 'bf16'?); choose from fp32, bf16"),
-        ("train --steps ten", "argument --steps: 'ten' is no whole number; write such as 8"),
-        ("sample runs --top-p most", "argument --top-p: 'most' is no number; write such as 0.8 or 60"),
-        ("train one.toml two.toml", "fourfold train: error: there is no place for 'two.toml'"),
+        ("train --steps ten", "argument --steps: 'ten' is not a whole number; write for example 8"),
+        ("sample runs --top-p most", "argument --top-p: 'most' is not a number; write for example 0.8 or 60"),
+        ("train one.toml two.toml", "fourfold train: error: unexpected argument 'two.toml'"),
         ("plan --model gpt-80b", "required: --machine, --devices, --batch-tokens"),
         ("report", "fourfold report: error: the following arguments are required: RUN"),
     ],
@@ -143,18 +143,33 @@ def test_without_a_command_the_help_is_shown(words: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train folder", "folder is a folder; give a config, CONFIG.toml; a run goes on by --resume folder"),
-        ("train absent.toml", "there is no config absent.toml; give the path of a TOML file"),
-        ("train --set rows=3", "'rows' is no key (did you mean batch.rows?); write section.key=value, sections are "),
-        ("train --set seq=3", "'seq' is no key (did you mean model.seq or batch.seq?); write section.key=value"),
-        ("train --set batch.micro_steps=3", "batch.rows=16 cannot be cut into micro_steps=3 equal parts; take 18 rows"),
+        (
+            "train folder",
+            "folder is a folder; give a config, CONFIG.toml, or resume the run in it with --resume",
+        ),
+        ("train absent.toml", "the config absent.toml does not exist; give the path of a TOML file"),
+        (
+            "train --set rows=3",
+            "'rows' is not a key (did you mean batch.rows?); write section.key=value; the sections",
+        ),
+        ("train --set seq=3", "'seq' is not a key (did you mean model.seq or batch.seq?); write section.key=value"),
+        (
+            "train --set batch.micro_steps=3",
+            "batch.rows=16 cannot be split into micro_steps=3 equal parts; use 18",
+        ),
         ("train --steps 0", "train.steps=0 must be at least 1"),
         ("train --set 'data.sources=[{weight=1}]'", "data.sources[0].path is missing; data.sources[0] needs path"),
-        ("plan PLAN --config absent/run.toml", "--config absent/run.toml: there is no folder absent; make it first"),
-        ("plan PLAN --json absent/plan.json", "--json absent/plan.json: there is no folder absent; make it first"),
+        (
+            "plan PLAN --config absent/run.toml",
+            "--config absent/run.toml: the folder absent does not exist; make it first",
+        ),
+        (
+            "plan PLAN --json absent/plan.json",
+            "--json absent/plan.json: the folder absent does not exist; make it first",
+        ),
         (
             "plan PLAN --why x=4",
-            "that grid has 4 ranks and the plan 8 devices; give sizes whose product is 8, or other",
+            "that grid has 4 ranks, but the plan has 8 devices; give sizes with the product 8, or",
         ),
         (
             "plan PLAN --seq 9999",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import whole_tensors
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from share import share
 from strange import NanoGPT, tokens

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import fourfold as ff
-from fourfold.grid import AXES, Grid, Shape
-from fourfold.layout import Policy
-from fourfold.parallelize import ChannelNorm, Contract, Convolution, Whole, whole_tensors
-from fourfold.parallelize.swap import adapters_of
+from fourfold.axes import AXES
+from fourfold.grid import Grid, Shape
+from fourfold.policy import Policy
+from fourfold.wrap import ChannelNormParallel, ContractParallel, ConvParallel, WholeTensors, whole_tensors
+from fourfold.wrap.convert import adapters_of
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from plain_images import MobileNet, ResNet, UNet
@@ -232,7 +233,7 @@ def pass_of(model: nn.Module, grid: Grid, rows: int = 4) -> nn.Module:
 def made_whole(name: str) -> dict[tuple[str, str], int]:
     torch.manual_seed(0)
     model = pass_of(NETWORKS[name](), grid_of(Shape(x=2, y=2)))
-    return dict(adapters_of(model)[0].run.made_whole)
+    return dict(adapters_of(model)[0].context.made_whole)
 
 
 def test_convolutions_read_what_the_ones_before_them_leave(ranks) -> None:
@@ -314,7 +315,7 @@ def operations(shape: Shape) -> dict[str, tuple[float, dict]]:
         errors = [(out.cpu() - expected).abs().max().item()]
         for key, gradient in whole_tensors(model, "gradient").items():
             errors.append((gradient.cpu() - plain.get_parameter(key).grad).abs().max().item())
-        found[name] = max(errors), dict(adapters_of(model)[0].run.made_whole)
+        found[name] = max(errors), dict(adapters_of(model)[0].context.made_whole)
     return found
 
 
@@ -394,7 +395,7 @@ def test_explain_and_plan(ranks) -> None:
         "GroupNorm w[k/x,y]/z: channels over x,y w over z a norm of channels",
     ):
         assert words in text, text
-    plan = {"0": Convolution(contract=True), "1": Whole(), "2": ChannelNorm(contract=True)}
+    plan = {"0": ConvParallel(contract=True), "1": WholeTensors(), "2": ChannelNormParallel(contract=True)}
     text = ranks(2).run(told, plan)[0]
     assert "w[n/y, k/x]/z: channels over x,y -> y,x" in text
     assert "plan: '2'" in text
@@ -402,12 +403,12 @@ def test_explain_and_plan(ranks) -> None:
 
 def test_wrong_words_and_inputs_are_told() -> None:
     grid = grid_of(Shape())
-    with pytest.raises(ValueError, match=r"0 \(Linear\): Convolution\(\) is for torch's convolutions"):
-        ff.parallelize(nn.Sequential(nn.Linear(4, 4)), grid, plan={"0": Convolution()})
-    with pytest.raises(ValueError, match=r"0 \(Conv2d\): ChannelNorm\(\) is for torch's BatchNorm"):
-        ff.parallelize(nn.Sequential(nn.Conv2d(4, 4, 1)), grid, plan={"0": ChannelNorm()})
-    with pytest.raises(ValueError, match=r"0 \(Conv2d\): Contract\(\) is for linear layers"):
-        ff.parallelize(nn.Sequential(nn.Conv2d(4, 4, 1)), grid, plan={"0": Contract()})
+    with pytest.raises(ValueError, match=r"0 \(Linear\): ConvParallel\(\) is for torch's convolutions"):
+        ff.parallelize(nn.Sequential(nn.Linear(4, 4)), grid, plan={"0": ConvParallel()})
+    with pytest.raises(ValueError, match=r"0 \(Conv2d\): ChannelNormParallel\(\) is for torch's BatchNorm"):
+        ff.parallelize(nn.Sequential(nn.Conv2d(4, 4, 1)), grid, plan={"0": ChannelNormParallel()})
+    with pytest.raises(ValueError, match=r"0 \(Conv2d\): ContractParallel\(\) is for linear layers"):
+        ff.parallelize(nn.Sequential(nn.Conv2d(4, 4, 1)), grid, plan={"0": ContractParallel()})
     model = ff.parallelize(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(5)), grid)
     with pytest.raises(ValueError, match=r"0: expected \[rows, 3 channels, \*space\], but the input is \(1, 4, 5, 5\)"):
         model(torch.ones(1, 4, 5, 5))

@@ -8,19 +8,19 @@ from torch import Tensor
 
 import fourfold as ff
 import plain
-from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.gradients import grad_norm
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Init, Policy, inner, rest
+from fourfold.layout import Init, inner, rest
 from fourfold.nn.layer import specs_of
-from harness import grid_of
+from fourfold.params import local_of
+from fourfold.policy import Policy
+from harness import grid_of, join_shards
 
 GRID = Shape(x=2, y=2)
 INIT = Init(std=0.02)
 
 
-def logits(shape: Shape, config: ff.models.Config, mode: str) -> tuple[Tensor, dict[str, Tensor]]:
+def logits(shape: Shape, config: ff.models.ModelConfig, mode: str) -> tuple[Tensor, dict[str, Tensor]]:
     grid = grid_of(shape)
     model = ff.models.build(config, grid, policy=Policy(activations=mode), dtype=torch.float64, seed=5)
     found = model(torch.arange(14).view(2, 7))

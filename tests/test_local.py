@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 import fourfold as ff
-from fourfold import local
-from fourfold.arriving import local_of
+from fourfold import kernels
+from fourfold.gradients import Gradients
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.linear import Expand, join
 from fourfold.nn.norm import Norm, NormSpec
 from fourfold.optim import AdamW
+from fourfold.params import local_of
+from fourfold.policy import Policy
 from fourfold.product import side_by_side
 from harness import grid_of
 
@@ -57,10 +58,10 @@ def norm_by_torch(a: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor, 
 
 def norm_whole(a: Tensor, weight: Tensor, bias: Tensor | None, dout: Tensor, kind: str) -> tuple[Tensor | None, ...]:
     if kind == "layer":
-        out, mean, rstd = local.layer_norm(a, weight, bias, EPS)
+        out, mean, rstd = kernels.layer_norm(a, weight, bias, EPS)
     else:
-        mean, (out, rstd) = None, local.rms_norm(a, weight, EPS)
-    da, dw, db = local.norm_backward(dout, a, mean, rstd, weight)
+        mean, (out, rstd) = None, kernels.rms_norm(a, weight, EPS)
+    da, dw, db = kernels.norm_backward(dout, a, mean, rstd, weight)
     return out, da, dw, db if bias is not None else None
 
 
@@ -72,16 +73,16 @@ def norm_by_phases(
     parts = list(zip(*halves, strict=True))
     mean = None
     if kind == "layer":
-        (mean_a, m2_a), (mean_b, m2_b) = (local.layer_statistics(part[0]).unbind(0) for part in parts)
+        (mean_a, m2_a), (mean_b, m2_b) = (kernels.layer_statistics(part[0]).unbind(0) for part in parts)
         mean = (mean_a + mean_b) / 2
         m2 = m2_a + m2_b + (mean_a - mean_b).square() * FEATURES / 4
     else:
-        m2 = local.sum_of_squares(parts[0][0]) + local.sum_of_squares(parts[1][0])
+        m2 = kernels.sum_of_squares(parts[0][0]) + kernels.sum_of_squares(parts[1][0])
     rstd = torch.rsqrt(m2 / FEATURES + EPS)
-    out = torch.cat([local.normalize(part, mean, rstd, w, b) for part, w, b, _ in parts], dim=-1)
-    sums = [local.norm_sums(d, part, mean, rstd, w) for part, w, _, d in parts]
+    out = torch.cat([kernels.normalize(part, mean, rstd, w, b) for part, w, b, _ in parts], dim=-1)
+    sums = [kernels.norm_sums(d, part, mean, rstd, w) for part, w, _, d in parts]
     means = (sums[0][0] + sums[1][0]) / FEATURES
-    da = torch.cat([local.norm_da(d, part, mean, rstd, w, means) for part, w, _, d in parts], dim=-1)
+    da = torch.cat([kernels.norm_da(d, part, mean, rstd, w, means) for part, w, _, d in parts], dim=-1)
     dw, db = (torch.cat([found[index] for found in sums]) for index in (1, 2))
     return out, da, dw, db if bias is not None else None
 
@@ -101,7 +102,7 @@ def test_norms_compute_what_torch_computes_whole_and_by_phases(kind: str, tokens
 def norm_spec(kind: str, *, compiled: bool = False, bias: bool = True) -> NormSpec:
     policy = Policy(compile=compiled)
     layer = Norm(Grid.alone("cpu"), policy, FEATURES, kind=kind, bias=bias and kind == "layer", eps=EPS)
-    layer.gradients = None  # type: ignore[assignment]  # nothing is handed in here
+    layer.gradients = Gradients(layer.grid, {}, policy)  # nothing is handed in here
     return NormSpec(layer.unit(*layer.specs), kind, FEATURES, "y", EPS)
 
 
@@ -145,10 +146,10 @@ def test_norms_of_half_precision_take_their_statistics_in_fp32(kind: str) -> Non
 
 def test_activations_and_bias_sums_compute_what_torch_computes() -> None:
     gate, up = draw(5, 6), draw(5, 6, seed=1)
-    close(local.gelu(up), functional.gelu(up, approximate="tanh"))
-    close(local.swiglu(gate, up), gate * gate.sigmoid() * up)
-    assert local.sum_tokens(up.bfloat16(), torch.float32).dtype == torch.float32
-    close(local.sum_tokens(up, torch.float64), torch.einsum("mp->p", up))
+    close(kernels.gelu(up), functional.gelu(up, approximate="tanh"))
+    close(kernels.swiglu(gate, up), gate * gate.sigmoid() * up)
+    assert kernels.sum_tokens(up.bfloat16(), torch.float32).dtype == torch.float32
+    close(kernels.sum_tokens(up, torch.float64), torch.einsum("mp->p", up))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -157,7 +158,7 @@ def test_rotation_turns_each_pair_of_a_head_by_its_angle(packed: bool) -> None:
     angle = draw(2, 3, 1, 3) if packed else draw(3, 1, 3)
     tables = angle.repeat(*[1] * (angle.dim() - 1), 2)
     turned = torch.complex(a[..., :3], a[..., 3:]) * torch.polar(torch.ones_like(angle), angle)
-    close(local.rotate(a, tables.cos(), tables.sin()), torch.cat([turned.real, turned.imag], dim=-1))
+    close(kernels.rotate(a, tables.cos(), tables.sin()), torch.cat([turned.real, turned.imag], dim=-1))
 
 
 # --- loss
@@ -186,7 +187,7 @@ def test_gradients_of_logits_are_those_of_torch_in_every_form(first: int, held: 
     padding = torch.full((len(logits), columns - held), 1e3, dtype=logits.dtype)  # large: it must not be read
     part = torch.cat([logits[:, first : first + held], padding], dim=1)
     expected = functional.pad(dlogits[:, first : first + held], (0, columns - held))
-    for compute in (local.dlogits, local.dlogits_eager):
+    for compute in (kernels.dlogits, kernels.dlogits_eager):
         found = compute(part, targets, lse, scale, first, held)
         assert found.shape == part.shape
         close(found, expected)
@@ -204,7 +205,7 @@ def test_gradients_from_log_probabilities_are_those_of_torch(ignored: int) -> No
     scale = (targets != ignored).double()
     logp = logits.detach().log_softmax(1)
     kept = logp.clone()
-    close(local.dlogits_normalized(logp, targets, scale), logits.grad)
+    close(kernels.dlogits_normalized(logp, targets, scale), logits.grad)
     assert torch.equal(logp, kept), "backward may run twice"
 
 
@@ -214,7 +215,7 @@ def test_statistics_of_parts_of_a_vocabulary_merge_into_its_log_sum_exp() -> Non
     for first, held, columns in ((0, 4, 4), (4, 4, 6), (8, 3, 4), (11, 0, 4)):
         padding = torch.full((len(logits), columns - held), 1e3, dtype=logits.dtype)
         part = torch.cat([logits[:, first : first + held], padding], dim=1)
-        parts.append(local.loss_statistics(part, targets, first, held))
+        parts.append(kernels.loss_statistics(part, targets, first, held))
     tops, totals, found = torch.stack(parts, dim=1).unbind(0)
     top = tops.amax(0)
     close(top + (totals * (tops - top).exp()).sum(0).log(), logits.logsumexp(1))
@@ -228,7 +229,7 @@ def test_statistics_of_parts_of_a_vocabulary_merge_into_its_log_sum_exp() -> Non
 
 @cache
 def traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `local._compiled`, but for fixed shapes and without generating code: seconds less for each function."""
+    """As `kernels._compiled`, but for fixed shapes and without generating code: seconds less for each function."""
     return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
 
 
@@ -241,28 +242,28 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         compiled.append(function.__name__)
         return traced(function)
 
-    monkeypatch.setattr(local, "_compiled", compile_)
+    monkeypatch.setattr(kernels, "_compiled", compile_)
     yield compiled
 
 
 def regions() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """The regions that a training step of one rank does not run, with arguments."""
     a, weight, bias, dout = norm_case("layer", 7)
-    _, mean, rstd = local.layer_norm(a, weight, bias, EPS)
-    means = local.norm_sums(dout, a, mean, rstd, weight)[0] / FEATURES
+    _, mean, rstd = kernels.layer_norm(a, weight, bias, EPS)
+    means = kernels.norm_sums(dout, a, mean, rstd, weight)[0] / FEATURES
     logits, targets, _, scale = loss_case()
     lse = logits.logsumexp(1)
     return [
-        (local.layer_statistics, (a,)),
-        (local.sum_of_squares, (a,)),
-        (local.normalize, (a, mean, rstd, weight, bias)),
-        (local.normalize, (a, None, rstd, weight, None)),
-        (local.norm_sums, (dout, a, mean, rstd, weight)),
-        (local.norm_da, (dout, a, mean, rstd, weight, means)),
-        (local.loss_statistics, (logits[:, :4], targets, 8, 3)),
-        (local.loss_statistics, (logits[:, :4], targets, 11, 0)),
-        (local.dlogits, (logits[:, :4], targets, lse, scale, 8, 3)),
-        (local.dlogits, (logits[:, :4], targets, lse, scale, 11, 0)),
+        (kernels.layer_statistics, (a,)),
+        (kernels.sum_of_squares, (a,)),
+        (kernels.normalize, (a, mean, rstd, weight, bias)),
+        (kernels.normalize, (a, None, rstd, weight, None)),
+        (kernels.norm_sums, (dout, a, mean, rstd, weight)),
+        (kernels.norm_da, (dout, a, mean, rstd, weight, means)),
+        (kernels.loss_statistics, (logits[:, :4], targets, 8, 3)),
+        (kernels.loss_statistics, (logits[:, :4], targets, 11, 0)),
+        (kernels.dlogits, (logits[:, :4], targets, lse, scale, 8, 3)),
+        (kernels.dlogits, (logits[:, :4], targets, lse, scale, 11, 0)),
     ]
 
 
@@ -275,11 +276,11 @@ def test_a_region_takes_inputs_of_many_kinds(monkeypatch: pytest.MonkeyPatch) ->
     """Training, evaluation and generation differ in shapes, ranks and what needs gradients. torch compiles a
     function 8 times by default and then, where it must be one graph, refuses."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # how often, not how well
-    compiled = local._compiled.__wrapped__(local.sum_of_squares)
+    compiled = kernels._compiled.__wrapped__(kernels.sum_of_squares)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for shape in ((3, 4), (1, 4), (2, 3, 4), (2, 3, 4, 4)):
             a = torch.ones(shape, dtype=dtype)
-            assert torch.equal(compiled(a), local.sum_of_squares(a))
+            assert torch.equal(compiled(a), kernels.sum_of_squares(a))
 
 
 # dynamo hides this warning about a step of its own, but not where warnings are errors
@@ -319,9 +320,9 @@ def one_rank() -> Grid:
     return Grid.alone("cpu")
 
 
-def model_of(name: str = "llama-tiny", compute: torch.dtype | None = None) -> ff.models.Transformer:
+def model_of(name: str = "llama-tiny", compute_dtype: torch.dtype | None = None) -> ff.models.Transformer:
     config = ff.models.config(name, layers=1)
-    return ff.models.build(config, one_rank(), policy=Policy(compute=compute), dtype=torch.float64)
+    return ff.models.build(config, one_rank(), policy=Policy(compute_dtype=compute_dtype), dtype=torch.float64)
 
 
 def reads(model: ff.models.Transformer) -> list[list[Expand]]:
@@ -401,7 +402,7 @@ def test_weights_that_moved_apart_are_copied_together_and_compute_the_same() -> 
 
 
 def test_weights_that_are_cast_are_joined_before_the_cast() -> None:
-    model = model_of(compute=torch.bfloat16)
+    model = model_of(compute_dtype=torch.bfloat16)
     assert joined_in_place(model) == [False, False]
     assert join(reads(model)[0]).gather(biases=True).wait().w.dtype == torch.bfloat16
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from families import VOCAB, Case, batch, build
-from fourfold.arriving import local_of
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
-from fourfold.parallelize import whole_tensors
+from fourfold.params import local_of
+from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from parity import LocalAdamW
 from share import share

@@ -16,11 +16,10 @@ from torch.nn import functional
 
 import fourfold as ff
 from families import Widened
-from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import whole_tensors
-from harness import grid_of
+from fourfold.params import local_of
+from fourfold.wrap import whole_tensors
+from harness import grid_of, join_shards
 from share import share
 
 VOCAB = 23

@@ -16,20 +16,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fourfold as ff
 from dry_peak import Case, Found, dry_peaks
 from fourfold import comm
-from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.initial import BLOCK_ELEMENTS
 from fourfold.nn.layer import specs_of
-from fourfold.overlap import Overlap
+from fourfold.params import local_of
 from fourfold.planner.memory import Memory, kept_for_backward, peak_memory
 from fourfold.planner.sizes import LocalSizes
-from harness import Largest, grid_of
+from fourfold.policy import Overlap, Policy
+from harness import Largest, grid_of, join_shards
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-import memory_on_gpu
+from benchmarks.planner import memory_on_gpu
 
 SHAPE = Shape(x=2, z=2)
 
@@ -117,7 +115,7 @@ NARROW = ff.models.config("llama-3-8b", layers=2, hidden=512, heads=8, kv_heads=
 
 
 def bf16(**policy: Any) -> Policy:
-    return Policy(compute=torch.bfloat16, **policy)
+    return Policy(compute_dtype=torch.bfloat16, **policy)
 
 
 CHUNKED = bf16(loss_chunk=4096)
@@ -155,7 +153,7 @@ CASES = [
     Case(DEEP, Shape(z=2, data=2), replace(CHUNKED, shard_optimizer=True), 1, 512),
     Case(DEEP, Shape(x=2, z=2), CHUNKED, 4, 512, micro_steps=2),
     Case(GPT, Shape(data=2), CHUNKED, 1, 512, micro_steps=3),
-    Case(GPT, Shape(z=8), bf16(reduce=torch.bfloat16), 1, 256),
+    Case(GPT, Shape(z=8), bf16(reduce_dtype=torch.bfloat16), 1, 256),
 ]
 
 

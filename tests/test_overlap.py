@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.arriving import Arriving, local_of
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective, Event
-from fourfold.overlap import WORTH_HIDING_NBYTES, Overlap, choose_halves
+from fourfold.params import LazyTensor, local_of
+from fourfold.policy import WORTH_HIDING_NBYTES, Overlap, Policy, choose_halves
 from harness import RankFailed, Ranks, grid_of
 from share import share
 
@@ -32,7 +31,7 @@ CONFIGS = {
 def all_overlaps(halves: int) -> list[Overlap]:
     """All mechanisms, all with hardly a byte in flight, each one alone."""
     off = Overlap.off(halves=halves)
-    alone = [replace(off, **{name: True}) for name in ("prefetch", "defer", "behind_products", "data")]
+    alone = [replace(off, **{name: True}) for name in ("prefetch", "defer", "wgrad_behind_messages", "reduce_early")]
     return [Overlap(halves=halves), Overlap(halves=halves, bytes_in_flight=1), *alone]
 
 
@@ -198,9 +197,9 @@ def test_defer_reduces_dw_behind_the_products_after_it(ranks) -> None:
 def test_dw_is_found_behind_the_collective_that_da_needs(ranks) -> None:
     grid, label = Shape(x=2), "layers.1.mlp.up"
     assert behind(ranks, grid, ALONE, "reduce_scatter", "x", label) == [[]]
-    ((*products,),) = behind(ranks, grid, replace(ALONE, behind_products=True), "reduce_scatter", "x", label)
+    ((*products,),) = behind(ranks, grid, replace(ALONE, wgrad_behind_messages=True), "reduce_scatter", "x", label)
     assert any(product.startswith("E3") for product in products)
-    reread = behind(ranks, grid, replace(ALONE, behind_products=True), "all_gather", "x", label)[1]
+    reread = behind(ranks, grid, replace(ALONE, wgrad_behind_messages=True), "all_gather", "x", label)[1]
     assert "E2 layers.1.mlp.up" in reread
 
 
@@ -220,7 +219,7 @@ def test_halves_run_behind_each_other_in_forward_and_backward(ranks) -> None:
 
 def test_buckets_travel_over_data_while_backward_goes_on(ranks) -> None:
     grid = Shape(data=2)
-    events = ranks(2).run(run_events, grid, replace(ALONE, data=True), {})[0]
+    events = ranks(2).run(run_events, grid, replace(ALONE, reduce_early=True), {})[0]
     first = next(
         event.what
         for event in events
@@ -245,7 +244,7 @@ def stepped(overlap: Overlap) -> tuple[bool, bool, list[Event]]:
         before = [p.full_tensor().clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    on_the_way = any(isinstance(p._local_tensor, Arriving) for p in model.parameters())
+    on_the_way = any(isinstance(p._local_tensor, LazyTensor) for p in model.parameters())
     after = {name: value.full_tensor() for name, value in model.state_dict().items()}
     read = [p.full_tensor() for p in model.parameters()]
     changed = all(not torch.equal(a, b) for a, b in zip(before, read, strict=True) if a.dim() > 1)

@@ -16,14 +16,13 @@ from torch.nn import functional
 
 import fourfold as ff
 import plain
-from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
-from harness import grid_of
+from fourfold.policy import Policy
+from harness import grid_of, join_shards
 
 SEED = 5
 LENGTHS = ((5, 6), (11,), (1, 1, 9), (3, 7, 1))
@@ -140,9 +139,9 @@ def test_recompute_of_packed_rows_is_bitwise_equal(ranks, shape: Shape) -> None:
                 assert torch.equal(other["gradients"][name], gradient), name
 
 
-COUNT_UP = "positions must start at 0 in every row, then count up by 1 or start anew at 0"
+COUNT_UP = "positions must start at 0 in every row, then count up by 1 or start again at 0"
 FLOATS = "positions has dtype torch.float64; ids must be torch.int64 or torch.int32"
-ELSEWHERE = "the batch of another (data, z) place is refused; its ranks say why"
+ELSEWHERE = "the batch of another place was refused; see the error of its ranks"
 
 
 def wrong_positions() -> dict[str, Tensor]:

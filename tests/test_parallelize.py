@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
-from fourfold.parallelize import Contract, Expand, Head, Norm, Whole, whole_tensors
+from fourfold.policy import Policy
+from fourfold.wrap import ContractParallel, ExpandParallel, HeadParallel, NormParallel, WholeTensors, whole_tensors
 from harness import grid_of, what_is_said
 from parity import LocalAdamW
 from share import share
@@ -212,11 +212,11 @@ def try_policies(shape: Shape) -> dict[str, float]:
         torch.manual_seed(0)
         wide = ff.parallelize(kind(), grid)
         torch.manual_seed(0)
-        narrow = ff.parallelize(kind(), grid, policy=Policy(compute=torch.bfloat16))
+        narrow = ff.parallelize(kind(), grid, policy=Policy(compute_dtype=torch.bfloat16))
         inputs = rows_of(grid, 5, size, dtype=torch.float32)
         expected = gradients_with(wide, grid, inputs)
         with torch.autocast(grid.device.type, torch.bfloat16):
-            both = ff.parallelize(build(kind).float(), grid, policy=Policy(compute=torch.bfloat16))
+            both = ff.parallelize(build(kind).float(), grid, policy=Policy(compute_dtype=torch.bfloat16))
             under = gradients_with(both, grid, inputs)
         for label, (loss, gradients) in (("bf16", gradients_with(narrow, grid, inputs)), ("autocast", under)):
             worst = max(
@@ -270,7 +270,7 @@ def try_uses(shape: Shape) -> dict[str, Any]:
 
     answers = ff.parallelize(build(Answers), grid)(rows_of(grid, 5, 6))
     found["plain answers"] = type(answers["out"].hidden) is type(answers["out"].rest[2][1]["again"]) is Tensor
-    whole = ff.parallelize(nn.Sequential(OrderedDict(inside=Calls())).double(), grid, plan={"inside": Whole()})
+    whole = ff.parallelize(nn.Sequential(OrderedDict(inside=Calls())).double(), grid, plan={"inside": WholeTensors()})
     whole(rows_of(grid, 5, 6)).sum().backward()
     found["a function on whole tensors"] = all(p.grad is not None for p in whole.parameters())
     mixed = ff.parallelize(Mixed(), grid)
@@ -338,17 +338,17 @@ def overrides(shape: Shape) -> dict[str, float]:
 
 
 PLANS: dict[str, dict[str, Any]] = {
-    "the other way round": {"layers.*.up": Contract(), "layers.*.down": Expand()},
-    "heads": {"up": Head(), "layers.1.down": Head()},
-    "a block whole": {"layers.0": Whole(), "layers.1.up": Whole()},
-    "all whole": {"": Whole()},
-    "every step": {"layers.*.*": Whole()},
+    "the other way round": {"layers.*.up": ContractParallel(), "layers.*.down": ExpandParallel()},
+    "heads": {"up": HeadParallel(), "layers.1.down": HeadParallel()},
+    "a block whole": {"layers.0": WholeTensors(), "layers.1.up": WholeTensors()},
+    "all whole": {"": WholeTensors()},
+    "every step": {"layers.*.*": WholeTensors()},
     "Hugging Face's words": {
         "layers.*.up": "colwise",
         "layers.*.down": "rowwise",
         "layers.*.norm": "sequence_parallel",
     },
-    "parts": {"layers.*.up": Expand(parts=2)},
+    "parts": {"layers.*.up": ExpandParallel(parts=2)},
 }
 
 
@@ -416,17 +416,23 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], Any]]] = {
     # what is asked for
     "misspelt": (
         "'layers.*.upp' matches no module.*nearest name is 'layers.*.up'",
-        planned({"layers.*.upp": Expand()}),
+        planned({"layers.*.upp": ExpandParallel()}),
     ),
-    "a word that does not fit": (
-        r"layers.0.norm \(LayerNorm\): Expand\(\) is for linear",
-        planned({"layers.*.norm": Expand()}),
+    "a style that does not fit": (
+        r"layers.0.norm \(LayerNorm\): ExpandParallel\(\) is for linear",
+        planned({"layers.*.norm": ExpandParallel()}),
     ),
-    "no norm": (r"layers.0.up \(Linear\): it computes neither.*Whole\(\)", planned({"layers.*.up": Norm()})),
-    "no word": (r"'layers.*.up' has 'colwize'; words are Expand\(\)", planned({"layers.*.up": "colwize"})),
+    "no norm": (
+        r"layers.0.up \(Linear\): it computes neither.*WholeTensors\(\)",
+        planned({"layers.*.up": NormParallel()}),
+    ),
+    "no style": (
+        r"'layers.*.up' has 'colwize'; use one of the styles ExpandParallel\(\)",
+        planned({"layers.*.up": "colwize"}),
+    ),
     "parts that do not divide": (
         r"layers.0.up \(Linear\): .*parts=3.*8 outputs",
-        planned({"layers.*.up": Expand(parts=3)}),
+        planned({"layers.*.up": ExpandParallel(parts=3)}),
     ),
     "no plan": ("plan='auto': a plan is a dict", planned("auto")),
     "attention again": ("recompute='attention'.*use 'block'", planned(None, recompute="attention")),
@@ -438,7 +444,10 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], Any]]] = {
         lambda g: ff.parallelize(on(g, Raw), g, policy=Policy(keep_weights=True)),
     ),
     # what is given
-    "shared": (r"layers.0.down.weight and layers.0.up.weight share.*Whole\(\)", lambda g: on(g, SharedOtherwise)),
+    "shared": (
+        r"layers.0.down.weight and layers.0.up.weight share.*WholeTensors\(\)",
+        lambda g: on(g, SharedOtherwise),
+    ),
     "meta": ("w is on the meta device and nothing draws.*reset_parameters", lambda g: on_meta(g, Raw)),
     "meta buffer": ("angles is on the meta device", lambda g: on_meta(g, OnlyBuffer)),
     "rows": ("one .data, z. place were given different rows", lambda g: on(g, Pairs)(rows_of(g, 5, 6) + g.rank)),

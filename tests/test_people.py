@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fourfold.gradients import Gradients
 from fourfold.grid import Shape
-from fourfold.parallelize.placed import Blocks
+from fourfold.wrap.placements import ChunkPlacement
 from people import ALONE, GRIDS, LOOPS, OPTIMIZERS, STEMS, WRAPS, Case, Verdict, check, check_all, fitting, joint
 from people_blocks import BLOCKS
 from people_losses import ENDINGS, PENALTIES
@@ -121,11 +121,11 @@ def test_what_once_failed(ranks, case: Case) -> None:
 # the comparison itself
 
 
-def grow(gradients: Gradients, parameters: Sequence[nn.Parameter], found: Sequence[Tensor]) -> None:
-    _deposit(gradients, parameters, [gradient * (1 + 1e-7) for gradient in found])
+def grow(gradients: Gradients, parameters: Sequence[nn.Parameter], found: Sequence[Tensor], **options: Any) -> None:
+    _deposit(gradients, parameters, [gradient * (1 + 1e-7) for gradient in found], **options)
 
 
-def shift(layout: Blocks, local: Tensor, shape: torch.Size) -> Tensor:
+def shift(layout: ChunkPlacement, local: Tensor, shape: torch.Size) -> Tensor:
     return _join(layout, local, shape) + 1e-7
 
 
@@ -133,10 +133,10 @@ def fail(*_: Any) -> None:
     raise RuntimeError("something is wrong")
 
 
-_deposit, _join = Gradients.deposit, Blocks.join
+_deposit, _join = Gradients.deposit, ChunkPlacement.join
 BREAKS: dict[str, tuple[Any, str, Callable]] = {
     "gradients": (Gradients, "deposit", grow),
-    "activations": (Blocks, "join", shift),
+    "activations": (ChunkPlacement, "join", shift),
     "no way out": (Gradients, "begin_forward", fail),
 }
 

@@ -17,13 +17,13 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.embedding import Head
-from fourfold.nn.moment import drawing
-from fourfold.parallelize.layouts import Columns
-from fourfold.parallelize.placed import RULES, Placed, laid, whole
-from fourfold.parallelize.rules import META
-from fourfold.parallelize.run import Run
+from fourfold.nn.rng import seeded
+from fourfold.policy import Policy
+from fourfold.wrap.context import ModelContext
+from fourfold.wrap.grid_tensor import RULES, GridTensor, distribute, to_whole
+from fourfold.wrap.ops import META
+from fourfold.wrap.placements import LogitsPlacement
 from harness import grid_of
 from operations import CALLS, DRAWN, FALLBACK, HOOKS, KINDS, PROPERTIES, Operands
 from share import share
@@ -31,26 +31,26 @@ from share import share
 TOLERANCE = 1e-12
 
 
-def compare(label: str, run: Run, kind: str, call: Callable[[Operands], Any], seed: int) -> list[str]:
+def compare(label: str, context: ModelContext, kind: str, call: Callable[[Operands], Any], seed: int) -> list[str]:
     """How the two sides differ."""
-    expected_in, found_in = Operands(seed, kind, None), Operands(seed, kind, run)
-    with drawing(seed, torch.device("cpu")):
+    expected_in, found_in = Operands(seed, kind, None), Operands(seed, kind, context)
+    with seeded(seed, torch.device("cpu")):
         expected = leaves_of(call(expected_in))
-    with drawing(seed, torch.device("cpu")):
+    with seeded(seed, torch.device("cpu")):
         found = leaves_of(call(found_in))
     wrong = []
     if len(expected) != len(found):
         return [f"{label} on {kind}: {len(found)} results instead of {len(expected)}"]
     pairs: list[tuple[Tensor, Tensor]] = []
     for number, (one, two) in enumerate(zip(expected, found, strict=True)):
-        if isinstance(two, Placed) and two.shape != one.shape:
+        if isinstance(two, GridTensor) and two.shape != one.shape:
             wrong.append(f"{label} on {kind}, result {number}: shape {tuple(two.shape)}, not {tuple(one.shape)}")
             continue
         if not isinstance(one, Tensor):
             if one != two:
                 wrong.append(f"{label} on {kind}, result {number}: {two}, not {one}")
             continue
-        two = whole(two)
+        two = to_whole(two)
         if (one.shape, one.dtype, one.requires_grad) != (two.shape, two.dtype, two.requires_grad):
             wrong.append(f"{label} on {kind}, result {number}: {describe(two)}, not {describe(one)}")
         elif not close(one, two):
@@ -96,10 +96,10 @@ def close(one: Tensor, two: Tensor, narrow: torch.dtype | None = None) -> bool:
     return torch.allclose(one.double(), two.double(), rtol=loose, atol=loose, equal_nan=True)
 
 
-def run_of(grid: Grid, mode: str) -> Run:
-    run = Run(grid, Policy(activations=mode))  # type: ignore[arg-type]
-    run.begin()
-    return run
+def context_of(grid: Grid, mode: str) -> ModelContext:
+    context = ModelContext(grid, Policy(activations=mode))  # type: ignore[arg-type]
+    context.begin_pass()
+    return context
 
 
 def label_of(func: Callable) -> str:
@@ -109,7 +109,7 @@ def label_of(func: Callable) -> str:
 
 def check_operations(shape: Shape, mode: str, share: int, turn: int) -> list[str]:
     """What is wrong, of one in `share` of the combinations of calls and layouts."""
-    run = run_of(grid_of(shape), mode)
+    context = context_of(grid_of(shape), mode)
     ways: list[tuple[str, Callable[[Operands], Any]]] = [
         (label_of(func), partial(call, func)) for func in RULES for call in CALLS.get(func.__name__, ())
     ]
@@ -118,7 +118,7 @@ def check_operations(shape: Shape, mode: str, share: int, turn: int) -> list[str
     for number, (label, way) in enumerate(ways):
         for at, kind in enumerate(KINDS):
             if (number + at + turn) % share == 0:
-                wrong += compare(label, run, kind, way, number)
+                wrong += compare(label, context, kind, way, number)
     return wrong
 
 
@@ -142,7 +142,7 @@ def test_operations_on_parts_equal_those_on_the_whole(ranks, shape: Shape, mode:
 
 def never_on_parts() -> list[str]:
     """Functions of which no call, on no layout, ran on parts, whatever torch makes of it."""
-    run = run_of(grid_of(Shape()), "sharded")
+    context = context_of(grid_of(Shape()), "sharded")
     plain: dict[Callable, Callable] = dict(RULES)
     ran: list[Callable] = []
 
@@ -158,7 +158,7 @@ def never_on_parts() -> list[str]:
         for kind in KINDS:
             for call in CALLS.get(func.__name__, ()):
                 if rule not in ran:
-                    call(func, Operands(0, kind, run))
+                    call(func, Operands(0, kind, context))
         if func.__name__ in CALLS and rule not in ran:
             found.append(label_of(func))
     RULES.update(plain)
@@ -173,10 +173,10 @@ def test_every_rule_is_tried_and_of_use(ranks) -> None:
 
 
 def check_properties() -> list[str]:
-    run = run_of(grid_of(Shape(x=2, y=2)), "sharded")
+    context = context_of(grid_of(Shape(x=2, y=2)), "sharded")
     wrong = []
     for kind in KINDS:
-        a, plain = Operands(0, kind, run).a(), Operands(0, kind, None).a()
+        a, plain = Operands(0, kind, context).a(), Operands(0, kind, None).a()
         for name in META.split():
             if hasattr(plain, name) and getattr(a, name) != getattr(plain, name):
                 wrong.append(f"{name} on {kind}")
@@ -199,7 +199,7 @@ def check_properties() -> list[str]:
             same += [(torch.empty_like(a).fill_(2.0), torch.full_like(plain, 2.0))]
             same += [(torch.ones_like(a).zero_(), torch.zeros_like(plain))]
         for number, (one, two) in enumerate(same):
-            alike = torch.equal(whole(one), two) if isinstance(two, Tensor) else one == two
+            alike = torch.equal(to_whole(one), two) if isinstance(two, Tensor) else one == two
             wrong += [] if alike else [f"property {number} on {kind}"]
     return wrong
 
@@ -210,31 +210,33 @@ def test_a_cut_tensor_has_the_properties_of_the_whole(ranks) -> None:
 
 def draws(mode: str) -> dict[str, Any]:
     """What functions that draw give on tensors of ones, whole, with ranks whose own generators differ."""
-    run = run_of(grid_of(Shape(x=2, y=2)), mode)
-    torch.manual_seed(run.grid.rank)
+    context = context_of(grid_of(Shape(x=2, y=2)), mode)
+    torch.manual_seed(context.grid.rank)
     found: dict[str, Any] = {}
     for kind in ("rest", "blocks 1", "columns", "shared 1", "fused"):
-        with drawing(7, torch.device("cpu")):  # as a model does
+        with seeded(7, torch.device("cpu")):  # as a model does
             ones = torch.ones(40, 30, 24, dtype=torch.float64)
-            layout = Columns(run, 2, ("x", "y")[: 2 if mode == "sharded" else 1], Head(run.grid, run.policy, 4, 24))
-            operands = Operands(0, kind, run)
+            layout = LogitsPlacement(
+                context, 2, ("x", "y")[: 2 if mode == "sharded" else 1], Head(context.grid, context.policy, 4, 24)
+            )
+            operands = Operands(0, kind, context)
             a = operands.a().detach() * 0 + 1
             if kind == "columns":
-                a = laid(ones, layout)
+                a = distribute(ones, layout)
             elif kind in ("rest", "blocks 1"):
                 a = operands._cut(ones, kind)
-            found[f"dropout {kind}"] = whole(functional.dropout(a, 0.25))
-            found[f"alpha {kind}"] = whole(functional.alpha_dropout(a, 0.25, True))
-            found[f"torch {kind}"] = whole(torch.dropout(a, 0.25, True))
-            found[f"off {kind}"] = whole(functional.dropout(a, 0.25, False))
+            found[f"dropout {kind}"] = to_whole(functional.dropout(a, 0.25))
+            found[f"alpha {kind}"] = to_whole(functional.alpha_dropout(a, 0.25, True))
+            found[f"torch {kind}"] = to_whole(torch.dropout(a, 0.25, True))
+            found[f"off {kind}"] = to_whole(functional.dropout(a, 0.25, False))
             if kind in ("rest", "blocks 1", "columns"):
                 b = a * 1
                 functional.dropout(b, 0.25, inplace=True)
-                found[f"in place {kind}"] = whole(b)
-                found[f"uniform {kind}"] = whole(torch.empty_like(a).uniform_())
-                found[f"normal {kind}"] = whole(torch.empty_like(a).normal_(3.0))
-                found[f"bernoulli {kind}"] = whole(torch.empty_like(a).bernoulli_(0.75))
-                found[f"exponential {kind}"] = whole(torch.empty_like(a).exponential_())
+                found[f"in place {kind}"] = to_whole(b)
+                found[f"uniform {kind}"] = to_whole(torch.empty_like(a).uniform_())
+                found[f"normal {kind}"] = to_whole(torch.empty_like(a).normal_(3.0))
+                found[f"bernoulli {kind}"] = to_whole(torch.empty_like(a).bernoulli_(0.75))
+                found[f"exponential {kind}"] = to_whole(torch.empty_like(a).exponential_())
     return {name: value.numpy().copy() for name, value in found.items()}
 
 
@@ -260,8 +262,8 @@ def test_what_is_drawn_differs_where_a_tensor_is_cut_and_nowhere_else(ranks, mod
 
 def refusals() -> dict[str, str]:
     """What is said where a change is not possible."""
-    run = run_of(grid_of(Shape(x=2)), "sharded")
-    run.where = "layers.0.up"
+    context = context_of(grid_of(Shape(x=2)), "sharded")
+    context.last_layer = "layers.0.up"
 
     def out(a: Tensor) -> None:
         torch.add(a, 1, out=a)
@@ -275,7 +277,7 @@ def refusals() -> dict[str, str]:
     found = {}
     for name, act in tries.items():
         try:
-            act(Operands(0, "rest", run).a())
+            act(Operands(0, "rest", context).a())
             found[name] = "nothing"
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"

@@ -15,10 +15,21 @@ import pytest
 
 from browser import attribute, opened
 from fourfold import cli
-from fourfold.grid import AXES, Shape, shapes_of
+from fourfold.axes import AXES
+from fourfold.grid import Shape, shapes_of
 from fourfold.report import plan_text
-from fourfold.report.plan import HEADS, PLAN_POLICY, cards, plan_page, view, write_plan_page
-from fourfold.report.plan_figures import BARS, _front, plan_figures, whereabouts
+from fourfold.report.plan_page import (
+    BARS,
+    HEADS,
+    PLAN_POLICY,
+    _front,
+    cards,
+    plan_figures,
+    plan_page,
+    view,
+    whereabouts,
+    write_plan_page,
+)
 from fourfold.report.plan_text import command, grid_name, plan_table, reasons_it_wins, why_text
 from fourfold.train.config import read_config
 
@@ -73,9 +84,9 @@ setTimeout(async () => {
   type("#refused", "x=2 NEEDS");
   seen.refused = texts("#refused tbody tr");
   seen.found = texts("#refused .steps span")[0];
-  document.querySelector("#ranking [aria-label=on]").click();
+  document.querySelector("#ranking [aria-label='next page']").click();
   seen.second = texts("#ranking tbody td:first-child")[0];
-  document.querySelector("#selected [aria-label='the best']").click();
+  document.querySelector("#selected [aria-label='the best grid']").click();
   seen.again = plot("chosen").textContent;
   document.documentElement.style.width = "420px";
   dispatchEvent(new Event("resize"));

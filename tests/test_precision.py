@@ -7,14 +7,13 @@ from collections import Counter
 import torch
 
 import fourfold as ff
-from fourfold.arriving import local_of
-from fourfold.comm import join_shards
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
-from harness import grid_of
+from fourfold.policy import Policy
+from harness import grid_of, join_shards
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
 SHAPE = Shape(x=2, z=2)
@@ -55,11 +54,11 @@ def check(ranks, policy: Policy) -> None:
 
 
 def test_bf16_compute_with_fp32_weights_and_reductions(ranks) -> None:
-    check(ranks, Policy(compute=torch.bfloat16))
+    check(ranks, Policy(compute_dtype=torch.bfloat16))
 
 
 def test_bf16_reductions_and_the_published_mode(ranks) -> None:
-    check(ranks, Policy("replicated", compute=torch.bfloat16, reduce=torch.bfloat16))
+    check(ranks, Policy("replicated", compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))
 
 
 def test_what_travels_is_cast_first() -> None:
@@ -74,7 +73,11 @@ def test_what_travels_is_cast_first() -> None:
 
     whole, half, both = (
         sizes(policy)
-        for policy in (Policy(), Policy(compute=torch.bfloat16), Policy(compute=torch.bfloat16, reduce=torch.bfloat16))
+        for policy in (
+            Policy(),
+            Policy(compute_dtype=torch.bfloat16),
+            Policy(compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        )
     )
     assert half["all_gather", "z"] * 2 == whole["all_gather", "z"]
     assert half["all_gather", "x"] * 2 == whole["all_gather", "x"]

@@ -18,11 +18,20 @@ import torch.distributed as dist
 import warm
 from fourfold import models
 from fourfold.cli import main, parser
+from fourfold.commands.preflight import (
+    LinkTimer,
+    PlannedRun,
+    Preflight,
+    ask_clock,
+    pairs_of,
+    planned,
+    rank_of,
+    why_unlinked,
+)
+from fourfold.commands.probe import Budget, FolderMark, free_bytes, look_at, myself, versions, within
 from fourfold.grid import Shape
-from fourfold.train.preflight import Links, Look, Plan, ask_clock, pairs_of, planned, rank_of, why_unlinked
-from fourfold.train.probe import Mark, free_bytes, look_at, myself, versions
-from fourfold.train.talk import Talk, within
-from fourfold.watch.preflight import Check, Disk, Facts, Link, Needs, Rank, judge, lines, most_kept
+from fourfold.job import Channel
+from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
 
 GIB = 1 << 30
 HOSTS = ("one", "one", "two", "two")
@@ -57,18 +66,34 @@ def rank(number: int, **changes: Any) -> Rank:
     return replace(sound, **changes)
 
 
-LINKS = (Link("x", (0, 1), 2e11), Link("x", (2, 3), 2.1e11), Link("z", (0, 2), 2e10), Link("z", (1, 3), 2.2e10))
+LINKS = (
+    MeasuredLink("x", (0, 1), 2e11),
+    MeasuredLink("x", (2, 3), 2.1e11),
+    MeasuredLink("z", (0, 2), 2e10),
+    MeasuredLink("z", (1, 3), 2.2e10),
+)
 
 
 def facts(
     *different: Rank,
-    links: tuple[Link, ...] = LINKS,
+    links: tuple[MeasuredLink, ...] = LINKS,
     needs: Needs = NEEDS,
     missing: int | None = None,
     unlinked: str = "",
 ) -> Facts:
     ranks = {number: rank(number) for number in range(4)} | {one.rank: one for one in different}
     return Facts(4, {key: one for key, one in ranks.items() if key != missing}, links, needs, unlinked)
+
+
+def channel_of(rank: int, world: int, store: dist.Store) -> Channel:
+    return Channel("preflight", range(world), store, rank=rank)
+
+
+def look_of(
+    rank: int, world: int, store: dist.Store, seconds: float = 20.0, plan: PlannedRun | None = None
+) -> Preflight:
+    plan = plan or PlannedRun(None, Shape(data=world), None)
+    return Preflight(channel_of(rank, world, store), Budget(seconds), plan, torch.device("cpu"), first_of_node=True)
 
 
 def on_cpu(number: int, **changes: Any) -> Rank:
@@ -135,11 +160,11 @@ CASES = {
     "a clock behind": (facts(rank(2, clock=(-2.0, 0.001))), "clocks", "warning", "2.000 s behind that of rank 0"),
     "no clock": (facts(rank(2, clock=None)), "clocks", "warning", "the clock of two is not known"),
     "a slow link": (
-        facts(links=(*LINKS, Link("data", (2, 0), 0.9e10))), "links", "warning",
+        facts(links=(*LINKS, MeasuredLink("data", (2, 0), 0.9e10))), "links", "warning",
         "data: ranks 2, 0 (two, one) exchange 9.0 GB/s, other links between nodes 20.0 GB/s",
     ),
     "no answer": (
-        facts(links=(*LINKS[:3], Link("z", (1, 3), None))), "links", "FAILED",
+        facts(links=(*LINKS[:3], MeasuredLink("z", (1, 3), None))), "links", "FAILED",
         "z: ranks 1, 3 (one, two) do not reach each other in time",
     ),
     "nobody joined": (facts(links=(), unlinked="rank 3 of 4"), "links", "FAILED", "not measured: rank 3 of 4"),
@@ -175,9 +200,9 @@ def test_what_stands_against_a_run_is_named(case: str) -> None:
 
 def test_bounds_are_not_passed_by_a_hair() -> None:
     links = (
-        Link("x", (0, 1), 1.0),
-        Link("x", (2, 3), 0.5 * 0.75),
-        Link("z", (0, 2), 9.0),
+        MeasuredLink("x", (0, 1), 1.0),
+        MeasuredLink("x", (2, 3), 0.5 * 0.75),
+        MeasuredLink("z", (0, 2), 9.0),
     )  # of two the median is between
     near = facts(rank(1, flops=0.86 * 6e14, free=44 * GIB), rank(2, clock=(-1.0, 0.1)), links=links)
     assert {check.state for check in judge(near)} == {"ok"}
@@ -245,22 +270,24 @@ def test_what_does_not_end_is_left_behind() -> None:
 
 
 def test_who_is_silent_is_known_in_time() -> None:
-    store = dist.HashStore()
-    first, second = (Talk(store, number, 3, 5.0) for number in range(2))
-    second.gather("facts", "of rank 1", 1.0)
+    assert Budget(0.0).left(10.0) == 0
+    assert Budget(20.0).left(10.0) == 10.0
+    alone = look_of(0, 3, dist.HashStore(), 0.2)
     began = time.monotonic()
-    assert first.gather("facts", "of rank 0", 0.2) == {0: "of rank 0", 1: "of rank 1"}
-    first.meet("here", 0.1)
-    with pytest.raises(TimeoutError, match="rank 1 heard nothing of 'word' in time"):
-        second.hear("word", 0.1)
+    alone.meet()  # the other two never come
     assert time.monotonic() - began < 3
-    assert Talk(store, 0, 3, 0.0).left(10.0) == 0
 
 
 def test_clocks_are_compared_over_the_store() -> None:
     store = dist.HashStore()
     looks = [
-        Look(Talk(store, number, 2, 20.0), Plan(None, Shape(data=2), None), torch.device("cpu"), first_of_node=True)
+        Preflight(
+            channel_of(number, 2, store),
+            Budget(20.0),
+            PlannedRun(None, Shape(data=2), None),
+            torch.device("cpu"),
+            first_of_node=True,
+        )
         for number in range(2)
     ]
     thread = threading.Thread(target=looks[0]._clock)
@@ -270,29 +297,29 @@ def test_clocks_are_compared_over_the_store() -> None:
     assert found is not None
     offset, within_seconds = found
     assert abs(offset) <= within_seconds < 1.0
-    assert ask_clock(Talk(dist.HashStore(), 1, 2, 0.0)) is None
+    assert ask_clock(channel_of(1, 2, dist.HashStore()), 0.0) is None
 
 
 def measured_links(
     world: int, monkeypatch: pytest.MonkeyPatch, stuck: int | None, dead: int | None
-) -> tuple[list[Link], list[Links]]:
+) -> tuple[list[MeasuredLink], list[LinkTimer]]:
     """What rank 0 hears of ranks along x that are threads: one does not answer along its links, one is not there."""
-    monkeypatch.setattr("fourfold.train.preflight.LINK_SECONDS", 0.2)
-    monkeypatch.setattr("fourfold.train.preflight.MEET_SECONDS", 1.0)
-    monkeypatch.setattr(Links, "_open", lambda *_: float("inf"))
+    monkeypatch.setattr("fourfold.commands.preflight.LINK_SECONDS", 0.2)
+    monkeypatch.setattr("fourfold.commands.preflight.MEET_SECONDS", 1.0)
+    monkeypatch.setattr(LinkTimer, "_open", lambda *_: float("inf"))
     over = threading.Event()
 
-    def rate(links: Links, _: str, __: int, leads: bool) -> float:
+    def rate(links: LinkTimer, _: str, __: int, leads: bool) -> float:
         if links.grid.rank == stuck:
             over.wait(20.0)
         return 2e9 if leads else 1e9
 
-    monkeypatch.setattr(Links, "_rate", rate)
+    monkeypatch.setattr(LinkTimer, "_rate", rate)
     store, shape, cpu = dist.HashStore(), Shape(x=world), torch.device("cpu")
     all_links, found = [], {}
     for rank in (rank for rank in range(world) if rank != dead):
         grid = SimpleNamespace(shape=shape, rank=rank, coords=shape.coords(rank), device=cpu)
-        all_links.append(Links(Talk(store, rank, world, 20.0), grid))  # type: ignore[arg-type]
+        all_links.append(LinkTimer(channel_of(rank, world, store), Budget(20.0), grid))  # type: ignore[arg-type]
     threads = [
         threading.Thread(target=lambda one=one: found.update({one.grid.rank: one.measure()})) for one in all_links
     ]
@@ -325,7 +352,7 @@ def test_a_rank_that_dies_meanwhile_is_known(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_mark_is_seen_and_leaves_nothing(tmp_path: Path) -> None:
-    mark = Mark.leave(tmp_path / "runs" / "one", "test")
+    mark = FolderMark.leave(tmp_path / "runs" / "one", "test")
     found = look_at(mark.path, 3)
     assert found.seen
     assert not found.fault
@@ -337,21 +364,21 @@ def test_a_mark_is_seen_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_others_use_stays(tmp_path: Path) -> None:
-    mark = Mark.leave(tmp_path / "runs" / "one", "test")
+    mark = FolderMark.leave(tmp_path / "runs" / "one", "test")
     (tmp_path / "runs" / "other").touch()
     mark.remove()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
 
 
 def test_a_mark_that_is_not_there_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.train.probe.SEEN_SECONDS", 0.0)
+    monkeypatch.setattr("fourfold.commands.probe.SEEN_SECONDS", 0.0)
     assert look_at(tmp_path / "nowhere" / "mark", 0) == Disk(seen=False)
 
 
 def test_a_folder_that_cannot_be_made_is_the_disks_fault(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    plan = Plan(None, Shape(), str(tmp_path / "file" / "one"))
-    look = Look(Talk(dist.HashStore(), 0, 1, 20.0), plan, torch.device("cpu"), first_of_node=True)
+    plan = PlannedRun(None, Shape(), str(tmp_path / "file" / "one"))
+    look = look_of(0, 1, dist.HashStore(), plan=plan)
     found = look._disk()
     assert found is not None
     assert found.fault == "Not a directory"
@@ -371,11 +398,11 @@ def test_the_plan_is_the_configs_or_a_line(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[model]\nname = "gpt-tiny"\n[grid]\nx = 2\n[train]\nout = "runs/one"\n')
 
-    def plan(*arguments: str) -> Plan:
+    def plan(*arguments: str) -> PlannedRun:
         return planned(parser().parse_args(["doctor", "--preflight", *arguments]), 2, "cpu")
 
     assert (plan().config, plan().shape, plan().folder) == (None, Shape(data=2), None)
-    assert plan("--grid", "z=2", "--out", "here") == Plan(None, Shape(z=2), "here")
+    assert plan("--grid", "z=2", "--out", "here") == PlannedRun(None, Shape(z=2), "here")
     found = plan(str(path))
     assert found.config is not None
     assert (found.shape, found.folder) == (Shape(x=2), "runs/one")
@@ -386,7 +413,7 @@ def test_the_plan_is_the_configs_or_a_line(tmp_path: Path) -> None:
 
 def test_what_a_run_needs_follows_from_its_config(tmp_path: Path) -> None:
     config = planned(parser().parse_args(["doctor", "--preflight", str(write(tmp_path))]), 2, "cpu")
-    needs = Look(Talk(dist.HashStore(), 0, 2, 20.0), config, torch.device("cpu"), first_of_node=True)._needs()
+    needs = look_of(0, 2, dist.HashStore(), plan=config)._needs()
     assert needs.checkpoint == 12 * models.config("gpt-tiny").parameters
     assert needs.kept == 1
     assert needs.saves
@@ -397,14 +424,14 @@ def test_what_a_run_needs_follows_from_its_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), r"give the folder of a run; or --preflight"),
-        (("runs/one", "--ranks", "2"), r"--ranks is for --preflight, before a run"),
-        (("runs/one", "--grid", "auto"), r"--grid is for --preflight"),
-        (("runs/one", "--set", "grid.x=2"), r"--set is for --preflight"),
+        ((), r"give the folder of a run, or --preflight"),
+        (("runs/one", "--ranks", "2"), r"--ranks only works with --preflight"),
+        (("runs/one", "--grid", "auto"), r"--grid only works with --preflight"),
+        (("runs/one", "--set", "grid.x=2"), r"--set only works with --preflight"),
         (("--preflight", "."), r"--preflight . is a folder; give the config"),
-        (("--preflight", "no.toml"), r"there is no config no.toml"),
+        (("--preflight", "no.toml"), r"the config no.toml does not exist"),
         (("--preflight", "--set", "batch.rows=2"), r"--set batch.rows changes a config; give CONFIG.toml"),
-        (("--preflight", "--ranks", "0"), r"--ranks 0: there must be at least one"),
+        (("--preflight", "--ranks", "0"), r"--ranks 0: at least one rank is needed"),
         (("--preflight", "--grid", "x=2", "--ranks", "3"), r"--ranks 3, but the grid x=2 has 2"),
     ],
 )

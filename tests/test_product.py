@@ -11,10 +11,10 @@ import torch
 import fourfold as ff
 from closed_form import ClosedForm
 from fourfold.grid import Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
+from fourfold.policy import Policy
 from harness import grid_of
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from curves import Curves, config_of, write_texts
+from fourfold.axes import AXES
 from fourfold.cli import main
 from fourfold.commands.parser import steps
-from fourfold.grid import AXES, Shape
+from fourfold.errors import BadStepsError
+from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.report import write_report
-from fourfold.train.begin import begin
-from fourfold.train.config import Config
+from fourfold.train.config import TrainConfig
 from fourfold.train.loop import Run
-from fourfold.train.numbers import BadNumbersError
 from fourfold.train.profile import covered, export, link_seconds, summarize
 from harness import grid_of
 
@@ -32,7 +32,7 @@ def test_steps_of_the_command_line() -> None:
     assert steps("4-4") == range(4, 5)
     for wrong in ("", "0", "0-2", "5-2", "-", "2-", "-2", "two", "1.5", "1-2-3", "2,3", " "):
         with pytest.raises(
-            argparse.ArgumentTypeError, match=r"names no steps; write one, such as 7, or .* such as 7-9"
+            argparse.ArgumentTypeError, match=r"is not a range of steps; write one step, such as 7, or .* such as 7-9"
         ):
             steps(wrong)
 
@@ -40,9 +40,12 @@ def test_steps_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--profile", "7"], "--profile 7: this run has train.steps=6; name a step from 1 to 6"),
-        (["--profile", "5-7"], "--profile 5-7: this run has train.steps=6; name a step from 1 to 6, or such as 1-6"),
-        (["--profile", "2", "--compare-serial", "1"], "--compare-serial trains no run and has no steps to --profile"),
+        (["--profile", "7"], "--profile 7: this run has train.steps=6; name steps from 1 to 6"),
+        (["--profile", "5-7"], "--profile 5-7: this run has train.steps=6; name steps from 1 to 6, for example 1-6"),
+        (
+            ["--profile", "2", "--compare-serial", "1"],
+            "--compare-serial does not train, so it has no steps to --profile",
+        ),
     ],
 )
 def test_steps_that_will_not_be_are_refused(
@@ -61,11 +64,11 @@ def test_steps_that_will_not_be_are_refused(
 PROBE = Collective("all_gather", "z", 8, 2)
 
 
-def profiled(config: Config, folder: Path, wanted: range) -> dict[str, Any]:
+def profiled(config: TrainConfig, folder: Path, wanted: range) -> dict[str, Any]:
     """A job: a run with a profile; what it launched in the profiled steps, where links were timed, and its events."""
     run = Run(config, grid_of(config.grid.shape), folder, profile=wanted)
     kept = Curves()
-    begin(run, lambda: [kept])
+    run.begin(lambda: [kept])
     run.sinks = [kept]
     launched: list[str] = []
     timed: dict[str, bool] = {}
@@ -150,21 +153,21 @@ def check_summary(folder: Path, results: list[dict[str, Any]]) -> None:
 def check_report(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("")
     page = write_report(folder).read_text()
-    assert "Communication in steps 2 to 3, profiled" in page
+    assert "Communication in the profiled steps 2 to 3" in page
     assert "<tr><td>z</td><td>" in page
     assert '<a href="profile/rank-0.json">rank-0.json</a>, <a href="profile/rank-1.json">' in page
     assert "ui.perfetto.dev" in page
 
 
-def halted(config: Config, folder: Path) -> str:
+def halted(config: TrainConfig, folder: Path) -> str:
     """A job: a run that ends inside of its profile."""
     run = Run(config, grid_of(config.grid.shape), folder, profile=range(1, 4))
 
     def fail(max_norm: float, **_: Any) -> Any:
-        raise BadNumbersError(f"{max_norm} is too much")
+        raise BadStepsError(f"{max_norm} is too much")
 
     run.optimizer.clip_and_step = fail  # type: ignore[method-assign]
-    with pytest.raises(BadNumbersError):
+    with pytest.raises(BadStepsError):
         run.train()
     return profiled(config, folder, range(2, 3))["events"][-1]["reason"]  # torch has one profiler at a time
 

@@ -14,13 +14,13 @@ import torch
 
 import fourfold as ff
 from closed_form import ClosedForm
+from fourfold.engine import Overlap
 from fourfold.grid import Shape
-from fourfold.layout import Policy
-from fourfold.overlap import Overlap
 from fourfold.planner.program import LaunchOp, MatmulOp, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.trace import dry_run
 from fourfold.planner.transformer import flops_per_token, step_program
+from fourfold.policy import Policy
 from share import share
 
 ROWS, SEQ = 4, 16
@@ -56,8 +56,8 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
             halves=halves,
             prefetch=draw.random() < 0.8,
             defer=draw.random() < 0.8,
-            behind_products=draw.random() < 0.8,
-            data=draw.random() < 0.8,
+            wgrad_behind_messages=draw.random() < 0.8,
+            reduce_early=draw.random() < 0.8,
             bytes_in_flight=draw.choice([None, None, 1, 20000]),
         )
         policy = Policy(
@@ -67,7 +67,7 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
             keep_weights=draw.random() < 0.3,
             loss_chunk=draw.choice([0, 0, 7]),
             shard_optimizer=draw.random() < 0.5,
-            compute=draw.choice([None, torch.bfloat16]),
+            compute_dtype=draw.choice([None, torch.bfloat16]),
             bucket_bytes=draw.choice([4000, 25 << 20]),
             overlap=overlap,
         )
@@ -118,7 +118,7 @@ def test_program_launches_the_closed_form() -> None:
 def test_program_computes_the_closed_form(recompute: ff.layout.Recompute) -> None:
     """FLOPs of all ranks together are the hardware FLOPs of the batch."""
     config, shape = ff.models.config("gpt-5b", layers=2), Shape(x=4, y=2, z=2, data=2)
-    policy = Policy(recompute=recompute, compute=torch.bfloat16)
+    policy = Policy(recompute=recompute, compute_dtype=torch.bfloat16)
     flops = step_program(LocalSizes(config, shape, policy, 2, 2048)).flops
     tokens = 2 * 2048 * shape.data * shape.z
     assert flops * shape.world == flops_per_token(config, 2048, recompute).hardware * tokens

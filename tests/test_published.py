@@ -10,18 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.models.config import config
-from fourfold.planner.machine import LinkSpeed, Machine, load_machine
-from fourfold.planner.price import Candidate, Task, price, timeline
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-
-import planner_points
-import planner_replay
-import validate_planner
-from planner_points import Fit
-from published import (
+from benchmarks.planner.published import (
     PublishedLayer,
     layer_elements,
     layers_of,
@@ -29,7 +18,17 @@ from published import (
     published_ranking,
     published_seconds,
 )
-from validate_planner import Compared, Judge
+from fourfold.axes import AXES
+from fourfold.grid import Shape, shapes_of
+from fourfold.models.config import config
+from fourfold.planner.machine import LinkSpeed, Machine, load_machine
+from fourfold.planner.price import Candidate, Task, price, timeline
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+from benchmarks.planner import published_runs, replay, validate
+from benchmarks.planner.published_runs import Fit
+from benchmarks.planner.validate import Compared, Judge
 
 
 def flat(bandwidth: float = 1e9) -> Machine:
@@ -130,14 +129,14 @@ def test_faster_links_scale_the_seconds() -> None:
 
 def published_run(micro_steps: int, **overlaps: bool) -> tuple[Task, Candidate]:
     task = Task(config("gpt-5b"), load_machine("perlmutter"), 16 * 4 * micro_steps, 2048)
-    return task, Candidate(Shape(x=4, z=4, data=4), planner_replay.policy_of(**overlaps), 4, micro_steps)
+    return task, Candidate(Shape(x=4, z=4, data=4), replay.policy_of(**overlaps), 4, micro_steps)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])
 @pytest.mark.parametrize("overlaps", [True, False], ids=["overlaps", "none"])
 def test_without_gathers_ahead_a_replay_is_the_whole_step(micro_steps: int, overlaps: bool) -> None:
-    task, choice = published_run(micro_steps, behind_products=overlaps, defer=overlaps, prefetch=False)
-    whole, found = timeline(task, choice).totals, planner_replay.replay(task, choice)
+    task, choice = published_run(micro_steps, wgrad_behind_messages=overlaps, defer=overlaps, prefetch=False)
+    whole, found = timeline(task, choice).totals, replay.replay(task, choice)
     assert found.seconds == pytest.approx(whole.seconds, rel=1e-9)
     assert found.compute == pytest.approx(whole.compute, rel=1e-9)
     assert sum(found.exposed.values()) == pytest.approx(sum(whole.exposed.values()), rel=1e-9)
@@ -146,53 +145,51 @@ def test_without_gathers_ahead_a_replay_is_the_whole_step(micro_steps: int, over
 def test_gathers_ahead_in_forward_alone_lie_between() -> None:
     task, ahead = published_run(1)
     _, blocking = published_run(1, prefetch=False)
-    found = planner_replay.replay(task, ahead).seconds
+    found = replay.replay(task, ahead).seconds
     assert price(task, ahead).seconds < found < price(task, blocking).seconds
 
 
 def test_a_replay_takes_as_few_micro_steps_as_fit() -> None:
     task, choice = published_run(16)
     small = replace(task, machine=replace(task.machine, memory=24 * 10**9, reserve=0))
-    found = planner_replay.fewest_micro_steps(small, choice.shape, choice.policy)
+    found = replay.fewest_micro_steps(small, choice.shape, choice.policy)
     assert found is not None and found.rows * found.micro_steps == 64
-    assert planner_replay.memory_of(small, found).total <= 24 * 10**9
+    assert replay.memory_of(small, found).total <= 24 * 10**9
     larger = replace(found, rows=2 * found.rows, micro_steps=found.micro_steps // 2)
-    assert planner_replay.memory_of(small, larger).total > 24 * 10**9
+    assert replay.memory_of(small, larger).total > 24 * 10**9
     tiny = replace(task, machine=replace(task.machine, memory=10**9, reserve=0))
-    assert planner_replay.fewest_micro_steps(tiny, choice.shape, choice.policy) is None
+    assert replay.fewest_micro_steps(tiny, choice.shape, choice.policy) is None
 
 
 def test_the_fit_finds_the_least() -> None:
-    found = planner_replay.descend(
-        Fit(1.0, 1.0), lambda fit: math.log(fit.attention / 0.2) ** 2 + (fit.between - 2) ** 2
-    )
+    found = replay.descend(Fit(1.0, 1.0), lambda fit: math.log(fit.attention / 0.2) ** 2 + (fit.between - 2) ** 2)
     assert found.attention == pytest.approx(0.2, rel=0.02)
     assert found.between == pytest.approx(2, rel=0.02)
 
 
 def test_fitted_constants_are_two_and_points_are_held_out() -> None:
     machine = load_machine("frontier")
-    fitted = planner_replay.fitted_machine(machine, Fit(0.5, 2.0))
+    fitted = replay.fitted_machine(machine, Fit(0.5, 2.0))
     assert machine.between is not None
     assert replace(fitted, name=machine.name, attention=2 * fitted.attention, between=machine.between) == machine
-    for name in planner_points.FITTED:
-        kinds = [point.fitted for point in planner_points.POINTS if point.machine == name]
+    for name in published_runs.FITTED:
+        kinds = [point.fitted for point in published_runs.POINTS if point.machine == name]
         assert sum(kinds) >= 2 and not all(kinds)
 
 
 def test_errors_may_not_grow_and_misses_need_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate_planner, "CAUSES", {"known": "the grid"})
+    monkeypatch.setattr(validate, "CAUSES", {"known": "the grid"})
     judge = Judge({"known": 0.30, "new": 0.02, "good": 0.02})
-    judge.hear(Compared("good", 0.976, 1.0))  # half a point is allowed
-    judge.hear(Compared("known", 1.3, 1.0))
+    judge.add(Compared("good", 0.976, 1.0))  # half a point is allowed
+    judge.add(Compared("known", 1.3, 1.0))
     assert not judge.failures
     assert judge.misses == ["known: +30.0%, target 15%. Suspected: the grid"]
-    judge.hear(Compared("good", 1.03, 1.0))
-    judge.hear(Compared("new", 1.2, 1.0))
-    judge.hear(Compared("never seen", 1.0, 1.0))
+    judge.add(Compared("good", 1.03, 1.0))
+    judge.add(Compared("new", 1.2, 1.0))
+    judge.add(Compared("never seen", 1.0, 1.0))
     assert judge.failures == [
         "good: the error has grown from 2.0% to 3.0%",
         "new: the error has grown from 2.0% to 20.0%",
-        "new: +20.0%, target 15%, and no cause is given in planner_points.py",
-        "never seen: no error is recorded; look at it, then --record",
+        "new: +20.0%, target 15%, and published_runs.py gives no cause",
+        "never seen: no error is recorded; check it, then run with --record",
     ]

@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fourfold as ff
 from fourfold.grid import Shape
-from fourfold.layout import Policy
-from fourfold.parallelize import whole_tensors
-from fourfold.parallelize.gathered import Gathered
-from fourfold.parallelize.linears import Form, Trials
-from fourfold.parallelize.swap import adapters_of
+from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
+from fourfold.wrap.adapters import GatheredAdapter
+from fourfold.wrap.convert import adapters_of
+from fourfold.wrap.detect import LinearDetector, LinearForm
 from harness import grid_of
 from linears import LINEARS, ByHand, OwnForward, Products, Turned, by_einsum, by_matmul
 from share import share
@@ -58,7 +58,7 @@ def gathered_share(model: nn.Module) -> float:
     for module in model.modules():
         for adapter in adapters_of(module)[-1:]:
             elements = sum(p.numel() for p in module._parameters.values() if p is not None)
-            counts[isinstance(adapter, Gathered)] += elements
+            counts[isinstance(adapter, GatheredAdapter)] += elements
     return counts[True] / sum(counts.values())
 
 
@@ -134,13 +134,13 @@ ODD: dict[str, Callable[[Odd, Tensor, Tensor | None], Any]] = {
 def test_a_trial_tells_linear_layers_from_what_is_nearly_one() -> None:
     every = frozenset({1, 2, 3, 4})
     cases = (
-        (OwnForward(6, 6), Form(6, 6, bias="bias", dims=every)),
-        (OwnForward(6, 8, bias=False), Form(6, 8, dims=every)),
-        (Turned(6, 6), Form(6, 6, bias="bias", transposed=True, dims=every)),
-        (Turned(6, 8), Form(6, 8, bias="bias", transposed=True, dims=every)),
-        (ByHand(functional.linear, (8, 6), bias=True), Form(6, 8, "kernel", "b", dims=every)),
-        (ByHand(by_matmul, (6, 6)), Form(6, 6, "kernel", transposed=True, dims=every)),
-        (ByHand(by_einsum, (6, 6)), Form(6, 6, "kernel", dims=frozenset({3}))),
+        (OwnForward(6, 6), LinearForm(6, 6, bias="bias", dims=every)),
+        (OwnForward(6, 8, bias=False), LinearForm(6, 8, dims=every)),
+        (Turned(6, 6), LinearForm(6, 6, bias="bias", transposed=True, dims=every)),
+        (Turned(6, 8), LinearForm(6, 8, bias="bias", transposed=True, dims=every)),
+        (ByHand(functional.linear, (8, 6), bias=True), LinearForm(6, 8, "kernel", "b", dims=every)),
+        (ByHand(by_matmul, (6, 6)), LinearForm(6, 6, "kernel", transposed=True, dims=every)),
+        (ByHand(by_einsum, (6, 6)), LinearForm(6, 6, "kernel", dims=frozenset({3}))),
         *((Odd(how), None) for how in ODD),
         (nn.Bilinear(6, 6, 6), None),
         (nn.Embedding(6, 6), None),
@@ -148,13 +148,13 @@ def test_a_trial_tells_linear_layers_from_what_is_nearly_one() -> None:
     )
     drawn = torch.get_rng_state()
     for module, expected in cases:
-        assert Trials().form_of(module) == expected, getattr(module, "how", type(module).__name__)
+        assert LinearDetector().form_of(module) == expected, getattr(module, "how", type(module).__name__)
     assert torch.equal(torch.get_rng_state(), drawn) and not any(getattr(m, "calls", 0) for m, _ in cases)
     hooked = Turned(6, 6)
     hooked.register_forward_hook(lambda *_: None)
-    assert Trials().form_of(hooked) is None
+    assert LinearDetector().form_of(hooked) is None
     with torch.device("meta"), torch.no_grad():
-        assert Trials().form_of(Turned(6, 8)) == Form(6, 8, bias="bias", transposed=True, dims=every)
+        assert LinearDetector().form_of(Turned(6, 8)) == LinearForm(6, 8, bias="bias", transposed=True, dims=every)
 
 
 class Evaluated(nn.Module):

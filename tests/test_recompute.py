@@ -11,16 +11,16 @@ import torch
 
 import fourfold as ff
 from closed_form import ClosedForm
-from fourfold.arriving import local_of
 from fourfold.grid import Shape
-from fourfold.layout import Policy
+from fourfold.params import local_of
+from fourfold.policy import Policy
 from harness import grid_of
 
 CONFIG = ff.models.config("llama-tiny", layers=2, qk_norm=True, vocab=53)
 KINDS = ("none", "attention", "block")
 
 
-def train(shape: Shape, policy: Policy, config: ff.models.Config) -> dict[str, Any]:
+def train(shape: Shape, policy: Policy, config: ff.models.ModelConfig) -> dict[str, Any]:
     """Two forwards before one backward, so that backward comes at a later moment than the first forward."""
     grid = grid_of(shape)
     model = ff.models.build(config, grid, policy=policy)

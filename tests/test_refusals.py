@@ -19,8 +19,8 @@ from torch.func import functional_call
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
-from fourfold.parallelize import whole_tensors
+from fourfold.policy import Policy
+from fourfold.wrap import whole_tensors
 from harness import grid_of, what_is_said
 from strange import NanoGPT, tokens
 
@@ -160,8 +160,8 @@ COMPILED = r"is compiled by torch.compile.*policy=ff.Policy\(compile=True\)"
 TRANSFORMED = "is called inside torch.vmap, torch.func.grad.*use loss.backward"
 PICKLED = r"torch.save and pickle would write.*whole_tensors\(model, 'state'\).*torch.distributed.checkpoint"
 REFUSED: dict[str, tuple[str, Callable[[Grid], object]]] = {
-    "autocast": (r"torch.autocast to torch.bfloat16 is on.*Policy\(compute=torch.bfloat16\)\)", under_autocast),
-    "accelerate": (r"mixed_precision='bf16' .*is on.*Policy\(compute=torch.bfloat16\)\)", with_accelerate),
+    "autocast": (r"torch.autocast to torch.bfloat16 is on.*Policy\(compute_dtype=torch.bfloat16\)\)", under_autocast),
+    "accelerate": (r"mixed_precision='bf16' .*is on.*Policy\(compute_dtype=torch.bfloat16\)\)", with_accelerate),
     "compiled around": (f"the model {COMPILED}", compile_around),
     "compiled itself": (f"the model {COMPILED}", compile_itself),
     "compiled before": (f"the model {COMPILED}", compile_before),
@@ -189,8 +189,8 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], object]]] = {
 }
 """What is said, and what is done."""
 ALLOWED: dict[str, Callable[[Grid], object]] = {
-    "autocast as the policy": lambda grid: under_autocast(grid, compute=torch.bfloat16),
-    "accelerate as the policy": lambda grid: with_accelerate(grid, compute=torch.bfloat16),
+    "autocast as the policy": lambda grid: under_autocast(grid, compute_dtype=torch.bfloat16),
+    "accelerate as the policy": lambda grid: with_accelerate(grid, compute_dtype=torch.bfloat16),
     "the size that it has": lambda grid: resize(grid, tokens=53),
 }
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fourfold as ff
-from fourfold.arriving import local_of
-from fourfold.grid import FailedElsewhereError, Shape
-from fourfold.watch.replicas import INTEGERS, ReplicasDifferError, check_replicas, checksum, unlike
+from fourfold.errors import FailedElsewhereError, ReplicasDifferError
+from fourfold.grid import Shape
+from fourfold.params import local_of
+from fourfold.watch.replicas import INTEGERS, check_replicas, checksum, unlike
 from harness import grid_of
 
 

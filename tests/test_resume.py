@@ -23,30 +23,33 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import warm
 from curves import bound, config_of, write_texts
-from fourfold.checkpoint import write as writing
+from fourfold.checkpoint import save as saving
 from fourfold.checkpoint.folder import Checkpoints
-from fourfold.checkpoint.record import Record, read_record, write_record
-from fourfold.checkpoint.whole import read_whole, verify, write_whole
+from fourfold.checkpoint.format import Record, read_record, write_record
+from fourfold.checkpoint.load import read_full_tensor, verify_checkpoint
+from fourfold.checkpoint.save import write_full_tensors
 from fourfold.cli import _failed
-from fourfold.data.order import Order, part_of
+from fourfold.commands import train
+from fourfold.data.order import SampleOrder, cut_windows
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
+from fourfold.environment import LAUNCHED
+from fourfold.errors import Failure
 from fourfold.grid import Shape
-from fourfold.report.run import read_run
-from fourfold.train import command
+from fourfold.job import Channel
+from fourfold.report.run_data import read_run
 from fourfold.train import launch as launching
 from fourfold.train import stop as stopping
-from fourfold.train.begin import begin
-from fourfold.train.config import Config, read_config
+from fourfold.train.checkpoints import Start, any_restarted, find_start, start_from, what_was_lost
+from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
-from fourfold.train.process import STARTED_BY_US, listen_to_signals
-from fourfold.train.record import Lines, Owned, rewind
-from fourfold.train.resume import Start, find_start, left_behind, look, restarted
-from fourfold.train.sections import DataSection
+from fourfold.train.process import listen_to_signals
+from fourfold.train.run_folder import FolderLock, JsonLines, rewind
 from harness import Ranks, grid_of
 from test_train import (
     Job,
@@ -78,17 +81,17 @@ def one() -> Iterator[Ranks]:
     pool.close()
 
 
-def trained(config: Config, folder: Path, *, resume: bool = False) -> None:
+def trained(config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
     """A job: a run in a folder, or what is left of it."""
     grid = grid_of(config.grid.shape)
     start = find_start(grid, folder, config) if resume else Start()
     run = Run(config, grid, folder)
-    run.take_up(start)
-    begin(run, lambda: [Lines(folder / "metrics.jsonl")], start)
+    run.load(start)
+    run.begin(lambda: [JsonLines(folder / "metrics.jsonl")], start)
     run.train()
 
 
-def resumed(config: Config, folder: Path) -> None:
+def resumed(config: TrainConfig, folder: Path) -> None:
     trained(config, folder, resume=True)
 
 
@@ -101,7 +104,7 @@ def halfway(folder: Path, to: Path) -> Path:
     return to
 
 
-def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> Config:
+def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> TrainConfig:
     write_texts(folder)
     given = {"model.layers": 1, "train.evaluate_every": 2, "plan.compare": False}
     saving = {"checkpoint.every": HALF, "checkpoint.keep_last": 9}
@@ -159,7 +162,7 @@ def test_on_another_grid_and_number_of_ranks_within_rounding(one: Ranks, ranks, 
     alone = halfway(tmp_path / "run", tmp_path / "alone")
     (left,) = one.run(cli, "train", "--resume", str(alone), "--ranks", "1", "--device", "cpu")
     assert (left.code, left.err) == (0, "")
-    assert f"goes on after step {HALF}, from {alone / 'checkpoints'}" in left.out
+    assert f"resumes after step {HALF}, from {alone / 'checkpoints'}" in left.out
     for folder in (other, alone):
         assert column(folder, "step", "loss") == pytest.approx(expected, rel=bound("fp64", STEPS))
         assert column(folder, "step", "step") == list(range(1, STEPS + 1))
@@ -195,7 +198,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_finished_run_says_so_and_stays(one: Ranks, finished: Path) -> None:
     before = contents(finished)
     (left,) = one.run(cli, "train", "--resume", str(finished))
-    said = f"{finished} has reached step {STEPS} of {STEPS}; give more --steps to go on\n"
+    said = f"{finished} has reached step {STEPS} of {STEPS}; give more --steps to continue\n"
     assert (left.code, left.out, left.err) == (0, said, "")
     assert contents(finished) == before
 
@@ -234,7 +237,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(one: Ranks, tokens: str, t
     command += ["--set", "plan.compare=false"]
     (first,) = one.run(cli, *command)
     assert (first.code, first.err) == (0, "")
-    assert "goes on" not in first.out
+    assert "resumes" not in first.out
     assert column(folder, "step", "step") == [1, 2]
     (again,) = one.run(cli, *command)
     assert f"{folder} has reached step 2 of 2" in again.out
@@ -258,22 +261,22 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(
     def attempt(*more: str) -> Left:
         return one.run(cli, "train", "--resume", str(folder), *more)[0]
 
-    assert_error(attempt("--set", "train.seed=5"), "train.seed was 0 in ", "and is 5; a run goes on with the same")
-    assert_error(attempt("--set", "batch.rows=8"), "batch.rows was 4 in ", "and is 8; a run goes on with the same")
+    assert_error(attempt("--set", "train.seed=5"), "train.seed was 0 in ", "and is 5; a resumed run keeps it")
+    assert_error(attempt("--set", "batch.rows=8"), "batch.rows was 4 in ", "and is 8; a resumed run keeps it")
     assert_error(attempt("--set", "batch.seq=11"), "the data differs", "seq was 12, is 11")
     assert_error(attempt("--data", str(other.path), "--data", tokens), "there were 1 sources, now 2")
     assert_error(attempt("--set", "model.layers=2"), "is of another model: it lacks ", "layers.1.")
     assert_error(attempt("--set", "model.mlp_hidden=96"), "has shape", "build the model as saved")
-    assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "go on with the dtype of the saved run")
-    assert_error(attempt("--profile", "2"), f"--profile 2: the run goes on after step {HALF}; name steps from 4 on")
-    assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no use")
-    assert_error(attempt("--compare-serial", "1"), "--compare-serial trains no run")
+    assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "resume with the dtype of the saved run")
+    assert_error(attempt("--profile", "2"), f"--profile 2: the run resumes after step {HALF}; name steps from 4 on")
+    assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no effect")
+    assert_error(attempt("--compare-serial", "1"), "--compare-serial does not train")
     assert_error(attempt("--restarts", "-1"), "--restarts -1")
     assert contents(folder) == before
-    assert_error(one.run(cli, "train", "--resume", str(tmp_path))[0], "holds no run to go on with", "CONFIG.toml")
+    assert_error(one.run(cli, "train", "--resume", str(tmp_path))[0], "holds no run to resume", "CONFIG.toml")
     assert_error(attempt("--step", "4"), "has no complete checkpoint of step 4; it has those of 3")
     (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "new", "--step", "4", steps=1))
-    assert_error(left, "--step 4 names a checkpoint to go on from; give its run with --resume")
+    assert_error(left, "--step 4 names a checkpoint to resume from; give its run with --resume")
     damaged = folder / "checkpoints" / f"step-{HALF:08}" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert_error(attempt(), str(damaged))
@@ -291,8 +294,8 @@ def test_weights_alone_begin_a_run_but_continue_none(one: Ranks, finished: Path,
     assert (left.code, left.err) == (0, "")
     assert f"begins with the weights in {weights}\n" in left.out
     assert column(folder, "step", "loss")[0] < column(finished, "step", "loss")[0] - 0.05  # they were trained
-    with pytest.raises(ValueError, match=r"holds weights alone.*step 7 cannot be continued"):
-        look(folder, read_config(folder / "config.toml"), weights.rename(weights.with_name("step-00000007")))
+    with pytest.raises(ValueError, match=r"holds only weights.*step 7 cannot be resumed"):
+        start_from(folder, read_config(folder / "config.toml"), weights.rename(weights.with_name("step-00000007")))
 
 
 @pytest.mark.parametrize(
@@ -310,9 +313,9 @@ def test_a_state_of_somebody_elses_is_refused(finished: Path, tmp_path: Path, ch
     checkpoint = tmp_path / "checkpoints" / f"step-{HALF:08}"
     record = read_record(finished / "checkpoints" / checkpoint.name)
     checkpoint.mkdir(parents=True)
-    write_record(checkpoint, Record(record.shape, {**record.state, **change}, record.tensors, record.files))
+    write_record(checkpoint, Record(record.grid, {**record.state, **change}, record.tensors, record.files))
     with pytest.raises(ValueError, match=rf"{re.escape(str(checkpoint))}.*{said}"):
-        look(tmp_path, read_config(finished / "config.toml"))
+        start_from(tmp_path, read_config(finished / "config.toml"))
 
 
 @pytest.mark.parametrize(
@@ -321,10 +324,10 @@ def test_a_state_of_somebody_elses_is_refused(finished: Path, tmp_path: Path, ch
     ids=str,
 )
 def test_a_position_of_somebody_elses_is_refused(change: dict[str, Any]) -> None:
-    order = Order([part_of("a", 100, 5)], None, 0)
+    order = SampleOrder([cut_windows("a", 100, 5)], None, 0)
     order.take(4)
     before = order.state()
-    with pytest.raises(ValueError, match="this is no position in data"):
+    with pytest.raises(ValueError, match="this is not a saved position in the data"):
         order.restore({**before, **change})
     assert order.state() == before
 
@@ -337,13 +340,13 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
     damaged.write_bytes(damaged.read_bytes()[:-1])
     command = ["train", "--resume", str(folder), "--steps", str(STEPS + 1)]
     (left,) = one.run(cli, *command)
-    assert_error(left, str(damaged), f"or go on from an earlier checkpoint: --step {HALF}")
+    assert_error(left, str(damaged), f"or resume from an earlier checkpoint: --step {HALF}")
     (left,) = one.run(cli, *command, "--step", str(HALF))
     assert (left.code, left.err) == (0, "")
-    back = f"goes back to step {HALF}: removes step-{STEPS:08} and what was recorded after that step\n"
+    back = f"returns to step {HALF}: removes step-{STEPS:08} and all records after that step\n"
     assert left.out.startswith(back)
     assert [step for step, _ in Checkpoints(folder / "checkpoints").complete()] == [HALF, STEPS, STEPS + 1]
-    verify(damaged.parent)  # another one by now
+    verify_checkpoint(damaged.parent)  # another one by now
     assert column(folder, "step", "step") == list(range(1, STEPS + 2))
     assert column(folder, "resumed", "step") == [HALF]
 
@@ -351,14 +354,14 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
 def test_a_folder_has_one_job(one: Ranks, finished: Path, tmp_path: Path) -> None:
     """The second is refused before it changes anything; once the first has gone it may."""
     folder = halfway(finished, tmp_path / "run")
-    owned, before = Owned(folder), contents(folder)
+    owned, before = FolderLock(folder), contents(folder)
     (left,) = one.run(cli, "train", "--resume", str(folder))
     assert_error(left, f"another job (process {os.getpid()} on ", f"is training in {folder}")
     with pytest.raises(BlockingIOError, match="another job"):
-        Owned(folder)
+        FolderLock(folder)
     assert contents(folder) == before
     owned.release()
-    Owned(folder).release()
+    FolderLock(folder).release()
 
 
 def test_a_tokenizer_beside_the_config_moves_with_it(tmp_path: Path, monkeypatch) -> None:
@@ -367,7 +370,7 @@ def test_a_tokenizer_beside_the_config_moves_with_it(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizer.json").touch()
     (run / "tokenizer.json").touch()
-    config = replace(Config(), data=DataSection(tokenizer="run/tokenizer.json"))
+    config = replace(TrainConfig(), data=DataSection(tokenizer="run/tokenizer.json"))
     assert config.stored(run).data.tokenizer == "tokenizer.json"
     assert config.stored(tmp_path / "other").data.tokenizer == "run/tokenizer.json"
     path = run / "config.toml"
@@ -385,7 +388,7 @@ def copy_weights(source: Path, to: Path) -> None:
     record = read_record(source)
     names = [name for name in record.tensors if name.startswith("model/")]
     layout = {name: (record.tensors[name].dtype, record.tensors[name].shape) for name in names}
-    write_whole(to, layout, (read_whole(source, record, name) for name in names), {"step": 0})
+    write_full_tensors(to, layout, (read_full_tensor(source, record, name) for name in names), {"step": 0})
 
 
 def test_samples_come_from_the_checkpoint_that_is_named(one: Ranks, finished: Path) -> None:
@@ -412,7 +415,7 @@ def test_ranks_that_torchrun_has_started_again_go_on_unasked(one: Ranks, finishe
     assert column(folder, "resumed", "step") == [HALF]
     assert column(folder, "step", "loss") == column(finished, "step", "loss")
     (left,) = one.run(cli, *command)
-    assert_error(left, f"{folder} holds a run already", f"fourfold train --resume {folder}")
+    assert_error(left, f"{folder} already holds a run", f"fourfold train --resume {folder}")
 
 
 def cli_that_may_start_again(*arguments: str, restarts: str = "0") -> Left:
@@ -450,7 +453,7 @@ def started_again(times: int) -> bool:
     """A job: whether these ranks were, where rank 1 alone has been so many times."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(times * dist.get_rank())
     try:
-        return restarted()
+        return any_restarted(grid_of(Shape(data=2)))
     finally:
         del os.environ["TORCHELASTIC_RESTART_COUNT"]
 
@@ -464,11 +467,11 @@ def test_what_is_on_its_way_is_no_saved_checkpoint(ranks, tmp_path: Path) -> Non
     assert [step for step, _ in Checkpoints(tmp_path / "run" / "checkpoints").complete()] == [2]
 
 
-def fails_while_saving(config: Config, folder: Path) -> None:
+def fails_while_saving(config: TrainConfig, folder: Path) -> None:
     """A job: files are written when the loss of the third step is read, which ends the run."""
     run = Run(config, grid_of(config.grid.shape), folder)
-    begin(run, lambda: [Lines(folder / "metrics.jsonl")])
-    failed, write_file, launch = threading.Event(), writing.write_file, run._launch
+    run.begin(lambda: [JsonLines(folder / "metrics.jsonl")])
+    failed, write_file, launch = threading.Event(), saving.write_tensor_file, run._launch
 
     def write_late(*arguments: Any) -> Any:
         assert failed.wait(20)
@@ -480,12 +483,12 @@ def fails_while_saving(config: Config, folder: Path) -> None:
             raise ZeroDivisionError
         launch(step)
 
-    writing.write_file, run._launch = write_late, fail  # type: ignore[method-assign]
+    saving.write_tensor_file, run._launch = write_late, fail  # type: ignore[method-assign]
     try:
         with pytest.raises(ZeroDivisionError):
             run.train()
     finally:
-        writing.write_file = write_file
+        saving.write_tensor_file = write_file
 
 
 def test_steps_skipped_in_a_row_are_counted_on(ranks, tmp_path: Path) -> None:
@@ -493,18 +496,18 @@ def test_steps_skipped_in_a_row_are_counted_on(ranks, tmp_path: Path) -> None:
     assert ranks(2).run(skipped_before, config, tmp_path / "run") == [(4, 2)] * 2
 
 
-def skipped_before(config: Config, folder: Path) -> tuple[int, int]:
+def skipped_before(config: TrainConfig, folder: Path) -> tuple[int, int]:
     """A job: where a run goes on that was saved after two skipped steps."""
     grid = grid_of(config.grid.shape)
     run, again = (Run(config, grid, folder) for _ in range(2))
-    begin(run, lambda: [])
+    run.begin(lambda: [])
     run._launch(1)
     assert run.saving is not None
     for step in (3, 4):
-        run.numbers.judge(step, 2.0, inf, inf)
-    run.saving.save(4, run.model, run.optimizer, run.loader, run.numbers, last=True)
-    again.take_up(find_start(grid, folder, config))
-    return again.step, again.numbers.state()["skipped"]
+        run.step_judge.judge(step, 2.0, inf, inf)
+    run.saving.save(4, run.model, run.optimizer, run.loader, run.step_judge, last=True)
+    again.load(find_start(grid, folder, config))
+    return again.step, again.step_judge.state()["skipped"]
 
 
 # --- SIGTERM
@@ -516,7 +519,7 @@ def test_one_rank_saves_and_ends_at_sigterm(one: Ranks, tokens: str, tmp_path: P
     command = train_arguments(tokens, folder, *steady, steps=100_000)
     (left,) = one.run(interrupted, folder, signal.SIGTERM, *command)
     step = column(folder, "step", "step")[-1]
-    goes_on = f"saved at step {step}; `fourfold train --resume {folder}` goes on"
+    goes_on = f"saved at step {step}; `fourfold train --resume {folder}` resumes it"
     assert (left.code, left.err) == (143, f"fourfold: asked to stop by SIGTERM; {goes_on}\n")
     assert lines_of(folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}
     (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", str(step + 1))
@@ -550,12 +553,12 @@ def test_ranks_stop_after_the_same_step(ranks) -> None:
 
 
 def test_what_sigterm_left_unsaved_is_said(finished: Path, tmp_path: Path) -> None:
-    assert left_behind(tmp_path) == left_behind(finished) == "what was written stays readable"
+    assert what_was_lost(tmp_path) == what_was_lost(finished) == "what was written stays readable"
     folder = halfway(finished, tmp_path / "run")
     newest = folder / "checkpoints" / f"step-{HALF:08}"
-    assert left_behind(folder) == f"step {STEPS} was not saved; the newest checkpoint is {newest}"
+    assert what_was_lost(folder) == f"step {STEPS} was not saved; the newest checkpoint is {newest}"
     shutil.rmtree(newest)
-    assert left_behind(folder) == f"step {STEPS} was not saved; there is no checkpoint"
+    assert what_was_lost(folder) == f"step {STEPS} was not saved; there is no checkpoint"
 
 
 def test_ranks_that_are_told_to_end_have_the_time_to_save() -> None:
@@ -569,7 +572,9 @@ def test_a_rank_that_does_not_come_to_its_end_in_time_ends_as_it_stands(tmp_path
     if child == 0:
         os.dup2(os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w")
-        with stopping.Stop(SimpleNamespace(rank=0, shape=Shape()), 0.3).listening():  # type: ignore[arg-type]
+        with stopping.Stop(
+            SimpleNamespace(rank=0, channel=Channel("grid", (0,), HashStore(), rank=0)), 0.3
+        ).listening():  # type: ignore[arg-type]
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         os._exit(0)
@@ -577,7 +582,7 @@ def test_a_rank_that_does_not_come_to_its_end_in_time_ends_as_it_stands(tmp_path
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 143
     assert time.monotonic() - began < 30
-    said = "asked to stop by SIGTERM, and not done after 0.3 s (watch.grace); ends as it stands"
+    said = "asked to stop by SIGTERM, and not done after 0.3 s (watch.grace); ends now"
     assert (tmp_path / "said").read_text() == f"fourfold: {said}\n"
 
 
@@ -593,12 +598,12 @@ def test_what_a_rank_says_of_its_failure_is_whole_or_absent(tmp_path: Path, monk
 
     told = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
-    monkeypatch.setenv(STARTED_BY_US, "1")
+    monkeypatch.setenv(LAUNCHED, "1")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "write_text", killed)
-        launching.report_failure("why", users=False)
+        launching.report_failure("why", Failure.ERROR)
     assert not told.exists()
-    launching.report_failure("why", users=False)
+    launching.report_failure("why", Failure.ERROR)
     assert json.loads(told.read_text())["message"] == "why"
 
 
@@ -608,9 +613,9 @@ def test_a_rank_that_fails_is_not_interrupted_while_it_says_why(tmp_path: Path) 
         os.environ["RANK"] = "1"
         listen_to_signals()
 
-        def told(why: str, *, users: bool) -> None:
+        def told(why: str, kind: Failure) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            (tmp_path / "said").write_text(f"{why}, {users}")
+            (tmp_path / "said").write_text(f"{why}, {kind}")
 
         launching.report_failure = told
         try:
@@ -619,13 +624,13 @@ def test_a_rank_that_fails_is_not_interrupted_while_it_says_why(tmp_path: Path) 
             os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 1
-    assert (tmp_path / "said").read_text() == "rows=0 must be 1, True"
+    assert (tmp_path / "said").read_text() == "rows=0 must be 1, user"
 
 
 class Failing:
     """In the place of the elastic agent: ranks that fail in turn as they are told, then succeed."""
 
-    def __init__(self, folder: Path, failures: Sequence[tuple[int, str | None, bool]]) -> None:
+    def __init__(self, folder: Path, failures: Sequence[tuple[int, str | None, Failure]]) -> None:
         self.folder, self.failures = folder, list(failures)
         self.starts: list[str] = []
 
@@ -636,28 +641,32 @@ class Failing:
         self.starts.append(os.environ[launching.RESTARTED])
         if len(self.starts) > len(self.failures):
             return
-        exitcode, message, users = self.failures[len(self.starts) - 1]
+        exitcode, message, kind = self.failures[len(self.starts) - 1]
         file = self.folder / str(len(self.starts))
         if message is not None:
-            file.write_text(json.dumps({"message": message, "timestamp": "1", "users": users}))
+            file.write_text(json.dumps({"message": message, "timestamp": "1", "kind": kind}))
         raise ChildFailedError("ranks", {1: ProcessFailure(1, 4711, exitcode, str(file))})
 
 
-class Places(launching.Ward):
-    """Where ranks go on, in turn, and what was noted of them."""
+class Reached(launching.RestartPolicy):
+    """The steps that restarts resume after, in turn, and what was noted of them."""
 
-    def __init__(self, places: Sequence[str]) -> None:
-        self.places = iter(places)
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = iter(steps)
         self.noted: list[tuple[str, str]] = []
 
-    def goes_on(self) -> str:
-        return next(self.places)
+    def resume_step(self) -> int:
+        return next(self.steps)
+
+    def resume_text(self, step: int) -> str:
+        return f"after {step}"
 
     def note(self, kind: str, text: str) -> None:
         self.noted.append((kind, text))
 
 
-KILLED, BUG, USERS = (-9, None, False), (1, "Traceback ...\nKeyError: 'a'", False), (1, "rows=0 must be 1", True)
+KILLED, BUG = (-9, None, Failure.ERROR), (1, "Traceback ...\nKeyError: 'a'", Failure.ERROR)
+USERS = 1, "rows=0 must be 1", Failure.USER
 DIED = "rank 1 (process 4711) was killed by SIGKILL; the other ranks were stopped"
 
 
@@ -670,46 +679,52 @@ def test_fewer_gpus_are_planned_for_anew(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(launching, "elastic_launch", agent)
     left = iter([4, 3])
-    monkeypatch.setattr(command, "gpus_left", lambda: next(left))
-    ward = command.Folder(tmp_path, lambda ranks: ["--ranks", str(ranks)])
+    monkeypatch.setattr(train, "gpus_left", lambda: next(left))
+    policy = train.RunRestarts(tmp_path, lambda ranks: ["--ranks", str(ranks)])
     errors = StringIO()
-    assert launching.launch(4, ["all"], errors, restarts=2, ward=ward) == 0
+    assert launching.launch(4, ["all"], errors, restarts=2, policy=policy) == 0
     assert started == [(4, ("all",)), (4, ("all",)), (3, ("--ranks", "3"))]
-    assert "the run goes on from step 0 on 3 of 4 ranks (start 3)" in errors.getvalue()
+    assert "the run resumes from step 0 on 3 of 4 ranks (start 3)" in errors.getvalue()
 
 
 @pytest.mark.parametrize(
     ("failures", "reached", "code", "starts", "said"),
     [
-        ([KILLED], ["a", "b"], 0, 2, [f"{DIED}; the run goes on b (start 2)"]),
-        ([USERS], ["a", "a"], 1, 1, ["error: rows=0 must be 1"]),
-        ([KILLED, USERS], ["a", "a", "b"], 1, 2, [f"{DIED}; the run goes on a (start 2)", "error: rows=0 must be 1"]),
+        ([KILLED], [1, 2], 0, 2, [f"{DIED}; the run resumes after 2 (start 2)"]),
+        ([USERS], [1, 1], 1, 1, ["error: rows=0 must be 1"]),
+        ([KILLED, USERS], [1, 1, 2], 1, 2, [f"{DIED}; the run resumes after 1 (start 2)", "error: rows=0 must be 1"]),
         (
             [KILLED] * 3,
-            ["a"] * 4,
+            [1] * 4,
             1,
             3,
-            [f"{DIED}; the run goes on a (start {n})" for n in (2, 3)] + [f"error: {DIED}"],
+            [f"{DIED}; the run resumes after 1 (start {n})" for n in (2, 3)] + [f"error: {DIED}"],
         ),
-        ([KILLED] * 3, ["a", "a", "a", "b"], 0, 4, [f"{DIED}; the run goes on {at}" for at in ("a", "a", "b")]),
-        ([BUG], ["a", "b"], 0, 2, ["KeyError: 'a'; the run goes on b (start 2)"]),
-        ([(143, None, False)], ["a", "b"], 143, 1, ["stopped by SIGTERM; what was written stays readable"]),
-        ([(130, None, False)], ["a", "b"], 130, 1, ["error: rank 1 (process 4711) was interrupted by a signal"]),
+        ([KILLED] * 3, [1, 1, 1, 2], 0, 4, [f"{DIED}; the run resumes after {at}" for at in (1, 1, 2)]),
+        ([BUG], [1, 2], 0, 2, ["KeyError: 'a'; the run resumes after 2 (start 2)"]),
+        ([(143, None, Failure.ERROR)], [1, 2], 143, 1, ["stopped by SIGTERM; what was written stays readable"]),
+        (
+            [(130, None, Failure.ERROR)],
+            [1, 2],
+            130,
+            1,
+            ["error: rank 1 (process 4711) was interrupted by a signal"],
+        ),
     ],
 )
 def test_ranks_are_started_again_unless_a_user_must_act(
-    failures: Any, reached: list[str], code: int, starts: int, said: list[str], tmp_path: Path, monkeypatch
+    failures: Any, reached: list[int], code: int, starts: int, said: list[str], tmp_path: Path, monkeypatch
 ) -> None:
     """Two times in a row without progress."""
     failing = Failing(tmp_path, failures)
     monkeypatch.setattr(launching, "elastic_launch", failing)
-    errors, ward = StringIO(), Places(reached)
-    assert launching.launch(2, [], errors, restarts=2, ward=ward) == code
+    errors, policy = StringIO(), Reached(reached)
+    assert launching.launch(2, [], errors, restarts=2, policy=policy) == code
     assert failing.starts == [str(number) for number in range(starts)]
     lines = errors.getvalue().splitlines()
     assert len(lines) == len(said)
     assert all(line.startswith(f"fourfold: {words}") for line, words in zip(lines, said, strict=True))
-    assert [text for _, text in ward.noted] == [
+    assert [text for _, text in policy.noted] == [
         line.removeprefix("fourfold: ").removeprefix("error: ") for line in lines
     ]
 
@@ -762,7 +777,7 @@ def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(jobs: di
     assert left.code == 143, left.err
     assert left.err.count("\n") == 2, left.err
     asked, stopped = left.err.splitlines()
-    assert asked.endswith(f"SIGTERM; saved at step {step}; `fourfold train --resume {job.folder}` goes on")
+    assert asked.endswith(f"SIGTERM; saved at step {step}; `fourfold train --resume {job.folder}` resumes it")
     assert stopped == "fourfold: stopped by SIGTERM; what was written stays readable"
     assert not any(alive(pid) for pid in pids.values())
     assert lines_of(job.folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}
@@ -784,7 +799,7 @@ def test_a_rank_that_dies_is_started_again_by_itself(jobs: dict[str, Job], ranks
     pid = job.folder.with_suffix(".pid").read_text()
     killed = f"fourfold: rank 1 (process {pid}) was killed by SIGKILL; the other ranks were stopped"
     (step,) = column(job.folder, "resumed", "step")
-    assert said == f"{killed}; the run goes on after step {step} (start 2)"
+    assert said == f"{killed}; the run resumes after step {step} (start 2)"
     assert step % 5 == 0
     assert column(job.folder, "step", "step") == list(range(1, LONG + 1))
     for key in CONTINUED:

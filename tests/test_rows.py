@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
-from fourfold.parallelize import whole_tensors
+from fourfold.wrap import whole_tensors
 from harness import grid_of
 from share import share
 

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 import families
 import fourfold as ff
-from fourfold.arriving import local_of
-from fourfold.checkpoint.weights import load_weights, save_weights
+from fourfold.checkpoint.load import load_weights
+from fourfold.checkpoint.save import save_weights
 from fourfold.grid import Shape
+from fourfold.params import local_of
 from harness import grid_of
 from plain_images import ResNet
 

@@ -12,19 +12,17 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-import planner_megatron
-import scaling
-import scaling_sides
+from benchmarks.planner import megatron_pipeline, scaling, scaling_sides
+from benchmarks.planner.published_runs import POINTS
+from benchmarks.planner.scaling_measured import best_of_each, newest_measured, read_measured
+from benchmarks.planner.scaling_plot import curve_of, efficiency_of, plot_all, series_of, spread
+from benchmarks.planner.scaling_sides import SIDES, Case, compare, mfu_of
 from fourfold.models.config import config
 from fourfold.planner import search
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Task
-from planner_points import POINTS
-from scaling_measured import best_of_each, newest_measured, read_measured
-from scaling_plot import efficiency_of, line_of, plot_all, series_of, spread
-from scaling_sides import SIDES, Case, compare, mfu_of
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +96,7 @@ def test_a_side_that_cannot_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling_sides, "SIDES", {side: SIDES[side] for side in ("FSDP", "published 4D")})
     refused = compare(Case("strong", "perlmutter", "gpt-80b", 16))
     assert "fits on no grid of 16 devices" in refused["FSDP"]["refused"]
-    assert "published list of 16 devices" in refused["published 4D"]["refused"]
+    assert "published list for 16 devices" in refused["published 4D"]["refused"]
     with pytest.raises(ValueError, match="16384 places do not divide a batch of 8192 rows"):
         scaling_sides.fsdp(Case("weak", "frontier", "gpt-5b", 16384))
 
@@ -134,16 +132,16 @@ def test_no_case_twice_and_weak_scaling_holds_every_published_run() -> None:
 def test_pipelines_that_are_not_simulated_are_slower() -> None:
     task = Task(config("gpt-125m", layers=4), load_machine("perlmutter"), 64, 1024)
     every = [
-        planner_megatron._staged(task, choice, stages)
-        for choice, stages in planner_megatron._pipelines(task, 8, ("none",))
-        if planner_megatron._fits(task, choice, stages)
+        megatron_pipeline._staged(task, choice, stages)
+        for choice, stages in megatron_pipeline._pipelines(task, 8, ("none",))
+        if megatron_pipeline._fits(task, choice, stages)
     ]
     assert len({staged.stages for staged in every}) > 1
     fastest = min(every, key=lambda staged: staged.seconds)
-    assert planner_megatron.fastest_pipeline(task, 8, ("none",)) == fastest
+    assert megatron_pipeline.fastest_pipeline(task, 8, ("none",)) == fastest
     assert fastest.compute < fastest.seconds
     none = replace(task, machine=replace(task.machine, memory=10**8, reserve=0))
-    assert planner_megatron.fastest_pipeline(none, 8, ("none",)) is None
+    assert megatron_pipeline.fastest_pipeline(none, 8, ("none",)) is None
 
 
 # --- measured runs
@@ -185,8 +183,8 @@ def test_damaged_measurements_are_refused(tmp_path: Path, runs: Any, message: st
 
 def test_a_line_leaves_out_where_its_side_cannot_run() -> None:
     cases = [made_up("weak", "gpt-5b", 512), made_up("weak", "gpt-10b", 1024, FSDP="too large")]
-    assert line_of(cases, "FSDP", efficiency_of) == [(512, 9 / 40)]
-    assert [devices for devices, _ in line_of(cases, "HSDP", efficiency_of)] == [512, 1024]
+    assert curve_of(cases, "FSDP", efficiency_of) == [(512, 9 / 40)]
+    assert [devices for devices, _ in curve_of(cases, "HSDP", efficiency_of)] == [512, 1024]
 
 
 def test_names_are_moved_apart_and_keep_their_order() -> None:
@@ -230,7 +228,7 @@ def test_plots_are_the_same_bytes_and_show_every_side(tmp_path: Path) -> None:
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install .*matplotlib alone; what was found is stored"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .*matplotlib alone. The results are stored"):
         plot_all([], [], tmp_path)
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import fourfold as ff
+from fourfold.axes import AXES
 from fourfold.cli import main
-from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.layout import Policy
+from fourfold.commands.plan import rows_of
+from fourfold.grid import Shape, shapes_of
 from fourfold.planner import search as search_file
 from fourfold.planner.estimate import LEVERS
 from fourfold.planner.machine import Machine, load_machine
@@ -23,8 +24,8 @@ from fourfold.planner.price import Candidate, Priced, Task, memory_of, price, ti
 from fourfold.planner.program import LaunchOp
 from fourfold.planner.search import Space, search, search_built
 from fourfold.planner.transformer import step_program
+from fourfold.policy import Policy
 from fourfold.train.config import read_config, resolve
-from fourfold.train.plan import rows_of
 from share import share
 
 SMALL = ff.models.config("llama-3-8b", layers=2)
@@ -45,7 +46,7 @@ def brute_force(task: Task, devices: int) -> float:
     limit = task.machine.memory - task.machine.reserve
     best = float("inf")
     for shape, mode, lever in product(shapes_of(devices), ("sharded", "replicated"), LEVERS):
-        policy = lever.on(Policy(activations=mode, compute=task.compute, shard_optimizer=True))
+        policy = lever.on(Policy(activations=mode, compute_dtype=task.compute, shard_optimizer=True))
         places = shape.data * shape.z
         if task.rows % places or task.config.misfit(shape, policy) is not None:
             continue
@@ -56,7 +57,7 @@ def brute_force(task: Task, devices: int) -> float:
                 seen = {}
                 for order in ORDERS:
                     walked = tuple(axis for axis in order if shape.sizes[axis] > 1)
-                    seen.setdefault(walked, replace(candidate, shape=replace(shape, order=order)))
+                    seen.setdefault(walked, replace(candidate, shape=shape.reordered(order)))
                 best = min([best, *(price(task, each).seconds for each in seen.values())])
     return best
 
@@ -91,7 +92,7 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_space_holds_still_what_it_names() -> None:
     task = Task(SMALL, load_machine("dgx-h100"), 32, 2048)
-    policy = Policy(recompute="attention", compute=torch.bfloat16)
+    policy = Policy(recompute="attention", compute_dtype=torch.bfloat16)
     order = ("z", "x", "y", "data")
     found = search(task, 8, space=Space(policies=(policy,), micro_steps=(2,), orders=(order,)), top=3)
     for each in found.ranked:
@@ -170,9 +171,9 @@ def test_trace_opens_in_perfetto(planned: Path) -> None:
         (("--machine", "perlmuter"), "did you mean 'perlmutter'"),
         (("--devices", "0"), "--devices 0: it must be at least 1"),
         (("--seq", "0"), "--seq 0: it must be at least 1"),
-        (("--why", "auto"), "name the grid to ask about"),
+        (("--why", "auto"), "name the grid to explain"),
         (("--seq", "4096"), "longer than the 2048 learned positions"),
-        (("--why", "x=3"), "has 3 ranks and the plan 16 devices"),
+        (("--why", "x=3"), "has 3 ranks, but the plan has 16 devices"),
         (("--model", "tests.no_such:thing"), "no_such"),
     ],
 )
@@ -258,7 +259,7 @@ def test_json_on_standard_output_is_all_there_is(tmp_path: Path, capsys: pytest.
 def test_a_module_has_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "test_search:my_model", "--machine", "dgx-h100", "--devices", "2"]
     assert main([*arguments, "--batch-tokens", "512", "--seq", "128", "--config", "x.toml"]) == 1
-    assert "fourfold train takes no module" in capsys.readouterr().err
+    assert "fourfold train cannot train the module" in capsys.readouterr().err
 
 
 def test_a_plain_module_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.overlap import Overlap
+from fourfold.policy import Overlap
 from harness import grid_of
 from share import share
 

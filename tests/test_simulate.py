@@ -161,7 +161,7 @@ def test_a_few_layers_stand_for_all(shape: Shape, recompute: ff.layout.Recompute
     links = {group: LinkSpeed(1e11, 5e-6) for group in machine.inside}
     machine = replace(machine, inside=links, between=LinkSpeed(5e10, 1e-5))
     task = Task(config, machine, rows * micro_steps * shape.data * shape.z, 2048)
-    policy = ff.Policy(recompute=recompute, compute=torch.bfloat16, shard_optimizer=True)
+    policy = ff.Policy(recompute=recompute, compute_dtype=torch.bfloat16, shard_optimizer=True)
     candidate = Candidate(shape, policy, rows, micro_steps)
     found, whole = price(task, candidate), timeline(task, candidate)
     assert found.seconds == pytest.approx(whole.seconds, rel=0.02)

@@ -13,7 +13,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import warm
-from fourfold import store
+from fourfold import job
+from fourfold.environment import Environment
 from fourfold.train import launch as launching
 from test_train import needs_proc
 
@@ -76,14 +77,14 @@ def test_ranks_that_were_told_an_address_find_the_store_there_alone(monkeypatch:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     before = listening(os.getpid())
-    first, second = (store.join(rank, 2, None) for rank in range(2))
+    first, second = (job.join_store(Environment(rank, 2), None) for rank in range(2))
     assert first is not None
     assert second is not None
     second.set("a", "b")
     assert first.get("a") == b"b"
     assert {address for address, _ in listening(os.getpid()) - before} == {"127.0.0.1"}
-    monkeypatch.setenv(store.AGENT_HAS_ONE, "True")
-    assert store.join(0, 2, None) is None, "torchrun's is there"
+    monkeypatch.setenv(job.AGENT_HAS_STORE, "True")
+    assert job.join_store(Environment(0, 2), None) is None, "torchrun's is there"
 
 
 @needs_proc
@@ -99,13 +100,13 @@ def test_agents_of_several_nodes_listen_at_their_addresses_alone() -> None:
 
 
 def test_a_store_serves_those_who_reach_it() -> None:
-    served = store.serve(store.LOOPBACK)
-    client = dist.TCPStore(store.LOOPBACK, served.port)
+    served = job.serve(job.LOOPBACK)
+    client = dist.TCPStore(job.LOOPBACK, served.port)
     client.set("a", "b")
     assert served.get("a") == b"b"
 
 
 def test_a_name_that_means_the_loopback_is_no_use_to_other_nodes() -> None:
-    store.require_reachable("localhost", nodes=1)
+    job.require_reachable("localhost", nodes=1)
     with pytest.raises(ValueError, match=r"MASTER_ADDR=localhost is .*127\.0\.0\.1.* set MASTER_ADDR"):
-        store.require_reachable("localhost", nodes=2)
+        job.require_reachable("localhost", nodes=2)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from fourfold.grid import Shape
+from fourfold.job import ranks_text
 from fourfold.ledger import Collective, Ledger
-from fourfold.watch.diagnose import Diagnosis, diagnose, ranks_text
-from fourfold.watch.tape import DEVICE, ENTRIES, Reading, Tape, read, read_all, tape_path
+from fourfold.watch.diagnose import Diagnosis, diagnose
+from fourfold.watch.tape import ENTRIES, Tape, TapeReading, Waits, read, read_all, tape_path
 
 SHAPE = Shape(x=2, z=2)
 
@@ -107,7 +108,7 @@ def test_what_a_failed_wait_was_for_stays_on_the_tape(tape: Tape, tmp_path: Path
 def test_a_host_that_reads_its_device_waits_for_all_it_has_launched(tape: Tape, tmp_path: Path) -> None:
     for record in (gather("one"), gather("two"), gather("three", "x")):
         tape.launched(record)
-    tape.doing(DEVICE, waits=True)
+    tape.doing("reading results", Waits.DEVICE)
     assert [entry.record.label for entry in read(tape_path(tmp_path, 1)).waits_for] == ["two", "three"]
 
 
@@ -115,14 +116,14 @@ def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "watch" / "rank-00000.tape"
     path.parent.mkdir()
     path.write_text("hello")
-    with pytest.raises(ValueError, match="is no tape of a rank: it must begin with 'fourfold tape 1'"):
+    with pytest.raises(ValueError, match="is no tape of a rank: a tape must begin with 'fourfold tape 1'"):
         read_all(tmp_path)
 
 
 # --- what the tapes of a job say
 
 
-def job(folder: Path, act: Callable[[int, Tape], None], shape: Shape = SHAPE) -> dict[int, Reading]:
+def job(folder: Path, act: Callable[[int, Tape], None], shape: Shape = SHAPE) -> dict[int, TapeReading]:
     """The tapes of ranks that did what `act` does."""
     for rank in range(shape.world):
         act(rank, Tape(tape_path(folder, rank), rank, shape))
@@ -213,21 +214,22 @@ def test_where_all_have_come_it_is_the_link(tmp_path: Path) -> None:
 def test_ranks_that_wait_in_the_store_name_the_one_that_does_not(tmp_path: Path) -> None:
     def act(rank: int, tape: Tape) -> None:
         go(tape, PROGRAM, waits=False)
-        tape.doing("saving a checkpoint" if rank == 3 else "asking the others whether to stop", waits=rank != 3)
+        what = "saving a checkpoint" if rank == 3 else "asking the others whether to stop"
+        tape.doing(what, Waits.NOTHING if rank == 3 else Waits.RANKS)
 
     found = diagnose(job(tmp_path, act), {})
     assert found.headline == "step 0: asking the others whether to stop: rank 3 never arrived"
 
 
 def test_where_all_wait_in_the_store_it_is_the_link_too(tmp_path: Path) -> None:
-    found = diagnose(job(tmp_path, lambda _, tape: tape.doing("asking the others whether to stop", waits=True)), {})
+    found = diagnose(job(tmp_path, lambda _, tape: tape.doing("asking the others whether to stop", Waits.RANKS)), {})
     assert "step 0: asking the others whether to stop: all of ranks 0, 1, 2, 3 arrived, but their" in found.headline
 
 
 def test_devices_that_wait_for_each_other_are_told_apart_by_what_was_launched(tmp_path: Path) -> None:
     def act(rank: int, tape: Tape) -> None:
         go(tape, PROGRAM[: 2 if rank == 1 else 3], waits=False)
-        tape.doing(DEVICE, waits=rank != 1)
+        tape.doing("computing" if rank == 1 else "reading results", Waits.NOTHING if rank == 1 else Waits.DEVICE)
 
     found = diagnose(job(tmp_path, act), {})
     assert found.culprits == (1,)

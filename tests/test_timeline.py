@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-import timeline
-from timeline import GATHERS, REDUCTIONS, draw, main, merged, read_step, shown, without
+from benchmarks.speed import timeline
+from benchmarks.speed.timeline import GATHERS, REDUCTIONS, draw, main, merged, read_step, shown, without
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,9 +7,9 @@ from collections import Counter
 import torch
 
 import fourfold as ff
-from fourfold.layout import Policy
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
+from fourfold.policy import Policy
 from harness import grid_of
 
 SHAPE = ff.Shape(x=2, z=2)

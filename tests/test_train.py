@@ -33,20 +33,21 @@ import torch
 import warm
 from curves import Curves, config_of, write_texts
 from fourfold import models
-from fourfold.arriving import local_of
-from fourfold.checkpoint.record import read_record
-from fourfold.checkpoint.weights import weights_of
+from fourfold.axes import AXES
+from fourfold.checkpoint.format import read_record
+from fourfold.checkpoint.training_state import model_shards
 from fourfold.data.text import prepare
 from fourfold.data.tokenizer import load_tokenizer
-from fourfold.grid import AXES, Shape
-from fourfold.overlap import Overlap
+from fourfold.errors import BadStepsError
+from fourfold.grid import Shape
+from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
-from fourfold.report.run import read_run
-from fourfold.train.config import Config, read_config
+from fourfold.policy import Overlap
+from fourfold.report.run_data import read_run
+from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.loop import Run
-from fourfold.train.numbers import BadNumbersError
-from fourfold.train.record import Lines, open_sinks
+from fourfold.train.run_folder import JsonLines, open_sinks
 from fourfold.train.schema import parse
 from harness import Ranks, grid_of
 from share import share
@@ -87,12 +88,12 @@ def cli(*arguments: str) -> Left:
 def cli_as_rank(*commands: Sequence[str]) -> list[Left]:
     """A job: commands one after another on ranks that a launcher has started already."""
     import fourfold.cli
-    from fourfold.train import command, sample
+    from fourfold.commands import sample, train
 
     rank, world = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
     os.environ |= {"RANK": rank, "WORLD_SIZE": world}
     fourfold.cli._leave = lambda code: code  # the process serves other jobs
-    command.close = sample.close = lambda grid: grid.close()  # so does its process group
+    train.close = sample.close = lambda grid: grid.close()  # so does its process group
     return [cli(*arguments) for arguments in commands]
 
 
@@ -168,7 +169,7 @@ def test_a_folder_tells_what_ran(finished: tuple[Path, Left]) -> None:
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{STEPS:08}"]
     state = read_record(folder / "checkpoints" / f"step-{STEPS:08}").state
     assert state["step"] == STEPS
-    assert parse(Config, state["config"]).model == read_config(folder / "config.toml").model
+    assert parse(TrainConfig, state["config"]).model == read_config(folder / "config.toml").model
     assert state["data"]["sample"] == STEPS * 4
 
 
@@ -216,7 +217,7 @@ def test_a_folder_with_a_run_is_refused_and_stays(one: Ranks, finished: tuple[Pa
     folder, _ = finished
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "config.toml").read_bytes()
     (left,) = one.run(cli, *train_arguments(texts, folder, "--set", "train.seed=5"))
-    assert_error(left, "holds a run already; give another --out")
+    assert_error(left, "already holds a run; give another --out")
     assert ((folder / "metrics.jsonl").read_bytes(), (folder / "config.toml").read_bytes()) == before
 
 
@@ -280,14 +281,14 @@ def test_json_on_standard_output_is_all_there_is(one: Ranks, tokens: str, tmp_pa
     (left,) = one.run(cli, *train_arguments(tokens, tmp_path / "run", *profiled, steps=3))
     assert left.code == 0
     trace = tmp_path / "run" / "profile" / "rank-0.json"
-    assert f'steps 2 to 3 profiled: {trace}; ui.perfetto.dev shows them ("Open trace file")' in left.err
+    assert f"steps 2 to 3 profiled: {trace}; open them in ui.perfetto.dev" in left.err
     assert {"step 2", "step 3"} <= {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     found = json.loads(left.out)
     assert found.keys() == {
         "config", "grid", "predicted", "compared", "steps", "evaluations", "skipped", "spikes", "saved",
         "resumed", "stragglers", "end",
     }  # fmt: skip
-    config = parse(Config, found["config"])
+    config = parse(TrainConfig, found["config"])
     assert replace(config, train=replace(config.train, out=None)) == read_config(tmp_path / "run" / "config.toml")
     assert found["grid"] == {"x": 1, "y": 1, "z": 1, "data": 1}
     lines = [line for line in lines_of(tmp_path / "run") if line["event"] == "step"]
@@ -338,7 +339,7 @@ def _flat(table: dict[str, dict[str, Any]]) -> list[tuple[str, Any]]:
 # --- what a step sends
 
 
-def record(config: Config, folder: Path) -> list[dict[str, Any]]:
+def record(config: TrainConfig, folder: Path) -> list[dict[str, Any]]:
     """A job: the events of a run on this rank."""
     run = Run(config, grid_of(config.grid.shape), folder)
     kept = Curves()
@@ -347,7 +348,7 @@ def record(config: Config, folder: Path) -> list[dict[str, Any]]:
     return kept.events
 
 
-def predicted(config: Config, rank: int) -> dict[str, int]:
+def predicted(config: TrainConfig, rank: int) -> dict[str, int]:
     """Bytes by axis that a rank sends in a step."""
     shape, batch = config.grid.shape, config.batch
     rows = batch.rows // batch.micro_steps // (shape.data * shape.z)
@@ -390,7 +391,7 @@ def test_every_step_sends_what_was_predicted(ranks, tmp_path: Path, shape: Shape
 UP, DOWN = "layers.0.mlp.up.weight", "layers.0.mlp.down.weight"
 
 
-def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
+def poisoned(config: TrainConfig, folder: Path, steps: list[int]) -> dict[str, Any]:
     """A job: a run in which on rank 1 alone something in backward is not finite in some steps.
 
     Where data replicates that is an activation's gradient, which spoils this rank's share of all sums; otherwise
@@ -403,7 +404,7 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     before: list[dict[str, torch.Tensor]] = []
 
     def values() -> dict[str, torch.Tensor]:
-        return {name: held.local.clone() for name, held in weights_of(run.model).items()}
+        return {name: held.local.clone() for name, held in model_shards(run.model).items()}
 
     def spoil(step: int, tensor: torch.Tensor) -> torch.Tensor:
         if step in steps and run.grid.rank == 1:
@@ -424,7 +425,7 @@ def poisoned(config: Config, folder: Path, steps: list[int]) -> dict[str, Any]:
     error = ""
     try:
         run.train()
-    except BadNumbersError as caught:
+    except BadStepsError as caught:
         error = str(caught)
     before.append(values())
     changed = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(before)]
@@ -459,11 +460,11 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
     config = config_of("gpt-tiny", "fp64", 8, tmp_path, Shape(z=2), changes)
     for found in ranks(2).run(poisoned, config, tmp_path, [2, 4, 5]):  # one alone is not enough
         assert "stopped after 2 bad steps in a row: the gradients of step 5 are not finite" in found["error"]
-        assert f"first that of {UP}" in found["error"]
+        assert f"the first in {UP}" in found["error"]
         assert found["finite"]
         end = found["events"][-1]
         assert (end["event"], end["step"]) == ("end", 5)
-        assert end["reason"] == f"BadNumbersError: {found['error']}"
+        assert end["reason"] == f"BadStepsError: {found['error']}"
         assert sum(event["event"] == "step" for event in found["events"]) == 5
 
 
@@ -471,7 +472,7 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_and_closing_says_nothing_more() -> None:
-    lines = Lines(Path("/dev/full"))
+    lines = JsonLines(Path("/dev/full"))
     with pytest.raises(OSError, match=r"cannot log to /dev/full \(No space left on device\)"):
         lines.write({"event": "step"})
     lines.close()
@@ -506,7 +507,7 @@ def test_preparing_text_on_a_full_disk_names_the_file(tmp_path: Path, monkeypatc
     (tmp_path / "a.txt").write_text("words")
     out = tmp_path / "a.tokens"
     with monkeypatch.context() as patched:
-        patched.setattr("fourfold.data.tokens._write", full)
+        patched.setattr("fourfold.data.token_files._write", full)
         with pytest.raises(OSError, match=f"cannot write {re.escape(str(out))} .No space left on device.; make room"):
             prepare([tmp_path / "a.txt"], out, load_tokenizer("bytes"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -549,14 +550,14 @@ def test_mistakes_are_errors_of_one_line(one: Ranks, tokens: str, tmp_path: Path
     assert_error(attempt(tokens, "--grid", "x=2", "--ranks", "3"), "--ranks 3", "x=2")
     assert_error(attempt(tokens, "--ranks", "0"), "--ranks 0")
     assert_error(attempt(tokens, "--grid", "x=5"), "grids of 5 ranks that fit")
-    assert_error(one.run(cli, "train", str(tmp_path / "absent.toml"))[0], "there is no config", "absent.toml")
+    assert_error(one.run(cli, "train", str(tmp_path / "absent.toml"))[0], "the config", "absent.toml does not exist")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert_error(one.run(cli, "sample", str(empty))[0], "has no config.toml")
     assert_error(one.run(cli, "report", str(empty))[0], "is not a run")
     assert one.run(cli, "train", "--grid", "x=0")[0].code == 2
     left = one.run(cli, "train", "--profile", "3-2")[0]
     assert left.code == 2
-    assert "argument --profile: '3-2' names no steps" in left.err
+    assert "argument --profile: '3-2' is not a range of steps" in left.err
 
 
 # --- after training
@@ -582,7 +583,7 @@ def assert_compared(left: Left) -> None:
     """`--compare-serial` shows the difference of every tensor, worst first."""
     assert (left.code, left.err) == (0, "")
     title, head, *rows = left.out.splitlines()
-    assert title == "z=2 beside one process: largest difference of each tensor"
+    assert title == "z=2 compared with one process: the largest difference of each tensor"
     assert head.split() == ["relative", "absolute", "step", "tensor"]
     relative = [float(row.split()[0]) for row in rows]
     assert relative == sorted(relative, reverse=True)

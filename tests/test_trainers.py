@@ -19,16 +19,17 @@ from torch.nn import functional
 import fourfold as ff
 from fourfold import comm
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))  # behind the tests, which have a `plain` too
+sys.path.append(str(Path(__file__).parent.parent))
 
-from lines import SIZES
-from minimal import minimal_reduce_scatter
-from peers import Llama, start
-from trainers import Groups, adamw, make
+from benchmarks.cluster.minimal_reduce_scatter import minimal_reduce_scatter
+from benchmarks.cluster.trainer_base import Groups, adamw
+from benchmarks.cluster.trainers import make_trainer
+from benchmarks.shared.peers import Llama, init_weights
+from benchmarks.speed.gpu_ranks_lines import WORKLOADS
 
 pytestmark = pytest.mark.slow
 
-TINY = SIZES["tiny"]
+TINY = WORKLOADS["tiny"]
 STEPS = 3
 ACROSS = ("data", "z", "x", "y")
 LINES: list[tuple[str, ff.Shape, ff.Policy | None]] = [
@@ -53,7 +54,7 @@ def losses_of(lines: list[Any]) -> list[list[float]]:
     found = []
     gc.freeze()  # what was imported stays, so that collecting is quick
     for side, shape, policy in lines:
-        trainer = make(side, TINY, shape, policy, groups=groups)
+        trainer = make_trainer(side, TINY, shape, policy, groups=groups)
         found.append([])
         for step in range(STEPS):
             with minimal_reduce_scatter() if step % 2 else nullcontext():
@@ -69,7 +70,7 @@ def losses_of(lines: list[Any]) -> list[list[float]]:
 def alone() -> list[float]:
     """The losses of one process, without any framework."""
     model = Llama(TINY.config)
-    start(model, TINY.config)
+    init_weights(model, TINY.config)
     optimizer = adamw(model.parameters())
     tokens, targets = TINY.batch(torch.device("cpu"))
     found = []
@@ -156,8 +157,8 @@ def test_every_reduce_scatter_is_the_minimal_one_inside_and_torchs_outside(ranks
 
 def test_a_layout_that_a_side_cannot_use_is_refused() -> None:
     with pytest.raises(ValueError, match="FSDP2 cannot use axis x of x=2 z=2; it uses z"):
-        make("FSDP2", TINY, {"x": 2, "z": 2}, groups=Groups())
-    with pytest.raises(ValueError, match="there is no side 'ZeRO'"):
-        make("ZeRO", TINY, {"z": 2}, groups=Groups())
-    with pytest.raises(ValueError, match="DDP has no policy"):
-        make("DDP", TINY, {"data": 2}, ff.Policy(), groups=Groups())
+        make_trainer("FSDP2", TINY, {"x": 2, "z": 2}, groups=Groups())
+    with pytest.raises(ValueError, match="there is no trainer 'ZeRO'"):
+        make_trainer("ZeRO", TINY, {"z": 2}, groups=Groups())
+    with pytest.raises(ValueError, match="DDP takes no policy"):
+        make_trainer("DDP", TINY, {"data": 2}, ff.Policy(), groups=Groups())

@@ -93,7 +93,7 @@ def test_ranks_go_back_together_where_one_has_a_gradient_that_is_not_a_number(ru
     [resumed] = [event for event in events if event["event"] == "resumed"]
     assert resumed["step"] == 2
     assert (
-        "without the data of steps 3 to 3: the gradients of step 3 are not finite, first that of"
+        "without the data of steps 3 to 3: the gradients of step 3 are not finite, the first in"
         in resumed["passed_over"]
     )
     assert not any(event["skipped"] for event in events if event["event"] == "step")

@@ -10,17 +10,14 @@ import torch
 
 from curves import config_of, write_texts
 from disks import small_disk
-from fourfold.arriving import local_of
-from fourfold.grid import FailedElsewhereError, Shape
+from fourfold.errors import FailedElsewhereError, NotSavedError, ReplicasDifferError
+from fourfold.grid import Shape
+from fourfold.params import local_of
 from fourfold.train import stop as stopping
-from fourfold.train.begin import begin
-from fourfold.train.config import Config
-from fourfold.train.guard import Windows
+from fourfold.train.config import TrainConfig
 from fourfold.train.loop import Run
-from fourfold.train.record import Event, Kept
-from fourfold.train.saving import NotSavedError
-from fourfold.watch.replicas import ReplicasDifferError
-from fourfold.watch.straggle import COMPUTE
+from fourfold.train.run_folder import MemorySink, RunEvent
+from fourfold.watch.stragglers import COMPUTE, StepWindows
 from harness import grid_of
 
 SMALL: dict[str, Any] = {"model.layers": 1, "train.evaluate_every": 0, "plan.compare": False}
@@ -39,12 +36,12 @@ def sleep(_: Run, __: int) -> None:
 def nothing(_: Run, __: int) -> None: ...
 
 
-def faulty(config: Config, folder: Path, rank: int, fault: Any) -> list[Event]:
+def faulty(config: TrainConfig, folder: Path, rank: int, fault: Any) -> list[RunEvent]:
     """A job: what was recorded of a run with a fault in one rank."""
     stopping.SECONDS, seconds = 0.2, stopping.SECONDS  # ranks tell of their steps where they ask each other
-    Windows.LEAST, least = 3, Windows.LEAST
+    StepWindows.MIN_STEPS, least = 3, StepWindows.MIN_STEPS
     run = Run(config, grid_of(config.grid.shape), folder)
-    kept, launch = Kept(), run._launch
+    kept, launch = MemorySink(), run._launch
 
     def launched(step: int) -> None:
         if run.grid.rank == rank:
@@ -52,13 +49,13 @@ def faulty(config: Config, folder: Path, rank: int, fault: Any) -> list[Event]:
         launch(step)
 
     run._launch = launched  # type: ignore[method-assign]
-    begin(run, lambda: [kept])
+    run.begin(lambda: [kept])
     try:
         run.train()
     except (ReplicasDifferError, FailedElsewhereError, NotSavedError) as error:
         return [{"error": str(error)}]
     finally:
-        stopping.SECONDS, Windows.LEAST = seconds, least
+        stopping.SECONDS, StepWindows.MIN_STEPS = seconds, least
     return kept.events
 
 

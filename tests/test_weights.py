@@ -18,17 +18,16 @@ import torch
 from torch import Tensor, nn
 
 import fourfold as ff
-from fourfold.checkpoint import write
-from fourfold.checkpoint.files import FileEntry, Layout
-from fourfold.checkpoint.read import read_tensors
-from fourfold.checkpoint.record import _digest
-from fourfold.checkpoint.weights import load_weights, save_weights, weights_of
-from fourfold.checkpoint.write import Held, Tensors, Writing
-from fourfold.comm import join_shards
-from fourfold.grid import FailedElsewhereError, Grid, Shape
-from fourfold.layout import PRODUCT, Spec, Storage
+from fourfold.checkpoint import save as saving
+from fourfold.checkpoint.format import FileInfo, TensorTypes, _digest
+from fourfold.checkpoint.load import load_weights, read_shards
+from fourfold.checkpoint.save import PendingSave, save_weights
+from fourfold.checkpoint.training_state import LocalShard, LocalShards, model_shards
+from fourfold.errors import FailedElsewhereError
+from fourfold.grid import Grid, Shape
+from fourfold.layout import PRODUCT, Layout, Spec, boxed
 from fourfold.nn.initial import key_of
-from harness import DEVICE, Largest, grid_of
+from harness import DEVICE, Largest, grid_of, join_shards
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53, qk_norm=True, tied=False)
 
@@ -38,10 +37,10 @@ def whole(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(key_of(name)), dtype=torch.float64)
 
 
-def scramble(tensors: Tensors, grid: Grid) -> None:
+def scramble(tensors: LocalShards, grid: Grid) -> None:
     for name, held in tensors.items():
-        box = held.entry.box(grid.shape, grid.coords)
-        held.local.copy_(whole(name, held.shape)[tuple(slice(part.start, part.stop) for part in box)])
+        box = held.info.box(grid.shape, grid.coords)
+        held.local.copy_(boxed(whole(name, held.shape), box))
 
 
 def build(grid: Grid, dtype: torch.dtype = torch.float64) -> ff.models.Transformer:
@@ -50,7 +49,7 @@ def build(grid: Grid, dtype: torch.dtype = torch.float64) -> ff.models.Transform
 
 def scrambled(grid: Grid) -> ff.models.Transformer:
     model = build(grid)
-    scramble(weights_of(model), grid)
+    scramble(model_shards(model), grid)
     return model
 
 
@@ -58,7 +57,7 @@ def alone() -> Grid:
     return Grid.alone(DEVICE)
 
 
-def same(tensors: Tensors, grid: Grid) -> bool:
+def same(tensors: LocalShards, grid: Grid) -> bool:
     return all(
         torch.equal(
             join_shards(held.local, Spec(held.shape, held.storage, PRODUCT), grid).cpu(),
@@ -80,14 +79,14 @@ def save(folder: Path, shape: Shape) -> int:
     model = scrambled(grid_of(shape))
     with Largest() as largest:
         save_weights(model, folder)
-    return largest.elements - max(held.local.numel() for held in weights_of(model).values())
+    return largest.elements - max(held.local.numel() for held in model_shards(model).values())
 
 
 def load(folder: Path, shape: Shape, dtype: torch.dtype) -> bool:
     grid = grid_of(shape)
     model = build(grid, dtype)
     load_weights(model, folder)
-    return same(weights_of(model), grid)
+    return same(model_shards(model), grid)
 
 
 def data_bytes(path: Path) -> int:
@@ -120,18 +119,18 @@ def test_a_rank_opens_only_the_files_that_it_needs(ranks, tmp_path: Path) -> Non
     assert found == [{f"rank-{rank:05d}.safetensors"} for rank in range(4)]
 
 
-def odd_tensors(grid: Grid) -> dict[str, Held]:
+def odd_tensors(grid: Grid) -> dict[str, LocalShard]:
     """Shards that are uneven or empty, a tensor that data cuts as well, and one without a dim."""
     cuts = {
-        "short": ((3,), Storage((("z", 0),))),
-        "uneven": ((5, 3), Storage((("x", 0), ("y", 1), ("z", 0)))),
-        "state": ((7, 2), Storage((("y", 1), ("z", 0), ("data", 0)))),
-        "everywhere": ((2, 2), Storage(())),
-        "number": ((), Storage(())),
-        "nothing": ((0, 4), Storage((("x", 0),))),
+        "short": ((3,), Layout((("z", 0),))),
+        "uneven": ((5, 3), Layout((("x", 0), ("y", 1), ("z", 0)))),
+        "state": ((7, 2), Layout((("y", 1), ("z", 0), ("data", 0)))),
+        "everywhere": ((2, 2), Layout(())),
+        "number": ((), Layout(())),
+        "nothing": ((0, 4), Layout((("x", 0),))),
     }
     return {
-        name: Held(
+        name: LocalShard(
             torch.zeros(
                 [*map(len, storage.box(shape, grid.shape.sizes, grid.coords))], dtype=torch.float64, device=grid.device
             ),
@@ -145,9 +144,9 @@ def odd_tensors(grid: Grid) -> dict[str, Held]:
 def through_disk(folder: Path, one: Shape, other: Shape) -> bool:
     tensors = odd_tensors(grid_of(one))
     scramble(tensors, grid_of(one))
-    Writing(tensors, grid_of(one), folder, {}).result()
+    PendingSave(tensors, grid_of(one), folder, {}).wait()
     tensors = odd_tensors(grid_of(other))
-    read_tensors(grid_of(other), folder, lambda _: tensors)
+    read_shards(grid_of(other), folder, lambda _: tensors)
     return same(tensors, grid_of(other))
 
 
@@ -163,23 +162,23 @@ def failing_save(folder: Path) -> dict[str, Any]:
     grid = grid_of(Shape(x=2, z=2))
     save_weights(scrambled(grid), folder)
     stamp = os.stat(folder / "checkpoint.json").st_mtime_ns
-    real = write.write_file
+    real = saving.write_tensor_file
 
-    def full_disk(path: Path, layout: Layout, tensors: Iterable[Tensor]) -> FileEntry:
+    def full_disk(path: Path, layout: TensorTypes, tensors: Iterable[Tensor]) -> FileInfo:
         real(path, layout, tensors)
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     try:
-        write.write_file = full_disk if grid.rank == 2 else real
+        saving.write_tensor_file = full_disk if grid.rank == 2 else real
         with pytest.raises(OSError if grid.rank == 2 else FailedElsewhereError, match="No space left") as caught:
             save_weights(build(grid), folder)
     finally:
-        write.write_file = real
+        saving.write_tensor_file = real
     again = build(grid)
     load_weights(again, folder)
     return {
         "error": str(caught.value),
-        "intact": same(weights_of(again), grid) and os.stat(folder / "checkpoint.json").st_mtime_ns == stamp,
+        "intact": same(model_shards(again), grid) and os.stat(folder / "checkpoint.json").st_mtime_ns == stamp,
     }
 
 
@@ -200,7 +199,7 @@ def failing_load(folder: Path) -> bool:
     expected = FileNotFoundError if grid.rank == 3 else FailedElsewhereError
     with pytest.raises(expected, match=r"rank-00003.safetensors is missing"):
         load_weights(model, folder)
-    return same(weights_of(model), grid)
+    return same(model_shards(model), grid)
 
 
 def test_a_file_that_one_rank_misses_changes_no_rank(ranks, tmp_path: Path) -> None:
@@ -251,14 +250,22 @@ def rename_file(record: dict[str, Any]) -> None:
 DAMAGED = "rank-00000.safetensors is damaged"
 FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no record": (lambda folder: (folder / "checkpoint.json").unlink(), FileNotFoundError, "json is missing"),
-    "not json": (lambda folder: (folder / "checkpoint.json").write_text("{"), ValueError, "is no record"),
-    "other json": (lambda folder: (folder / "checkpoint.json").write_text("[]"), ValueError, "is no record"),
+    "not json": (
+        lambda folder: (folder / "checkpoint.json").write_text("{"),
+        ValueError,
+        "is not the record of a checkpoint",
+    ),
+    "other json": (
+        lambda folder: (folder / "checkpoint.json").write_text("[]"),
+        ValueError,
+        "is not the record of a checkpoint",
+    ),
     "edited": (edit, ValueError, "checkpoint.json is damaged: its digest"),
-    "version": (record_with(lambda record: record.update(version=2)), ValueError, r"version 2, and this .* version 1"),
+    "version": (record_with(lambda record: record.update(version=3)), ValueError, r"version 3, and this .* version 2"),
     "spelling": (
         record_with(misspell),
         ValueError,
-        r"lacks 'model/norm.weight' \(nearest: 'model/norm.wieght'\); it al",
+        r"lacks 'model/norm.weight' \(did you mean 'model/norm.wieght'\?\); it al",
     ),
     "shape": (record_with(lambda record: norm(record).update(shape=[49])), ValueError, r"\(49,\) in .* and \(48,\) h"),
     "no shape": (record_with(lambda record: norm(record).pop("shape")), ValueError, "does not describe a checkpoint"),
@@ -311,7 +318,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(fault: str, saved:
     model = scrambled(alone())
     with pytest.raises(kind, match=message):
         load_weights(model, tmp_path / "w")
-    assert same(weights_of(model), alone())
+    assert same(model_shards(model), alone())
 
 
 # The folder
@@ -354,7 +361,7 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path
     assert entries(tmp_path) == ["w"]
     model = build(alone())
     load_weights(model, tmp_path / "w")
-    assert same(weights_of(model), alone())
+    assert same(model_shards(model), alone())
 
 
 # What cannot be saved
@@ -367,9 +374,9 @@ def test_what_is_not_on_the_grid_is_refused(tmp_path: Path) -> None:
         save_weights(model, tmp_path / "w")
     with pytest.raises(ValueError, match="meta device"):
         save_weights(ff.models.build(CONFIG, alone(), device="meta"), tmp_path / "w")
-    tensors = {"a": Held(torch.zeros(3), (4,), Storage(()))}
+    tensors = {"a": LocalShard(torch.zeros(3), (4,), Layout(()))}
     with pytest.raises(ValueError, match=r"holds \(3,\), but its part of \(4,\) is \(4,\)"):
-        Writing(tensors, alone(), tmp_path / "w", {})
+        PendingSave(tensors, alone(), tmp_path / "w", {})
     assert entries(tmp_path) == []
 
 
@@ -391,7 +398,7 @@ def test_what_one_grid_saves_every_other_loads(ranks, tmp_path: Path) -> None:
     for folder in (tmp_path / "w", tmp_path / "reordered"):
         model = build(alone())
         load_weights(model, folder)
-        assert same(weights_of(model), alone())
+        assert same(model_shards(model), alone())
     save_weights(model, tmp_path / "alone")
     assert entries(tmp_path / "alone") == ["checkpoint.json", "rank-00000.safetensors"]
     assert ranks(2).run(load, tmp_path / "alone", Shape(y=2), torch.bfloat16) == [True] * 2

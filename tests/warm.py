@@ -31,9 +31,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from harness import _context
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parent.parent))
 
-import cluster
+from benchmarks.cluster import emulate
 
 PIDS, NODE = "FOURFOLD_TEST_PIDS", "FOURFOLD_TEST_NODE"
 STREAMS = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
@@ -115,7 +115,7 @@ def _enter(namespace: str, host: str) -> None:
     with open(f"/var/run/netns/{namespace}") as there:
         if libc.setns(there.fileno(), network):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-    cluster._become(host)
+    emulate.become_host(host)
 
 
 def command(*arguments: str) -> int:
@@ -158,7 +158,7 @@ def nodes() -> Iterator[None]:
         return Process(torchrun, *arguments, env={**env, NODE: f"{namespace},{host}"}, stdout=log, stderr=log)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "subprocess", SimpleNamespace(Popen=fork, **STREAMS))
+        patch.setattr(emulate, "subprocess", SimpleNamespace(Popen=fork, **STREAMS))
         yield
 
 

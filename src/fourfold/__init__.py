@@ -5,9 +5,7 @@ Names are imported when they are first used, so that `fourfold --help` and torch
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,11 +14,10 @@ if TYPE_CHECKING:
     from fourfold.data.rows import local_rows
     from fourfold.gradients import accumulate, clip_grad_norm_
     from fourfold.grid import Grid, Shape
-    from fourfold.layout import Policy
     from fourfold.nn.loss import count_targets, global_mean
-    from fourfold.overlap import Overlap
-    from fourfold.parallelize import explain, parallelize
-    from fourfold.parallelize.rows import whole_batch
+    from fourfold.policy import Overlap, Policy
+    from fourfold.wrap import explain, parallelize
+    from fourfold.wrap.rows import whole_batch
 
 __version__ = "0.1.0"
 
@@ -45,32 +42,20 @@ __all__ = [
 
 _HOMES = {
     "Grid": "grid",
-    "Overlap": "overlap",
-    "Policy": "layout",
+    "Overlap": "policy",
+    "Policy": "policy",
     "Shape": "grid",
     "accumulate": "gradients",
     "clip_grad_norm_": "gradients",
     "compare_serial": "compare",
     "count_targets": "nn.loss",
-    "explain": "parallelize",
+    "explain": "wrap",
     "global_mean": "nn.loss",
     "local_rows": "data.rows",
-    "parallelize": "parallelize",
-    "whole_batch": "parallelize.rows",
+    "parallelize": "wrap",
+    "whole_batch": "wrap.rows",
 }
 """The module of each name; the others are modules themselves."""
-
-
-class _Package(ModuleType):
-    """Importing the folder `parallelize` would put the module where the function of that name belongs."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "parallelize" and isinstance(value, ModuleType):
-            value = value.parallelize
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

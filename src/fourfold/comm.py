@@ -13,18 +13,56 @@ Invariant: the order of summation depends on shapes and ranks only, so equal cal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Thread
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from fourfold.grid import Grid
-from fourfold.layout import Spec, Storage
-from fourfold.ledger import Collective, Op
-from fourfold.pending import Pending, named
+from fourfold.job import typed_errors
+from fourfold.layout import Layout, chunk
+from fourfold.ledger import Collective, Op, span
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Pending(Generic[T]):
+    """A collective in flight. `wait()` gives its result and may be called again."""
+
+    def __init__(self, finish: Callable[[], T], record: Collective | None = None, grid: Grid | None = None) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._record = record
+        self._grid = grid
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        if self._finish is not None:
+            if self._record is None or self._grid is None:
+                self._result = self._finish()
+            else:
+                on_gpu = self._grid.device.type == "cuda"
+                with named(self._record, "wait "), self._grid.ledger.waiting(self._record, on_gpu=on_gpu):
+                    self._result = self._finish()
+            self._finish = None  # lets go of the buffers that only the flight needed
+        return self._result  # type: ignore[return-value]
+
+    def then(self, step: Callable[[T], U]) -> Pending[U]:
+        """The same with a local step after it."""
+        return Pending(lambda: step(self.wait()))
+
+
+@contextmanager
+def named(record: Collective, doing: str = "") -> Iterator[None]:
+    """Name the collective in profiles and in the error that the backend raises inside."""
+    with typed_errors(str(record)), span(f"{doing}{record}"):
+        yield
+
 
 # torch 2.13 renamed the two; torch 2.11 has only the old names, which 2.13 warns about.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,8 +107,18 @@ class Link:
         return work
 
 
-def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
-    """Join the shards of all ranks along `dim`."""
+def all_gather(
+    shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, length: int | None = None, label: str = ""
+) -> Pending[Tensor]:
+    """Join the shards of all ranks along `dim`.
+
+    With `length` the whole has so many entries in `dim` and the shards are its chunks, of which the last ones may be
+    short or empty: they are padded for the message, and the padding is dropped again.
+    """
+    if length is not None:
+        shard = _padded(shard, dim, -(-length // grid.size(axis)))
+        joined = all_gather(shard, grid, axis, dim=dim, label=label)
+        return joined.then(lambda whole: whole if whole.shape[dim] == length else whole.narrow(dim, 0, length))
     ranks, record = _open("all_gather", shard, grid, axis, label)
     if ranks == 1:
         return Pending(lambda: shard)
@@ -83,8 +131,15 @@ def all_gather(shard: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str
 
 
 def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
-    """Sum over all ranks, and keep of `dim` the part of this rank."""
-    _require_divisible(whole, dim, grid, axis, label)
+    """Sum over all ranks and keep this rank's chunk of `dim`, as torch.chunk cuts it.
+
+    Where the ranks do not divide the length of `dim`, zeros are added for the message and dropped again.
+    """
+    length, ranks = whole.shape[dim], grid.size(axis)
+    if length % ranks:
+        padded = _padded(whole, dim, -(-length // ranks) * ranks)
+        own = len(chunk(length, ranks, grid.coords[axis]))
+        return reduce_scatter(padded, grid, axis, dim=dim, label=label).then(lambda part: part.narrow(dim, 0, own))
     ranks, record = _open("reduce_scatter", whole, grid, axis, label, counts_whole=True)
     if ranks == 1:
         return Pending(lambda: whole)
@@ -109,9 +164,20 @@ def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned:
 
 
 def all_gather_together(
-    shards: Sequence[Tensor], grid: Grid, axis: str, *, into: Sequence[Tensor] | None = None, label: str = ""
+    shards: Sequence[Tensor],
+    grid: Grid,
+    axis: str,
+    *,
+    rows: Sequence[int] | None = None,
+    into: Sequence[Tensor] | None = None,
+    label: str = "",
 ) -> Pending[list[Tensor]]:
-    """Join several shards along dim 0 in one message, each into its own contiguous buffer where given."""
+    """Join several shards along dim 0 in one message, each into its own contiguous buffer where given.
+
+    With `rows` the wholes have so many rows each and the shards are their chunks, as for `all_gather`.
+    """
+    if rows is not None and any(count % grid.size(axis) for count in rows):
+        return _all_gather_uneven(shards, grid, axis, rows, into, label)
     ranks, record = _open_together("all_gather", shards, grid, axis, label)
     if ranks == 1:
         wholes = list(shards) if into is None else [b.copy_(s) for s, b in zip(shards, into, strict=True)]
@@ -120,9 +186,8 @@ def all_gather_together(
         wholes = [shard.new_empty((ranks * shard.shape[0], *shard.shape[1:])) for shard in shards]
     else:
         wholes = list(into)
-    if record is None:  # shards without an element: an axis has more ranks than the dim that it cuts has entries
-        return Pending(lambda: wholes)
-    if _stays(shards[0], grid):
+    # no record: shards without an element, where an axis has more ranks than the dim that it cuts has entries
+    if record is None or _stays(shards[0], grid):
         return Pending(lambda: (shards, wholes)[1], record, grid)
     link = Link.of(record, grid)
     with named(record):
@@ -146,12 +211,31 @@ def all_gather_together(
     return Pending(unpack, record, grid)
 
 
+def _all_gather_uneven(
+    shards: Sequence[Tensor], grid: Grid, axis: str, rows: Sequence[int], into: Sequence[Tensor] | None, label: str
+) -> Pending[list[Tensor]]:
+    padded = [_padded(shard, 0, -(-count // grid.size(axis))) for shard, count in zip(shards, rows, strict=True)]
+
+    def crop(found: list[Tensor]) -> list[Tensor]:
+        wholes = [whole[:count] for whole, count in zip(found, rows, strict=True)]
+        return wholes if into is None else [b.copy_(whole) for b, whole in zip(into, wholes, strict=True)]
+
+    return all_gather_together(padded, grid, axis, label=label).then(crop)
+
+
 def reduce_scatter_together(
     wholes: Sequence[Tensor], grid: Grid, axis: str, *, label: str = ""
 ) -> Pending[list[Tensor]]:
-    """Sum several tensors over all ranks and keep this rank's part of dim 0 of each, in one message."""
-    for whole in wholes:
-        _require_divisible(whole, 0, grid, axis, label)
+    """Sum several tensors over all ranks and keep this rank's chunk of dim 0 of each, in one message.
+
+    Uneven chunks are padded for the message, as for `reduce_scatter`.
+    """
+    if any(whole.shape[0] % grid.size(axis) for whole in wholes):
+        size, place = grid.size(axis), grid.coords[axis]
+        padded = [_padded(whole, 0, -(-whole.shape[0] // size) * size) for whole in wholes]
+        own = [len(chunk(whole.shape[0], size, place)) for whole in wholes]
+        pending = reduce_scatter_together(padded, grid, axis, label=label)
+        return pending.then(lambda parts: [part[:rows] for part, rows in zip(parts, own, strict=True)])
     ranks, record = _open_together("reduce_scatter", wholes, grid, axis, label, counts_whole=True)
     if record is None:
         return Pending(lambda: list(wholes))
@@ -198,22 +282,27 @@ def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, lab
     return Pending(unpack, record, grid)
 
 
-def join_shards(shard: Tensor, spec: Spec, grid: Grid) -> Tensor:
-    """The whole tensor on every rank, from shards that may be uneven, the innermost cut first.
+def join(
+    part: Tensor,
+    layout: Layout,
+    shape: Sequence[int],
+    grid: Grid,
+    *,
+    keep: int = 0,
+    counted: bool = True,
+    label: str = "",
+) -> Tensor:
+    """Gather a tensor of this shape from its parts, which may be uneven, the innermost cut first.
 
-    For comparing and inspecting; it is not part of a training step and leaves no record.
+    The first `keep` cuts stay. With `counted=False`, for comparing and inspecting outside of a training step, the
+    ledger does not count it.
     """
-    for cut in range(len(spec.storage.cuts) - 1, -1, -1):
-        axis, dim = spec.storage.cuts[cut]
-        if grid.size(axis) == 1:
-            continue
-        outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
-        longest = -(-len(outer[dim]) // grid.size(axis))
-        padding = [0, 0] * (shard.dim() - 1 - dim) + [0, longest - shard.shape[dim]]
-        padded = torch.nn.functional.pad(shard, padding)
-        parts = padded.new_empty((grid.size(axis), *padded.shape))
-        shard = _join(_launch_all_gather(parts, padded, Link(grid.group(axis)))(), dim).narrow(dim, 0, len(outer[dim]))
-    return shard
+    with nullcontext() if counted else grid.ledger.not_counted():
+        for cut in range(len(layout.cuts) - 1, keep - 1, -1):
+            axis, dim = layout.cuts[cut]
+            length = len(layout.outer(cut).box(shape, grid.shape.sizes, grid.coords)[dim])
+            part = all_gather(part, grid, axis, dim=dim, length=length, label=label).wait()
+    return part
 
 
 def equal_along(number: int, grid: Grid, axes: Sequence[str]) -> bool:
@@ -225,7 +314,8 @@ def equal_along(number: int, grid: Grid, axes: Sequence[str]) -> bool:
     for axis in axes:
         if grid.size(axis) > 1:
             mine = torch.cat([lowest, highest])
-            bounds = _launch_all_gather(mine.new_empty(grid.size(axis), 2), mine, Link(grid.group(axis)))()
+            with typed_errors(f"comparing a number over {axis}"):
+                bounds = _launch_all_gather(mine.new_empty(grid.size(axis), 2), mine, Link(grid.group(axis)))()
             lowest, highest = bounds[:, :1].amin(0), bounds[:, 1:].amax(0)
     return bool(lowest == highest)
 
@@ -235,7 +325,9 @@ def from_first(tensor: Tensor, grid: Grid) -> Tensor:
     if grid.shape.world == 1:
         return tensor
     mine = tensor.clone() if grid.rank == 0 else torch.zeros_like(tensor)
-    dist.all_reduce(mine)
+    with typed_errors("giving a tensor of rank 0 to all ranks"):
+        for axis in grid.shape.used_axes:
+            _launch_all_reduce(mine, Link(grid.group(axis)))()
     return mine
 
 
@@ -243,8 +335,9 @@ def exchange(tensor: Tensor, grid: Grid, axis: str, place: int) -> Tensor:
     """What the rank at `place` of the axis gives for this, to time a link; all of the axis have communicated before."""
     arriving, group = torch.empty_like(tensor), grid.group(axis)
     ways = ((dist.isend, tensor), (dist.irecv, arriving))
-    for work in dist.batch_isend_irecv([dist.P2POp(act, one, group=group, group_peer=place) for act, one in ways]):
-        work.wait()
+    with typed_errors(f"exchanging a message over {axis}"):
+        for work in dist.batch_isend_irecv([dist.P2POp(act, one, group=group, group_peer=place) for act, one in ways]):
+            work.wait()
     return arriving
 
 
@@ -392,12 +485,10 @@ def _open_together(
     return ranks, record
 
 
-def _require_divisible(whole: Tensor, dim: int, grid: Grid, axis: str, label: str) -> None:
-    if whole.shape[dim] % grid.size(axis):
-        raise ValueError(
-            f"reduce_scatter[{axis}] {label}: dim {dim} of {tuple(whole.shape)} "
-            f"is not divisible by axis {axis}={grid.size(axis)}"
-        )
+def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """Return the tensor with zeros at the end of `dim`, up to this length."""
+    missing = length - tensor.shape[dim]
+    return functional.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else tensor
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""A model on the grid beside the same model on one process: is a difference a bug or rounding?
+"""Compares a model on the grid with the same model in one process: is a difference a bug or rounding?
 
-Both start from the same seed and read the same batches. After every step the loss, the gradient norm, all
-gradients and all parameters are compared, tensor by tensor. The first rank runs the serial model while the
-others wait, so the model must fit there. Compare without dropout, whose masks depend on the cut.
+Both start from the same seed and read the same batches. After every step the loss, the gradient norm, all gradients and
+all parameters are compared, tensor by tensor. Rank 0 runs the serial model while the other ranks wait, so the whole
+model must fit there. Dropout must be off, since its masks depend on the grid.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.arriving import local_of
 from fourfold.data.rows import local_rows
 from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of
 from fourfold.grid import Grid
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.layer import specs_of
+from fourfold.params import local_of
 
 
 class Stepper(Protocol):
-    """What an optimizer must do."""
+    """The methods that an optimizer must have."""
 
     def step(self) -> object: ...
     def zero_grad(self) -> None: ...
@@ -33,7 +33,7 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference of one tensor after one step. `scale` is the largest value of its kind."""
+    """The largest difference of one tensor after one step. `scale` is the largest serial value of the same kind."""
 
     step: int
     kind: str
@@ -43,14 +43,14 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Infinite where something is not finite, so that it is never overlooked."""
+        """The difference divided by the scale; infinite if a value is not finite, so that it is never overlooked."""
         relative = self.largest / self.scale if self.scale else self.largest
         return relative if isfinite(relative) else inf
 
 
 @dataclass(slots=True)
-class Comparison:
-    """All differences; the same on every rank."""
+class SerialComparison:
+    """All differences between a grid and one process, the same on every rank."""
 
     grid: str
     differences: list[Difference] = field(default_factory=list)
@@ -60,13 +60,13 @@ class Comparison:
         return max(self.differences, key=lambda difference: difference.relative)
 
     def __str__(self) -> str:
-        """A line per tensor with its worst step, worst tensor first."""
+        """Return a line for each tensor with its worst step, worst tensor first."""
         worst: dict[tuple[str, str], Difference] = {}
         for found in self.differences:
             before = worst.get((found.kind, found.name))
             if before is None or found.relative > before.relative:
                 worst[found.kind, found.name] = found
-        lines = [f"{self.grid} beside one process: largest difference of each tensor"]
+        lines = [f"{self.grid} compared with one process: the largest difference of each tensor"]
         lines.append(f"{'relative':>10} {'absolute':>10} {'step':>5}  tensor")
         for found in sorted(worst.values(), key=lambda difference: -difference.relative):
             lines.append(f"{found.relative:>10.1e} {found.largest:>10.1e} {found.step:>5}  {found.kind} {found.name}")
@@ -80,24 +80,24 @@ def compare_serial(
     *,
     optimizer: Callable[[Iterable[nn.Parameter]], Stepper] | None = None,
     max_norm: float | None = None,
-) -> Comparison:
-    """Train on the grid and on one process, one step per batch, and compare.
+) -> SerialComparison:
+    """Train on the grid and in one process, one step per batch, and compare.
 
-    `build(grid)` makes the model, the same for any grid. Every rank gives the same whole batches of
+    `build(grid)` builds the model, with the same weights on any grid. Every rank passes the same whole batches of
     (tokens, targets). The default optimizer is torch's AdamW.
     """
     make_optimizer = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True))
     sides = [_Side(build, grid, make_optimizer)]
     if any(isinstance(module, Dropout) and module.probability for module in sides[0].model.modules()):
-        raise ValueError("dropout draws other masks on other grids; compare models with dropout=0")
+        raise ValueError("the masks of dropout depend on the grid; compare models with dropout=0")
     if gradients_of(sides[0].model).policy.shard_optimizer and grid.size("data") > 1:
-        raise ValueError("gradients of a sharded optimizer are cut over data; compare with shard_optimizer=False")
-    # the serial model is on rank 0 alone: what fails there fails on all instead of a hang
-    grid.first_alone("the serial model", lambda: sides.append(_Side(build, Grid.alone(grid.device), make_optimizer)))
-    found = Comparison(str(grid))
+        raise ValueError("a sharded optimizer cuts gradients over data; compare with shard_optimizer=False")
+    # Only rank 0 has the serial model. If it fails there, it fails on all ranks, which would hang otherwise.
+    grid.run_on_rank0("the serial model", lambda: sides.append(_Side(build, Grid.alone(grid.device), make_optimizer)))
+    found = SerialComparison(str(grid))
     for step, (tokens, targets) in enumerate(batches):
         values = [sides[0].backward(tokens, targets, max_norm)]
-        values += grid.together(
+        values += grid.run_together(
             "the serial model",
             lambda: [side.backward(tokens, targets, max_norm) for side in sides[1:]],  # noqa: B023
         )
@@ -112,7 +112,7 @@ def compare_serial(
 
 
 class _Side:
-    """The grid's side, or on the first rank the serial one."""
+    """One of the two models: the one on the grid or, on rank 0 only, the serial one."""
 
     def __init__(
         self,
@@ -125,6 +125,7 @@ class _Side:
         self.optimizer = optimizer(self.model.parameters())
 
     def backward(self, tokens: Tensor, targets: Tensor, max_norm: float | None) -> dict[str, Tensor]:
+        """Run forward and backward on this rank's rows; return the loss and the gradient norm."""
         rows = (local_rows(whole, self.grid).to(self.grid.device) for whole in (tokens, targets))
         loss = self.model(*rows)
         loss.backward()
@@ -133,17 +134,17 @@ class _Side:
         return {"loss": loss.detach().double(), "gradient norm": norm}
 
     def whole(self, kind: str) -> Iterable[tuple[str, Tensor]]:
-        """Every tensor of the kind, joined from its shards one at a time."""
+        """Yield every gradient or parameter, joined from its shards, one at a time."""
         specs = specs_of(self.model)
         for name, parameter in self.model.named_parameters():
             local = local_of(parameter).detach()
-            if kind == "gradient":  # none is zero
+            if kind == "gradient":  # a missing gradient is zero
                 local = torch.zeros_like(local) if parameter.grad is None else local_of(parameter.grad)
-            yield name, comm.join_shards(local, specs[name], self.grid)
+            yield name, comm.join(local, specs[name].storage, specs[name].shape, self.grid, counted=False)
 
 
 def _compare_values(step: int, kind: str, values: Sequence[Tensor], grid: Grid) -> list[Difference]:
-    """Rank 0 has two values, its own and the serial one."""
+    """Compare a number. Rank 0 has two values, its own and the serial one; the other ranks get the result from it."""
     pair = torch.zeros(2, dtype=torch.float64, device=grid.device)
     if len(values) == 2:
         pair = torch.stack([(values[0] - values[1]).abs(), values[1].abs()])

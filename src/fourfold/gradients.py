@@ -1,10 +1,11 @@
 """Gradients from a product's dw to a complete `parameter.grad`: owed sums, accumulation, norm and clip.
 
 Units hand in gradients that are already summed over z (`Gradients.deposit`). What is still owed over the other axes
-is summed in buckets that model and layout fix, each launched when the last of its gradients is final; when a backward
-pass ends its callback completes them all, so that gradients are complete when `backward()` returns. Inside
-`accumulate` nothing is summed: the gradients keep this replica's own part and the first backward pass outside pays
-for all of them at once.
+is summed in buckets that model and layout fix. A bucket is launched when no gradient of its parameters is to come:
+every use of a parameter in a forward pass is counted, and every deposit takes one away (`ForwardPass`). When a backward
+pass ends its callback completes all buckets, so that gradients are complete when `backward()` returns. Inside
+`accumulate`, and before the last pass of a step that `begin_step` announced, nothing is summed: the gradients keep this
+replica's own part and the last backward pass pays for all of them at once.
 
 Invariant: a gradient is the average over places of what each place's loss gives, and a sum over the axes inside a place
 (E6). It is divided by the number of places once, as it is handed in; a sum that completes is never divided, since a
@@ -14,33 +15,201 @@ later pass may add to it.
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
-from fourfold.ahead import in_backward
-from fourfold.arriving import local_of
-from fourfold.buckets import Bucket, fill_buckets
-from fourfold.grid import AXES, BATCH, Grid
-from fourfold.hooks import Hooks
-from fourfold.layout import GATHERED, Policy, Spec, boxed, chunk, pad_rows
-from fourfold.optimizers import refuse_unfit_optimizers
-from fourfold.overlap import Engine
-from fourfold.parameter import ShardedParameter, adopt, leaf_of, own_storage
-from fourfold.pending import Pending
+from fourfold.axes import AXES, BATCH
+from fourfold.comm import Pending
+from fourfold.engine import Engine, in_backward
+from fourfold.grid import Grid
+from fourfold.layout import GATHERED, Spec, chunk
+from fourfold.optimizer_checks import refuse_unfit_optimizers
+from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
+from fourfold.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that owe the same sums and travel in one message."""
+
+    owes: tuple[str, ...]
+    names: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def span(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"{self.names[-1]} .. {self.names[0]}"
+
+    @property
+    def label(self) -> str:
+        return f"gradients {self.span}"
+
+
+def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int) -> list[Bucket]:
+    """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
+
+    Gradients of one dtype that owe the same share one, last ones first, as backward makes them; a bucket is closed when
+    the next gradient would take it past `bucket_bytes`. Those that backward completes first come first.
+    """
+    buckets: list[Bucket] = []
+    open_for: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
+    for name, owes, dtype, nbytes in reversed(gradients):
+        at = open_for.get((owes, dtype))
+        if at is None or buckets[at].nbytes + nbytes > bucket_bytes:
+            open_for[owes, dtype] = len(buckets)
+            buckets.append(Bucket(owes, (name,), nbytes))
+        else:
+            buckets[at] = Bucket(owes, (*buckets[at].names, name), buckets[at].nbytes + nbytes)
+    place = {name: index for index, (name, *_) in enumerate(reversed(gradients))}
+    return sorted(buckets, key=lambda bucket: place[bucket.names[-1]])
+
+
+class DeferredHook:
+    """A hook in torch's table of them. Does nothing when autograd calls it; the user's handle removes it as ever."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *_: object) -> None:
+        return
+
+
+class ParameterHooks:
+    """The hooks on the parameters of one model."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.leaves: dict[nn.Parameter, Node] = {}
+        """Where autograd would leave the gradients of trained parameters. They are held here: autograd forgets such a
+        node, and its hooks, if nobody holds it."""
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+        """Complete gradients of earlier passes, which hooks on this pass's gradients do not see."""
+
+    def defer(self) -> None:
+        """A backward pass begins: autograd is about to call hooks."""
+        for parameter in self.parameters.values():
+            for table in (on_gradient(parameter), after(parameter)):
+                for number, hook in table.items():
+                    if not isinstance(hook, DeferredHook):
+                        table[number] = DeferredHook(hook)
+
+    def left_out(self) -> set[nn.Parameter]:
+        """Parameters to which the backward pass that runs now leads no gradient: `backward(inputs=...)` leaves some
+        out, `torch.autograd.grad(loss, inputs)` all."""
+        trained = [(p, leaf) for p, leaf in self.leaves.items() if p.requires_grad]
+        try:
+            return {parameter for parameter, leaf in trained if not torch._C._will_engine_execute_node(leaf)}
+        except RuntimeError as error:
+            raise RuntimeError(
+                "torch.autograd.grad(loss, parameters) cannot return gradients of parameters on a grid, which are "
+                "summed over ranks when backward ends; call loss.backward(inputs=parameters) and read parameter.grad"
+            ) from error
+
+    def set_aside(self, parameter: nn.Parameter) -> bool:
+        """Keep what earlier passes gave a parameter whose gradient hooks will see; False where there are no hooks."""
+        if not on_gradient(parameter):
+            return False
+        self._earlier[parameter] = parameter.grad  # type: ignore[assignment]
+        return True
+
+    def forget(self, *parameters: nn.Parameter) -> None:
+        """What was set aside for these parameters, or for all: their gradients were cleared, or the pass failed."""
+        for parameter in parameters or tuple(self._earlier):
+            self._earlier.pop(parameter, None)
+
+    @torch.no_grad()
+    def call(self, complete: Iterable[nn.Parameter]) -> None:
+        """The gradients of these parameters are complete."""
+        known = set(complete)
+        for name, parameter in self.parameters.items():
+            if parameter not in known:
+                continue
+            for deferred in list(on_gradient(parameter).values()):
+                given = deferred.hook(parameter.grad)
+                if given is not None:
+                    parameter.grad = _laid_alike(given, parameter.grad, name)
+            if (earlier := self._earlier.pop(parameter, None)) is not None:
+                local_of(earlier).add_(local_of(parameter.grad))  # type: ignore[arg-type]
+                parameter.grad = earlier
+            for deferred in list(after(parameter).values()):
+                deferred.hook(parameter)
+
+
+def on_gradient(parameter: nn.Parameter) -> dict[int, Any]:
+    """torch's own table of what `register_hook` was given."""
+    return parameter._backward_hooks or {}
+
+
+def after(parameter: nn.Parameter) -> dict[int, Any]:
+    """torch's own table of what `register_post_accumulate_grad_hook` was given."""
+    return parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+
+
+def _laid_alike(given: Tensor, gradient: Tensor | None, name: str) -> Tensor:
+    if not isinstance(given, DTensor) or not isinstance(gradient, DTensor) or given.shape != gradient.shape:
+        raise TypeError(
+            f"a hook on {name} returned {type(given).__name__} of shape {tuple(given.shape)} for a gradient that is "
+            f"a DTensor of shape {tuple(gradient.shape)}; return None, or one computed from that DTensor"  # type: ignore[union-attr]
+        )
+    return given if given.placements == gradient.placements else given.redistribute(placements=gradient.placements)
+
 
 REPLICA = "data"
 """The axis over which every parameter and every complete gradient is equal."""
+
+
+class ForwardPass:
+    """The gradients that one forward pass has yet to give: uses of parameters without a deposit so far.
+
+    The autograd graph of the pass holds this object, so a pass whose graph is dropped without a backward pass expects
+    nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self._uses: Counter[nn.Parameter] = Counter()
+        self._reads: set[nn.Parameter] = set()
+        self.deposited = False
+        """Whether the backward pass that runs now deposited gradients of this pass."""
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Count a use of the parameter that will deposit its own gradient."""
+        self._uses[parameter] += 1
+
+    def read(self, parameter: nn.Parameter) -> None:
+        """Note that autograd itself follows the parameter: it deposits the gradients of all such reads at once."""
+        self._reads.add(parameter)
+
+    def expects(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient of this parameter is to come."""
+        return self._uses[parameter] > 0 or parameter in self._reads
+
+    def take(self, parameter: nn.Parameter, uses: int) -> None:
+        """Take away the uses whose gradient came; 0: it is that of autograd's own reads."""
+        if uses:
+            self._uses[parameter] = max(0, self._uses[parameter] - uses)
+        else:
+            self._reads.discard(parameter)
+        self.deposited = True
+
+    def end(self) -> None:
+        """Write off uses that got no gradient: they were detached, discarded, or left out by autograd."""
+        self._uses.clear()
+        self._reads.clear()
+        self.deposited = False
 
 
 class Gradients:
@@ -65,17 +234,22 @@ class Gradients:
         self._names = {p: name for name, (p, _) in self.parameters.items()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
         refuse_unfit_optimizers()
-        self.hooks = Hooks({name: parameter for name, (parameter, _) in self.parameters.items()})
+        self.hooks = ParameterHooks({name: parameter for name, (parameter, _) in self.parameters.items()})
         self._left_out: set[nn.Parameter] = set()  # of this pass, by backward(inputs=...)
         self._new: set[nn.Parameter] = set()  # have had deposits since hooks were called
         self._passes: set[int] = set()  # backward passes under way whose end will call _finish
-        self._forwards = 0  # since the last backward
-        self._deposits: Counter[str] = Counter()
-        self._expected: tuple[list[Bucket], Counter[str]] = [], Counter()  # the most that a pass deposited so far
+        self.forward_pass = ForwardPass()
+        """The forward pass that began last."""
+        self._numbers = itertools.count()
+        self._alive = weakref.WeakValueDictionary({next(self._numbers): self.forward_pass})
+        """Forward passes whose graphs exist, in their order; the graphs hold them."""
+        self._to_begin = self._to_finish = 0  # passes of the step that `begin_step` announced
+        self._unannounced = False
+        """Whether this backward pass deposited a gradient of which no use was counted, as a second backward pass over
+        a retained graph does: more may come, so buckets wait for its end."""
         self._sums: dict[str, BucketSum] = {}
         self._in_order: Iterator[Bucket] = iter(())
         self._bucket: Bucket | None = None  # the next to be launched
-        self._usual = False  # one forward, the same parameters trained: this pass is like those before it
         self._watch_leaves()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -88,6 +262,14 @@ class Gradients:
         """Whether it is a parameter of the model as it was built."""
         return parameter in self._names
 
+    def begin_step(self, passes: int) -> None:
+        """Announce that the next `passes` forward and backward passes make one step.
+
+        Their gradients are summed over ranks once: each bucket after the last forward pass has begun and no gradient of
+        its parameters is to come from any pass.
+        """
+        self._to_begin = self._to_finish = passes
+
     def begin_forward(self, kind: Hashable, *, guarded: bool = False) -> None:
         """A model's forward pass begins; `kind` tells passes apart that use other weights."""
         self.guarded = guarded
@@ -96,7 +278,12 @@ class Gradients:
             self._new.clear()
             self.hooks.forget()
             self.engine.abandon()
-        self._forwards += torch.is_grad_enabled()
+            for earlier in self._alive.values():
+                earlier.end()
+        self.forward_pass = ForwardPass()
+        if torch.is_grad_enabled():
+            self._alive[next(self._numbers)] = self.forward_pass
+            self._to_begin = max(0, self._to_begin - 1)
         self._watch_leaves()  # a parameter may be trained that was frozen before
         self.engine.begin(kind)
 
@@ -108,6 +295,7 @@ class Gradients:
                 self.hooks.leaves.pop(parameter, None)
             if parameter.requires_grad and parameter not in self.hooks.leaves:
                 parameter.label = name  # type: ignore[attr-defined]
+                parameter.gradients = weakref.ref(self)  # type: ignore[attr-defined]
                 leaf = self.hooks.leaves[parameter] = leaf_of(parameter)
                 leaf.register_prehook(partial(_hand_over, weakref.ref(self), name, parameter, spec))
 
@@ -120,59 +308,85 @@ class Gradients:
         self._left_out = self._left_out & left_out if self._passes else left_out  # one inside leads to others
         if not self._passes:
             self.hooks.defer()
-            self._deposits.clear()
             self._sums.clear()
-            self._usual = self._forwards == 1 and self._expected[0] is self.buckets()
+            self._unannounced = False
             self._in_order = iter(self.buckets())
             self._next_bucket()
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, this_pass))
         self._passes.add(this_pass)
 
-    def deposit(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    def deposit(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        *,
+        during: ForwardPass | None = None,
+        uses: int = 1,
+    ) -> None:
         """Add this rank's parts of gradients, summed over z, in the shapes of the local shards and in any dtype.
 
-        The tensors are changed in place and kept.
+        They are the gradients of so many uses during a forward pass (0: of all that autograd itself followed; None:
+        during the oldest pass that expects any). The tensors are changed in place and kept.
         """
         if self.grid.shape.places > 1:  # before the cast: a parameter's dtype may be the narrower one
             torch._foreach_div_(list(gradients), self.grid.shape.places)
         for parameter, gradient in zip(parameters, gradients, strict=True):
+            self._take(parameter, during, uses)
             self._add(parameter, gradient.to(parameter.dtype))
 
-    def deposit_whole(self, name: str, parameter: nn.Parameter, spec: Spec, gradient: Tensor) -> None:
+    def deposit_whole(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        spec: Spec,
+        gradient: Tensor,
+        *,
+        during: ForwardPass | None = None,
+        uses: int = 1,
+    ) -> None:
         """Add a place's gradient of a whole parameter, which all of its ranks have found alike."""
         self.expect_end()
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if any(self.grid.coords[axis] for axis in spec.owes if axis not in BATCH):
             gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
-        box = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, self.grid.coords)
-        own = boxed(gradient, box).to(self.policy.reduce or parameter.dtype, copy=True).contiguous()
+        part = spec.storage.compute.take(gradient, self.grid)
+        own = part.to(self.policy.reduce_dtype or parameter.dtype, copy=True).contiguous()
         if GATHERED not in spec.storage.axes:
-            self.deposit([parameter], [own])
+            self.deposit([parameter], [own], during=during, uses=uses)
             return
         largest = spec.storage.compute.box(spec.shape, self.grid.shape.sizes, dict.fromkeys(AXES, 0))
         nbytes = prod(len(part) for part in largest) * own.element_size()
-        self.scatter([parameter], [own], nbytes, label=name)
+        self.scatter([parameter], [own], nbytes, label=name, during=during, uses=uses)
 
     def scatter(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], nbytes: int, *, label: str
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        nbytes: int,
+        *,
+        label: str,
+        during: ForwardPass | None = None,
+        uses: int = 1,
     ) -> None:
         """Sum gradients that are whole over z, and deposit this rank's shards some time before backward ends.
 
         `nbytes` is what the rank with the most sends, the same number on all ranks, so that they wait alike. The
         tensors must be the caller's own: `deposit` changes them in place.
         """
-        z = self.grid.size(GATHERED)
-        if z == 1:
-            self.deposit(parameters, gradients)
+        if self.grid.size(GATHERED) == 1:
+            self.deposit(parameters, gradients, during=during, uses=uses)
             return
+        pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
+        self.engine.deferred.defer(pending, nbytes, partial(self.deposit, parameters, during=during, uses=uses))
 
-        def land(shards: Sequence[Tensor]) -> None:
-            own = [shard[: local_of(p).shape[0]] for p, shard in zip(parameters, shards, strict=True)]  # no padding
-            self.deposit(parameters, own)
-
-        padded = [pad_rows(gradient, -(-gradient.shape[0] // z) * z) for gradient in gradients]
-        pending = comm.reduce_scatter_together(padded, self.grid, GATHERED, label=label)
-        self.engine.behind.defer(pending, nbytes, land)
+    def _take(self, parameter: nn.Parameter, during: ForwardPass | None, uses: int) -> None:
+        """Count that a gradient came, for the pass that used the parameter."""
+        if during is None or not during.expects(parameter):
+            during = next((each for each in self._alive.values() if each.expects(parameter)), None)
+        if during is None:
+            self._unannounced = True
+        else:
+            during.take(parameter, uses)
 
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         owed = self._owed.get(parameter)
@@ -196,7 +410,6 @@ class Gradients:
                 self._add_complete(gradient, local_of(before), owed[0])
             # from_local takes a millisecond
             parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)
-        self._deposits[name] += 1
         self._new.add(parameter)
         while self._bucket is not None and self._final(self._bucket):
             self._sums |= dict.fromkeys(self._bucket.names, BucketSum(self, self._bucket))
@@ -207,10 +420,11 @@ class Gradients:
         self._bucket = next(self._in_order, None)
 
     def _final(self, bucket: Bucket) -> bool:
-        """Whether all its gradients have had as many deposits as ever in a pass like this one."""
-        if self.accumulating or not self.policy.overlap.data or not self._usual:
+        """Whether no pass of this step is to begin and none of those alive expects a gradient of its parameters."""
+        if self.accumulating or self._to_begin or self._unannounced or not self.policy.overlap.reduce_early:
             return False
-        return all(self._deposits[name] >= self._expected[1][name] for name in bucket.names)
+        last_first = [self.parameters[name][0] for name in reversed(bucket.names)]  # the one that comes last decides
+        return not any(each.expects(parameter) for each in self._alive.values() for parameter in last_first)
 
     def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
         """Add an earlier pass's sum to a part that will be summed again, so that the sum counts it once: the
@@ -228,12 +442,11 @@ class Gradients:
         self._passes.discard(this_pass)
         if self._passes:
             return  # it ran inside another one
-        buckets = self.buckets()
-        most = self._expected[1] if self._expected[0] is buckets else Counter()
-        if self._forwards == 1:
-            self._expected = buckets, most | self._deposits  # of each the larger
-        self._forwards = 0
-        if self.accumulating:
+        for each in self._alive.values():
+            if each.deposited:
+                each.end()
+        self._to_finish = max(0, self._to_finish - 1)
+        if self.accumulating or self._to_finish:
             return
         begun = list({id(total): total for total in self._sums.values()}.values())
         self._sums.clear()  # they hold gradients
@@ -279,7 +492,7 @@ def _hand_over(
             f"{name}: its gradient came as a DTensor, of which each rank knows its own part only (the loss read it "
             "through to_local() or redistribute()); compute with the parameter itself, which is gathered for that"
         )
-    gradients.deposit_whole(name, parameter, spec, gradient)
+    gradients.deposit_whole(name, parameter, spec, gradient, uses=0)
     return (None,)
 
 
@@ -351,11 +564,7 @@ class BucketSum:
 
     def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> Pending[list[Tensor]]:
         """This replica's rows of each sum."""
-        ranks = self.gradients.grid.size(REPLICA)
-        own = [len(self.gradients.own_rows(total)) for total in sums]
-        padded = [pad_rows(total, -(-total.shape[0] // ranks) * ranks) for total in sums]
-        pending = comm.reduce_scatter_together(padded, self.gradients.grid, REPLICA, label=label)
-        return pending.then(lambda parts: [part[:rows] for part, rows in zip(parts, own, strict=True)])
+        return comm.reduce_scatter_together(sums, self.gradients.grid, REPLICA, label=label)
 
 
 @contextmanager

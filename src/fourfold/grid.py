@@ -10,67 +10,69 @@ but `AXES` says how many axes there are.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
-import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fourfold import store
-from fourfold.agree import agree, decide, faults_of
-from fourfold.derive import derive_quickly
+from fourfold.axes import AXES, BATCH
+from fourfold.dtensor_strategies import speed_up_strategies
+from fourfold.environment import Environment
+from fourfold.errors import FailedElsewhereError, Failure, failure_of
+from fourfold.job import Channel, agree, first_fault, join_store, typed_errors
 from fourfold.ledger import Ledger
 
 T = TypeVar("T")
-
-AXES = ("x", "y", "z", "data")
-"""Every axis, outermost cut of a tensor first."""
-
-BATCH = ("data", "z")
-"""The axes that cut the rows of a batch, outermost cut first. A place is a coordinate of these: its ranks hold the same
-rows."""
 
 CORES_FOR_TWO_LANES = 4
 """Cores that a rank must have before an axis that is alone gets two communicators on a GPU: over a network each keeps
 threads busy while anything is in flight, and with fewer cores the two are slower than one."""
 
 
-class FailedElsewhereError(RuntimeError):
-    """Another rank could not do its part; the message says which and why."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Shape:
     """Sizes of the axes and the order in which ranks walk them (fastest-varying axis first).
 
-    With the default order, rank = x + X * (y + Y * (z + Z * data)).
+    `Shape(x=2, data=4)`; axes that are not named have one rank. With the default order,
+    rank = x + X * (y + Y * (z + Z * data)). The size of an axis is an attribute: `shape.x`.
     """
 
-    x: int = 1
-    y: int = 1
-    z: int = 1
-    data: int = 1
-    order: tuple[str, ...] = field(default=AXES, kw_only=True)
+    _sizes: tuple[int, ...]
+    order: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            size = getattr(self, axis)
+    def __init__(self, *sizes: int, order: Sequence[str] = AXES, **named: int) -> None:
+        """Take the sizes in the order of AXES, or by name."""
+        by_axis = sizes_by_axis(sizes, named)
+        for axis, size in by_axis.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"grid axis {axis}={size!r}: the size of an axis is a whole number from 1 up")
-        object.__setattr__(self, "order", tuple(self.order))
-        if sorted(self.order) != sorted(AXES):
-            raise ValueError(f"order={self.order!r} must name each axis once, fastest-varying first, such as {AXES!r}")
+        if sorted(order) != sorted(AXES):
+            raise ValueError(
+                f"order={tuple(order)!r} must name each axis once, fastest-varying first, such as {AXES!r}"
+            )
+        object.__setattr__(self, "_sizes", tuple(by_axis.values()))
+        object.__setattr__(self, "order", tuple(order))
+
+    def __getattr__(self, name: str) -> int:
+        if name in AXES:
+            return self._sizes[AXES.index(name)]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its axes are {', '.join(AXES)}")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        return f"Shape({sizes})" if self.order == AXES else f"Shape({sizes}, order={self.order})"
 
     def __str__(self) -> str:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
@@ -78,7 +80,8 @@ class Shape:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in AXES}
+        """The size of every axis, in the order of AXES."""
+        return dict(zip(AXES, self._sizes, strict=True))
 
     @property
     def world(self) -> int:
@@ -90,7 +93,7 @@ class Shape:
         return prod(self.sizes[axis] for axis in BATCH)
 
     @property
-    def several(self) -> tuple[str, ...]:
+    def used_axes(self) -> tuple[str, ...]:
         """The axes that have more than one rank."""
         return tuple(axis for axis, size in self.sizes.items() if size > 1)
 
@@ -102,8 +105,12 @@ class Shape:
         an axis that is alone sends both ways at once. Elsewhere collectives are used in the order of their launch, and
         further communicators only share the links and cost memory.
         """
-        several = self.several
+        several = self.used_axes
         return tuple(axis for axis in several if axis == "z" or len(several) == 1)
+
+    def reordered(self, order: Sequence[str]) -> Shape:
+        """Return the same sizes with ranks that walk the axes in another order."""
+        return Shape(*self._sizes, order=order)
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank sits: its coordinate on every axis."""
@@ -140,6 +147,27 @@ class Shape:
         return ranks.permute([slowest_first.index(axis) for axis in AXES]).contiguous()
 
 
+def _signature(**options: Any) -> inspect.Signature:
+    """Return the signature that help and editors show: the size of every axis, then these options."""
+    kinds = inspect.Parameter
+    sizes = [kinds(axis, kinds.POSITIONAL_OR_KEYWORD, default=1, annotation=int) for axis in AXES]
+    return inspect.Signature(
+        [*sizes, *(kinds(name, kinds.KEYWORD_ONLY, default=default) for name, default in options.items())]
+    )
+
+
+Shape.__signature__ = _signature(order=AXES)  # type: ignore[attr-defined]
+
+
+def sizes_by_axis(sizes: Sequence[int], named: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of every axis, from sizes in the order of AXES and sizes by name; 1 for the others."""
+    given = dict(zip(AXES, sizes, strict=False))
+    unknown = [name for name in named if name not in AXES]
+    if unknown or len(sizes) > len(AXES) or given.keys() & named.keys():
+        raise TypeError(f"a grid has the axes {', '.join(AXES)}, each given once; got {sizes} and {dict(named)}")
+    return dict.fromkeys(AXES, 1) | given | dict(named)
+
+
 def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
     """Every way to factor `world` ranks into a grid, powers of two or not."""
     if world < 1:
@@ -168,60 +196,109 @@ class Grid:
 
     def __init__(
         self,
-        x: int = 1,
-        y: int = 1,
-        z: int = 1,
-        data: int = 1,
-        *,
+        *sizes: int,
         order: Sequence[str] = AXES,
         device: str | torch.device | None = None,
         timeout: timedelta | None = None,
+        **named: int,
     ) -> None:
+        """Take the size of each axis by name, `Grid(x=2, z=2)`, or in the order of AXES; the others have one rank."""
         _join(device, timeout)
-        shape = _checked_shape(x, y, z, data, order)
+        job = Channel("grid")
+        shape = _checked_shape(sizes, named, order)
         if isinstance(shape, Shape):
-            agree("the grid", f"{shape} on {_device(device).type}")
-            self._place(shape, dist.get_rank(), device, timeout)
+            agree(job, "the grid", f"{shape} on {_device(device).type}")
+            self._place(shape, range(shape.world), device, timeout, job)
         else:
-            agree("the grid", str(shape), fault=shape)
+            agree(job, "the grid", str(shape), fault=shape)
+
+    @classmethod
+    def of_shape(
+        cls, shape: Shape, *, device: str | torch.device | None = None, timeout: timedelta | None = None
+    ) -> Grid:
+        """Make a grid of this shape from all ranks of the job."""
+        return cls(**shape.sizes, order=shape.order, device=device, timeout=timeout)
+
+    @classmethod
+    def over_parts(
+        cls,
+        shape: Shape,
+        parts: Sequence[Sequence[int]],
+        *,
+        device: str | torch.device | None = None,
+        timeout: timedelta | None = None,
+    ) -> Grid | None:
+        """Make a grid of this shape over each of several parts of the job; return the one that this rank is on.
+
+        Each part lists ranks of the job in increasing order; a rank is in one part at most and gets None if it is in
+        none. All ranks of the job call this with the same parts: torch makes process groups with all ranks of the job,
+        members or not, in the same order. Whatever takes a grid (models, gradients, norms, checkpoints, agreement)
+        then concerns the ranks of its part alone.
+        """
+        _join(device, timeout)
+        job = Channel("grid")
+        agree(job, "the parts of the job", f"{shape} over {[list(ranks) for ranks in parts]}", _misfit(shape, parts))
+        own = None
+        for ranks in parts:
+            grid = cls.__new__(cls)
+            grid._place(shape, ranks, device, timeout, job)
+            own = grid if dist.get_rank() in ranks else own
+        return own
 
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> Grid:
-        """A grid of this process by itself, also inside a larger job; it never communicates."""
+        """Make a grid of this process by itself, also inside a larger job; it never communicates."""
         _join(device, None)
+        here = dist.get_rank()
         grid = cls.__new__(cls)
-        grid._place(Shape(), 0, device)
+        grid._place(Shape(), (here,), device, None, Channel("grid", (here,)))
         return grid
 
     def _place(
-        self, shape: Shape, rank: int, device: str | torch.device | None, timeout: timedelta | None = None
+        self,
+        shape: Shape,
+        ranks: Sequence[int],
+        device: str | torch.device | None,
+        timeout: timedelta | None,
+        job: Channel,
     ) -> None:
+        """Put this process on the grid, or help to make the groups of a grid that it is not on."""
         self.shape = shape
-        self.rank = rank
-        self.coords = shape.coords(rank)
+        self.ranks = tuple(ranks)
+        """The ranks of the job that are on the grid: number n of the grid is rank `ranks[n]` of the job."""
         self.device = _device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        member = dist.get_rank() in self.ranks
+        alone = shape.world == 1
+        if alone and not member:
+            return
+        with typed_errors(f"making the groups of the grid {shape}"):
+            self.mesh = DeviceMesh(self.device.type, self._mesh_ranks(), mesh_dim_names=AXES, _init_backend=not alone)
+            self._groups = {} if alone else self._lanes(timeout, job, member=member)
+        if not member:
+            return
+        self.rank = self.ranks.index(dist.get_rank())
+        self.coords = shape.coords(self.rank)
+        self.channel = Channel("grid", self.ranks)
         self.ledger = Ledger()
         self.tags = {axis: itertools.count() for axis in AXES}
         """Numbers for messages; the ranks along an axis launch in the same order and so count alike."""
         self.muted = False
         """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
-        alone = shape.world == 1
-        self.mesh = DeviceMesh(
-            self.device.type,
-            torch.full([1] * len(AXES), dist.get_rank()) if alone else shape.mesh_ranks(),
-            mesh_dim_names=AXES,
-            _init_backend=not alone,
-        )
         # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
         self.mesh._thread_id = -next(self._made)
-        self._groups = {} if alone else self._lanes(timeout)
-        derive_quickly()
+        speed_up_strategies()
         self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
 
-    def _lanes(self, timeout: timedelta | None) -> dict[tuple[str, str], dist.ProcessGroup]:
-        """The group of each lane along each axis.
+    def _mesh_ranks(self) -> torch.Tensor:
+        """Return the ranks of the job by coordinates, one dim per axis."""
+        return torch.tensor(self.ranks)[self.shape.mesh_ranks()]
+
+    def _lanes(
+        self, timeout: timedelta | None, job: Channel, *, member: bool
+    ) -> dict[tuple[str, str], dist.ProcessGroup]:
+        """Make the group of each lane along each axis, on all ranks of the job in the same order.
 
         On a GPU their kernels go before computation, which otherwise keeps them from starting; the mesh's own groups
         have no such streams and are left to DTensors. On the CPU gathers take the mesh's.
@@ -229,27 +306,28 @@ class Grid:
         groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         on_gpu = self.device.type == "cuda" and dist.get_backend() != "fake"
         two = self.shape.two_lanes
-        if on_gpu and len(self.shape.several) == 1 and _cores_per_rank() < CORES_FOR_TWO_LANES:
+        if on_gpu and len(self.shape.used_axes) == 1 and _cores_per_rank(job) < CORES_FOR_TWO_LANES:
             two = ()
         for axis in AXES:
-            group = self.mesh.get_group(axis)
-            if timeout is not None:  # the mesh makes its groups with torch's default
+            group = self.mesh.get_group(axis) if member else None
+            if timeout is not None and group is not None:  # the mesh makes its groups with torch's default
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
             if on_gpu and self.size(axis) > 1:
                 group = self._new_group(axis, timeout)
-            groups[axis, "gather"] = groups[axis, "reduce"] = group
-            if axis in two and dist.get_backend() != "fake":
-                groups[axis, "reduce"] = self._new_group(axis, timeout)
+            reduce = self._new_group(axis, timeout) if axis in two and dist.get_backend() != "fake" else group
+            if group is not None and reduce is not None:
+                groups[axis, "gather"], groups[axis, "reduce"] = group, reduce
         return groups
 
-    def _new_group(self, axis: str, timeout: timedelta | None) -> dist.ProcessGroup:
-        lines = self.shape.mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
+    def _new_group(self, axis: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+        """Make a group for every line of ranks along an axis; return this rank's, or None if it is on no line."""
+        lines = self._mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
         else:
             made, _ = dist.new_subgroups_by_enumeration(lines, timeout)
-        return cast(dist.ProcessGroup, made)  # every rank is in one of the lines
+        return cast("dist.ProcessGroup | None", made)
 
     @staticmethod
     def of(parameter: torch.Tensor) -> Grid:
@@ -275,7 +353,7 @@ class Grid:
         """Every DTensor on the grid leads here, through its mesh, when it is pickled."""
         raise TypeError(
             "torch.save and pickle would write this rank's shards alone, which fit nowhere else; on all ranks call "
-            "state = fourfold.parallelize.whole_tensors(model, 'state') and save that on one of them (load_state_dict "
+            "state = fourfold.wrap.whole_tensors(model, 'state') and save that on one of them (load_state_dict "
             "takes it on any grid), or save model.state_dict() and the optimizer's with torch.distributed.checkpoint"
         )
 
@@ -287,14 +365,13 @@ class Grid:
 
     def agree(self, what: str, text: str) -> None:
         """Raise the same error on every rank unless all ranks hold the same `text`."""
-        if self.shape.world > 1:
-            agree(what, text)
+        agree(self.channel, what, text)
 
-    def hear(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Rank 0's text, on every rank."""
-        return text if self.shape.world == 1 else decide(text, lambda texts: texts[0])
+        return self.channel.decide(text, lambda texts: texts[0])
 
-    def together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
+    def run_together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
         """Act on every rank. When it fails on one, all raise, since none may go on to wait for the others: that rank
         what it met, the others whose fault it was. All must hold the `same` text too."""
         result, fault = None, None
@@ -303,19 +380,20 @@ class Grid:
         except Exception as error:
             error.add_note(f"{what} failed")
             fault = error
-        if self.shape.world > 1:
-            found, differs = faults_of(what, "" if fault is None else f"{type(fault).__name__}: {fault}", same)
-            if fault is None and found:
-                raise FailedElsewhereError(f"{what} failed on {found}")
-            if fault is None and differs:
-                raise ValueError(differs)
+        said = "" if fault is None else f"{type(fault).__name__}: {fault}"
+        failure = Failure.ERROR if fault is None else failure_of(fault)
+        found, failure, differs = first_fault(self.channel, what, said, failure, same)
+        if fault is None and found:
+            raise FailedElsewhereError(f"{what} failed on {found}", failure)
+        if fault is None and differs:
+            raise ValueError(differs)
         if fault is not None:
             raise fault
         return result  # type: ignore[return-value]
 
-    def first_alone(self, what: str, act: Callable[[], object]) -> None:
+    def run_on_rank0(self, what: str, act: Callable[[], object]) -> None:
         """Act on rank 0 while the others wait; when it fails there, all raise."""
-        self.together(what, act if self.rank == 0 else lambda: None)
+        self.run_together(what, act if self.rank == 0 else lambda: None)
 
     def close(self) -> None:
         """Give back the process groups of this grid. The process group that it joined stays."""
@@ -323,6 +401,9 @@ class Grid:
             for group in {id(group): group for group in self._groups.values()}.values():
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
+
+
+Grid.__signature__ = _signature(order=AXES, device=None, timeout=None)  # type: ignore[attr-defined]
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -335,68 +416,58 @@ def _device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def _checked_shape(x: int, y: int, z: int, data: int, order: Sequence[str]) -> Shape | Exception:
+def _checked_shape(sizes: Sequence[int], named: Mapping[str, int], order: Sequence[str]) -> Shape | Exception:
     """The shape, or why it is none: all ranks hear of a fault before any of them raises."""
     try:
-        shape = Shape(x, y, z, data, order=tuple(order))
+        shape = Shape(*sizes, order=order, **named)
     except (TypeError, ValueError) as error:
         return error
     world = dist.get_world_size()
     if shape.world != world:
         product = "*".join(str(size) for size in shape.sizes.values())
         return ValueError(
-            f"Grid({shape}): x*y*z*data = {product} = {shape.world}, but this job has {world} ranks; "
+            f"Grid({shape}): {'*'.join(AXES)} = {product} = {shape.world}, but this job has {world} ranks; "
             f"start {shape.world} ranks or choose sizes whose product is {world}"
         )
     return shape
+
+
+def _misfit(shape: Shape, parts: Sequence[Sequence[int]]) -> Exception | None:
+    """Return why no grid of this shape lies over each of these parts of the job."""
+    known = range(dist.get_world_size())
+    listed = [rank for ranks in parts for rank in ranks]
+    for ranks in parts:
+        if len(ranks) != shape.world or list(ranks) != sorted(ranks):
+            return ValueError(f"a part of the job for {shape} lists {shape.world} ranks in increasing order: {ranks}")
+    if len(set(listed)) != len(listed) or not set(listed) <= set(known):
+        return ValueError(
+            f"parts of a job of {len(known)} ranks list each rank below {len(known)} at most once: {parts}"
+        )
+    return None
 
 
 def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
     """Join the job's process group unless that was done already."""
     if dist.is_initialized():
         return
-    rank, world, local_rank = environment()
+    here = Environment.read()
     if _device(device).type == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    if world == 1:
+    if here.world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        job_store = store.join(rank, world, timeout)
-        dist.init_process_group(backend, store=job_store, rank=rank, world_size=world, timeout=timeout)
+        store = join_store(here, timeout)
+        with typed_errors("joining the job's process group"):
+            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timeout)
 
 
-def environment() -> tuple[int, int, int]:
-    """Rank, number of ranks and rank on this node: torchrun's if it started us, else SLURM's, else one rank.
-
-    Under SLURM the rendezvous variables that torch reads are filled in where they are missing. SLURM's count
-    is that of the job step, which srun alone sets: a plain `python` in a batch script is one rank.
-    """
-    env = os.environ
-    if "RANK" in env:
-        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        nodes = env.get("SLURM_STEP_NODELIST") or env["SLURM_NODELIST"]
-        env.setdefault("MASTER_ADDR", first_node(nodes))
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0))
-    return 0, 1, 0
-
-
-def first_node(nodelist: str) -> str:
-    """First host of a SLURM node list: `gpu[003-010,020],cpu1` -> `gpu003`."""
-    first = re.match(r"[^,\[](?:[^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma that stands outside of brackets
-    if first is None:
-        raise ValueError(f"cannot read the SLURM node list {nodelist!r}; set MASTER_ADDR to the first node")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
-
-
-def _cores_per_rank() -> float:
+def _cores_per_rank(channel: Channel) -> float:
     """Cores of the rank that has fewest: ranks that may run on the same cores of one host share them."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return float(decide(f"{socket.gethostname()}: {','.join(map(str, cores))}", _fewest_cores))
+    return float(channel.decide(f"{socket.gethostname()}: {','.join(map(str, cores))}", _fewest_cores))
 
 
 def _fewest_cores(texts: Sequence[str]) -> str:

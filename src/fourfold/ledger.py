@@ -156,7 +156,7 @@ class Ledger:
         return dict(seconds)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def not_counted(self) -> Iterator[None]:
         """What is launched inside the block is not counted, and not told to whoever watches."""
         kept = self.calls.copy(), self.wire_bytes.copy(), self._watchers
         self._watchers = []

@@ -6,13 +6,14 @@
     spread     reduce-scatter features y / all-gather        all-reduce y / identity
     collect    all-gather features y / reduce-scatter        identity / all-reduce y
 
-An operator returns a `Flight`: launched now, read by `land()` later. The two are a pair of autograd functions, and
+An operator returns a `AsyncResult`: launched now, read by `wait()` later. The two are a pair of autograd functions, and
 backward launches where forward landed and lands where forward launched, so whatever ran between the two runs between
 them in backward again. On an axis of size 1 nothing is launched and nothing recorded.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +21,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable as once_of_torch
 from torch.nn import functional
 
 from fourfold import comm
+from fourfold.comm import Pending
+from fourfold.engine import Engine
 from fourfold.grid import Grid
-from fourfold.layout import Policy, Spec, Storage
-from fourfold.once import once_differentiable
-from fourfold.overlap import Engine
-from fourfold.pending import Pending
+from fourfold.policy import Policy
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator of this name, which refuses `create_graph=True` where backward runs, not a pass later."""
+    once = once_of_torch(backward)
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # autograd turns it on with create_graph alone
+            raise RuntimeError(
+                "create_graph=True: gradients of gradients do not pass through layers on a grid; leave create_graph "
+                "out, or keep the module that needs it out of ff.parallelize and call it beside the model"
+            )
+        return once(ctx, *gradients)
+
+    return refusing
+
 
 Body = Callable[[Tensor], Pending[Tensor]]
 
@@ -36,7 +54,7 @@ def identity(tensor: Tensor) -> Pending[Tensor]:
     return Pending(tensor.detach)  # autograd wants an output that is not its input
 
 
-class Flight:
+class AsyncResult:
     """A tensor on its way through an operator with these two bodies."""
 
     travels = True
@@ -46,7 +64,7 @@ class Flight:
         self.pending: Pending[Tensor] | None = None
         self._token: Tensor | None = Launch.apply(self, a)
 
-    def land(self) -> Tensor:
+    def wait(self) -> Tensor:
         # the token's autograd node holds the flight: keeping it would keep what forward saved until Python looks for
         # cycles
         token, self._token = self._token, None
@@ -60,7 +78,7 @@ class Flight:
         return pending.wait()
 
 
-class Landed:
+class Ready:
     """What never travelled: an operator on an axis of size 1."""
 
     travels = False
@@ -68,7 +86,7 @@ class Landed:
     def __init__(self, a: Tensor) -> None:
         self.a = a
 
-    def land(self) -> Tensor:
+    def wait(self) -> Tensor:
         return self.a
 
 
@@ -79,7 +97,7 @@ class Launch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, a: Tensor) -> Tensor:
+    def forward(ctx: Any, flight: AsyncResult, a: Tensor) -> Tensor:
         ctx.flight = flight
         flight.pending = flight.there(a)
         return a.new_empty(0)
@@ -87,7 +105,7 @@ class Launch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        ctx.flight.engine.backlog.run_one()
+        ctx.flight.engine.wgrad_queue.run_one()
         return None, ctx.flight.take()
 
 
@@ -95,7 +113,7 @@ class Land(torch.autograd.Function):
     """Forward waits for what `Launch` launched; backward launches `back`."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, _: Tensor) -> Tensor:
+    def forward(ctx: Any, flight: AsyncResult, _: Tensor) -> Tensor:
         ctx.flight = flight
         return changeable(flight.take())
 
@@ -107,7 +125,7 @@ class Land(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class OpContext:
     """Where an operator runs: the grid, the mode, the tokens of a (data, z) place, the label, the overlap."""
 
     grid: Grid
@@ -116,8 +134,8 @@ class Site:
     label: str
     engine: Engine
 
-    def named(self, label: str) -> Site:
-        return Site(self.grid, self.policy, self.tokens, label, self.engine)
+    def named(self, label: str) -> OpContext:
+        return OpContext(self.grid, self.policy, self.tokens, label, self.engine)
 
     @property
     def sharded(self) -> bool:
@@ -128,8 +146,8 @@ class Site:
         """Tokens that a rank holds between sublayers."""
         return -(-self.tokens // self.grid.size("x")) if self.sharded else self.tokens
 
-    def fly(self, a: Tensor, axis: str, there: Body, back: Body) -> Flight | Landed:
-        return Flight(a, there, back, self.engine) if self.grid.size(axis) > 1 else Landed(a)
+    def launch(self, a: Tensor, axis: str, there: Body, back: Body) -> AsyncResult | Ready:
+        return AsyncResult(a, there, back, self.engine) if self.grid.size(axis) > 1 else Ready(a)
 
     def gather_tokens(self, cut: Tensor) -> Pending[Tensor]:
         """[ceil(m/x), f] -> [m, f]; the padding that `scatter_tokens` added is dropped."""
@@ -168,64 +186,51 @@ class Site:
         return comm.all_reduce(owed, self.grid, "y", label=self.label)
 
 
-def enter(a: Tensor, site: Site) -> Flight | Landed:
+def enter(a: Tensor, site: OpContext) -> AsyncResult | Ready:
     """rest -> [m/z, k/y]"""
-    return site.fly(a, "x", *((site.gather_tokens, site.scatter_tokens) if site.sharded else (identity, site.sum_x)))
+    return site.launch(a, "x", *((site.gather_tokens, site.scatter_tokens) if site.sharded else (identity, site.sum_x)))
 
 
-def leave(a: Tensor, site: Site) -> Flight | Landed:
+def leave(a: Tensor, site: OpContext) -> AsyncResult | Ready:
     """[m/z, k/y] {sum x} -> rest"""
-    return site.fly(a, "x", *((site.scatter_tokens, site.gather_tokens) if site.sharded else (site.sum_x, identity)))
+    return site.launch(a, "x", *((site.scatter_tokens, site.gather_tokens) if site.sharded else (site.sum_x, identity)))
 
 
-def spread_bodies(site: Site, widths: Sequence[int]) -> tuple[Body, Body]:
+def spread_bodies(site: OpContext, widths: Sequence[int]) -> tuple[Body, Body]:
     """The two directions of `spread`."""
     if site.sharded:
         return partial(site.scatter_features, widths=widths), partial(site.gather_features, widths=widths)
     return site.sum_y, identity
 
 
-def spread(a: Tensor, site: Site, widths: Sequence[int]) -> Flight | Landed:
+def spread(a: Tensor, site: OpContext, widths: Sequence[int]) -> AsyncResult | Ready:
     """[m/z, n/x] {sum y} -> inner, for the outputs of these widths side by side"""
-    return site.fly(a, "y", *spread_bodies(site, widths))
+    return site.launch(a, "y", *spread_bodies(site, widths))
 
 
-def collect(a: Tensor, site: Site, width: int) -> Flight | Landed:
+def collect(a: Tensor, site: OpContext, width: int) -> AsyncResult | Ready:
     """inner -> [m/z, n/x]"""
     if site.sharded:
         bodies = partial(site.gather_features, widths=[width]), partial(site.scatter_features, widths=[width])
     else:
         bodies = identity, site.sum_y
-    return site.fly(a, "y", *bodies)
+    return site.launch(a, "y", *bodies)
 
 
-def whole_over_y(a: Tensor, site: Site) -> Flight | Landed:
+def whole_over_y(a: Tensor, site: OpContext) -> AsyncResult | Ready:
     """[m/z, w] {sum y} -> whole over y, for ranks that each read a part.
 
     Those ranks are the ones that the inner layout cuts features over. What they send back are sums that are owed over
     exactly those axes.
     """
-    return site.fly(a, "y", site.sum_y, site.sum_y if site.sharded else identity)
+    return site.launch(a, "y", site.sum_y, site.sum_y if site.sharded else identity)
 
 
-def whole_over_x(a: Tensor, site: Site, widths: Sequence[int]) -> Flight | Landed:
+def whole_over_x(a: Tensor, site: OpContext, widths: Sequence[int]) -> AsyncResult | Ready:
     """[m/z, sum w_i/x] -> whole over x too, where x cuts through a head."""
     whole = [width * site.grid.size("x") for width in widths]
     gather = partial(site.gather_features, widths=whole, axis="x")
-    return site.fly(a, "x", gather, partial(site.scatter_features, widths=whole, axis="x"))
-
-
-def pad_blocks(a: Tensor, count: int, dim: int) -> Tensor:
-    """Zeros at the end of `dim`, where uneven blocks leave a rank with fewer entries than the message has."""
-    missing = count - a.shape[dim]
-    return functional.pad(a, [0, 0] * (a.dim() - 1 - dim) + [0, missing]) if missing else a
-
-
-def gather_blocks(block: Tensor, grid: Grid, axis: str, *, count: int, dim: int, label: str) -> Pending[Tensor]:
-    """All `count` entries of `dim`, from blocks as torch.chunk cuts them over the axis: the last ones may be short."""
-    padded = pad_blocks(block, -(-count // grid.size(axis)), dim)
-    joined = comm.all_gather(padded, grid, axis, dim=dim, label=label)
-    return joined.then(lambda whole: whole if whole.shape[dim] == count else whole.narrow(dim, 0, count))
+    return site.launch(a, "x", gather, partial(site.scatter_features, widths=whole, axis="x"))
 
 
 def take_apart(a: Tensor, widths: Sequence[int]) -> list[Tensor]:
@@ -248,15 +253,6 @@ class TakeApart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # noqa: ARG004
         return torch.cat(gradients, dim=1), None
-
-
-def gather_shards(shard: Tensor, spec: Spec, grid: Grid, label: str) -> Tensor:
-    """The whole of a parameter from its shards, which may be uneven, the innermost cut first."""
-    for cut in reversed(range(len(spec.storage.cuts))):
-        axis, dim = spec.storage.cuts[cut]
-        outer = Storage(spec.storage.cuts[:cut]).box(spec.shape, grid.shape.sizes, grid.coords)
-        shard = gather_blocks(shard, grid, axis, count=len(outer[dim]), dim=dim, label=label).wait()
-    return shard
 
 
 def changeable(output: Tensor, *inputs: Tensor) -> Tensor:

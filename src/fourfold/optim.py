@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.arriving import await_use, local_of, restore
-from fourfold.buckets import Bucket
-from fourfold.gradients import REPLICA, gradients_of, is_owed, measure_norms, scale_gradients
-from fourfold.grid import AXES, Grid
-from fourfold.layout import pad_rows
-from fourfold.pending import Pending
+from fourfold.axes import AXES
+from fourfold.comm import Pending
+from fourfold.gradients import REPLICA, Bucket, gradients_of, is_owed, measure_norms, scale_gradients
+from fourfold.grid import Grid
+from fourfold.params import local_of, restore, wait_on_use
 
 Decay = Literal["cosine", "stable", "constant"]
 
@@ -139,9 +138,9 @@ class AdamW(torch.optim.AdamW):
             if unknown := [name for name in bucket.names if name not in self.parts]:
                 raise RuntimeError(f"{unknown[0]} was frozen when this optimizer was made; make it anew")
             arrival = Arrival(self, bucket)
-            if self.gradients.policy.overlap.data:
+            if self.gradients.policy.overlap.reduce_early:
                 for parameter in arrival.parameters:
-                    await_use(parameter, arrival.settle)
+                    wait_on_use(parameter, arrival.settle)
             else:
                 arrival.settle()
 
@@ -151,16 +150,16 @@ class Arrival:
 
     def __init__(self, optimizer: AdamW, bucket: Bucket) -> None:
         gradients = optimizer.gradients
-        ranks = gradients.grid.size(REPLICA)
         self.parameters = [gradients.parameters[name][0] for name in bucket.names]
         self.wholes = [local_of(parameter) for parameter in self.parameters]
-        shards = [
-            pad_rows(optimizer.parts[name].detach(), -(-whole.shape[0] // ranks))
-            for name, whole in zip(bucket.names, self.wholes, strict=True)
-        ]
-        even = all(whole.shape[0] % ranks == 0 for whole in self.wholes)
+        rows = [whole.shape[0] for whole in self.wholes]
         self._pending: Pending[list[Tensor]] | None = comm.all_gather_together(
-            shards, gradients.grid, REPLICA, into=self.wholes if even else None, label=f"parameters {bucket.span}"
+            [optimizer.parts[name].detach() for name in bucket.names],
+            gradients.grid,
+            REPLICA,
+            rows=rows,
+            into=self.wholes,
+            label=f"parameters {bucket.span}",
         )
 
     @torch.no_grad()
@@ -169,22 +168,21 @@ class Arrival:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        for parameter, whole, found in zip(self.parameters, self.wholes, pending.wait(), strict=True):
-            if found is not whole:
-                whole.copy_(found[: whole.shape[0]])
+        pending.wait()
+        for parameter, whole in zip(self.parameters, self.wholes, strict=True):
             torch.autograd.graph.increment_version(whole)
             restore(parameter)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The learning rate of each step: linear warm-up, then a plateau, then decay to `floor` times the rate.
+    """The learning rate of each step: linear warm-up, then a plateau, then decay to `floor` times the learning rate.
 
-    `cosine` decays from the end of warm-up to the last step; `stable` keeps the rate and decays linearly over
-    the last `decay` part of the steps. With `base_batch` the rate grows linearly with the batch.
+    `cosine` decays from the end of warm-up to the last step; `stable` keeps it and decays linearly over the last
+    `decay` part of the steps. With `base_batch` the learning rate grows linearly with the batch.
     """
 
-    rate: float
+    learning_rate: float
     steps: int
     warmup: int = 0
     shape: Decay = "cosine"
@@ -201,17 +199,17 @@ class Schedule:
         if not (0 < self.decay <= 1 and 0 <= self.floor <= 1):
             raise ValueError(f"decay={self.decay} must be above 0, floor={self.floor} from 0 up, neither above 1")
         if (self.batch is None) != (self.base_batch is None):
-            raise ValueError("scaling the rate needs both batch and base_batch")
+            raise ValueError("scaling the learning rate needs both batch and base_batch")
 
     @property
     def peak(self) -> float:
-        """The highest rate."""
+        """The highest learning rate."""
         if self.batch is None or self.base_batch is None:
-            return self.rate
-        return self.rate * self.batch / self.base_batch
+            return self.learning_rate
+        return self.learning_rate * self.batch / self.base_batch
 
     def at(self, step: int) -> float:
-        """The rate of a step, counted from 1; the last step has the floor."""
+        """Return the learning rate of a step, counted from 1; the last step has the floor."""
         if step < self.warmup:
             return self.peak * step / self.warmup
         if self.shape == "constant":
@@ -222,7 +220,7 @@ class Schedule:
         return self.peak * (self.floor + (1 - self.floor) * left)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate of every group for this step; returns it."""
+        """Set the learning rate of every parameter group for this step and return it."""
         rate = self.at(step)
         for group in optimizer.param_groups:
             group["lr"] = rate

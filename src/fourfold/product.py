@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fourfold import local
-from fourfold.arriving import local_of
+from fourfold import kernels
+from fourfold.comm import Pending
+from fourfold.engine import Turns
 from fourfold.layout import GATHERED
-from fourfold.once import once_differentiable
-from fourfold.operators import Body, Site, collect, enter, identity
-from fourfold.overlap import Turns
-from fourfold.pending import Pending
-from fourfold.unit import Member, Unit
+from fourfold.operators import Body, OpContext, collect, enter, identity, once_differentiable
+from fourfold.param_group import GroupMember, ParamGroup
+from fourfold.params import local_of
 
 MEMORY = "_fourfold_memory"
 """Attribute of the first of several weights that lie side by side: the memory of all of them. Copies do not have it."""
@@ -49,9 +48,9 @@ class Factor:
     whose partial sum must go without, because another rank's has it.
     """
 
-    unit: Unit
-    weights: tuple[Member, ...]
-    biases: tuple[Member, ...]
+    unit: ParamGroup
+    weights: tuple[GroupMember, ...]
+    biases: tuple[GroupMember, ...]
     widths: tuple[int, ...]
     columns: tuple[range, ...]
     adds: bool
@@ -60,10 +59,9 @@ class Factor:
     def using(self, *, biases: bool, turns: int) -> AbstractContextManager[Gathered]:
         """The weights w[sum p_i, k], and with `biases` b[sum p_i], for one of so many halves."""
         unit = self.unit if biases else self.unit.only(self.weights)
-        gathering = unit.gathering(
-            ("factor", biases), partial(self.gather, biases=biases), lambda gathered: gathered.buffers
-        )
-        return unit.engine.ahead.using(gathering, uses=turns, keep=biases and self.keep_weights)
+        launch = partial(self.gather, biases=biases)
+        keep = biases and self.keep_weights
+        return unit.gathered(("factor", biases), launch, lambda gathered: gathered.buffers, turns=turns, keep=keep)
 
     def multiplying(self, equation: str) -> AbstractContextManager[None]:
         return self.unit.grid.ledger.multiplying(f"{equation} {self.unit.label}")
@@ -118,11 +116,11 @@ class Factor:
             if with_weights:
                 parts = zip(self.weights, complete[0].split(list(self.widths)), strict=True)
                 by_member |= {member: part[: member.rows] for member, part in parts}
-            trained.scatter([by_member[member] for member in trained.members])
+            trained.scatter([by_member[member] for member in trained.members], turns=turns)
 
     def sums_over_tokens(self, dout: Tensor) -> list[Tensor]:
         """The gradient of each bias; in one pass where they cover all columns."""
-        run = local.region(local.sum_tokens, dout, compiled=self.unit.policy.compile)
+        run = kernels.region(kernels.sum_tokens, dout, compiled=self.unit.policy.compile)
         if self.unit.policy.compile:
             torch._dynamo.mark_static(dout, 1)  # a kernel for any width would take twice the time
         widths = [len(columns) for columns in self.columns]
@@ -196,7 +194,7 @@ class Product(torch.autograd.Function):
         reread = identity
         if any(member.parameter.requires_grad for member in factor.weights):
             reread = ctx.reread
-        reading = reread(kept) if engine.policy.behind_products else None
+        reading = reread(kept) if engine.policy.wgrad_behind_messages else None
         da = None
         if ctx.needs_input_grad[2]:
             kept_whole = None if w is None else nullcontext(Gathered(w, None, ()))
@@ -204,7 +202,7 @@ class Product(torch.autograd.Function):
                 da = dout @ gathered.w
         if any(member.parameter.requires_grad for member in factor.unit.members):
             factor.unit.gradients.expect_end()
-            engine.backlog.add(lambda: factor.add_gradients(dout, reading or reread(kept), ctx.turns))
+            engine.wgrad_queue.add(lambda: factor.add_gradients(dout, reading or reread(kept), ctx.turns))
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
@@ -228,7 +226,7 @@ def multiply(factor: Factor, a: Tensor, cut: Tensor, reread: Body, *, keep_gathe
     return Product.apply(factor, reread, a, cut.detach(), *parameters)
 
 
-def expand(factor: Factor, a: Tensor, site: Site) -> Turns[Tensor]:
+def expand(factor: Factor, a: Tensor, site: OpContext) -> Turns[Tensor]:
     """rest -> enter -> product [m/z, p] {sum y}; `spread` makes it inner."""
     if a.shape[0] != site.rows_at_rest:
         raise ValueError(
@@ -239,13 +237,13 @@ def expand(factor: Factor, a: Tensor, site: Site) -> Turns[Tensor]:
     if entering.travels:
         yield
     reread = site.gather_tokens if site.sharded else identity
-    return multiply(factor, entering.land(), a, reread, keep_gathered=site.policy.keep_gathered)
+    return multiply(factor, entering.wait(), a, reread, keep_gathered=site.policy.keep_gathered)
 
 
-def contract(factor: Factor, a: Tensor, site: Site, width: int) -> Turns[Tensor]:
+def contract(factor: Factor, a: Tensor, site: OpContext, width: int) -> Turns[Tensor]:
     """inner -> collect -> product [m/z, p] {sum x}; `leave` brings it to rest."""
     collecting = collect(a, site, width)
     if collecting.travels:
         yield
     reread = partial(site.gather_features, widths=[width]) if site.sharded else identity
-    return multiply(factor, collecting.land(), a, reread, keep_gathered=site.policy.keep_gathered)
+    return multiply(factor, collecting.wait(), a, reread, keep_gathered=site.policy.keep_gathered)

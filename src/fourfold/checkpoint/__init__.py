@@ -1,1 +1,1 @@
-"""What a run leaves on disk, written by any grid and read by any other."""
+"""Checkpoints: a grid of any shape saves them, and a grid of any other shape loads them."""

@@ -1,22 +1,29 @@
-"""Exchange with folders of torch's distributed checkpoint (DCP), tensor by tensor, for one process.
+"""Conversion from and to folders of torch's distributed checkpoint (DCP), tensor by tensor, for one process.
 
     model/NAME                 <->  model.NAME
     optimizer/exp_avg/NAME     <->  optim.state.NAME.exp_avg    as torch's get_optimizer_state_dict names it
     random/cpu                 <->  random.cpu
     the state of the run       <->  fourfold, a string of JSON
 
-That string has the names too, so that a folder which was written here comes back as it was; of a folder that others
-wrote the parameters are taken. Its `.metadata` is read as `dcp_metadata` says, its data through torch's own reader of
-nothing but tensors, so that nothing in it is run.
+That string has the names too, so that a folder which Fourfold has written comes back as it was; from a folder of any
+other program the parameters are taken.
+
+Nothing in a folder is run, whoever wrote it. Its `.metadata` is a pickle, and a pickle names what is called while it is
+read. Here every name that the format needs is on a list and stands for a class of ours that holds what it is given and
+does nothing. Neither torch's classes nor any function are handed out, and a name that is not on the list is refused
+before anything is called. Nothing that comes out is trusted: names, positions and boxes are checked here. The data is
+read by torch's own reader of tensors alone (`weights_only`).
 """
 
 from __future__ import annotations
 
 import io
 import json
+import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +34,44 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fourfold.checkpoint.dcp_metadata import Box, Contents, Parts, Span, read_metadata
-from fourfold.checkpoint.files import CODES, File
-from fourfold.checkpoint.folder import Place
-from fourfold.checkpoint.record import Record, read_record
-from fourfold.checkpoint.training import OPTIMIZER, RANDOM
-from fourfold.checkpoint.weights import MODEL
-from fourfold.checkpoint.whole import read_whole, write_whole
+from fourfold.checkpoint.folder import AtomicFolder, require_free
+from fourfold.checkpoint.format import DTYPE_CODES, Record, TensorFile, read_record
+from fourfold.checkpoint.load import read_full_tensor
+from fourfold.checkpoint.save import write_full_tensors
+from fourfold.checkpoint.training_state import MODEL, OPTIMIZER, RANDOM
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
+from fourfold.layout import Box, boxed, overlap
+from fourfold.old_versions import upgrade_state
 
 STATE = "fourfold"
-"""The key of what is no tensor."""
+"""The key of everything that is no tensor."""
 VERSION = 1
+"""The version of the string under that key; the keys inside its state may be older, which `old_versions` knows."""
 PREFIX = "model."
-"""Before the parameters of a folder that others wrote, where any key begins so."""
-OTHERS = ("optim.", "optimizer.", "lr_scheduler.", "scheduler.", "dataloader.", "train_state.")
-"""Where no key begins with `model.`: what is not taken for a parameter."""
+"""The prefix of the parameters' keys in a folder of another program, if any key has it."""
+NOT_PARAMETERS = ("optim.", "optimizer.", "lr_scheduler.", "scheduler.", "dataloader.", "train_state.")
+"""Prefixes of keys that are not parameters, in a folder where no key begins with `model.`."""
 
 Progress = Callable[[int, int], object]
-"""Hears of bytes done, and of how many there are."""
+"""Called with the bytes that are done, and with the bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What became of a folder: tensors and bytes that were taken, keys that were not."""
+    """The tensors and bytes that a conversion took, and the keys that it left out."""
 
     tensors: int
     nbytes: int
     left_out: tuple[str, ...] = ()
 
 
+# To DCP
+
+
 def to_dcp(source: Path, target: Path, *, progress: Progress = lambda *_: None) -> Converted:
     """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` reads; every byte is verified.
 
-    A file for each tensor, since torch's writer keeps all tensors of a file in memory until it is closed.
+    Each tensor gets a file, since torch's writer keeps all tensors of a file in memory until the file is closed.
     """
     require_free(target)
     record = read_record(source)
@@ -68,24 +80,24 @@ def to_dcp(source: Path, target: Path, *, progress: Progress = lambda *_: None) 
     if len(names) < len(paths):
         twice = next(name for name, path in paths.items() if names[".".join(path)] != name)
         raise ValueError(f"{source}: {twice!r} and {names['.'.join(paths[twice])]!r} would get the same key")
-    total = sum(entry.nbytes for entry in record.tensors.values())
-    planner = _Planner(lambda key: read_whole(source, record, names[key]), lambda done: progress(done, total))
-    place = Place(target.resolve())
+    total = sum(info.nbytes for info in record.tensors.values())
+    planner = _LazyPlanner(lambda key: read_full_tensor(source, record, names[key]), lambda done: progress(done, total))
+    folder = AtomicFolder(target.resolve())
     try:
-        with place.filling() as partial, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+        with folder.fill() as partial, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what we want
             writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, per_thread_copy_ahead=0)
             dcp.save(_nested(record, paths, names), storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))  # torch wraps whatever happened, even Ctrl-C
+        cause, _ = next(iter(error.failures.values()))  # torch wraps every exception, even Ctrl-C
         if isinstance(cause, RuntimeError) and isinstance(cause.__context__, OSError):
-            cause = OSError(cause.__context__.errno, f"cannot write {place.partial} ({cause.__context__.strerror})")
+            cause = OSError(cause.__context__.errno, f"cannot write {folder.partial} ({cause.__context__.strerror})")
         raise cause from None
     return Converted(len(names), total)
 
 
 def path_of(name: str) -> tuple[str, ...]:
-    """Where a tensor stands in the nested state dict of a DCP folder; its key is the path with dots."""
+    """Return the path of a tensor in the nested state dict of a DCP folder; its key is the path joined by dots."""
     group, _, rest = name.partition("/")
     if name.startswith(OPTIMIZER):
         moment, _, parameter = rest.partition("/")
@@ -96,96 +108,121 @@ def path_of(name: str) -> tuple[str, ...]:
 
 
 def _nested(record: Record, paths: Mapping[str, tuple[str, ...]], names: Mapping[str, str]) -> dict[str, Any]:
-    """The state dict, with tensors that have a shape and no memory."""
+    """Return the nested state dict, with tensors that have a shape and no memory."""
     nested: dict[str, Any] = {STATE: json.dumps({"version": VERSION, "state": record.state, "names": names})}
-    for name, (*folders, last) in paths.items():
-        at = nested
-        for folder in folders:
-            at = at.setdefault(folder, {})
-        entry = record.tensors[name]
-        at[last] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    for name, (*outer, last) in paths.items():
+        table = nested
+        for key in outer:
+            table = table.setdefault(key, {})
+        info = record.tensors[name]
+        table[last] = torch.empty(info.shape, dtype=info.dtype, device="meta")
     return nested
 
 
-class _Planner(DefaultSavePlanner):
-    """Reads a tensor when torch comes to write it."""
+class _LazyPlanner(DefaultSavePlanner):
+    """A planner that reads a tensor when torch is about to write it."""
 
-    def __init__(self, read: Callable[[str], Tensor], say: Callable[[int], object]) -> None:
+    def __init__(self, read: Callable[[str], Tensor], progress: Callable[[int], object]) -> None:
         super().__init__()
-        self._read, self._say, self._done = read, say, 0
+        self._read, self._progress, self._done = read, progress, 0
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = super().lookup_object(index)
         if not isinstance(found, Tensor):
             return found
         self._done += found.nbytes
-        self._say(self._done)
+        self._progress(self._done)
         return self._read(index.fqn)
+
+
+# From DCP
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes in a file of the folder."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor of a DCP folder: the boxes that tile it, each with the bytes that hold it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[Box, FileRange], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class DcpContents:
+    """Everything in a DCP folder, by key: the tensors, and the values that are none."""
+
+    tensors: dict[str, DcpTensor]
+    values: dict[str, FileRange]
 
 
 def from_dcp(
     source: Path, target: Path, *, prefix: str | None = None, progress: Progress = lambda *_: None
 ) -> Converted:
-    """Write a DCP folder as a checkpoint; runs nothing that is in it, whoever wrote it.
+    """Write a DCP folder as a checkpoint; nothing in it is run, whoever wrote it.
 
-    Of a folder that `to_dcp` has not written the tensors are taken whose keys begin with `prefix`, as parameters
-    without it; None: `model.` where any key begins so, else all that are not of OTHERS.
+    From a folder that `to_dcp` has not written, the tensors with keys that begin with `prefix` are taken as parameters,
+    without the prefix. None means `model.` if any key begins so, else everything that is not of `NOT_PARAMETERS`.
     """
     require_free(target)
     contents = read_metadata(source)
     state: dict[str, Any] = {}
-    if STATE in contents.others:
+    if STATE in contents.values:
         if prefix is not None:
             raise ValueError(f"{source} was written by Fourfold and knows its names; leave the prefix {prefix!r} out")
-        state, names = _ours(source, contents)
+        state, names = _read_state(source, contents)
         left_out: list[str] = []
     else:
-        names = _parameters(source, contents, prefix)
-        left_out = [key for key in (*contents.tensors, *contents.others) if key not in names]
+        names = _parameter_names(source, contents, prefix)
+        left_out = [key for key in (*contents.tensors, *contents.values) if key not in names]
     taken = {name: (key, contents.tensors[key]) for key, name in names.items()}
-    for key, parts in taken.values():
-        _require_readable(source, key, parts)
+    for key, tensor in taken.values():  # before anything is written
+        if tensor.dtype not in DTYPE_CODES:
+            held = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
+            raise ValueError(f"{source}: {key!r} has dtype {tensor.dtype}; a checkpoint holds {held}")
+        for _, where in tensor.parts:
+            _require_bytes(source, key, where)
 
-    total = sum(parts.nbytes for _, parts in taken.values())
+    total = sum(tensor.nbytes for _, tensor in taken.values())
 
     def tensors() -> Iterator[Tensor]:
         done = 0
-        for key, parts in taken.values():
-            yield _read(source, key, parts)
-            done += parts.nbytes
+        for key, tensor in taken.values():
+            yield _read_tensor(source, key, tensor)
+            done += tensor.nbytes
             progress(done, total)
 
-    write_whole(target, {name: (parts.dtype, parts.shape) for name, (_, parts) in taken.items()}, tensors(), state)
+    types = {name: (tensor.dtype, tensor.shape) for name, (_, tensor) in taken.items()}
+    write_full_tensors(target, types, tensors(), state)
     return Converted(len(taken), total, tuple(left_out))
 
 
-def require_free(target: Path) -> None:
-    """A conversion replaces nothing."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} is there already; choose another folder to write")
-
-
-def _require_readable(source: Path, key: str, tensor: Parts) -> None:
-    """Raise before anything is written unless a checkpoint can hold the tensor and the files are long enough."""
-    if tensor.dtype not in CODES:
-        held = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
-        raise ValueError(f"{source}: {key!r} has dtype {tensor.dtype}; a checkpoint holds {held}")
-    for _, span in tensor.parts:
-        _require_whole(source / span.file, key, span)
-
-
-def _require_whole(path: Path, key: str, span: Span) -> None:
+def _require_bytes(source: Path, key: str, where: FileRange) -> None:
+    """Raise unless the file is there and long enough."""
+    path, end = source / where.file, where.offset + where.nbytes
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; copy the folder again with all its files")
-    if span.offset + span.nbytes > path.stat().st_size:
-        raise ValueError(f"{path} is cut short: {key!r} ends at byte {span.offset + span.nbytes}; copy it again")
+        raise MissingCheckpointError(f"{path} is missing; copy the folder again with all its files")
+    if end > path.stat().st_size:
+        raise DamagedCheckpointError(f"{path} is cut short: {key!r} ends at byte {end}; copy it again")
 
 
-def _ours(source: Path, contents: Contents) -> tuple[dict[str, Any], dict[str, str]]:
-    """State and names by key of a folder that `to_dcp` has written."""
-    span = contents.others[STATE]
-    _require_whole(source / span.file, STATE, span)
-    text = _loaded(source, STATE, span)
+def _read_state(source: Path, contents: DcpContents) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the state, and the names by key, of a folder that `to_dcp` has written."""
+    where = contents.values[STATE]
+    _require_bytes(source, STATE, where)
+    text = _torch_load(source, STATE, where)
     try:
         table = json.loads(text)
         version, state, names = table["version"], table["state"], table["names"]
@@ -194,23 +231,23 @@ def _ours(source: Path, contents: Contents) -> tuple[dict[str, Any], dict[str, s
         raise ValueError(f"{source}: {STATE!r} is damaged ({type(error).__name__}: {error}); save it again") from error
     if version != VERSION:
         raise ValueError(
-            f"{source} is of version {version!r}, and this Fourfold reads {VERSION}; use the one that wrote it"
+            f"{source} has version {version!r}, and this Fourfold reads version {VERSION}; use the one that wrote it"
         )
     if not fine or names.keys() != contents.tensors.keys() or len(set(names.values())) < len(names):
         raise ValueError(f"{source}: the names in {STATE!r} are not those of its tensors; save it again")
-    return state, names
+    return upgrade_state(state), names
 
 
-def _parameters(source: Path, contents: Contents, prefix: str | None) -> dict[str, str]:
-    """What the tensors of a folder that others wrote are called here, by key."""
-    unwanted = ()
+def _parameter_names(source: Path, contents: DcpContents, prefix: str | None) -> dict[str, str]:
+    """Return our names of the parameters, by key, in a folder of another program."""
+    left_out = ()
     if prefix is None:
         prefix = PREFIX if any(key.startswith(PREFIX) for key in contents.tensors) else ""
-        unwanted = () if prefix else OTHERS
+        left_out = () if prefix else NOT_PARAMETERS
     names = {
         key: MODEL + key.removeprefix(prefix)
         for key in contents.tensors
-        if key.startswith(prefix) and not key.startswith(unwanted)
+        if key.startswith(prefix) and not key.startswith(left_out)
     }
     if not names:
         shown = ", ".join(map(repr, list(contents.tensors)[:5])) or "none"
@@ -218,57 +255,276 @@ def _parameters(source: Path, contents: Contents, prefix: str | None) -> dict[st
     return names
 
 
-def _read(source: Path, key: str, tensor: Parts) -> Tensor:
-    """A tensor joined from its parts."""
+def _read_tensor(source: Path, key: str, tensor: DcpTensor) -> Tensor:
+    """Return a tensor joined from its parts."""
     if len(tensor.parts) == 1:
         return _read_part(source, key, tensor, *tensor.parts[0])
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for box, span in tensor.parts:
-        part = _read_part(source, key, tensor, box, span)
-        whole[tuple(slice(of_dim.start, of_dim.stop) for of_dim in box)].copy_(part)
-    return whole
+    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for box, where in tensor.parts:
+        boxed(full, box).copy_(_read_part(source, key, tensor, box, where))
+    return full
 
 
-def _read_part(source: Path, key: str, tensor: Parts, box: Box, span: Span) -> Tensor:
-    path = source / span.file
+def _read_part(source: Path, key: str, tensor: DcpTensor, box: Box, where: FileRange) -> Tensor:
+    path = source / where.file
     with path.open("rb") as file:
-        file.seek(span.offset + 8)
+        file.seek(where.offset + 8)
         is_safetensors = file.read(2) == b'{"'
-    part = _from_safetensors(path, key) if is_safetensors else _loaded(source, key, span)
-    # a tensor of another class would be code of its own
+    if is_safetensors:  # written with SerializationFormat.SAFETENSORS; .metadata does not know the position inside
+        with TensorFile(path) as content:
+            if key not in content.tensors:
+                raise DamagedCheckpointError(f"{path} does not hold {key!r}; copy the folder again")
+            part = content.read(key)
+    else:
+        part = _torch_load(source, key, where)
+    # a subclass of Tensor could bring code of its own
     if type(part) is not Tensor or part.layout != torch.strided or part.device.type != "cpu":
         raise ValueError(f"{path} holds no plain tensor for {key!r}; save it again")
     found, expected = (part.dtype, tuple(part.shape)), (tensor.dtype, tuple(map(len, box)))
     if found != expected:
-        raise ValueError(f"{path} holds {found} for {key!r}, but .metadata says {expected}; copy the folder again")
+        raise DamagedCheckpointError(
+            f"{path} holds {found} for {key!r}, but .metadata says {expected}; copy the folder again"
+        )
     return part
 
 
-def _from_safetensors(path: Path, key: str) -> Tensor:
-    """From a file of SerializationFormat.SAFETENSORS: by its key, since .metadata does not know the place."""
-    with File(path) as content:
-        if key not in content.stored:
-            raise ValueError(f"{path} does not hold {key!r}; copy the folder again")
-        return content.read(key)
-
-
-def _loaded(source: Path, key: str, span: Span) -> Any:
-    """What torch.save wrote there, if it is made of tensors and plain values."""
-    path = source / span.file
+def _torch_load(source: Path, key: str, where: FileRange) -> Any:
+    """Return what torch.save wrote there, if it consists of tensors and plain values."""
+    path = source / where.file
     with path.open("rb") as file:
-        file.seek(span.offset)
-        content = io.BytesIO(file.read(span.nbytes))
+        file.seek(where.offset)
+        content = io.BytesIO(file.read(where.nbytes))
     try:
         return torch.load(content, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged or hostile stream makes torch raise
-        raise ValueError(
+    except Exception as error:  # a damaged or hostile stream makes torch raise anything
+        # Torch's message is long advice; the line that says what was found has GLOBAL in it and may quote the file.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
+        raise DamagedCheckpointError(
             f"{path} holds something else than a tensor for {key!r} and nothing of it was run "
-            f"({_reason(error)}); copy it again, or do not trust it"
+            f"({reason if reason.isprintable() else ascii(reason)}); copy it again, or do not trust it"
         ) from error
 
 
-def _reason(error: Exception) -> str:
-    """Of torch's long advice the line that says what was found."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    said = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
-    return said if said.isprintable() else ascii(said)  # it may quote the file
+# The pickle
+
+
+class _StandIn:
+    """A stand-in for a class of the format: it holds the state that the pickle gives it and does nothing."""
+
+    state: Any = None
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Metadata(_StandIn): ...
+
+
+class _Tensor(_StandIn): ...
+
+
+class _Properties(_StandIn): ...
+
+
+class _Chunk(_StandIn): ...
+
+
+class _Bytes(_StandIn): ...
+
+
+class _Index(_StandIn): ...
+
+
+class _Storage(_StandIn): ...
+
+
+class _Unused(_StandIn): ...
+
+
+METADATA = ".metadata"
+PICKLED_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128",
+)  # fmt: skip
+_MODULE = "torch.distributed.checkpoint.metadata"
+_MODULE_UNTIL_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
+"""The module that had the properties of a tensor up to torch 2.2."""
+
+ALLOWED: Mapping[tuple[str, str], Any] = {
+    (_MODULE, "Metadata"): _Metadata,
+    (_MODULE, "TensorStorageMetadata"): _Tensor,
+    (_MODULE, "TensorProperties"): _Properties,
+    (_MODULE, "ChunkStorageMetadata"): _Chunk,
+    (_MODULE, "BytesStorageMetadata"): _Bytes,
+    (_MODULE, "MetadataIndex"): _Index,
+    (_MODULE, "StorageMeta"): _Unused,
+    (_MODULE, "_MEM_FORMAT_ENCODING"): _Unused,
+    (_MODULE_UNTIL_2_2, "TensorProperties"): _Properties,
+    (_MODULE_UNTIL_2_2, "MEM_FORMAT_ENCODING"): _Unused,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Storage,
+    ("torch.serialization", "_get_layout"): _Unused,
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    **{("torch", name): getattr(torch, name) for name in PICKLED_DTYPES},
+    # the folder's own path, which the metadata remembers; Python 3.13 moved the classes
+    **{(module, name): _Unused for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+    # Python 3.11.0 to 3.11.3 pickle an enum as getattr(its class, its name); this stand-in looks nothing up
+    ("builtins", "getattr"): _Unused,
+}
+"""The stand-in for each name that the pickle may have."""
+
+FileRanges = dict[tuple[str, tuple[int, ...] | None], FileRange]
+"""Bytes by key and, for a part of a tensor, by the offsets at which the part begins."""
+
+
+class _RefusedError(ValueError):
+    """The pickle has a name that is not on the list."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, path: Path) -> None:
+        super().__init__(io.BytesIO(content))
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise _RefusedError(
+                f"{self._path} names {f'{module}.{name}'!r}, which is no part of torch's distributed checkpoint; "
+                "nothing of the file was run. Do not load it with anything else, unless you know who wrote it"
+            )
+        return ALLOWED[module, name]
+
+
+def read_metadata(folder: Path) -> DcpContents:
+    """Return what a DCP folder holds; nothing in it is run, whoever wrote it."""
+    path = folder / METADATA
+    if not path.is_file():
+        raise FileNotFoundError(_why_missing(folder))
+    try:
+        found = _Unpickler(path.read_bytes(), path).load()
+    except (_RefusedError, OSError):
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise DamagedCheckpointError(
+            f"{path} is damaged ({type(error).__name__}: {error}); copy the folder again"
+        ) from error
+    try:
+        return _parse_contents(found)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} does not describe a distributed checkpoint ({type(error).__name__}: {error}); save it again"
+        ) from error
+
+
+def _why_missing(folder: Path) -> str:
+    """Say why a folder has no `.metadata`, and what to do."""
+    path = folder / METADATA
+    if not folder.is_dir():
+        return f"{folder} is not a folder; give one that torch.distributed.checkpoint has written"
+    if any(folder.glob("__*.metadata")):
+        return f"{path} is missing: the folder was saved with use_collectives=False; save it with all ranks together"
+    if any(folder.glob("*.safetensors")):
+        return f"{path} is missing, and there are safetensors files: fourfold import reads a Hugging Face folder"
+    return f"{path} is missing; give a folder that torch.distributed.checkpoint has written, with all its files"
+
+
+def _parse_contents(found: Any) -> DcpContents:
+    table = _state(found, _Metadata)
+    ranges: FileRanges = {}
+    for index, storage in table["storage_data"].items():
+        key = _state(index, _Index)
+        offset = key.get("offset")
+        where = _parse_range(_state(storage, _Storage))
+        ranges[_name(key["fqn"]), None if offset is None else _lengths(offset)] = where
+    contents = DcpContents({}, {})
+    for name, entry in table["state_dict_metadata"].items():
+        if isinstance(entry, _Bytes):
+            contents.values[_name(name)] = _find(ranges, name, None)
+        else:
+            contents.tensors[_name(name)] = _parse_tensor(name, _state(entry, _Tensor), ranges)
+    return contents
+
+
+def _state(found: Any, kind: type[_StandIn]) -> dict[str, Any]:
+    if not isinstance(found, kind) or not isinstance(found.state, dict):
+        raise TypeError(f"{type(found).__name__.strip('_')} where {kind.__name__.strip('_')} belongs")
+    return found.state
+
+
+def _name(found: Any) -> str:
+    if not isinstance(found, str):
+        raise TypeError(f"a name is {type(found).__name__}")
+    return found
+
+
+def _lengths(found: Any) -> tuple[int, ...]:
+    if not isinstance(found, tuple) or not all(type(length) is int and length >= 0 for length in found):
+        raise ValueError(f"{found!r} are no lengths")
+    return found
+
+
+def _parse_range(state: Mapping[str, Any]) -> FileRange:
+    file, offset, nbytes = state["relative_path"], state["offset"], state["length"]
+    # only files of this folder are opened, whatever the metadata says
+    if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        raise ValueError(f"{file!r} is not the name of a file in the folder")
+    if state.get("transform_descriptors"):
+        raise ValueError(f"{file!r} is transformed by {state['transform_descriptors']!r}; save it without extensions")
+    _lengths((offset, nbytes))
+    return FileRange(file, offset, nbytes)
+
+
+def _find(ranges: FileRanges, name: str, offsets: tuple[int, ...] | None) -> FileRange:
+    if (name, offsets) not in ranges:
+        raise ValueError(f"{name!r}{'' if offsets is None else f' from {offsets} on'} lies in no file")
+    return ranges[name, offsets]
+
+
+def _parse_tensor(name: str, state: Mapping[str, Any], ranges: FileRanges) -> DcpTensor:
+    shape = _lengths(state["size"])
+    properties = state["properties"]
+    dtype = properties.state[0] if isinstance(properties, _Properties) else None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} has no dtype")
+    parts = []
+    for chunk in state["chunks"]:
+        found = _state(chunk, _Chunk)
+        offsets, sizes = _lengths(found["offsets"]), _lengths(found["sizes"])
+        box = tuple(range(start, start + length) for start, length in zip(offsets, sizes, strict=True))
+        if not all(sizes):
+            continue  # a rank that holds nothing
+        where = _find(ranges, name, offsets)
+        if where.nbytes < prod(sizes) * dtype.itemsize:
+            raise ValueError(f"{name!r}: {where.nbytes} bytes for a part of {sizes} of {dtype}")
+        parts.append((box, where))
+    _require_tiling(name, shape, [box for box, _ in parts])
+    return DcpTensor(shape, dtype, tuple(parts))
+
+
+def _require_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raise unless the boxes tile the shape: they lie inside it, no two overlap, and together they are as large."""
+    held = sum(prod(map(len, box)) for box in boxes)
+    inside = all(len(box) == len(shape) and all(b.stop <= n for b, n in zip(box, shape, strict=True)) for box in boxes)
+    if not inside or held != prod(shape) or _any_overlap(boxes):
+        raise ValueError(f"{name!r}: its {len(boxes)} parts hold {held} elements and do not tile {tuple(shape)}")
+
+
+def _any_overlap(boxes: Sequence[Box]) -> bool:
+    """Return whether any two boxes have an element in common.
+
+    Boxes are visited in order along the dim with the most cuts, and compared only with those that reach as far: with
+    thousands of boxes all pairs would take minutes.
+    """
+    if len(boxes) < 2:
+        return False
+    dim = max(range(len(boxes[0])), key=lambda dim: len({box[dim].start for box in boxes}))
+    near: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[dim].start):
+        near = [other for other in near if other[dim].stop > box[dim].start]
+        if any(all(overlap(a, b) for a, b in zip(box, other, strict=True)) for other in near):
+            return True
+        near.append(box)
+    return False

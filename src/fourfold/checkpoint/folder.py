@@ -1,7 +1,7 @@
-"""Folders that are at every moment absent or whole, and the checkpoints of a run among them.
+"""Folders that are complete or absent at every moment, and the checkpoints of a run among them.
 
-A folder is written beside its place, as `.NAME.partial`, flushed, and renamed. What a process that died has left
-behind is cleared by the next who writes there, and nobody reads it.
+A folder is written beside its final place, as `.NAME.partial`, flushed to the disk, and renamed. Nobody reads what a
+process that died has left behind, and the next process that writes there removes it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.checkpoint.record import OURS, RECORD
+from fourfold.atomic import flush
+from fourfold.checkpoint.format import CHECKPOINT_FILE, RECORD
 
-STEP = re.compile(r"step-(\d{8,})")
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
 CHECKPOINTS = "checkpoints"
-"""The folder of a run that holds them."""
-GIVE = "give the folder of a run, or that of a checkpoint"
+"""The folder inside a run's folder that holds its checkpoints."""
+WHAT_TO_GIVE = "give the folder of a run, or the folder of one checkpoint"
+"""How the errors of commands end that take either."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A folder to write, and the two beside it: the one that is being written, the one that gives way."""
+class AtomicFolder:
+    """A folder to write, and two names beside it: `partial` while it is written, `replaced` for the old one."""
 
     target: Path
 
@@ -37,21 +39,21 @@ class Place:
         return self.target.with_name(f".{self.target.name}.replaced")
 
     def prepare(self) -> None:
-        """Make an empty folder to write in, and clear what a process that died has left."""
+        """Make an empty folder to write in, and remove what a process that died has left."""
         if self.replaced.exists() and not self.target.exists():
             os.rename(self.replaced, self.target)  # it died between the two renames of `publish`
         if self.target.exists():
-            self._require_ours()
+            self._require_only_ours()
         for leftover in (self.partial, self.replaced):
             if leftover.exists():
                 shutil.rmtree(leftover)
         self.partial.mkdir(parents=True)
 
-    def _require_ours(self) -> None:
-        """Replacing a folder removes all of it, so it must hold nothing else."""
+    def _require_only_ours(self) -> None:
+        """Raise where the target holds anything but files of a checkpoint: replacing a folder removes all of it."""
         if not self.target.is_dir():
             raise FileExistsError(f"{self.target} is a file; choose another folder to write")
-        others = sorted(entry.name for entry in self.target.iterdir() if not OURS.fullmatch(entry.name))
+        others = sorted(entry.name for entry in self.target.iterdir() if not CHECKPOINT_FILE.fullmatch(entry.name))
         if others:
             raise FileExistsError(
                 f"{self.target} would be replaced, but it also holds {', '.join(map(repr, others[:5]))}, "
@@ -60,21 +62,21 @@ class Place:
 
     def publish(self) -> None:
         """Put the finished folder in the place of the old one."""
-        flush(self.partial)
+        flush(self.partial)  # the names of its files must be on the disk before its own name says that it is complete
         if self.target.exists():
-            os.rename(self.target, self.replaced)
+            os.rename(self.target, self.replaced)  # a rename does not replace a folder that has files
         try:
             os.rename(self.partial, self.target)
         except OSError:
             if self.replaced.exists():
                 os.rename(self.replaced, self.target)
             raise
-        flush(self.target.parent)
+        flush(self.target.parent)  # so that a power cut does not bring the old folder back after we said it is saved
         shutil.rmtree(self.replaced, ignore_errors=True)  # the new one is there: a leftover is no failure
 
     @contextmanager
-    def filling(self) -> Iterator[Path]:
-        """An empty folder to fill, which takes its place when all went well, and else is gone."""
+    def fill(self) -> Iterator[Path]:
+        """Give an empty folder to fill, which becomes the target when the block ends well and is removed otherwise."""
         self.prepare()
         try:
             yield self.partial
@@ -84,17 +86,29 @@ class Place:
             raise
 
     def abandon(self) -> None:
-        """Remove what is not finished; the folder that was there before stays."""
+        """Remove the unfinished folder; the folder that was there before stays."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
-def flush(path: Path) -> None:
-    """To the disk itself, so that a rename never outlives what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk, so that the folder around it never appears without it."""
+    path.write_bytes(content)
+    flush(path)
+
+
+def require_free(target: Path) -> None:
+    """Raise unless a folder can be written without replacing anything: it is absent or empty."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is there already and not an empty folder; choose another to write")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to fill, which appears as `target` when the block ends well; it replaces nothing."""
+    target = target.resolve()
+    require_free(target)
+    with AtomicFolder(target).fill() as partial:
+        yield partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,65 +120,63 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
 
-    def complete(self) -> list[tuple[int, Path]]:
-        """Step and folder of every complete one, the newest last."""
+    def all(self) -> list[tuple[int, Path]]:
+        """Return the step and folder of every checkpoint, the newest last, also of those that lost their record."""
         if not self.root.is_dir():
             return []
-        found = [(STEP.fullmatch(folder.name), folder) for folder in self.root.iterdir()]
-        return sorted((int(match[1]), folder) for match, folder in found if match and (folder / RECORD).is_file())
+        found = [(STEP_FOLDER.fullmatch(folder.name), folder) for folder in self.root.iterdir()]
+        return sorted((int(match[1]), folder) for match, folder in found if match)
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """Return the step and folder of every complete checkpoint, the newest last."""
+        return [(step, folder) for step, folder in self.all() if (folder / RECORD).is_file()]
 
     def newest(self) -> Path | None:
         complete = self.complete()
         return complete[-1][1] if complete else None
 
-    def prune(self, keep_last: int, keep_every: int) -> list[Path]:
-        """Remove all but the last few and, with `keep_every`, those of its multiples; returns what should go.
+    def prune(self, keep_last: int, keep_every: int) -> None:
+        """Remove all but the last few and, with `keep_every`, the multiples of it. The newest is never removed."""
+        for step, folder in self.complete()[: -max(1, keep_last)]:
+            if not (keep_every and step % keep_every == 0):
+                with suppress(OSError):  # what cannot be removed now is tried again after the next save
+                    remove_checkpoint(folder)
 
-        The newest is never removed.
-        """
-        complete = self.complete()
-        old = complete[: -max(1, keep_last)]
-        gone = [folder for step, folder in old if not (keep_every and step % keep_every == 0)]
-        for folder in gone:
-            with suppress(OSError):  # what cannot go now is tried again after the next save
-                remove(folder)
-        return gone
-
-    def clear(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove what saves and removals that died have left."""
         for folder in self.root.glob(".step-*.*") if self.root.is_dir() else ():
             if folder.suffix in (".partial", ".removed"):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove(folder: Path) -> None:
-    """Remove a checkpoint: it disappears by a rename before its files go."""
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint. It gets another name first, so that nobody takes a half-removed one for a checkpoint."""
     removed = folder.with_name(f".{folder.name}.removed")
     os.rename(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is the folder of one, whole or not."""
-    return path.is_dir() and any(OURS.fullmatch(entry.name) for entry in path.iterdir())
+    """Return whether a path is the folder of a checkpoint, complete or not."""
+    return path.is_dir() and any(CHECKPOINT_FILE.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def checkpoints_of(path: Path) -> Checkpoints:
-    """Those of a run, given as its folder or as the folder that holds them."""
+    """Return the checkpoints of a run, given its folder or the folder that holds its checkpoints."""
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is no folder; {GIVE}")
+        raise FileNotFoundError(f"{path} is not a folder; {WHAT_TO_GIVE}")
     return Checkpoints(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """The folder of a checkpoint: the path itself, or of a run that of a step, or the newest complete one."""
+    """Return the folder of a checkpoint: `path` itself if it is one, else of a run the one of a step or the newest."""
     if is_checkpoint(path):
         if step is not None:
-            raise ValueError(f"{path} is one checkpoint; leave --step {step} away, or give the run's folder")
+            raise ValueError(f"{path} is one checkpoint; leave out --step {step}, or give the run's folder")
         return path
     complete = dict(checkpoints_of(path).complete())
     if not complete:
-        raise FileNotFoundError(f"{path} has no complete checkpoint; {GIVE}")
+        raise FileNotFoundError(f"{path} has no complete checkpoint; {WHAT_TO_GIVE}")
     if step is not None and step not in complete:
         steps = ", ".join(map(str, complete))
         raise FileNotFoundError(f"{path} has no complete checkpoint of step {step}; it has those of {steps}")

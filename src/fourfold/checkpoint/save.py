@@ -1,97 +1,347 @@
-"""Checkpoints of a run as it trains: written behind training, a bounded number of them kept."""
+"""Saving: every rank writes its own parts of the tensors, and the folder appears when all ranks have.
+
+    copy to the host, then write (in a thread) -> report to rank 0 -> rank 0 writes the record and renames the folder
+
+Nothing is gathered: rank 0 receives the length and a checksum of each rank's file. Of equal copies one is written. With
+a `Saver` the copy runs beside forward and backward; `wait_for_staging` orders it before whatever changes the tensors.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fourfold.checkpoint.folder import Checkpoints
-from fourfold.checkpoint.training import training_tensors
-from fourfold.checkpoint.write import Staging, Writing
-from fourfold.grid import Grid
+from fourfold.checkpoint.folder import AtomicFolder, Checkpoints
+from fourfold.checkpoint.format import (
+    FileInfo,
+    Record,
+    TensorInfo,
+    TensorTypes,
+    rank_file,
+    write_record,
+    write_tensor_file,
+)
+from fourfold.checkpoint.training_state import LocalShards, model_shards, training_shards
+from fourfold.gradients import gradients_of
+from fourfold.grid import Grid, Shape
+from fourfold.layout import Layout
 from fourfold.optim import AdamW
+
+SLOWEST_RANK_SECONDS = 1800.0
+"""How long rank 0 waits for the slowest rank's file once its own is written. Ranks share a file system and write equal
+amounts, so a rank that needs half an hour more does not come."""
+
+
+def save_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write the parameters of a model into a folder, which all ranks must see.
+
+    All ranks call it. A folder of weights that is already there is replaced once the new one is complete; an error on
+    any rank raises on all of them and leaves the old folder as it was.
+    """
+    PendingSave(model_shards(model), gradients_of(model).grid, folder, {}).wait()
+
+
+def write_full_tensors(folder: Path, types: TensorTypes, tensors: Iterable[Tensor], state: dict[str, Any]) -> None:
+    """Write a checkpoint as a grid of one rank would, from unsharded tensors that come in the order of `types`.
+
+    For one process. It asks for a tensor when the one before is written, so the model is never in memory as a whole.
+    """
+    with AtomicFolder(folder.resolve()).fill() as partial:
+        infos = {name: TensorInfo(shape, dtype, Layout()) for name, (dtype, shape) in types.items()}
+        files = {rank_file(0): write_tensor_file(partial / rank_file(0), types, tensors)} if types else {}
+        write_record(partial, Record(Shape(), state, infos, files))
 
 
 class Saver:
-    """Saves a run into `ROOT/step-00000100`; all ranks call its methods together.
+    """Saves a run into `ROOT/step-00000100` while it trains; all ranks call its methods together.
 
-    One checkpoint is on its way at a time. Where it fails, the ones before it are intact, and the next call raises.
+    One save is under way at a time. If it fails, the checkpoints before it are intact, and the next call raises.
     """
 
     def __init__(
         self, grid: Grid, root: Path, *, keep_last: int = 2, keep_every: int = 0, asynchronous: bool = True
     ) -> None:
-        """Keeps the last few, and of those before the ones whose step is a multiple of `keep_every` (0: none)."""
+        """Keep the last few checkpoints, and before them those of steps that are multiples of `keep_every` (0: none).
+
+        With `asynchronous` training continues while a copy of the state is written.
+        """
         if keep_last < 1 or keep_every < 0:
             raise ValueError(f"keep_last={keep_last} must be at least 1 and keep_every={keep_every} at least 0")
         self.grid, self.checkpoints = grid, Checkpoints(root)
         self.keep_last, self.keep_every = keep_last, keep_every
-        self._staging = Staging() if asynchronous else None
-        self._writing: Writing | None = None
-        self._last: Writing | None = None
-        self._followed: AdamW | None = None
-        grid.first_alone("clearing unfinished checkpoints", self.checkpoints.clear)
+        self._staging = StagingMemory() if asynchronous else None
+        self._pending: PendingSave | None = None
+        self._last: PendingSave | None = None  # kept when it is complete: the next one writes the same parts
+        self._hooked: AdamW | None = None
+        grid.run_on_rank0("clearing unfinished checkpoints", self.checkpoints.remove_leftovers)
 
     def save(self, step: int, model: nn.Module, optimizer: AdamW, state: dict[str, Any]) -> None:
         """Write everything that continues the run after this step.
 
-        When asynchronous it returns at once, the copy is taken beside forward and backward, and the optimizer's next
-        step comes after it. Whoever else changes parameters before that step calls `keep_order`; a change without it
-        fails this save.
+        When asynchronous it returns at once: the copy is taken beside forward and backward, and the optimizer's next
+        step waits for it. Whoever changes parameters otherwise before that step calls `wait_for_staging` first; a
+        change without it fails this save.
         """
         self.wait()
-        self._writing = self._last = Writing(
-            training_tensors(model, optimizer),
+        self._pending = self._last = PendingSave(
+            training_shards(model, optimizer),
             self.grid,
             self.checkpoints.path(step),
             {**state, "step": step, "torch": torch.__version__, "saved": datetime.now(UTC).isoformat("T", "seconds")},
             staging=self._staging,
-            before=self._last,
-            first=lambda: self._require_newest(step),
-            then=lambda: self.checkpoints.prune(self.keep_last, self.keep_every),
+            previous=self._last,
+            before=lambda: self._require_newest(step),
+            after=lambda: self.checkpoints.prune(self.keep_last, self.keep_every),
         )
         if self._staging is None:
             self.wait()
-        else:
-            self._follow(optimizer)
-
-    def _follow(self, optimizer: AdamW) -> None:
-        """From now on the optimizer's steps come after the copy."""
-        if optimizer is not self._followed:
-            optimizer.register_step_pre_hook(lambda *_: self.keep_order())
-            self._followed = optimizer
+        elif optimizer is not self._hooked:
+            optimizer.register_step_pre_hook(lambda *_: self.wait_for_staging())
+            self._hooked = optimizer
 
     def _require_newest(self, step: int) -> None:
-        """Of several runs in one folder it would not be known which is kept."""
+        """Raise where the folder has this step or a later one: with two runs in it, retention would mix them up."""
         complete = self.checkpoints.complete()
         if complete and complete[-1][0] >= step:
             raise FileExistsError(
-                f"{complete[-1][1]} is there already, and step {step} is to be saved beside it; go on from it, or give "
-                "another folder"
+                f"{complete[-1][1]} is there already, and step {step} is to be saved beside it; resume from it, or "
+                "give another folder"
             )
 
-    def keep_order(self) -> None:
-        """What is done from now on may change the parameters that are being saved."""
-        if self._writing is not None:
-            self._writing.keep_order()
+    def wait_for_staging(self) -> None:
+        """Order whatever follows after the copy, so that it may change the parameters that are being saved."""
+        if self._pending is not None:
+            self._pending.wait_for_staging()
 
-    def settle(self, seconds: float) -> None:
-        """Give a checkpoint on its way so long to be written, where a run ends early; asks no other rank."""
-        if self._writing is not None:
-            self._writing.settle(seconds)
+    def wait_for_own_part(self, seconds: float) -> None:
+        """Give this rank's part of a save under way at most this long, where a run ends early; asks no other rank."""
+        if self._pending is not None:
+            self._pending.wait_for_own_part(seconds)
 
     def wait(self) -> None:
-        """Until the last checkpoint is complete; what failed on any rank raises on all."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
+        """Wait until the last checkpoint is complete; what failed on any rank raises on all."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
             try:
-                writing.result()
+                pending.wait()
             except Exception as error:
                 newest = self.checkpoints.newest()
                 kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint before it"
-                error.add_note(f"{writing.place.target} was not saved; {kept}")
+                error.add_note(f"{pending.folder.target} was not saved; {kept}")
                 raise
+
+
+class StagingMemory:
+    """Memory on the host that tensors are copied into, kept for the next copy; pinned for tensors of a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def copy(self, shards: LocalShards) -> HostCopy:
+        """Start a copy, which runs beside what the caller computes next."""
+        self._buffers = {name: self._buffer(name, shard.local) for name, shard in shards.items()}
+        device = next((shard.local.device for shard in shards.values() if shard.local.is_cuda), None)
+        if device is None:
+            return HostCopy(shards, self._buffers)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the step that is saved must have been computed
+        with torch.cuda.stream(self._stream):
+            for name, shard in shards.items():
+                self._buffers[name].copy_(shard.local, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return HostCopy(shards, self._buffers, event, device)
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        """Return the buffer of the last save where it fits: to pin memory takes longer than to copy."""
+        old = self._buffers.get(name)
+        if old is not None and (old.shape, old.dtype) == (like.shape, like.dtype):
+            return old
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+class HostCopy:
+    """Shards on their way into staging memory: a GPU's by a stream of the device, a CPU's by the thread that writes.
+
+    Whoever changes the tensors calls `wait_for_staging` before. A change without it is noticed, and `result` raises.
+    """
+
+    def __init__(
+        self,
+        shards: LocalShards,
+        copies: dict[str, Tensor],
+        event: torch.cuda.Event | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._shards, self._copies, self._event, self._device = shards, copies, event, device
+        self._versions = {name: shard.version for name, shard in shards.items()}
+        self._done = Event()
+        self._lock = Lock()  # of the three below: training's thread and the writer's both look for changes
+        self._ordered = False
+        self._changed = ""
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the copies once they are complete; called by the thread that writes them."""
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+            else:
+                for name, shard in self._shards.items():
+                    self._copies[name].copy_(shard.local)
+            self._note_changes()
+        finally:
+            self._done.set()  # also after an error: training must not wait for a copy that never comes
+        if self._changed:
+            raise RuntimeError(
+                f"{self._changed!r} was changed while it was being saved; call the saver's wait_for_staging() before "
+                "anything but the optimizer's step changes parameters"
+            )
+        return self._copies
+
+    def wait_for_staging(self) -> None:
+        """Order whatever follows after the copy: the GPU's stream waits for it, or on the CPU this thread does."""
+        self._note_changes(ordered=True)
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        else:
+            self._done.wait()
+
+    def _note_changes(self, *, ordered: bool = False) -> None:
+        """Note which tensor has changed, unless changes are ordered after the copy by now."""
+        with self._lock:
+            if not self._ordered and not self._done.is_set():
+                changed = (name for name, shard in self._shards.items() if shard.version != self._versions[name])
+                self._changed = self._changed or next(changed, "")
+            self._ordered = self._ordered or ordered
+
+
+class PendingSave:
+    """A folder that a thread is writing. All ranks make it together and `wait` for it together."""
+
+    def __init__(
+        self,
+        shards: LocalShards,
+        grid: Grid,
+        folder: str | os.PathLike[str],
+        state: dict[str, Any],
+        *,
+        staging: StagingMemory | None = None,
+        previous: PendingSave | None = None,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Start to write. With `staging` a copy is written, and the tensors may change after `wait_for_staging`;
+        without it they must not change until the save is complete.
+
+        `previous` is an earlier save, perhaps of the same tensors. Rank 0 calls `before` when nothing is written yet,
+        and `after` once the folder is complete.
+        """
+        self.grid, self.folder, self._after = grid, AtomicFolder(Path(folder).resolve()), after
+        self.record = Record(grid.shape, state, {name: shard.info for name, shard in shards.items()})
+        self._what = f"writing {self.folder.target}"
+        self._copy: HostCopy | None = None
+
+        def start() -> None:
+            self.own = self._own_names(shards, previous)
+            if staging is not None:
+                self._copy = staging.copy({name: shards[name] for name in self.own})
+            elif grid.device.type == "cuda":
+                # The thread that writes has another stream, which would not wait for the values to be computed.
+                torch.cuda.current_stream(grid.device).synchronize()
+            if grid.rank == 0:
+                before()
+                self.folder.prepare()
+
+        try:
+            grid.run_together(self._what, start, same=f"{self.folder.target}, {len(shards)} tensors")
+        except BaseException:
+            if grid.rank == 0:
+                self.folder.abandon()
+            raise
+        # Made here, where all ranks make the same saves in the same order; the thread that writes uses it alone.
+        self._channel = grid.channel.open("write", seconds=SLOWEST_RANK_SECONDS, fresh=True, own_connection=True)
+        self._done: Future[None] = Future()
+        own = {name: shards[name].local for name in self.own}
+        # Not a daemon, so that an interpreter that ends lets the checkpoint be finished.
+        Thread(target=self._run, args=(own,), name="fourfold-save").start()
+
+    def _own_names(self, shards: LocalShards, previous: PendingSave | None) -> list[str]:
+        """Return the tensors that this rank writes its part of: the same as last time if the tensors are the same."""
+        if previous is not None and previous.record.tensors == self.record.tensors:
+            return previous.own
+        for name, shard in shards.items():
+            shard.require_box(name, self.grid)
+        return self.record.written_by(self.grid.coords)
+
+    def wait_for_staging(self) -> None:
+        """Order whatever follows after the copy, so that it may change the tensors that are being saved."""
+        if self._copy is not None:
+            self._copy.wait_for_staging()
+
+    def _run(self, own: dict[str, Tensor]) -> None:
+        try:
+            self._done.set_result(self._write(own))
+        except BaseException as error:
+            self._done.set_exception(error)
+
+    def _write(self, own: dict[str, Tensor]) -> None:
+        """Write this rank's file and report it to rank 0, which publishes the folder once all ranks have reported."""
+        info: FileInfo | None = None
+        fault: Exception | None = None
+        try:
+            info = self._write_file(own if self._copy is None else self._copy.result())
+        except Exception as error:
+            fault = error  # rank 0 must hear of it before it raises here
+        report = {"file": None if info is None else asdict(info), "failed": fault is not None}
+        reports = self._channel.gather("files", json.dumps(report))
+        if self._channel.leads:
+            self._publish([json.loads(text) for text in reports.values()])
+        if fault is not None:
+            raise fault
+
+    def _write_file(self, own: dict[str, Tensor]) -> FileInfo | None:
+        if not own:
+            return None
+        if not self.folder.partial.is_dir():
+            raise FileNotFoundError(
+                f"{self.folder.partial}, which rank 0 has made, is not there on rank {self.grid.rank}; "
+                "write to a file system that all nodes share"
+            )
+        types = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+        return write_tensor_file(self.folder.partial / rank_file(self.grid.rank), types, own.values())
+
+    def _publish(self, reports: list[dict[str, Any]]) -> None:
+        """Write the record and give the folder its name if all ranks have written their files; on rank 0."""
+        try:
+            if any(report["failed"] for report in reports):
+                self.folder.abandon()
+                return
+            written = {rank_file(rank): report["file"] for rank, report in enumerate(reports) if report["file"]}
+            files = {name: FileInfo(**info) for name, info in written.items()}
+            write_record(self.folder.partial, Record(self.record.grid, self.record.state, self.record.tensors, files))
+            self.folder.publish()
+        except BaseException:
+            self.folder.abandon()
+            raise
+        self._after()
+
+    def wait_for_own_part(self, seconds: float) -> None:
+        """Wait at most this long for this rank's part, whether it succeeds or fails; asks no other rank."""
+        with suppress(BaseException):
+            self._done.result(seconds)
+
+    def wait(self) -> None:
+        """Wait until the folder is complete; what failed on any rank raises on all, and the old folder stays."""
+        self.grid.run_together(self._what, self._done.result)

@@ -1,1 +1,1 @@
-"""What the commands are called, take and say of themselves; what they do is in `train`. Nothing here imports torch."""
+"""The commands of `fourfold`: `options` declares what they take, and each command has a file for what it does."""

@@ -1,1 +1,1 @@
-"""Where training samples come from and which of them a rank reads."""
+"""Training data: token files, tokenizers, the order of samples, and the rows that each rank reads."""

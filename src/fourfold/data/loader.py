@@ -1,34 +1,58 @@
-"""Batches for the steps of a run: this rank's rows of them, read ahead by a thread, with a position to go on from.
+"""Batches for the steps of a run: the rows of this rank, read ahead by a thread, with a position to resume from.
 
-The batch of a step is the next `rows` samples of the order, whatever the grid and the number of micro-steps are;
-a rank reads the rows of its (data, z) place. `Evaluation` gives the held-out windows in the same way.
+The batch of a step is the next `rows` samples of the order, whatever the grid and the number of micro-steps are; a rank
+reads the rows of its place. `Evaluation` gives the held-out windows in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
-from fourfold.data.order import Order
+from fourfold.data.order import SampleOrder, SourceWindows, cut_windows
 from fourfold.data.rows import rows_of
-from fourfold.data.samples import Batch, sampler_of
-from fourfold.data.source import Source
+from fourfold.data.token_files import BLOCK, TokenSource
 from fourfold.grid import Grid
+from fourfold.nn.loss import IGNORE_INDEX
+
+
+class TokenBatch(NamedTuple):
+    """The rows of one micro-step, each field [rows, seq] of int64."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None
+    """Each token's position in its document; None unless documents are kept apart."""
+
+    def pinned(self, device: torch.device) -> TokenBatch:
+        """Return the batch in pinned memory if the device is a GPU."""
+        return self._map(Tensor.pin_memory) if device.type == "cuda" else self
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """Copy the batch to the device."""
+        # non_blocking: torch keeps the pinned memory until the copy is done, so the host need not wait for it.
+        return self._map(lambda part: part.to(device, non_blocking=True))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+        positions = None if self.positions is None else change(self.positions)
+        return TokenBatch(change(self.tokens), change(self.targets), positions)
 
 
 class Loader:
-    """`next()` gives the micro-steps of a step as (tokens, targets, positions or None), each [rows, seq] on the device.
+    """Gives the batches of training: `next()` returns the micro-steps of a step, each a `TokenBatch` on the device.
 
-    `rows` counts those of a whole step, over all ranks and micro-steps. One step is read ahead; `state` is the
-    position after the steps that `next` has given, without it.
+    `rows` is the number of rows of a whole step, over all ranks and micro-steps. One step is read ahead. `state` is the
+    position after the steps that `next` has returned; the step that is read ahead does not count.
     """
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[TokenSource],
         weights: Sequence[float] | None,
         grid: Grid,
         *,
@@ -42,37 +66,37 @@ class Loader:
         device: torch.device | None = None,
     ) -> None:
         if micro_steps < 1:
-            raise ValueError(f"micro_steps={micro_steps}: a step has at least one")
+            raise ValueError(f"micro_steps={micro_steps}: a step has at least one micro-step")
         self.device = grid.device if device is None else device
         self._rows = rows
-        self._mine = rows_of(grid.shape, grid.rank, rows, micro_steps)
-        self._sampler = sampler_of(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
-        self._order = Order(self._sampler.parts, weights, seed)  # stands where reading stands
+        self._local_rows = rows_of(grid.shape, grid.rank, rows, micro_steps)
+        self._reader = window_reader(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
+        self._order = SampleOrder(self._reader.windows, weights, seed)  # where reading stands, a step ahead of _state
         self._state = self._order.state()
         grid.agree("the data", str((self._state["of"], rows, documents)))
-        self._pool = ThreadPoolExecutor(1, "fourfold-data", initializer=_use, initargs=(self.device,))
+        self._pool = ThreadPoolExecutor(1, "fourfold-data", initializer=_set_device, initargs=(self.device,))
         self._closed = False
-        self._ahead: Future[tuple[list[Batch], dict[str, Any]]] | None = None
+        self._ahead: Future[tuple[list[TokenBatch], dict[str, Any]]] | None = None
 
-    def next(self) -> list[Batch]:
-        """The micro-steps of the next step; an error of reading it comes out here."""
+    def next(self) -> list[TokenBatch]:
+        """Return the micro-steps of the next step. An error while reading it is raised here."""
         if self._closed:
             raise RuntimeError("this loader is closed; make a new one and restore its state")
         ahead = self._ahead or self._pool.submit(self._read)
-        self._ahead = ahead  # if reading failed it stays, and so does the position
-        batches, state = ahead.result()
+        self._ahead = ahead  # kept if reading failed, so that the next call raises the same error
+        batches, state = ahead.result()  # usually done already: it was read during the previous step
         self._ahead = self._pool.submit(self._read)
         self._state = state
-        return [_moved(batch, self.device) for batch in batches]
+        return [batch.to(self.device) for batch in batches]
 
     def state(self) -> dict[str, Any]:
-        """The position after the last step given; can be stored as JSON."""
+        """Return the position after the last step that `next` returned; it can be stored as JSON."""
         return {**self._state, "given": list(self._state["given"])}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a position; what was read ahead is dropped."""
+        """Continue from a saved position. The step that was read ahead is dropped."""
         if self._ahead is not None:
-            wait([self._ahead])  # the thread must be done with the order
+            wait([self._ahead])  # the thread changes the order while it reads
             self._ahead = None
             self._order.restore(self._state)
         self._order.restore(state)
@@ -89,25 +113,33 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self) -> tuple[list[Batch], dict[str, Any]]:
-        turns = self._order.take(self._rows)
+    def _read(self) -> tuple[list[TokenBatch], dict[str, Any]]:
+        samples = self._order.take(self._rows)
         batches = []
-        for mine in self._mine:
-            picks = [(source, self._order.window(source, ordinal)) for source, ordinal in turns[mine.start : mine.stop]]
-            batches.append(_pinned(self._sampler.batch(picks), self.device))
+        for local in self._local_rows:
+            picks = [
+                (source, self._order.window(source, number)) for source, number in samples[local.start : local.stop]
+            ]
+            batches.append(self._reader.batch(picks).pinned(self.device))
         return batches, self._order.state()
+
+
+def _set_device(device: torch.device) -> None:
+    """Make the thread pin memory for this rank's GPU; otherwise it would create a context on the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class Evaluation:
     """The held-out windows of the sources in batches of `rows`, in order: the same batches on every grid.
 
-    With `batches` that many of them at most, of windows spread evenly over all. The last batch is filled up with
-    rows without targets. Iterate over it as often as needed.
+    With `batches`, at most that many batches, with windows spread evenly over all held-out ones. The last batch is
+    padded with rows without targets. It can be iterated over any number of times.
     """
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[TokenSource],
         grid: Grid,
         *,
         rows: int,
@@ -120,50 +152,130 @@ class Evaluation:
     ) -> None:
         if not held_out or (batches is not None and batches < 1):
             raise ValueError(
-                f"held_out={held_out} and batches={batches}: nothing to evaluate on; hold out a fraction above 0, "
-                "such as 0.01, and take at least one batch"
+                f"held_out={held_out} and batches={batches}: there is nothing to evaluate on; hold out a fraction "
+                "above 0, such as 0.01, and take at least one batch"
             )
         self.device = grid.device if device is None else device
-        (self._mine,) = rows_of(grid.shape, grid.rank, rows)
+        (self._local_rows,) = rows_of(grid.shape, grid.rank, rows)
         self._rows = rows
-        self._sampler = sampler_of(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
-        self._held = sum(part.windows - part.train for part in self._sampler.parts)
-        self.windows = self._held if batches is None else min(self._held, batches * rows)
+        self._reader = window_reader(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
+        self._held_out = sum(windows.held_out for windows in self._reader.windows)
+        self.windows = self._held_out if batches is None else min(self._held_out, batches * rows)
 
     def __len__(self) -> int:
         return -(-self.windows // self._rows)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TokenBatch]:
         for start in range(0, self.windows, self._rows):
-            picks = [self.window(start + row) if start + row < self.windows else None for row in self._mine]
-            yield _moved(self._sampler.batch(picks), self.device)
+            picks = [self.window(start + row) if start + row < self.windows else None for row in self._local_rows]
+            yield self._reader.batch(picks).to(self.device)
 
-    def window(self, place: int) -> tuple[int, int]:
-        """The (source, window) at a place of the evaluation."""
-        place = place * self._held // self.windows
-        for number, part in enumerate(self._sampler.parts):
-            if place < part.windows - part.train:
-                return number, part.train + place
-            place -= part.windows - part.train
+    def window(self, index: int) -> tuple[int, int]:
+        """Return the (source, window) at this index of the evaluation."""
+        index = index * self._held_out // self.windows
+        for number, windows in enumerate(self._reader.windows):
+            if index < windows.held_out:
+                return number, windows.train + index
+            index -= windows.held_out
         raise IndexError(f"the evaluation has {self.windows} windows")
 
 
-def _use(device: torch.device) -> None:
-    """Let this thread pin memory for the rank's own GPU, not make a context on the first one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+@dataclass(frozen=True, slots=True)
+class WindowReader:
+    """Reads windows of its sources as rows. With `documents`, rows also have positions that keep documents apart."""
+
+    sources: Sequence[TokenSource]
+    windows: Sequence[SourceWindows]
+    vocab: int
+    documents: bool
+
+    def batch(self, picks: Sequence[tuple[int, int] | None]) -> TokenBatch:
+        """Return a row for each (source, window), and a row without targets for each None."""
+        rows = [self._row(*pick) if pick is not None else self._blank() for pick in picks]
+        tokens, targets, positions = (torch.stack(column) for column in zip(*rows, strict=True))
+        return TokenBatch(tokens, targets, positions if self.documents else None)
+
+    def _row(self, number: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return one window. A short one is padded with end-of-document tokens (or 0), which are not targets.
+
+        Positions start at 0 at the first token of the window, of each document and of the padding. The first token of a
+        document is not a target, since no token before it belongs to its document.
+        """
+        source, seq = self.sources[number], self.windows[number].seq
+        start = window * seq
+        stop = min(start + seq + 1, source.tokens)
+        ids = source.read(start, stop)
+        check_ids(source, start, ids, self.vocab)
+        count = len(ids) - 1
+        tokens, targets, positions = self._blank(seq, source.eod or 0)
+        tokens[:count], targets[:count] = ids[:-1], ids[1:]
+        if self.documents:
+            starts = source.document_starts(start + 1, stop) - start
+            targets[starts - 1] = IGNORE_INDEX
+            first = torch.zeros(seq + 1, dtype=torch.int64, device="cpu")
+            first[starts] = starts
+            first[count] = count  # where the padding begins, or one behind the window
+            positions -= first[:seq].cummax(0).values  # the start of each token's own document
+        return tokens, targets, positions
+
+    def _blank(self, seq: int | None = None, fill: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        seq = seq or self.windows[0].seq
+        full = torch.full((2, seq), fill, dtype=torch.int64, device="cpu")
+        full[1] = IGNORE_INDEX
+        return full[0], full[1], torch.arange(seq, device="cpu")
 
 
-def _pinned(batch: Batch, device: torch.device) -> Batch:
-    if device.type != "cuda":
-        return batch
-    tokens, targets, positions = batch
-    return tokens.pin_memory(), targets.pin_memory(), None if positions is None else positions.pin_memory()
+def window_reader(
+    sources: Sequence[TokenSource], *, seq: int, held_out: float, vocab: int, documents: bool
+) -> WindowReader:
+    """Check that the sources fit the model and the options, and return their reader."""
+    for source in sources:
+        if source.vocab is not None and source.vocab > vocab:
+            raise ValueError(
+                f"the source {source.name} has ids 0 to {source.vocab - 1}, but the model has vocab={vocab}; build the "
+                f"model with vocab={source.vocab} or more, or prepare the text with the model's tokenizer"
+            )
+        if source.eod is not None and not 0 <= source.eod < vocab:
+            raise ValueError(
+                f"the source {source.name} has eod={source.eod}, but the ids of a model with vocab={vocab} are 0 to "
+                f"{vocab - 1}; give another eod or build the model with a larger vocab"
+            )
+        if documents and not source.has_documents:
+            raise ValueError(
+                f"documents=True, but the source {source.name} does not say where documents start; "
+                "give the id that ends them with eod=, or use documents=False"
+            )
+    windows = [cut_windows(source.name, source.tokens, seq, held_out) for source in sources]
+    return WindowReader(tuple(sources), tuple(windows), vocab, documents)
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    """To the device; from pinned memory without waiting, torch keeps that until the copy is done."""
-    tokens, targets, positions = batch
-    if positions is not None:
-        positions = positions.to(device, non_blocking=True)
-    return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True), positions
+def check_ids(source: TokenSource, start: int, ids: Tensor, vocab: int) -> None:
+    """Raise if an id of a window that begins at token `start` is not in the model's vocabulary."""
+    wrong = ((ids < 0) | (ids >= vocab)).nonzero()
+    if len(wrong):
+        index = int(wrong[0])
+        found = int(ids[index])
+        raise ValueError(
+            f"the source {source.name} has the id {found} at token {start + index}, but the model's ids are 0 to "
+            f"{vocab - 1}; build the model with vocab={max(found + 1, vocab)} or more, or check that the file really "
+            "has the format that it is read as"
+        )
+
+
+def unigram_entropy(
+    source: TokenSource, vocab: int, *, held_out: float = 0.0, seq: int = 1, most: int = 4 << 20
+) -> float:
+    """Return the loss, in nats per token, of a model that knows only how frequent each token is.
+
+    The frequencies are those of the first `most` training tokens: enough for a stable number, read in a moment.
+    """
+    windows = cut_windows(source.name, source.tokens, seq, held_out)
+    stop = min(most, windows.train * seq + 1, source.tokens)
+    counts = torch.zeros(vocab, dtype=torch.int64, device="cpu")
+    for start in range(0, stop, BLOCK):
+        ids = source.read(start, min(start + BLOCK, stop))
+        check_ids(source, start, ids, vocab)
+        counts += torch.bincount(ids, minlength=vocab)
+    # fp64, so that the sum over a large vocabulary keeps its digits
+    frequency = counts[counts > 0].double() / stop
+    return float(-(frequency * frequency.log()).sum())

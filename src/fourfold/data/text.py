@@ -1,8 +1,8 @@
 """Text into tokens: which files of a folder are text, what a document is, and `prepare`, which writes a token file.
 
-A file is one document; in a `.jsonl` file each line is one, the text under its key "text". Of a folder the files
-with a suffix of `TEXT` are taken, in the order of their paths, all folders below it included, except those whose
-name begins with a dot. A file given by its own name is text whatever its suffix is.
+A file is one document. In a `.jsonl` file each line is one document, its text under the key "text". In a folder, the
+files with a suffix of `TEXT_SUFFIXES` are read, in the order of their paths and including all subfolders, except names
+that begin with a dot. A file that is named directly is text whatever its suffix is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,22 +19,28 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from fourfold.data.corpus import library_modules
+from fourfold.data.token_files import TokenWriter
 from fourfold.data.tokenizer import Tokenizer
-from fourfold.data.tokens import TokenWriter
 
 STANDARD_LIBRARY = "standard-library"
+"""A corpus that is on every machine, about 11 MB: the source of Python's standard library."""
+
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
+"""Folders beside the standard library that are not on every machine, or are not part of the library proper."""
+
 PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".log")
 RECORDS = (".json", ".jsonl", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".sql")
 CODE = (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".ts", ".go")
 MORE_CODE = (".rs", ".swift", ".hs", ".rb", ".php", ".lua", ".pl", ".r", ".jl", ".sh")
-TEXT = PROSE + RECORDS + CODE + MORE_CODE
-PIECE = 4 << 20
-"""Bytes that are read and encoded at once. A longer file is cut after the line that goes beyond."""
+TEXT_SUFFIXES = PROSE + RECORDS + CODE + MORE_CODE
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of text that are read and tokenized at once: enough to keep all cores busy, little enough for any memory. A
+longer file is cut at the end of the line that passes this size."""
 
 
 class TextFile(NamedTuple):
-    """A file of a corpus; `name` is its path below the folder that was given."""
+    """A file of a corpus; `name` is its path relative to the folder that was given."""
 
     path: Path
     name: str
@@ -41,17 +48,17 @@ class TextFile(NamedTuple):
     changed: int  # mtime in nanoseconds
 
 
-class Piece(NamedTuple):
-    """Bytes of a document, or the rest of it; `read`: how many bytes of the file they came from."""
+class TextChunk(NamedTuple):
+    """A part of a document; `file_bytes` is the number of bytes of the file that it was read from."""
 
     text: bytes
     ends_document: bool
-    read: int
+    file_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """What `prepare` has written; `empty` files gave nothing."""
+class Prepared:
+    """The result of `prepare`; `empty` is the number of files without text."""
 
     path: Path
     tokens: int
@@ -68,10 +75,10 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     progress: Callable[[int, int], None] | None = None,
-) -> Summary:
-    """Write the text of files and folders (or `standard-library`) into one token file.
+) -> Prepared:
+    """Tokenize the text of files and folders (or `standard-library`) into one token file.
 
-    `progress(bytes_done, bytes_total)` is called after each few megabytes.
+    `progress(bytes_done, bytes_total)` is called every few megabytes.
     """
     files = [file for name in inputs for file in text_files(name)]
     return prepare_files(files, Path(out).expanduser(), tokenizer, progress=progress)
@@ -79,33 +86,33 @@ def prepare(
 
 def prepare_files(
     files: list[TextFile], out: Path, tokenizer: Tokenizer, *, progress: Callable[[int, int], None] | None = None
-) -> Summary:
-    """`prepare` for files that were found already."""
+) -> Prepared:
+    """Tokenize these files into one token file, as `prepare` does."""
     if out.suffix != ".tokens":
-        raise ValueError(f"{out}: a token file's name ends in .tokens; write {out.with_suffix('.tokens')}")
+        raise ValueError(f"{out}: the name of a token file ends in .tokens; write {out.with_suffix('.tokens')}")
     if not files:
-        raise ValueError(f"{out}: no input was given; name files, folders or {STANDARD_LIBRARY}")
+        raise ValueError(f"{out}: there is no input; name files, folders or {STANDARD_LIBRARY}")
     total, done = sum(file.size for file in files), 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
-        _naming(out),
+        _naming_the_full_disk(out),
         TokenWriter(out, vocab=tokenizer.vocab, eod=tokenizer.eod, tokenizer=tokenizer.description) as writer,
     ):
-        for group in _groups(piece for file in files for piece in _pieces(file.path)):
-            for piece, ids in zip(group, tokenizer.encode_many([piece.text for piece in group]), strict=True):
+        for group in _groups(chunk for file in files for chunk in _chunks(file.path)):
+            for chunk, ids in zip(group, tokenizer.encode_many([chunk.text for chunk in group]), strict=True):
                 writer.append(ids)
-                if piece.ends_document:
+                if chunk.ends_document:
                     writer.end_document()
-                done += piece.read
+                done += chunk.file_bytes
             if progress is not None:
                 progress(done, total)
     empty = sum(file.size == 0 for file in files)
-    return Summary(out, writer.tokens, writer.documents, len(files), empty, total, tokenizer.vocab)
+    return Prepared(out, writer.tokens, writer.documents, len(files), empty, total, tokenizer.vocab)
 
 
 @contextmanager
-def _naming(out: Path) -> Iterator[None]:
-    """A disk that is full says so of no file."""
+def _naming_the_full_disk(out: Path) -> Iterator[None]:
+    """Add the name of the file to an error about a full disk, which does not have it."""
     try:
         yield
     except OSError as error:
@@ -115,42 +122,39 @@ def _naming(out: Path) -> Iterator[None]:
 
 
 def text_files(name: str | Path) -> list[TextFile]:
-    """The text files that a name stands for; at least one of them has text."""
+    """Return the text files of a file, a folder or `standard-library`. At least one of them is not empty."""
     if str(name) == STANDARD_LIBRARY:
-        folder, paths = library_modules()
-        return [_text_file(path, folder) for path in paths]
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        found = _walk(folder, (".py",), lambda entry: entry not in NOT_THE_LIBRARY)
+        if not found:
+            raise FileNotFoundError(f"there is no Python source in {folder}; this Python was installed without it")
+        return found
     path = Path(name).expanduser()
     if path.is_dir():
-        found = [_text_file(file, path) for file in _walk(path)]
+        found = _walk(path, TEXT_SUFFIXES, lambda entry: not entry.startswith("."))
         if not found:
             raise FileNotFoundError(
-                f"the folder {path} has no text file; of a folder those with a known suffix are read "
-                f"({' '.join(PROSE)} ...); give files with another suffix by their names"
+                f"the folder {path} has no text file; in a folder only files with a known suffix are read "
+                f"({' '.join(PROSE)} ...); name files with another suffix one by one"
             )
     elif path.exists():
         found = [_text_file(path, path.parent)]
     else:
         raise missing(path)
     if not any(file.size for file in found):
-        raise ValueError(f"{path} is empty: there are 0 bytes of text in {len(found)} files; give text to learn from")
+        raise ValueError(f"{path} is empty: there are 0 bytes of text in {len(found)} files; give text to train on")
     return found
 
 
-def digest(files: Iterable[TextFile], tokenizer: Tokenizer) -> str:
-    """A short key that changes when a file or the tokenizer does."""
-    parts = [[file.name, file.size, file.changed] for file in files]
-    return hashlib.sha256(json.dumps([parts, tokenizer.description, tokenizer.eod]).encode()).hexdigest()[:16]
-
-
-def missing(path: Path) -> FileNotFoundError:
-    """What to say of a path that is not there: the names that come nearest, in the folder nearest to it."""
-    folder = path.parent
-    while not folder.is_dir():
-        path, folder = folder, folder.parent
-    names = [entry.name for entry in folder.iterdir()]
-    near = get_close_matches(path.name, [*names, STANDARD_LIBRARY], n=3, cutoff=0.4)
-    hint = f"nearest to it are {', '.join(near)}" if near else f"{STANDARD_LIBRARY} is text that is always there"
-    return FileNotFoundError(f"there is no {path.name!r} in {folder.absolute()} ({len(names)} entries); {hint}")
+def _walk(folder: Path, suffixes: tuple[str, ...], wanted: Callable[[str], bool]) -> list[TextFile]:
+    """Return the files below a folder that have one of the suffixes and whose names and folders are wanted."""
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = filter(wanted, folders)  # os.walk goes into what is left
+        found += [Path(root, name) for name in names if wanted(name) and Path(name).suffix.lower() in suffixes]
+    # Sorted by the parts of the path: the order must be the same on every machine, whatever the file system lists.
+    paths = sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+    return [_text_file(path, folder) for path in paths]
 
 
 def _text_file(path: Path, folder: Path) -> TextFile:
@@ -158,34 +162,43 @@ def _text_file(path: Path, folder: Path) -> TextFile:
     return TextFile(path, path.relative_to(folder).as_posix(), state.st_size, state.st_mtime_ns)
 
 
-def _walk(folder: Path) -> list[Path]:
-    found = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(root, name) for name in names if not name.startswith(".") and Path(name).suffix.lower() in TEXT]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
+def digest(files: Iterable[TextFile], tokenizer: Tokenizer) -> str:
+    """Return a short key that changes when a file or the tokenizer does."""
+    parts = [[file.name, file.size, file.changed] for file in files]
+    return hashlib.sha256(json.dumps([parts, tokenizer.description, tokenizer.eod]).encode()).hexdigest()[:16]
 
 
-def _pieces(path: Path) -> Iterator[Piece]:
-    """The documents of a file, in pieces."""
+def missing(path: Path) -> FileNotFoundError:
+    """Return the error for a path that does not exist, with the most similar names in the nearest folder that does."""
+    folder = path.parent
+    while not folder.is_dir():
+        path, folder = folder, folder.parent
+    names = [entry.name for entry in folder.iterdir()]
+    near = get_close_matches(path.name, [*names, STANDARD_LIBRARY], n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else f"{STANDARD_LIBRARY} is text that every machine has"
+    return FileNotFoundError(f"there is no {path.name!r} in {folder.absolute()} ({len(names)} entries); {hint}")
+
+
+def _chunks(path: Path) -> Iterator[TextChunk]:
+    """Read the documents of a file chunk by chunk."""
     with path.open("rb") as file:
-        if b"\0" in file.read(8192):
+        if b"\0" in file.read(8192):  # a zero byte near the beginning marks a binary file
             raise ValueError(
-                f"{path} is no UTF-8 text: there are zero bytes in it; unpack or convert it, or leave it out"
+                f"{path} is not UTF-8 text: there are zero bytes in it; unpack or convert it, or leave it out"
             )
         file.seek(0)
         if path.suffix.lower() == ".jsonl":
             for number, line in enumerate(file, 1):
-                yield Piece(_text_of(path, number, line), True, len(line))
+                yield TextChunk(_text_of_line(path, number, line), True, len(line))
             return
-        while text := file.read(PIECE):
-            text += file.readline()  # a line's end is never inside of a character
-            yield Piece(text, False, len(text))
-    yield Piece(b"", True, 0)
+        while text := file.read(CHUNK_BYTES):
+            text += file.readline()  # cut at the end of a line, which is never inside of a character
+            yield TextChunk(text, False, len(text))
+    yield TextChunk(b"", True, 0)
 
 
-def _text_of(path: Path, number: int, line: bytes) -> bytes:
-    """The text of a line of JSON; a blank line has none."""
+def _text_of_line(path: Path, number: int, line: bytes) -> bytes:
+    """Return the text of a line of JSON; a blank line has no text."""
     if not line.strip():
         return b""
     try:
@@ -198,14 +211,14 @@ def _text_of(path: Path, number: int, line: bytes) -> bytes:
     return record["text"].encode(errors="replace")
 
 
-def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces by the few megabytes: tokenizers work through a group on all cores."""
-    group: list[Piece] = []
+def _groups(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    """Collect chunks into groups of about `CHUNK_BYTES`; a tokenizer works on a group with all cores."""
+    group: list[TextChunk] = []
     size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text) + 1  # blank ones count too, lest a group has no end
-        if size >= PIECE:
+    for chunk in chunks:
+        group.append(chunk)
+        size += len(chunk.text) + 1  # count empty chunks too, or many blank lines would make one endless group
+        if size >= CHUNK_BYTES:
             yield group
             group, size = [], 0
     if group:

@@ -1,4 +1,4 @@
-"""Text to ids and back: bytes as they are, or a tokenizer in the JSON format of Hugging Face's `tokenizers`."""
+"""Tokenizers: the bytes of the text as ids, or a JSON file in the format of Hugging Face's `tokenizers`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
-"""What tokenizers call the token that ends a document; the first that a tokenizer has is taken."""
+"""Usual names of the token that ends a document. The first of them that is in the vocabulary is used."""
 
 
 class Tokenizer(ABC):
-    """`vocab`: ids are below it; `eod`: the id that ends a document; `description`: what a token file keeps."""
+    """Turns text into ids and ids into text.
+
+    vocab        all ids are below this number
+    eod          the id that ends a document
+    description  what a token file records about its tokenizer: the name and, for a file, its sha256
+    """
 
     vocab: int
     eod: int
@@ -24,32 +29,33 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_many(self, texts: Sequence[bytes]) -> list[Tensor]:
-        """The ids of each text (UTF-8), int64, without an end of document."""
+        """Return the ids of each text (UTF-8 bytes) as int64, without an end-of-document token."""
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
     def encode(self, text: str | bytes) -> Tensor:
+        """Return the ids of one text."""
         return self.encode_many([text.encode(errors="replace") if isinstance(text, str) else text])[0]
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
-        """The text of these ids; ends of documents are left out."""
+        """Return the text of these ids, without end-of-document tokens."""
         ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         outside = [found for found in ids if not 0 <= found < self.vocab]
         if outside:
             raise ValueError(
-                f"the id {outside[0]} is none of the tokenizer {self.description['name']}, whose ids are "
-                f"0 to {self.vocab - 1}; decode with the tokenizer that made the ids"
+                f"the id {outside[0]} is outside of the vocabulary of the tokenizer {self.description['name']}, "
+                f"which has ids 0 to {self.vocab - 1}; decode with the tokenizer that made the ids"
             )
         return self._decode([found for found in ids if found != self.eod])
 
 
-class Bytes(Tokenizer):
-    """Ids 0 to 255 are the bytes of the text, 256 ends a document."""
+class ByteTokenizer(Tokenizer):
+    """Ids 0 to 255 are the bytes of the text; 256 ends a document."""
 
     vocab = 257
     eod = 256
-    description = {"name": "bytes"}  # noqa: RUF012  # read alone
+    description = {"name": "bytes"}  # noqa: RUF012  # never written to
 
     def encode_many(self, texts: Sequence[bytes]) -> list[Tensor]:
         empty = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -59,16 +65,16 @@ class Bytes(Tokenizer):
         return bytes(ids).decode(errors="replace")
 
 
-class Json(Tokenizer):
-    """A tokenizer from a JSON file. `eod` names or numbers the end of a document where it has an unusual name."""
+class JsonTokenizer(Tokenizer):
+    """A tokenizer from a JSON file. `eod` is the end-of-document token, or its id, if its name is unusual."""
 
     def __init__(self, path: Path, eod: str | int | None = None) -> None:
         self._tokenizer = _load(path)
-        # a file may ask to cut texts at a model's length, or to fill them up
+        # The file may ask to truncate texts to a model's length or to pad them; neither is wanted for training data.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab = max(ids.values()) + 1  # ids may have gaps
+        self.vocab = max(ids.values()) + 1  # not len(ids): ids may have gaps
         self.eod = _end_of_document(path, ids, self.vocab, eod)
         self.description = {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
@@ -82,17 +88,17 @@ class Json(Tokenizer):
 
 
 def load_tokenizer(name: str | Path, eod: str | int | None = None) -> Tokenizer:
-    """`"bytes"`, or the path of a `tokenizer.json`."""
+    """Return the tokenizer `bytes`, or the one in a `tokenizer.json` at the path `name`."""
     if str(name) == "bytes":
-        if eod not in (None, Bytes.eod):
-            raise ValueError(f"eod={eod!r}: the tokenizer bytes ends documents with {Bytes.eod}; leave eod away")
-        return Bytes()
+        if eod not in (None, ByteTokenizer.eod):
+            raise ValueError(f"eod={eod!r}: the tokenizer bytes ends documents with {ByteTokenizer.eod}; omit eod")
+        return ByteTokenizer()
     path = Path(name).expanduser()
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no tokenizer {str(name)!r}; give bytes or the path of a tokenizer.json as Hugging Face has them"
+            f"there is no tokenizer {str(name)!r}; give bytes or the path of a tokenizer.json of Hugging Face"
         )
-    return Json(path, eod)
+    return JsonTokenizer(path, eod)
 
 
 def _load(path: Path) -> Any:
@@ -100,23 +106,23 @@ def _load(path: Path) -> Any:
         import tokenizers
     except ImportError as error:
         raise ImportError(
-            f"reading {path} needs the library tokenizers: pip install 'fourfold[train]', or use the tokenizer bytes"
+            f"reading {path} needs the package tokenizers: pip install 'fourfold[train]', or use the tokenizer bytes"
         ) from error
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
+    except Exception as error:  # tokenizers raises a bare Exception
         raise ValueError(
-            f"{path} is no tokenizer: {error}; give a tokenizer.json of Hugging Face's tokenizers"
+            f"{path} is not a tokenizer: {error}; give a tokenizer.json of Hugging Face's tokenizers"
         ) from error
 
 
 def _end_of_document(path: Path, ids: dict[str, int], vocab: int, eod: str | int | None) -> int:
     if isinstance(eod, int):
         if not 0 <= eod < vocab:
-            raise ValueError(f"eod={eod}: {path} has ids 0 to {vocab - 1}; give one of them or a token's text")
+            raise ValueError(f"eod={eod}: {path} has ids 0 to {vocab - 1}; give one of them or the text of a token")
         return eod
     for name in END_OF_DOCUMENT if eod is None else (eod,):
         if name in ids:
             return ids[name]
-    sought = " ".join(END_OF_DOCUMENT) if eod is None else repr(eod)
-    raise ValueError(f"{path} has no token that ends a document (sought {sought}); name one of its tokens with eod=")
+    tried = " ".join(END_OF_DOCUMENT) if eod is None else repr(eod)
+    raise ValueError(f"{path} has no token that ends a document (tried {tried}); name one of its tokens with eod=")

@@ -1,7 +1,7 @@
 """Reference models: GPT and Llama in published sizes."""
 
-from fourfold.models.config import Config, config
+from fourfold.models.config import ModelConfig, config
 from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import Transformer, build
 
-__all__ = ["SIZES", "Config", "Transformer", "build", "config"]
+__all__ = ["SIZES", "ModelConfig", "Transformer", "build", "config"]

@@ -1,22 +1,19 @@
-"""What a reference model is: sizes and choices as data, checked against a grid before anything is built."""
+"""The config of a reference model: sizes and choices, checked against a grid before the model is built."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fourfold.grid import Shape, shapes_of
-from fourfold.layout import Policy
 from fourfold.models.sizes import SIZES
-from fourfold.overlap import Halves, choose_halves
+from fourfold.policy import Halves, Policy, choose_halves
+from fourfold.spelling import nearest
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """A decoder-only transformer."""
+class ModelConfig:
+    """The sizes and choices of a decoder-only transformer."""
 
     layers: int
     hidden: int
@@ -27,33 +24,29 @@ class Config:
     mlp_hidden: int
     vocab: int
     seq: int
-    """Longest sequence that learned positions know; rotary ones take any."""
+    """Longest sequence that learned positions allow; rotary positions allow any length."""
     norm: Literal["layer", "rms"] = "layer"
     mlp: Literal["gelu", "swiglu"] = "gelu"
     positions: Literal["learned", "rope"] = "learned"
     rope_theta: float = 10000.0
     bias: bool = True
     tied: bool = True
-    """The head reads logits with the embedding's table."""
+    """The head uses the weight of the embedding."""
     qk_norm: bool = False
     dropout: float = 0.0
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp_hidden", "vocab", "seq"):
-            if (value := getattr(self, name)) < 1:
+        for name, kind in MODEL_FIELDS.items():
+            value = getattr(self, name)
+            if kind is int and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        for name, allowed in (
-            ("norm", ("layer", "rms")),
-            ("mlp", ("gelu", "swiglu")),
-            ("positions", ("learned", "rope")),
-        ):
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}={value!r} is none of {allowed}")
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise ValueError(f"{name}={value!r} is none of {get_args(kind)}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; "
-                "every KV head serves the same number of query heads"
+                "every KV head must serve the same number of query heads"
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
@@ -61,7 +54,7 @@ class Config:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
 
     def check(self, shape: Shape, policy: Policy) -> None:
-        """Raise unless the model can be cut over a grid of this shape."""
+        """Raise an error if the model cannot be cut over a grid of this shape."""
         misfit = self.misfit(shape, policy)
         if misfit:
             what, value, cuts, axes = misfit
@@ -69,11 +62,11 @@ class Config:
             raise ValueError(
                 f"{what}={value} is not divisible by {axes} on the grid {shape} with {policy.activations} activations; "
                 f"grids of {shape.world} ranks that fit: {'; '.join(fits[:10])}{'; ...' if len(fits) > 10 else ''}; "
-                f"or take a model with {what}={-(-value // cuts) * cuts}"
+                f"or build a model with {what}={-(-value // cuts) * cuts}"
             )
 
     def misfit(self, shape: Shape, policy: Policy) -> tuple[str, int, int, str] | None:
-        """The first size that a grid of this shape cannot cut, its value, and by what it should divide."""
+        """Return the first size that a grid of this shape cannot cut: its name, its value, the divisor and its axes."""
         x, y = shape.x, shape.y
         inner, name = (x * y, f"x*y={x}*{y}") if policy.activations == "sharded" else (x, f"x={x}")
         rules = (
@@ -86,7 +79,7 @@ class Config:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """The number of parameters."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         mlp = self.hidden * self.mlp_hidden * (3 if self.mlp == "swiglu" else 2)
         biases = self.head_dim * (self.heads + 2 * self.kv_heads) + 2 * self.hidden + self.mlp_hidden
@@ -98,25 +91,27 @@ class Config:
         return self.layers * block + norm + tables * self.hidden
 
 
-def halves_of(config: Config, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int) -> Halves:
-    """Into how many parts that take turns the rows of a (data, z) place are cut, and why."""
+MODEL_FIELDS: dict[str, Any] = get_type_hints(ModelConfig)
+"""The type of each field. Whoever needs a list of the fields takes it from here."""
+
+
+def config(name: str, **changes: Any) -> ModelConfig:
+    """Return the published size of that name, with some fields changed."""
+    if name not in SIZES:
+        raise ValueError(f"there is no model {name!r}{nearest(name, list(SIZES))}; there are {', '.join(SIZES)}")
+    for key in changes:
+        if key not in MODEL_FIELDS:
+            raise ValueError(
+                f"a model has no {key!r}{nearest(key, list(MODEL_FIELDS))}; it has {', '.join(MODEL_FIELDS)}"
+            )
+    return ModelConfig(**{**SIZES[name], **changes})
+
+
+def halves_of(config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int) -> Halves:
+    """Return into how many interleaved parts the rows of a place are cut, and why.
+
+    What decides is the largest message of a layer that a second part could hide: activations over x or over y.
+    """
     over_x = config.hidden // shape.y if shape.x > 1 else 0
     over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0
     return choose_halves(policy.overlap, rows, rows * seq * max(over_x, over_y) * itemsize)
-
-
-def config(name: str, **changes: Any) -> Config:
-    """The published size of that name, with some fields changed."""
-    if name not in SIZES:
-        raise ValueError(f"no model {name!r}{nearest(name, list(SIZES))}; there are {', '.join(SIZES)}")
-    fields = [field.name for field in dataclasses.fields(Config)]
-    for key in changes:
-        if key not in fields:
-            raise ValueError(f"a model has no {key!r}{nearest(key, fields)}; it has {', '.join(fields)}")
-    return Config(**{**SIZES[name], **changes})
-
-
-def nearest(word: str, words: Sequence[str]) -> str:
-    """` (did you mean 'rate'?)`, or nothing."""
-    found = get_close_matches(word, words, n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""

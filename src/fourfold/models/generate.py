@@ -1,11 +1,11 @@
-"""Text from a model on any grid, token by token.
+"""Generates text with a reference model on any grid, token by token.
 
-Rows of a batch are cut over data and z as in training: each place computes its own rows, its first rank
-chooses their next tokens, and one sum over the grid tells every rank every choice. So all ranks walk in step
-whatever rounding does on each of them.
+The rows of a batch are cut over places as in training. Each place computes its own rows, its first rank chooses their
+next tokens, and one sum over the grid gives every choice to every rank. So all ranks continue with the same tokens,
+even if rounding differs between them.
 
-There is no cache of keys and values: every token computes its whole context again, which is right on every
-grid and policy, and slow for long texts.
+There is no KV cache: every token computes its whole context again, which is right on every grid and policy, and slow
+for long texts.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.grid import AXES, Grid
+from fourfold.axes import AXES, BATCH
 from fourfold.layout import chunk
 from fourfold.models.transformer import Transformer
 from fourfold.nn.initial import key_of
 
 NO_CHOICE = -1
-"""Stands for the token of a row whose logits are not numbers."""
+"""Stands in for the token of a row with logits that are not finite. No token has a negative id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen from logits."""
+    """How a token is chosen from logits; the fields are those of `generate`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -40,7 +40,7 @@ class Sampling:
 
     @property
     def fault(self) -> str:
-        """What is wrong with it, if anything."""
+        """The first invalid option and its rule; empty if all options are valid."""
         if not (isfinite(self.temperature) and self.temperature >= 0):
             return f"temperature={self.temperature} must be a number from 0 (greedy) up"
         if self.top_k is not None and self.top_k < 1:
@@ -52,24 +52,24 @@ class Sampling:
         return ""
 
     def choose(self, logits: Tensor, point: float) -> int:
-        """The token where the cumulated probabilities of those kept, likeliest first, pass `point` in [0, 1).
+        """Return a token by inverting the cumulative distribution at `point` in [0, 1), likeliest token first.
 
-        `top_k` keeps the k likeliest; of these `top_p` keeps the fewest likeliest that together have at least
-        that share. Of equal logits the lower id comes first.
+        `top_k` keeps the k likeliest tokens. Of these `top_p` keeps the fewest likeliest that together have at least
+        this probability. Among equal logits the lower id comes first.
         """
-        logits = logits[: self.ids].double()
+        logits = logits[: self.ids].double()  # fp64, so that cumulative sums on different devices agree
         if not isfinite(logits.max()):
             return NO_CHOICE
         if self.temperature == 0:
             return int((logits == logits.max()).nonzero()[0])
         ordered, ids = logits.sort(descending=True, stable=True)
         ordered, ids = ordered[: self.top_k], ids[: self.top_k]
-        cumulated = ((ordered - ordered[0]) / self.temperature).softmax(0).cumsum(0)
+        cumulative = ((ordered - ordered[0]) / self.temperature).softmax(0).cumsum(0)
         if self.top_p is not None:
-            kept = 1 + int((cumulated[:-1] < self.top_p).sum())
-            cumulated = cumulated[:kept]
-        passed = int((cumulated <= point * cumulated[-1]).sum())
-        return int(ids[min(passed, len(cumulated) - 1)])  # point * sum may round up to the sum itself
+            kept = 1 + int((cumulative[:-1] < self.top_p).sum())
+            cumulative = cumulative[:kept]
+        passed = int((cumulative <= point * cumulative[-1]).sum())
+        return int(ids[min(passed, len(cumulative) - 1)])  # point * sum may round up to the sum itself
 
 
 def generate(
@@ -85,13 +85,13 @@ def generate(
     stop: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, `new_tokens` of them or fewer where `stop` ends a row (as its last).
+    """Return `new_tokens` tokens that follow each prompt; fewer for a row that ends with the token `stop`.
 
-    All ranks call it with the same prompts, which may differ in length, and all get the whole result. A draw
-    depends on the seed, the row and the position alone, so grids differ only where rounding of logits decides.
-    `temperature=0` takes the likeliest token; only `ids` below that number are taken, where a tokenizer has fewer
-    than the model. The model reads the last `config.seq` tokens of a text.
-    `on_token(row, token)` is called on every rank as each token is known.
+    All ranks call it with the same prompts, which may differ in length, and all get the whole result. A draw depends
+    only on the seed, the row and the position, so two grids give different tokens only where rounding decides.
+    `temperature=0` takes the likeliest token. `ids` limits the choice to ids below that number, for a tokenizer with a
+    smaller vocabulary than the model. The model reads the last `config.seq` tokens of a text. `on_token(row, token)` is
+    called on every rank as soon as a token is chosen.
     """
     grid, sampling = model.grid, Sampling(temperature, top_k, top_p, ids)
     texts = _ids(prompts)
@@ -138,7 +138,7 @@ def _fault(texts: Sequence[Sequence[int]], new_tokens: int, stop: int | None, vo
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode, and afterwards each module as it was."""
+    """Put the model in eval mode; afterwards give every module its own mode back."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -151,24 +151,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _next_tokens(
     model: Transformer, texts: Sequence[Sequence[int]], active: Sequence[int], sampling: Sampling, seed: int
 ) -> list[int]:
-    """The next token of every active row, on every rank."""
+    """Return the next token of every active row, on every rank."""
     grid = model.grid
-    rows = _own_rows(len(active), grid)
-    # Places past the end compute a row again, since all must take part in the collectives; nobody reads it.
+    places = grid.shape.places
+    # The rows of this place; every place has the same number, and rows from len(active) on are padding.
+    rows = chunk(-(-len(active) // places) * places, places, grid.shape.place(grid.rank))
+    # Padding repeats the last row, since all places must take part in the collectives; nobody reads the result.
     own = [texts[active[min(row, len(active) - 1)]] for row in rows]
     length = min(max(len(texts[row]) for row in active), model.config.seq)
     contexts = [text[-length:] for text in own]
-    # Padding on the right is never seen by the tokens before it: attention is causal.
+    # Attention is causal, so the tokens of a text never see the padding on its right.
     tokens = torch.tensor([[*context, *[0] * (length - len(context))] for context in contexts], device=grid.device)
     last = torch.tensor([len(context) - 1 for context in contexts], device=grid.device)
     logits = model(tokens)[torch.arange(len(own), device=grid.device), last]
     chosen = torch.zeros(len(active), dtype=torch.long)
-    if grid.coords["x"] == grid.coords["y"] == 0:  # the first rank of the place speaks for it
+    if all(grid.coords[axis] == 0 for axis in AXES if axis not in BATCH):  # one rank of the place chooses for all
         for row, scores in zip(rows, logits.cpu(), strict=True):
             if row < len(active):
                 chosen[row] = sampling.choose(scores, _point(seed, active[row], len(texts[active[row]])))
     chosen = chosen.to(grid.device)
-    for axis in AXES:
+    for axis in AXES:  # every row is nonzero on one rank only, so the sum is the choice
         chosen = comm.all_reduce(chosen, grid, axis, label="generate").wait()
     tokens_of_rows = chosen.tolist()
     if NO_CHOICE in tokens_of_rows:
@@ -177,13 +179,7 @@ def _next_tokens(
     return tokens_of_rows
 
 
-def _own_rows(count: int, grid: Grid) -> range:
-    """The rows of this rank's place, as many on every place; those from `count` on are padding."""
-    places = grid.shape.places
-    return chunk(-(-count // places) * places, places, grid.shape.place(grid.rank))
-
-
 def _point(seed: int, row: int, position: int) -> float:
-    """A number in [0, 1), the same in every process."""
+    """Draw a number in [0, 1) that is the same in every process."""
     generator = torch.Generator("cpu").manual_seed(key_of("generate", seed, row, position))
     return torch.rand((), generator=generator, dtype=torch.float64).item()

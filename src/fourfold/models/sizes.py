@@ -1,4 +1,7 @@
-"""Published sizes, as data. Keys are the fields of `Config`."""
+"""Published sizes by name, as fields of `ModelConfig`.
+
+This file imports nothing of Fourfold: the shell completion reads it by itself, without waiting for torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt-125m": _gpt(12, 768, 12, vocab=50257, seq=1024),
     "gpt-1.4b": _gpt(24, 2048, 16, tied=False),
     "gpt-2.8b": _gpt(32, 2560, 20, tied=False),
-    # the sizes of arXiv 2305.13525 and 2502.08145
+    # The sizes of arXiv 2305.13525 and 2502.08145, at which the published 4D algorithm was measured.
     "gpt-5b": _gpt(24, 4096, 32),
     "gpt-10b": _gpt(32, 5120, 40),
     "gpt-20b": _gpt(32, 7168, 56),

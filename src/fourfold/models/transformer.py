@@ -2,7 +2,8 @@
 
     tokens -> embedding (+ positions) -> blocks -> norm -> head -> loss or logits
 
-The residual stream rests fully cut between sublayers; each sublayer enters, computes in inner, leaves.
+Between sublayers the residual stream is in rest, fully cut. Each sublayer enters, computes in inner, and leaves. The
+rows of a place are cut into halves that take turns, so that the messages of one run behind the products of the other.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from fourfold.axes import AXES, BATCH
 from fourfold.comm import equal_along
+from fourfold.engine import Turns
 from fourfold.grid import Grid
-from fourfold.layout import Init, Policy
-from fourfold.models.config import Config, config, halves_of
+from fourfold.layout import Init
+from fourfold.models.config import ModelConfig, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.chunked import chunked_share, count_first, show_sum
 from fourfold.nn.dropout import Dropout
@@ -28,46 +31,53 @@ from fourfold.nn.loss import IGNORE_INDEX, cross_entropy, sum_over_batch
 from fourfold.nn.mlp import MLP
 from fourfold.nn.norm import Norm
 from fourfold.nn.recompute import recompute
-from fourfold.operators import Flight, Landed
-from fourfold.overlap import Halves, Turns
+from fourfold.operators import AsyncResult, Ready
+from fourfold.policy import Halves, Policy
 
 Rope = tuple[Tensor, Tensor] | None
 
 
-class Stream:
-    """The residual stream: what it held, and what the last sublayer adds, perhaps still on its way. The next norm adds
-    it up as it reads."""
+class ResidualStream:
+    """The residual stream in two parts: a sum, and what the last sublayer adds, which may still be in flight.
 
-    def __init__(self, a: Tensor, delta: Flight | Landed | None = None) -> None:
+    The next norm adds the two as it reads them, in one pass over memory.
+    """
+
+    def __init__(self, a: Tensor, delta: AsyncResult | Ready | None = None) -> None:
         self.a, self.delta = a, delta
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        return self.a, None if self.delta is None else self.delta.land()
+        """Return both parts; wait for the second one."""
+        return self.a, None if self.delta is None else self.delta.wait()
 
-    def settle(self) -> None:
-        """Add up now; in a pass that is run again this was done already."""
+    def add_now(self) -> None:
+        """Add the two parts. When a block is recomputed there is only one: the block has kept the sum."""
         if self.delta is not None:
-            self.a, self.delta = self.a + self.delta.land(), None
+            self.a, self.delta = self.a + self.delta.wait(), None
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
+Streams = list[ResidualStream]
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: == of tensors is no bool
 class Half:
-    """A part of the rows of a place, or all of them."""
+    """One of the parts that the rows of a place are cut into, or all of the rows."""
 
     tokens: Tensor
     targets: Tensor
-    """Empty where logits are asked for."""
+    """Empty if the model is to return logits."""
     batch: Batch
     rope: Rope
 
 
-class Block(Layer):
-    """a + attention(norm(a)), then a + mlp(norm(a)), both in rest."""
+class TransformerBlock(Layer):
+    """Computes a + attention(norm(a)), then a + mlp(norm(a)), both in rest."""
 
-    def __init__(self, config: Config, grid: Grid, policy: Policy) -> None:
+    def __init__(self, config: ModelConfig, grid: Grid, policy: Policy) -> None:
         super().__init__(grid, policy)
         init = Init(std=0.02)
-        out_init = Init(std=0.02 / (2 * config.layers) ** 0.5)  # keeps the stream's variance as depth grows
+        # As in GPT-2: scaled by depth, so that the variance of the residual stream does not grow with it.
+        out_init = Init(std=0.02 / (2 * config.layers) ** 0.5)
         self.attention_norm = _norm(config, grid, policy)
         self.attention = Attention(
             grid,
@@ -98,71 +108,71 @@ class Block(Layer):
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
 
     def forward(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> tuple[Tensor, Tensor | None]:
-        (stream,) = self._together([Stream(a, None if delta is None else Landed(delta))], [batch], [rope])
+        (stream,) = self._together([ResidualStream(a, None if delta is None else Ready(delta))], [batch], [rope])
         return stream.read()
 
-    def together(self, streams: list[Stream], batches: Sequence[Batch], ropes: Sequence[Rope]) -> list[Stream]:
-        """All halves of a batch, one beside the other."""
+    def together(self, streams: Streams, batches: Sequence[Batch], ropes: Sequence[Rope]) -> Streams:
+        """Run all halves of a batch through the block; with recompute, they are recomputed together."""
         if self.hooked:
             halves = zip(streams, batches, ropes, strict=True)
             return self.engine.take_turns([self.turns(*half) for half in halves])
         return self._together(streams, batches, ropes)
 
-    def _together(self, streams: list[Stream], batches: Sequence[Batch], ropes: Sequence[Rope]) -> list[Stream]:
+    def _together(self, streams: Streams, batches: Sequence[Batch], ropes: Sequence[Rope]) -> Streams:
         if self.policy.recompute == "block":
             return recompute(self._take_turns, self.clock, streams, batches, ropes)
         return self._take_turns(streams, batches, ropes)
 
-    def _take_turns(self, streams: list[Stream], batches: Sequence[Batch], ropes: Sequence[Rope]) -> list[Stream]:
+    def _take_turns(self, streams: Streams, batches: Sequence[Batch], ropes: Sequence[Rope]) -> Streams:
         halves = zip(streams, batches, ropes, strict=True)
         return self.engine.take_turns([self._compute(*half) for half in halves])
 
-    def turns(self, stream: Stream, batch: Batch, rope: Rope) -> Turns[Stream]:
-        """One half."""
+    def turns(self, stream: ResidualStream, batch: Batch, rope: Rope) -> Turns[ResidualStream]:
+        """Run one half through the block, with a `yield` wherever the other half can go on."""
         if self.hooked:
-            return as_module(self, stream, batch, rope)
+            return call_module(self, stream, batch, rope)
         return (yield from self._compute(stream, batch, rope))
 
-    def _compute(self, stream: Stream, batch: Batch, rope: Rope) -> Turns[Stream]:
+    def _compute(self, stream: ResidualStream, batch: Batch, rope: Rope) -> Turns[ResidualStream]:
         self.refuse_hooks(self.attention_norm, self.mlp_norm)
         if stream.delta is not None:
             yield
         if self.policy.recompute == "block":
-            stream.settle()  # one tensor to keep instead of two
+            stream.add_now()  # recompute then keeps one tensor instead of two
         a, normed = self.attention_norm.add(*stream.read())
         if self.attention.hooked:
-            leaving = Landed(self.attention(normed, batch, rope))
+            leaving = Ready(self.attention(normed, batch, rope))
         else:
             leaving = self.attention.out.leave((yield from self.attention.turns(normed, batch, rope)), batch.tokens)
-        yield  # also where nothing travels: the other half's messages need a product between them
-        a, normed = self.mlp_norm.add(a, self.attention_dropout(leaving.land()))
+        yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
+        a, normed = self.mlp_norm.add(a, self.attention_dropout(leaving.wait()))
         if self.mlp.hooked:
-            leaving = Landed(self.mlp(normed, batch.tokens))
+            leaving = Ready(self.mlp(normed, batch.tokens))
         else:
             owed = yield from self.mlp.turns(normed, batch.tokens)
             if self.engine.recomputing and not self.mlp_dropout.acts:
-                return Stream(a)  # backward reads nothing of what follows
+                return ResidualStream(a)  # backward needs no value of what follows, so it is not recomputed
             leaving = self.mlp.down.leave(owed, batch.tokens)
         if self.mlp_dropout.acts:
             yield
-            leaving = Landed(self.mlp_dropout(leaving.land()))
-        return Stream(a, leaving)
+            leaving = Ready(self.mlp_dropout(leaving.wait()))
+        return ResidualStream(a, leaving)
 
 
-def as_module(layer: nn.Module, stream: Stream, batch: Batch, rope: Rope) -> Stream:
-    """A block that somebody hooked or wrapped."""
+def call_module(layer: nn.Module, stream: ResidualStream, batch: Batch, rope: Rope) -> ResidualStream:
+    """Run a block through its `__call__`: it was hooked or wrapped, so its inside cannot take turns."""
     a, delta = layer(*stream.read(), batch, rope)
-    return Stream(a, None if delta is None else Landed(delta))
+    return ResidualStream(a, None if delta is None else Ready(delta))
 
 
 class Transformer(Layer):
-    """A model of `config` on the grid. Takes the rows of this rank's (data, z) place.
+    """The model of a config on the grid. It takes the rows of this rank's place.
 
-    `model(tokens, targets)` is the mean loss over the whole batch's unmasked targets, equal on all ranks.
-    `model(tokens)` is the logits of the place's rows, over the whole vocabulary.
+    `model(tokens, targets)` returns the mean loss over the unmasked targets of the whole batch, equal on all ranks.
+    `model(tokens)` returns the logits of the place's rows, over the whole vocabulary.
     """
 
-    def __init__(self, config: Config, grid: Grid, policy: Policy) -> None:
+    def __init__(self, config: ModelConfig, grid: Grid, policy: Policy) -> None:
         super().__init__(grid, policy)
         config.check(grid.shape, policy)
         self.config = config
@@ -171,7 +181,7 @@ class Transformer(Layer):
         learned = config.positions == "learned"
         self.positions = Positions(grid, policy, config.seq, config.hidden) if learned else None
         self.dropout = Dropout(grid, policy, config.dropout)
-        self.layers = nn.ModuleList(Block(config, grid, policy) for _ in range(config.layers))
+        self.layers = nn.ModuleList(TransformerBlock(config, grid, policy) for _ in range(config.layers))
         self.norm = _norm(config, grid, policy)
         tied_to = self.embedding if config.tied else None
         self.head = Head(grid, policy, config.hidden, config.vocab, tied_to=tied_to)
@@ -185,12 +195,15 @@ class Transformer(Layer):
         count: Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
     ) -> Tensor:
-        """With `positions` [rows, seq] rows hold packed documents: each token's place in its own, counted from 0,
-        and nothing reads across. With `count`, the targets of a whole batch of which these rows are a micro-step."""
+        """Return the loss, or the logits if there are no targets.
+
+        `positions` [rows, seq] is for rows of packed documents: each token's position in its document, from 0, and
+        attention does not read across documents. `count` is for accumulation: the number of targets of the whole batch.
+        """
         fault = self._fault(tokens, targets, positions, ignore_index)
         if fault and not self._reads(tokens):
             raise ValueError(fault)
-        if fault:  # goes on with other ids, since the ranks beside it do: all of them hear of it at the end
+        if fault:  # continue with other ids: the other ranks wait in the collectives, and all ranks raise at the end
             tokens = torch.zeros(1, 1, dtype=torch.long, device=tokens.device)
             targets = None if targets is None else tokens
             positions = None
@@ -215,16 +228,17 @@ class Transformer(Layer):
             aims = [half.targets for half in halves]
             result, faults = cross_entropy(logits, aims, vocabulary, count=count, faults=int(bool(fault)))
         if self._reads(tokens) and faults:
-            raise ValueError(fault or "the batch of another (data, z) place is refused; its ranks say why")
+            raise ValueError(fault or "the batch of another place was refused; see the error of its ranks")
         return result
 
     def halves(self, rows: int, seq: int) -> Halves:
-        """Into how many parts that take turns the rows of a place are cut, and why."""
+        """Return into how many halves the rows of a place are cut, and why."""
         return halves_of(self.config, self.grid.shape, self.policy, rows, seq, self.compute.itemsize)
 
     @property
     def compute(self) -> torch.dtype:
-        return self.policy.compute or self.embedding.member("weight").parameter.dtype
+        """The dtype of products and messages."""
+        return self.policy.compute_dtype or self.embedding.member("weight").parameter.dtype
 
     def _cut(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Half]:
         number = self.halves(*tokens.shape).number
@@ -241,36 +255,36 @@ class Transformer(Layer):
     def _rope(self, batch: Batch, device: torch.device) -> Rope:
         return rope_tables(batch, self.config.head_dim, self.config.rope_theta, dtype=self.compute, device=device)
 
-    def _run(self, halves: Sequence[Half], read: Callable[[Stream, Half], Turns[Tensor]]) -> list[Tensor]:
-        """Every half from its tokens to what `read` makes of the stream after the last block."""
-        if self.policy.recompute != "block" or not all(isinstance(layer, Block) for layer in self.layers):
+    def _run(self, halves: Sequence[Half], read: Callable[[ResidualStream, Half], Turns[Tensor]]) -> list[Tensor]:
+        """Run every half from its tokens through all blocks, and return what `read` makes of the stream."""
+        if self.policy.recompute != "block" or not all(isinstance(layer, TransformerBlock) for layer in self.layers):
             return self.engine.take_turns([self._through(half, read) for half in halves])
         batches, ropes = [half.batch for half in halves], [half.rope for half in halves]
         streams = self.engine.take_turns([self._embed(half) for half in halves])
         for layer in self.layers:
-            streams = cast(Block, layer).together(streams, batches, ropes)
+            streams = cast(TransformerBlock, layer).together(streams, batches, ropes)
         return self.engine.take_turns([read(*half) for half in zip(streams, halves, strict=True)])
 
-    def _through(self, half: Half, read: Callable[[Stream, Half], Turns[Tensor]]) -> Turns[Tensor]:
+    def _through(self, half: Half, read: Callable[[ResidualStream, Half], Turns[Tensor]]) -> Turns[Tensor]:
         stream = yield from self._embed(half)
         for layer in self.layers:
-            if isinstance(layer, Block) and self.policy.recompute != "block":
+            if isinstance(layer, TransformerBlock) and self.policy.recompute != "block":
                 stream = yield from layer.turns(stream, half.batch, half.rope)
             else:
-                stream = as_module(layer, stream, half.batch, half.rope)
+                stream = call_module(layer, stream, half.batch, half.rope)
         return (yield from read(stream, half))
 
-    def _embed(self, half: Half) -> Turns[Stream]:
-        """What the first block reads: embedded tokens at rest."""
-        leaving = Landed(self.embedding(half.tokens)) if self.embedding.hooked else self.embedding.launch(half.tokens)
+    def _embed(self, half: Half) -> Turns[ResidualStream]:
+        """Embed the tokens: the stream that the first block reads, in rest."""
+        leaving = Ready(self.embedding(half.tokens)) if self.embedding.hooked else self.embedding.launch(half.tokens)
         if leaving.travels:
             yield
-        a = leaving.land()
+        a = leaving.wait()
         if self.positions is not None:
             a = self.positions(a, half.batch.seq, half.batch.positions)
-        return Stream(self.dropout(a))
+        return ResidualStream(self.dropout(a))
 
-    def _logits(self, stream: Stream, half: Half) -> Turns[Tensor]:
+    def _logits(self, stream: ResidualStream, half: Half) -> Turns[Tensor]:
         self.refuse_hooks(self.norm)
         yield
         _, a = self.norm.add(*stream.read())
@@ -278,43 +292,45 @@ class Transformer(Layer):
             return self.head(a, half.batch.tokens)
         return (yield from self.head.turns(a, half.batch.tokens))
 
-    def _share(self, stream: Stream, half: Half, ignore_index: int, count: Tensor) -> Turns[Tensor]:
+    def _share(self, stream: ResidualStream, half: Half, ignore_index: int, count: Tensor) -> Turns[Tensor]:
         self.refuse_hooks(self.norm, self.head)
         yield
         _, a = self.norm.add(*stream.read())
         return (yield from chunked_share(self.head, a, half.targets, ignore_index, count))
 
     def _reads(self, tokens: Tensor) -> bool:
-        """Whether ids are checked: always where that needs no reading back from a device."""
+        """Tell whether ids are checked: always on the CPU; on a GPU only on request, since the host must wait."""
         return not tokens.is_meta and (tokens.device.type == "cpu" or self.policy.check_inputs)
 
     def _fault(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None, ignore_index: int) -> str:
-        """What is wrong with the batch of this place, if anything."""
-        fault = self._fault_of_shape(tokens, targets, positions)
+        """Return what is wrong with the batch of this place; empty if nothing is."""
+        fault = self._shape_fault(tokens, targets, positions)
         if not fault and self._reads(tokens):
-            fault = self._fault_of_ids("token", tokens)
+            fault = self._id_fault("token", tokens)
             if targets is not None and not fault:
-                fault = self._fault_of_ids("target", targets.masked_fill(targets == ignore_index, 0))
+                fault = self._id_fault("target", targets.masked_fill(targets == ignore_index, 0))
             if positions is not None and not fault and not _count_up(positions):
-                fault = "positions must start at 0 in every row, then count up by 1 or start anew at 0"
+                fault = "positions must start at 0 in every row, then count up by 1 or start again at 0"
         if not tokens.is_meta and (self.policy.check_inputs or not self._compared):
-            self._compared = True  # once is enough for a loop that reads its rows wrongly
-            if not equal_along(_digest(tokens, targets, positions), self.grid, ("x", "y")):
+            self._compared = True  # a loop that gives ranks the wrong rows does so in the first step
+            within_a_place = tuple(axis for axis in AXES if axis not in BATCH)
+            if not equal_along(_digest(tokens, targets, positions), self.grid, within_a_place):
                 fault = fault or (
-                    "ranks of one (data, z) place were given different rows; all ranks that differ in x and y alone "
-                    "read the same ones (ff.local_rows cuts a batch so)"
+                    f"ranks of one place were given different rows; ranks that have the same coordinates on "
+                    f"{' and '.join(BATCH)} must read the same rows (ff.local_rows gives each rank its rows)"
                 )
             halves = self.halves(*tokens.shape).number if tokens.dim() == 2 else 1
-            if not equal_along(halves, self.grid, ("z", "data")):
+            if not equal_along(halves, self.grid, BATCH):
                 fault = fault or (
-                    f"the {len(tokens)} rows of this (data, z) place are cut into {halves} halves, those of another "
-                    "are not; give all places as many rows, or build with Policy(overlap=ff.Overlap(halves=1))"
+                    f"the {len(tokens)} rows of this place are cut into {halves} halves, but the rows of another place "
+                    "are not; give all places the same number of rows, or build with "
+                    "Policy(overlap=ff.Overlap(halves=1))"
                 )
         return fault
 
-    def _fault_of_shape(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> str:
+    def _shape_fault(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> str:
         if tokens.dim() != 2 or tokens.numel() == 0:
-            return f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq], at least one of each"
+            return f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq] with at least one of each"
         for what, ids in (("targets", targets), ("positions", positions)):
             if ids is not None and ids.shape != tokens.shape:
                 return f"{what} {tuple(ids.shape)} and tokens {tuple(tokens.shape)} differ in shape"
@@ -324,13 +340,13 @@ class Transformer(Layer):
         if self.positions is not None and tokens.shape[1] > self.config.seq:
             return (
                 f"a sequence of {tokens.shape[1]} tokens is longer than the {self.config.seq} learned positions; "
-                "cut it or build the model with a larger seq"
+                "shorten it or build the model with a larger seq"
             )
         if torch.is_autocast_enabled(self.grid.device.type):
-            return "torch.autocast is on; leave it and build the model with Policy(compute=torch.bfloat16)"
+            return "torch.autocast is on; turn it off and build the model with Policy(compute_dtype=torch.bfloat16)"
         return ""
 
-    def _fault_of_ids(self, what: str, ids: Tensor) -> str:
+    def _id_fault(self, what: str, ids: Tensor) -> str:
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= self.config.vocab:
             return f"{what} ids from {low} to {high}: all must be at least 0 and below vocab={self.config.vocab}"
@@ -338,24 +354,25 @@ class Transformer(Layer):
 
 
 def _count_up(positions: Tensor) -> bool:
+    """Tell whether positions start at 0 in every row and then count up or start again at 0."""
     steps = positions.diff(dim=1, prepend=positions.new_full((len(positions), 1), -1))
     return bool(((steps == 1) | (positions == 0)).all() and (positions[:, 0] == 0).all())
 
 
 def _digest(*ids: Tensor | None) -> int:
-    """A number that tells batches apart."""
+    """Return a hash of a batch, which depends on the order of its ids."""
     parts = [part for part in ids if part is not None]
     weighted = [part.flatten().long() * torch.arange(1, part.numel() + 1, device=part.device) for part in parts]
     return key_of(*((tuple(part.shape), int(sums.sum())) for part, sums in zip(parts, weighted, strict=True)))
 
 
-def _norm(config: Config, grid: Grid, policy: Policy) -> Norm:
+def _norm(config: ModelConfig, grid: Grid, policy: Policy) -> Norm:
     bias = config.bias and config.norm == "layer"
     return Norm(grid, policy, config.hidden, kind=config.norm, bias=bias, eps=config.norm_eps)
 
 
 def build(
-    model: str | Config,
+    model: str | ModelConfig,
     grid: Grid,
     *,
     policy: Policy = Policy(),
@@ -363,7 +380,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
 ) -> Transformer:
-    """A reference model on the grid, by name or config, with this rank's shards of the initial weights.
+    """Build a reference model on the grid, by name or config, with this rank's shards of the initial weights.
 
     The same seed gives the same weights on every grid.
     """

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fourfold import local
+from fourfold import kernels
+from fourfold.engine import Turns
 from fourfold.grid import Grid
-from fourfold.layout import Init, Policy, inner
+from fourfold.layout import Init, inner
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand, expand_in_turns, label_of, read
-from fourfold.nn.moment import drawing
 from fourfold.nn.norm import HeadNorm
 from fourfold.nn.recompute import recompute
+from fourfold.nn.rng import seeded
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
-from fourfold.overlap import Turns
+from fourfold.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
@@ -66,7 +67,7 @@ class Heads:
 
     @classmethod
     def of(cls, heads: int, kv_heads: int, grid: Grid, policy: Policy) -> Heads:
-        cuts = [axis for axis in ("x", "y") if axis in inner(policy.activations).features]
+        cuts = [axis for axis in ("x", "y") if axis in inner(policy.activations).axes]
         block, parts = 0, 1
         for axis in cuts:
             block, parts = block * grid.size(axis) + grid.coords[axis], parts * grid.size(axis)
@@ -127,7 +128,7 @@ class Attention(Layer):
         self.k_norm = HeadNorm(grid, policy, head_dim, eps=eps) if qk_norm else None
 
     def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        return self.out.leave(self.engine.alone(self.turns(a, batch, rope)), batch.tokens).land()
+        return self.out.leave(self.engine.alone(self.turns(a, batch, rope)), batch.tokens).wait()
 
     def turns(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Turns[Tensor]:
         """Until `out.leave` brings it to rest."""
@@ -145,7 +146,7 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
-            rotate = local.region(local.rotate, q, compiled=self.policy.compile)
+            rotate = kernels.region(kernels.rotate, q, compiled=self.policy.compile)
             q, k = rotate(q, *rope), rotate(k, *rope)
             v = v.contiguous()  # lets go of the product's output, of which v would be a third or less
         return self._attend(q, k, v, mask)
@@ -173,7 +174,7 @@ class Attention(Layer):
             return fused(q, k, v, dropout, mask is None, attn_mask=mask)[0]
         if dropout == 0:
             return functional.scaled_dot_product_attention(q, k, v, **options)
-        with drawing(self.clock.key(self.label, self.grid, inner(self.policy.activations)), q.device):
+        with seeded(self.clock.key(self.label, self.grid, inner(self.policy.activations)), q.device):
             return functional.scaled_dot_product_attention(q, k, v, **options)
 
 
@@ -189,9 +190,9 @@ def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) ->
     q, kv = take_apart(out, [query.width, sum(widths)])
     spreading, sharing = spread(q, site, [query.width]), whole_over_y(kv, site)
     yield
-    q, kv = spreading.land(), sharing.land()
+    q, kv = spreading.wait(), sharing.wait()
     if held.over_x:
-        kv = whole_over_x(kv, site, widths).land()
+        kv = whole_over_x(kv, site, widths).wait()
     k, v = take_apart(kv, [kv.shape[1] // 2] * 2)
     return q, k, v
 

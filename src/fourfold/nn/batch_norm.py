@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fourfold import comm, local
-from fourfold.arriving import local_of
+from fourfold import comm, kernels
+from fourfold.axes import BATCH
+from fourfold.comm import Pending
 from fourfold.grid import Grid
-from fourfold.layout import Policy, Spec
+from fourfold.layout import Spec
 from fourfold.nn.channel_norm import ChannelNorm, find_da, normalize, sums_over_space
-from fourfold.nn.channels import BATCH, Channels, gather, require_block, take
-from fourfold.once import once_differentiable
-from fourfold.pending import Pending
+from fourfold.nn.channels import Channels, gather, require_block, take
+from fourfold.operators import once_differentiable
+from fourfold.params import local_of
+from fourfold.policy import Policy
 
 
 class Moments(NamedTuple):
@@ -135,7 +137,7 @@ class BatchNorm(ChannelNorm):
 
 def batch_moments(a: Tensor) -> Tensor:
     """[3, c]: count, mean and M2 of the rows and positions at hand."""
-    wide = local.widen(a)
+    wide = kernels.widen(a)
     count = wide.numel() // max(wide.shape[1], 1)
     if count == 0:
         return wide.new_zeros(3, wide.shape[1])

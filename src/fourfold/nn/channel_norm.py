@@ -20,22 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold import local
+from fourfold import kernels
 from fourfold.grid import Grid
-from fourfold.layout import Init, Policy, Spec
+from fourfold.layout import Init, Spec
 from fourfold.nn.channels import Channels, embed, join, require_block, take, whole_groups, within
 from fourfold.nn.layer import Layer
 from fourfold.nn.norm import add_gradients
-from fourfold.once import once_differentiable
-from fourfold.operators import Site
-from fourfold.unit import Unit
+from fourfold.operators import OpContext, once_differentiable
+from fourfold.param_group import ParamGroup
+from fourfold.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
     """out = x^ w + b, with a number of each for every channel; or without either."""
 
-    unit: Unit
+    unit: ParamGroup
     part: range
     """The channels of this rank among those that it stores."""
 
@@ -65,13 +65,13 @@ def along(vector: Tensor, a: Tensor) -> Tensor:
 
 
 def normalize(a: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    out = (local.widen(a) - along(mean, a)) * along(rstd if weight is None else rstd * weight, a)
+    out = (kernels.widen(a) - along(mean, a)) * along(rstd if weight is None else rstd * weight, a)
     return (out if bias is None else out + along(bias, a)).to(a.dtype)
 
 
 def sums_over_space(dout: Tensor, a: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     """[2, r, c]: sums of dout and of dout x^."""
-    wide, unit = local.widen(dout), (local.widen(a) - along(mean, a)) * along(rstd, a)
+    wide, unit = kernels.widen(dout), (kernels.widen(a) - along(mean, a)) * along(rstd, a)
     space = list(range(2, a.dim()))
     if not space:
         return torch.stack([wide, wide * unit])
@@ -80,9 +80,9 @@ def sums_over_space(dout: Tensor, a: Tensor, mean: Tensor, rstd: Tensor) -> Tens
 
 def find_da(dout: Tensor, a: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, means: Tensor | None) -> Tensor:
     """(g - mean(g) - x^ mean(g x^)) rstd, from those means; without them the statistics do not depend on a."""
-    g = local.widen(dout) if weight is None else local.widen(dout) * along(weight, a)
+    g = kernels.widen(dout) if weight is None else kernels.widen(dout) * along(weight, a)
     if means is not None:
-        unit = (local.widen(a) - along(mean, a)) * along(rstd, a)
+        unit = (kernels.widen(a) - along(mean, a)) * along(rstd, a)
         g = g - along(means[0], a) - unit * along(means[1], a)
     return (g * along(rstd, a)).to(a.dtype)
 
@@ -104,7 +104,7 @@ class ChannelNorm(Layer):
 
     def run(self, function: Callable[..., Any], a: Tensor, *args: Any) -> Any:
         # detached: what is computed in a function of its own needs no variant for tensors that want gradients
-        return local.region(function, a, compiled=self.policy.compile)(a.detach(), *args)
+        return kernels.region(function, a, compiled=self.policy.compile)(a.detach(), *args)
 
 
 class GroupNorm(ChannelNorm):
@@ -135,7 +135,7 @@ class GroupNorm(ChannelNorm):
         require_block(a, self.channels, self.grid, self.label)
         return NormalizeGroups.apply(self, a, *self.parameters())
 
-    def by_group(self, numbers: Tensor, site: Site) -> Tensor:
+    def by_group(self, numbers: Tensor, site: OpContext) -> Tensor:
         """[2, r, c] of this rank's channels -> [2, r, groups, channels of a group], of whole groups."""
         joined = join(numbers.permute(1, 2, 0), self.channels, self.cuts, site)
         return joined.unflatten(1, (-1, self.channels.count // self.groups)).permute(3, 0, 1, 2)
@@ -148,7 +148,7 @@ class GroupNorm(ChannelNorm):
 
 def channel_moments(a: Tensor) -> Tensor:
     """[2, r, c]: mean and M2 over space."""
-    wide = local.widen(a).flatten(2) if a.dim() > 2 else local.widen(a)[:, :, None]
+    wide = kernels.widen(a).flatten(2) if a.dim() > 2 else kernels.widen(a)[:, :, None]
     if wide.numel() == 0:
         return wide.new_zeros(2, *wide.shape[:2])  # torch warns of a variance of nothing
     var, mean = torch.var_mean(wide, 2, correction=0)

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 from torch import Tensor
 
 from fourfold import comm
-from fourfold.grid import AXES, BATCH, Grid
-from fourfold.layout import GATHERED, Cut, Storage, chunk
-from fourfold.operators import Conjugate, Flight, Landed, Site, gather_blocks, identity, pad_blocks
-from fourfold.pending import Pending
+from fourfold.axes import AXES, BATCH
+from fourfold.comm import Pending
+from fourfold.grid import Grid
+from fourfold.layout import GATHERED, Layout
+from fourfold.operators import AsyncResult, Conjugate, OpContext, Ready, identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +32,28 @@ class Channels:
     count: int
     axes: tuple[str, ...]
 
+    @property
+    def layout(self) -> Layout:
+        """The layout of a vector with an entry for each channel."""
+        return Layout.along(0, self.axes)
+
     def block(self, grid: Grid) -> range:
         """The channels of this rank."""
-        return self._block(grid.shape.sizes, grid.coords)
+        return self.layout.box((self.count,), grid.shape.sizes, grid.coords)[0]
 
     def blocks(self, grid: Grid) -> Iterator[range]:
         """The channels of every rank, in their order."""
-        sizes = grid.shape.sizes
-        for place in product(*(range(sizes[axis]) for axis in self.axes)):
-            yield self._block(sizes, dict(zip(self.axes, place, strict=True)))
-
-    def _block(self, sizes: dict[str, int], coords: dict[str, int]) -> range:
-        held = range(self.count)
-        for axis in self.axes:
-            part = chunk(len(held), sizes[axis], coords[axis])
-            held = held[part.start : part.stop]
-        return held
+        for _, (held,) in self.layout.boxes((self.count,), grid.shape.sizes):
+            yield held
 
     def outer(self, cuts: int) -> Channels:
         """The same before the cuts that follow the first ones."""
         return Channels(self.count, self.axes[:cuts])
 
     @property
-    def use(self) -> Cut:
+    def use(self) -> Layout:
         """How a computation is cut that is done for each of these channels by itself."""
-        return Cut(BATCH, self.axes)
+        return Layout.activation(BATCH, self.axes)
 
     @property
     def stored(self) -> Channels:
@@ -68,9 +65,9 @@ class Channels:
         return self.outer(cuts)
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> Layout:
         """Of that parameter."""
-        return Storage((*((axis, 0) for axis in self.stored.axes), (GATHERED, 0)))
+        return Layout.along(0, (*self.stored.axes, GATHERED))
 
     def part(self, grid: Grid) -> range:
         """Which rows of that parameter in its compute layout are those of this rank's channels."""
@@ -105,43 +102,39 @@ def embed(part: Tensor, held: range, rows: int) -> Tensor:
     return whole
 
 
-def gather(part: Tensor, site: Site, axis: str, count: int) -> Pending[Tensor]:
+def gather(part: Tensor, site: OpContext, axis: str, count: int) -> Pending[Tensor]:
     """[r, count/axis, ...] -> [r, count, ...]"""
-    return gather_blocks(part, site.grid, axis, count=count, dim=1, label=site.label)
+    return comm.all_gather(part, site.grid, axis, dim=1, length=count, label=site.label)
 
 
-def scatter(whole: Tensor, site: Site, axis: str) -> Pending[Tensor]:
+def scatter(whole: Tensor, site: OpContext, axis: str) -> Pending[Tensor]:
     """[r, count, ...] {sum axis} -> [r, count/axis, ...]"""
-    ranks, count = site.grid.size(axis), whole.shape[1]
-    padded = pad_blocks(whole, -(-count // ranks) * ranks, 1)
-    own = len(chunk(count, ranks, site.grid.coords[axis]))
-    summed = comm.reduce_scatter(padded, site.grid, axis, dim=1, label=site.label)
-    return summed.then(lambda part: take(part, range(own)))
+    return comm.reduce_scatter(whole, site.grid, axis, dim=1, label=site.label)
 
 
-def sum_over(owed: Tensor, site: Site, axis: str) -> Pending[Tensor]:
+def sum_over(owed: Tensor, site: OpContext, axis: str) -> Pending[Tensor]:
     """[r, count, ...] {sum axis} -> the sum, on all ranks of the axis"""
     return comm.all_reduce(owed, site.grid, axis, label=site.label)
 
 
-def enter(a: Tensor, site: Site, axis: str, count: int, *, cut: bool) -> Flight | Landed:
+def enter(a: Tensor, site: OpContext, axis: str, count: int, *, cut: bool) -> AsyncResult | Ready:
     """[r, count/axis, ...], or where it is not cut [r, count, ...], -> whole over the axis, for ranks that each find
     a part of the gradient."""
     if not cut:
-        return site.fly(a, axis, identity, partial(sum_over, site=site, axis=axis))
+        return site.launch(a, axis, identity, partial(sum_over, site=site, axis=axis))
     there = partial(gather, site=site, axis=axis, count=count)
-    return site.fly(a, axis, there, partial(scatter, site=site, axis=axis))
+    return site.launch(a, axis, there, partial(scatter, site=site, axis=axis))
 
 
-def leave(a: Tensor, site: Site, axis: str, *, cut: bool) -> Flight | Landed:
+def leave(a: Tensor, site: OpContext, axis: str, *, cut: bool) -> AsyncResult | Ready:
     """[r, count, ...] {sum axis} -> cut over the axis, or the whole sum"""
     if not cut:
-        return site.fly(a, axis, partial(sum_over, site=site, axis=axis), identity)
+        return site.launch(a, axis, partial(sum_over, site=site, axis=axis), identity)
     back = partial(gather, site=site, axis=axis, count=a.shape[1])
-    return site.fly(a, axis, partial(scatter, site=site, axis=axis), back)
+    return site.launch(a, axis, partial(scatter, site=site, axis=axis), back)
 
 
-def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: Site) -> Tensor:
+def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: OpContext) -> Tensor:
     """The same tensor with its channels cut over other axes; backward converts its gradient back.
 
     Gathered are the axes that follow those which both cuts begin with; no axis is summed over, since a tensor that is
@@ -157,7 +150,7 @@ def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: Site) ->
     )
 
 
-def _recut(a: Tensor, here: Channels, aim: Channels, site: Site) -> Tensor:
+def _recut(a: Tensor, here: Channels, aim: Channels, site: OpContext) -> Tensor:
     common = 0
     while here.axes[common : common + 1] == aim.axes[common : common + 1] != ():
         common += 1
@@ -166,12 +159,10 @@ def _recut(a: Tensor, here: Channels, aim: Channels, site: Site) -> Tensor:
     return found.clone() if found is a or found._is_view() else found  # model code may write into it
 
 
-def join(a: Tensor, channels: Channels, cuts: int, site: Site) -> Tensor:
-    """Whole over all axes but the first `cuts`, the innermost gathered first; outside of autograd."""
-    for cut in range(len(channels.axes) - 1, cuts - 1, -1):
-        count = len(channels.outer(cut).block(site.grid))
-        a = gather(a, site, channels.axes[cut], count).wait()
-    return a
+def join(a: Tensor, channels: Channels, cuts: int, site: OpContext) -> Tensor:
+    """Gather the channels over all axes but the first `cuts`; outside of autograd."""
+    shape = (a.shape[0], channels.count, *a.shape[2:])
+    return comm.join(a, Layout.along(1, channels.axes), shape, site.grid, keep=cuts, label=site.label)
 
 
 def require_block(a: Tensor, channels: Channels, grid: Grid, label: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.nn.embedding import Head
 from fourfold.nn.linear import join
@@ -26,9 +27,7 @@ from fourfold.nn.loss import (
     sum_of_places,
     sum_over_batch,
 )
-from fourfold.once import once_differentiable
-from fourfold.operators import Body, enter, spread_bodies
-from fourfold.overlap import Turns
+from fourfold.operators import Body, enter, once_differentiable, spread_bodies
 from fourfold.product import Factor, matmul_into
 
 
@@ -94,7 +93,7 @@ def chunked_share(head: Head, a: Tensor, targets: Tensor, ignore_index: int, cou
     entering = enter(a, site)
     if entering.travels:
         yield
-    return ChunkedLoss.apply(spec, entering.land(), targets.flatten(), count, factor.weights[0].parameter)
+    return ChunkedLoss.apply(spec, entering.wait(), targets.flatten(), count, factor.weights[0].parameter)
 
 
 def count_first(

@@ -13,17 +13,17 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import (
     CONTRACT_WEIGHT,
     EXPAND_BIAS,
     EXPAND_WEIGHT,
-    FEATURES,
     OUTPUT_OF_CONTRACT,
     PRODUCT,
+    RESIDUAL_VECTOR,
     WHOLE,
     Init,
-    Policy,
     Spec,
 )
 from fourfold.nn.channels import Channels, enter, gather, leave, require_block, take, whole_groups, within
@@ -31,7 +31,7 @@ from fourfold.nn.convolve import Convolve, Geometry, Kernel
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import keeps_weights
 from fourfold.operators import Body, identity
-from fourfold.overlap import Turns
+from fourfold.policy import Policy
 
 Role = Literal["expand", "contract"]
 
@@ -61,7 +61,7 @@ class _Convolution(Layer):
                 f"{self.label}: a kernel of {self.geometry.kernel} reads [rows, channels, *space] with "
                 f"{len(self.geometry.kernel)} dims of space, but the input is {tuple(a.shape)}"
             )
-        return self.geometry.surround(a if self.policy.compute is None else a.to(self.policy.compute))
+        return self.geometry.surround(a if self.policy.compute_dtype is None else a.to(self.policy.compute_dtype))
 
     def kernel(self, output_padding: Sequence[int] | None, **options: Any) -> Kernel:
         geometry = self.geometry
@@ -123,7 +123,7 @@ class Conv(_Convolution):
         self.reads = Channels(in_channels, (self.s, self.t)[:cuts])
         self.gives = Channels(out_channels, (self.t, self.s)[:cuts])
         storage = EXPAND_WEIGHT if expands != geometry.transposed else CONTRACT_WEIGHT
-        vector = (EXPAND_BIAS, PRODUCT) if expands else (FEATURES, OUTPUT_OF_CONTRACT)
+        vector = (EXPAND_BIAS, PRODUCT) if expands else (RESIDUAL_VECTOR, OUTPUT_OF_CONTRACT)
         shape = geometry.weight_shape(in_channels, out_channels, 1)
         self.declare_all(Spec(shape, storage, PRODUCT, init), Spec((out_channels,), *vector) if bias else None)
 
@@ -141,10 +141,10 @@ class Conv(_Convolution):
         if entering.travels:
             yield
         reread = partial(gather, site=site, axis=self.t, count=count) if cut else identity
-        out = self.convolve(self._kernel(output_padding), reread, entering.land(), a)
+        out = self.convolve(self._kernel(output_padding), reread, entering.wait(), a)
         leaving = leave(out, site, self.s, cut=sharded)
         yield  # also where nothing travels: the other half's messages need a product between them
-        return leaving.land()
+        return leaving.wait()
 
     def _kernel(self, output_padding: Sequence[int] | None) -> Kernel:
         block = self.gives.outer(1).block(self.grid)
@@ -216,7 +216,7 @@ class GroupedConv(_Convolution):
         site = self.site(a.shape[0])
         for cut in range(len(self.reads.axes) - 1, -1, -1):
             count = len(self.reads.outer(cut).block(self.grid))
-            a = enter(a, site, self.reads.axes[cut], count, cut=True).land()
+            a = enter(a, site, self.reads.axes[cut], count, cut=True).wait()
         a = take(a, self._all_of(groups, self.reads.count))
         return take(self.convolve(kernel, identity, a, a), columns)
 

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fourfold.arriving import local_of
+from fourfold.comm import Pending
 from fourfold.nn.channels import embed, take
 from fourfold.nn.norm import add_gradients
-from fourfold.once import once_differentiable
-from fourfold.operators import Body, identity
-from fourfold.pending import Pending
-from fourfold.unit import Unit
+from fourfold.operators import Body, identity, once_differentiable
+from fourfold.param_group import ParamGroup
+from fourfold.params import local_of
 
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
@@ -110,7 +109,7 @@ class Kernel:
     because another rank's has it.
     """
 
-    unit: Unit
+    unit: ParamGroup
     geometry: Geometry
     groups: int
     rows: range
@@ -126,8 +125,10 @@ class Kernel:
     def using(self, *, bias: bool, turns: int) -> AbstractContextManager[list[Tensor]]:
         """The weight, and with `bias` the bias, in compute layout for one of so many halves."""
         unit = self.unit if bias else self.unit.only(self.unit.members[:1])
-        gathering = unit.gathering(("kernel", bias), unit.gather, lambda wholes: wholes if unit.even else ())
-        return unit.engine.ahead.using(gathering, uses=turns, keep=bias and self.keep_weights)
+        keep = bias and self.keep_weights
+        return unit.gathered(
+            ("kernel", bias), unit.gather, lambda wholes: wholes if unit.even else (), turns=turns, keep=keep
+        )
 
     def multiplying(self, equation: str) -> AbstractContextManager[None]:
         return self.unit.grid.ledger.multiplying(f"{equation} {self.unit.label}")
@@ -184,7 +185,7 @@ class Convolve(torch.autograd.Function):
         engine = kernel.unit.engine
         kept, weight = ctx.saved_tensors
         reread = ctx.reread if kernel.unit.members[0].parameter.requires_grad else identity
-        reading = reread(kept) if engine.policy.behind_products else None
+        reading = reread(kept) if engine.policy.wgrad_behind_messages else None
         da = None
         if ctx.needs_input_grad[2]:
             held = None if weight is None else nullcontext([weight])
@@ -192,5 +193,5 @@ class Convolve(torch.autograd.Function):
                 da = kernel.geometry.find_da(dout, ctx.shape, kernel.own(wholes[0]), kernel.groups)
         if kernel.trained:
             kernel.unit.gradients.expect_end()
-            engine.backlog.add(lambda: kernel.add_gradients(dout, reading or reread(kept), ctx.turns))
+            engine.wgrad_queue.add(lambda: kernel.add_gradients(dout, reading or reread(kept), ctx.turns))
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))

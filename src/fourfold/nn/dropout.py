@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fourfold.grid import Grid
-from fourfold.layout import Policy, rest
+from fourfold.layout import rest
 from fourfold.nn.layer import Layer
-from fourfold.nn.moment import drawing
+from fourfold.nn.rng import seeded
+from fourfold.policy import Policy
 
 
 class Dropout(Layer):
@@ -32,5 +33,5 @@ class Dropout(Layer):
     def forward(self, a: Tensor) -> Tensor:
         if not self.active:
             return a
-        with drawing(self.clock.key(self.label, self.grid, rest(self.policy.activations)), a.device):
+        with seeded(self.clock.key(self.label, self.grid, rest(self.policy.activations)), a.device):
             return functional.dropout(a, self.probability)

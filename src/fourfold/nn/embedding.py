@@ -14,25 +14,13 @@ from torch.nn import functional
 
 from fourfold import comm
 from fourfold.grid import Grid
-from fourfold.layout import (
-    EXPAND_WEIGHT,
-    HEAD_BIAS,
-    OUTPUT_OF_HEAD,
-    POSITIONS,
-    PRODUCT,
-    Init,
-    Policy,
-    Spec,
-    chunk,
-    inner,
-    rest,
-)
+from fourfold.layout import EXPAND_WEIGHT, HEAD_BIAS, OUTPUT_OF_HEAD, POSITIONS, PRODUCT, Init, Spec, chunk, inner, rest
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Expand, require_divisible
 from fourfold.nn.loss import IGNORE_INDEX, Vocabulary
-from fourfold.once import once_differentiable
-from fourfold.operators import Conjugate, Flight, Landed, leave
-from fourfold.unit import Member, Unit
+from fourfold.operators import AsyncResult, Conjugate, Ready, leave, once_differentiable
+from fourfold.param_group import GroupMember, ParamGroup
+from fourfold.policy import Policy
 
 
 class Lookup(torch.autograd.Function):
@@ -43,7 +31,7 @@ class Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, ids: Tensor, first: int, untrained: int | None, _: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, unit: ParamGroup, ids: Tensor, first: int, untrained: int | None, _: nn.Parameter) -> Tensor:
         ctx.unit, ctx.turns = unit, unit.engine.turn.of
         with unit.using(turns=ctx.turns) as (w,):
             rows = ids - first
@@ -88,9 +76,9 @@ class Embedding(Layer):
         self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.launch(ids).land()
+        return self.launch(ids).wait()
 
-    def launch(self, ids: Tensor) -> Flight | Landed:
+    def launch(self, ids: Tensor) -> AsyncResult | Ready:
         first = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"]).start
         found = Lookup.apply(self.unit("weight"), ids.flatten(), first, self.untrained, self.weight)
         return leave(found, self.site(ids.numel()))
@@ -105,7 +93,7 @@ class Positions(Layer):
 
     def forward(self, a: Tensor, seq: int, positions: Tensor | None = None) -> Tensor:
         """`positions` [rows, seq] are those of packed documents; otherwise every row counts from 0."""
-        first = self.grid.coords["x"] * a.shape[0] if "x" in rest(self.policy.activations).tokens else 0
+        first = self.grid.coords["x"] * a.shape[0] if "x" in rest(self.policy.activations).axes else 0
         tokens = torch.arange(first, first + a.shape[0], device=a.device)
         # what x pads reads any place
         places = tokens % seq if positions is None else positions.flatten()[tokens.clamp(max=positions.numel() - 1)]
@@ -140,7 +128,7 @@ class Head(Expand):
             self.register_parameter("bias", None)
 
     @property
-    def weight_member(self) -> Member:
+    def weight_member(self) -> GroupMember:
         return self.member("weight") if self.tied_to[0] is None else self.tied_to[0].member("weight")
 
     @property

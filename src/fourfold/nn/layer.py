@@ -14,23 +14,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fourfold.engine import Engine
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
-from fourfold.layout import Policy, Spec
+from fourfold.layout import Spec
 from fourfold.nn.initial import fill_
-from fourfold.nn.moment import Clock
-from fourfold.operators import Site
-from fourfold.overlap import Engine
-from fourfold.parameter import shard_parameter
+from fourfold.nn.rng import StepRng
+from fourfold.operators import OpContext
+from fourfold.param_group import GroupMember, ParamGroup
+from fourfold.params import shard_parameter
+from fourfold.policy import Policy
 from fourfold.product import MEMORY
-from fourfold.unit import Member, Unit
 
 
 class Layer(nn.Module):
     """A module whose parameters are cut over the grid."""
 
     gradients: Gradients
-    clock: Clock
+    clock: StepRng
     side_by_side: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Weights below this layer that are read together and therefore stored one after the other."""
 
@@ -40,7 +41,7 @@ class Layer(nn.Module):
         self.policy = policy
         self.label = type(self).__name__.lower()
         self.specs: dict[str, Spec] = {}
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, GroupMember] = {}
 
     def declare(self, name: str, spec: Spec) -> None:
         """Register a parameter without memory."""
@@ -52,17 +53,21 @@ class Layer(nn.Module):
         full = [tuple(f"{prefix}.{name}" if prefix else name for name in names) for names in self.side_by_side]
         return [names for group in full if len(names := tuple(name for name in group if name in specs)) > 1]
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> GroupMember:
         """The parameter as products take it."""
         parameter, known = getattr(self, name), self._members.get(name)
         if known is None or known.parameter is not parameter:
-            known = self._members[name] = Member.of(parameter, self.specs[name], self.grid)
+            known = self._members[name] = GroupMember.of(parameter, self.specs[name], self.grid)
         return known
 
-    def unit(self, *names: str) -> Unit:
+    def unit(self, *names: str) -> ParamGroup:
         """These parameters of the layer as one message."""
-        members = tuple(self.member(name) for name in names)
-        return Unit(self.grid, self.policy, self.gradients, self.label, members)
+        return self.unit_of(*(self.member(name) for name in names))
+
+    def unit_of(self, *members: GroupMember, label: str = "") -> ParamGroup:
+        """These members as one message, used during the forward pass that began last."""
+        gradients = self.gradients
+        return ParamGroup(self.grid, self.policy, gradients, label or self.label, members, gradients.forward_pass)
 
     @property
     def engine(self) -> Engine:
@@ -82,8 +87,8 @@ class Layer(nn.Module):
                     f"put the hook on {self.label}"
                 )
 
-    def site(self, tokens: int) -> Site:
-        return Site(self.grid, self.policy, tokens, self.label, self.engine)
+    def site(self, tokens: int) -> OpContext:
+        return OpContext(self.grid, self.policy, tokens, self.label, self.engine)
 
 
 def assemble(
@@ -116,14 +121,14 @@ def assemble(
             memory |= reserve([name], specs, grid, dtype, device)[1]
         owner, _, own_name = name.rpartition(".")
         if not memory[name].is_meta:
-            fill_(memory[name], box_of(spec, grid), spec.shape, spec.init, seed, name)
+            fill_(memory[name], spec.box(grid), spec.shape, spec.init, seed, name)
         parameter = shard_parameter(memory[name], spec, grid)
         if name in joined:
             setattr(parameter, MEMORY, joined[name])
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
     gradients = Gradients(grid, parameters, policy)
-    clock = Clock(seed, gradients.engine)
+    clock = StepRng(seed, gradients.engine)
     for _, layer in layers:
         layer.gradients = gradients
         layer.clock = clock
@@ -142,15 +147,11 @@ def specs_of(model: nn.Module) -> dict[str, Spec]:
     }
 
 
-def box_of(spec: Spec, grid: Grid) -> tuple[range, ...]:
-    return spec.storage.box(spec.shape, grid.shape.sizes, grid.coords)
-
-
 def reserve(
     names: Sequence[str], specs: Mapping[str, Spec], grid: Grid, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Memory for this rank's shards of these parameters, one after the other."""
-    shapes = {name: [len(part) for part in box_of(specs[name], grid)] for name in names}
+    shapes = {name: [len(part) for part in specs[name].box(grid)] for name in names}
     whole = torch.empty(sum(prod(shape) for shape in shapes.values()), dtype=dtype, device=device)
     parts = whole.split([prod(shape) for shape in shapes.values()])
     return whole, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

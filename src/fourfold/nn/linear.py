@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import (
     CONTRACT_WEIGHT,
@@ -21,27 +22,26 @@ from fourfold.layout import (
     GATHERED,
     OUTPUT_OF_CONTRACT,
     PRODUCT,
-    Cut,
+    RESIDUAL_VECTOR,
     Init,
-    Policy,
+    Layout,
     Spec,
-    Storage,
     chunk,
     inner,
 )
 from fourfold.nn.layer import Layer
-from fourfold.operators import Flight, Landed, leave, spread, take_apart
-from fourfold.overlap import Turns
+from fourfold.operators import AsyncResult, Ready, leave, spread, take_apart
+from fourfold.param_group import GroupMember
+from fourfold.policy import Policy
 from fourfold.product import Factor, contract, expand
-from fourfold.unit import Member, Unit
 
 
 class Linear(Layer, ABC):
     """What Expand and Contract share: a weight [out, in] and a bias, each cut in its own way."""
 
-    weight_storage: ClassVar[Storage]
-    bias_storage: ClassVar[Storage]
-    bias_use: ClassVar[Cut]
+    weight_storage: ClassVar[Layout]
+    bias_storage: ClassVar[Layout]
+    bias_use: ClassVar[Layout]
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Expand(Linear):
         return self.out_features // self.grid.size("x")
 
     @property
-    def weight_member(self) -> Member:
+    def weight_member(self) -> GroupMember:
         return self.member("weight")
 
     @property
@@ -122,14 +122,14 @@ class Contract(Linear):
     The bias joins the partial sum of the first rank on x; every rank on x finds its whole gradient.
     """
 
-    weight_storage, bias_storage, bias_use = CONTRACT_WEIGHT, FEATURES, OUTPUT_OF_CONTRACT
+    weight_storage, bias_storage, bias_use = CONTRACT_WEIGHT, RESIDUAL_VECTOR, OUTPUT_OF_CONTRACT
 
     def check(self) -> None:
-        self.require_divisible("in_features", *inner(self.policy.activations).features)
+        self.require_divisible("in_features", *inner(self.policy.activations).over(FEATURES))
         self.require_divisible("out_features", "y")
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
-        return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).land()
+        return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
 
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
         """The product alone; `leave` brings it to rest."""
@@ -137,7 +137,7 @@ class Contract(Linear):
         biases = () if self.bias is None else (self.member("bias"),)
         width = weight.rows
         factor = Factor(
-            unit=Unit(self.grid, self.policy, self.gradients, self.label, (weight, *biases)),
+            unit=self.unit_of(weight, *biases),
             weights=(weight,),
             biases=biases,
             widths=(width,),
@@ -147,20 +147,19 @@ class Contract(Linear):
         )
         return (yield from contract(factor, a, self.site(tokens), self.in_features // self.grid.size("x")))
 
-    def leave(self, out: Tensor, tokens: int) -> Flight | Landed:
+    def leave(self, out: Tensor, tokens: int) -> AsyncResult | Ready:
         return leave(out, self.site(tokens))
 
 
-def keeps_weights(layer: Layer, weight: Member) -> bool:
+def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
     """Where z is 1 and nothing is cast they are whole already: keeping a second copy would save nothing."""
-    casts = layer.policy.compute not in (None, weight.parameter.dtype)
+    casts = layer.policy.compute_dtype not in (None, weight.parameter.dtype)
     return layer.policy.keep_weights and (layer.grid.size(GATHERED) > 1 or casts)
 
 
 def join(layers: Sequence[Expand]) -> Factor:
     """The weights of layers that read the same tensor, as one factor."""
     first = layers[0]
-    grid = first.grid
     widths = [layer.width for layer in layers]
     columns = [
         range(offset + layer.bias_columns.start, offset + layer.bias_columns.stop)
@@ -170,7 +169,7 @@ def join(layers: Sequence[Expand]) -> Factor:
     weights = tuple(layer.weight_member for layer in layers)
     biases = tuple(layer.member("bias") for layer in layers if layer.bias is not None)
     return Factor(
-        unit=Unit(grid, first.policy, first.gradients, label_of(layers), (*weights, *biases)),
+        unit=first.unit_of(*weights, *biases, label=label_of(layers)),
         weights=weights,
         biases=biases,
         widths=tuple(widths),
@@ -197,7 +196,7 @@ def expand_in_turns(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[l
     site = layers[0].site(tokens).named(label_of(layers))
     spreading = spread((yield from read(layers, a, tokens)), site, widths)
     yield  # also where nothing travels: the other half's messages need a product between them
-    out = spreading.land()
+    out = spreading.wait()
     if len(layers) == 1:
         return [out]  # taking a tensor apart costs a copy in backward, also where there is one part
     cuts = sum(widths) // out.shape[1]

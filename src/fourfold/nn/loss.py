@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fourfold import comm, local
-from fourfold.grid import AXES, BATCH, Grid
-from fourfold.layout import Cut
-from fourfold.once import once_differentiable
-from fourfold.operators import Conjugate
+from fourfold import comm, kernels
+from fourfold.axes import AXES, BATCH
+from fourfold.grid import Grid
+from fourfold.layout import FEATURES, Layout
+from fourfold.operators import Conjugate, once_differentiable
 
 IGNORE_INDEX = -100
 
@@ -28,7 +28,7 @@ class Vocabulary:
     """Which ids the columns of this rank's logits stand for; columns past them are padding."""
 
     grid: Grid
-    cut: Cut
+    cut: Layout
     ids: range
     ignore_index: int
     label: str
@@ -39,7 +39,7 @@ class Vocabulary:
     @property
     def whole(self) -> bool:
         """No axis cuts the vocabulary."""
-        return all(self.grid.size(axis) == 1 for axis in self.cut.features)
+        return all(self.grid.size(axis) == 1 for axis in self.cut.over(FEATURES))
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -69,7 +69,7 @@ class CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(count, *targets, *(kept for kept, _, _ in halves), *(lse for _, lse, _ in halves))
         everyones_faults = total[1].clone()
         ctx.mark_non_differentiable(everyones_faults)
-        return (total[0] / count).to(local.widen(logits[0][:0]).dtype), everyones_faults
+        return (total[0] / count).to(kernels.widen(logits[0][:0]).dtype), everyones_faults
 
     @staticmethod
     @once_differentiable
@@ -90,14 +90,14 @@ def gradient_of_logits(
     vocabulary: Vocabulary, kept: Tensor, targets: Tensor, lse: Tensor | None, share: Tensor
 ) -> Tensor:
     """E10, with `share` = dloss places / count; 0 in columns of padding. Takes what `log_sum_exp` gave."""
-    dtype = local.widen(kept[:0]).dtype
+    dtype = kernels.widen(kept[:0]).dtype
     scale = share.to(dtype) * (targets != vocabulary.ignore_index)
     if lse is None:
-        return local.dlogits_normalized(kept, targets, scale)
+        return kernels.dlogits_normalized(kept, targets, scale)
     place = vocabulary.ids.start, len(vocabulary.ids)
     if vocabulary.compiled and not kept.is_meta:
-        return local.region(local.dlogits, kept, compiled=True)(kept, targets, lse, scale, *place)
-    return local.dlogits_eager(kept, targets, lse, scale, *place)
+        return kernels.region(kernels.dlogits, kept, compiled=True)(kept, targets, lse, scale, *place)
+    return kernels.dlogits_eager(kept, targets, lse, scale, *place)
 
 
 def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -111,7 +111,7 @@ def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tupl
         logp = torch.log_softmax(logits, dim=1)
         found = logp.gather(1, targets.masked_fill(masked, 0)[:, None])[:, 0]
         return logp, None, -found.masked_fill(masked, 0).sum().double()
-    statistics = local.region(local.loss_statistics, logits, compiled=vocabulary.compiled)
+    statistics = kernels.region(kernels.loss_statistics, logits, compiled=vocabulary.compiled)
     stats = statistics(logits.detach(), targets, vocabulary.ids.start, len(vocabulary.ids))
     top, total, target = merge(stats, vocabulary)
     lse = top + total.log()
@@ -120,7 +120,7 @@ def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tupl
 
 def merge(stats: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
     """Join the stats of the ranks that cut the vocabulary, the inner cut first."""
-    for axis in reversed(vocabulary.cut.features):
+    for axis in reversed(vocabulary.cut.over(FEATURES)):
         parts = comm.all_gather(stats[None], vocabulary.grid, axis, label=vocabulary.label).wait()
         tops, totals, targets = parts.unbind(1)
         top = tops.amax(0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fourfold import local
+from fourfold import kernels
+from fourfold.engine import Turns
 from fourfold.grid import Grid
-from fourfold.layout import Init, Policy
+from fourfold.layout import Init
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Contract, Expand, expand_in_turns
-from fourfold.overlap import Turns
+from fourfold.policy import Policy
 
 
 class MLP(Layer):
@@ -38,13 +39,13 @@ class MLP(Layer):
         self.down = Contract(grid, policy, hidden, features, bias=bias, init=out_init)
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
-        return self.down.leave(self.engine.alone(self.turns(a, tokens)), tokens).land()
+        return self.down.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
 
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
         """Until `down.leave` brings it to rest."""
         self.refuse_hooks(self.gate, self.up, self.down)
         layers = [self.up] if self.gate is None else [self.gate, self.up]
         read = yield from expand_in_turns(layers, a, tokens)
-        function = local.gelu if self.gate is None else local.swiglu
-        hidden = local.region(function, a, compiled=self.policy.compile)(*read)
+        function = kernels.gelu if self.gate is None else kernels.swiglu
+        hidden = kernels.region(function, a, compiled=self.policy.compile)(*read)
         return (yield from self.down.turns(hidden, tokens))

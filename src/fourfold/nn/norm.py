@@ -16,20 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold import comm, local
+from fourfold import comm, kernels
 from fourfold.grid import Grid
-from fourfold.layout import FEATURES, WHOLE, Init, Policy, Spec, inner, rest
+from fourfold.layout import RESIDUAL_VECTOR, WHOLE, Init, Spec, inner, rest
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import require_divisible
-from fourfold.once import once_differentiable
-from fourfold.unit import Unit
+from fourfold.operators import once_differentiable
+from fourfold.param_group import ParamGroup
+from fourfold.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """How to normalise: the weights, the number of features, the axis that cuts them."""
 
-    unit: Unit
+    unit: ParamGroup
     kind: str
     features: int
     axis: str | None
@@ -38,7 +39,7 @@ class NormSpec:
     """Added to the weight: 1 where a weight of 0 stands for none."""
 
     def shifted(self, weight: Tensor) -> Tensor:
-        return local.widen(weight) + self.shift if self.shift else weight
+        return kernels.widen(weight) + self.shift if self.shift else weight
 
     @property
     def whole(self) -> bool:
@@ -47,7 +48,7 @@ class NormSpec:
 
     def run(self, function: Callable[..., Any], a: Tensor, *args: Any) -> Any:
         # detached: what is computed in a function of its own needs no variant for tensors that want gradients
-        return local.region(function, a, compiled=self.unit.policy.compile)(a.detach(), *args)
+        return kernels.region(function, a, compiled=self.unit.policy.compile)(a.detach(), *args)
 
     def sum(self, parts: Tensor) -> Tensor:
         return comm.all_reduce(parts, self.unit.grid, self.axis or "y", label=self.unit.label, owned=True).wait()
@@ -55,8 +56,8 @@ class NormSpec:
     def statistics(self, a: Tensor) -> tuple[Tensor | None, Tensor]:
         """Mean (of LayerNorm) and 1 / deviation over the features of all ranks."""
         if self.kind == "rms":
-            return None, torch.rsqrt(self.sum(self.run(local.sum_of_squares, a)) / self.features + self.eps)
-        parts = self.run(local.layer_statistics, a)
+            return None, torch.rsqrt(self.sum(self.run(kernels.sum_of_squares, a)) / self.features + self.eps)
+        parts = self.run(kernels.layer_statistics, a)
         parts = comm.all_gather(parts[None], self.unit.grid, self.axis or "y", label=self.unit.label).wait()
         means, m2s = parts.unbind(1)
         mean = means.mean(0)
@@ -75,10 +76,10 @@ class NormSpec:
             return total, out, None, rstd
         options = (weight, self.eps) if self.kind == "rms" else (weight, bias, self.eps)
         if delta is None:
-            norm = local.rms_norm if self.kind == "rms" else local.layer_norm
+            norm = kernels.rms_norm if self.kind == "rms" else kernels.layer_norm
             total, (out, *mean, rstd) = a, self.run(norm, a, *options)
         else:
-            norm = local.add_rms_norm if self.kind == "rms" else local.add_layer_norm
+            norm = kernels.add_rms_norm if self.kind == "rms" else kernels.add_layer_norm
             total, out, *mean, rstd = self.run(norm, a, delta.detach(), *options)
         return total, out, mean[0] if mean else None, rstd
 
@@ -87,7 +88,7 @@ class NormSpec:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """da, dw, db."""
         if not self._fused(a):
-            return self.run(local.norm_backward, dout, a, mean, rstd, weight, dtotal)
+            return self.run(kernels.norm_backward, dout, a, mean, rstd, weight, dtotal)
         wide = a.dtype.itemsize >= 4  # in half precision the kernel would round the sums over tokens
         if mean is None:
             backward = torch.ops.aten._fused_rms_norm_backward
@@ -97,7 +98,7 @@ class NormSpec:
             backward = torch.ops.aten.native_layer_norm_backward
             da, dw, db = backward(dout, a, [a.shape[-1]], mean, rstd, weight, weight, [True, wide, wide])
         if not wide:
-            dw, db = local.norm_weight_sums(dout, a, mean, rstd)
+            dw, db = kernels.norm_weight_sums(dout, a, mean, rstd)
         return da if dtotal is None else da.add_(dtotal), dw, db
 
     def _fused(self, a: Tensor) -> bool:
@@ -126,7 +127,7 @@ class NormFunction(torch.autograd.Function):
             else:
                 total = a if delta is None else a + delta
                 mean, rstd = spec.statistics(total)
-                out = spec.run(local.normalize, total, mean, rstd, weight, bias)
+                out = spec.run(kernels.normalize, total, mean, rstd, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, mean, rstd)
         return out if delta is None else (total, out)
@@ -143,20 +144,21 @@ class NormFunction(torch.autograd.Function):
             if spec.whole:
                 da, dw, db = spec.backward_whole(dout, total, mean, rstd, weight, dtotal)
             else:
-                sums, dw, db = spec.run(local.norm_sums, dout, total, mean, rstd, weight)
-                da = spec.run(local.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
+                sums, dw, db = spec.run(kernels.norm_sums, dout, total, mean, rstd, weight)
+                da = spec.run(kernels.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
                 da = da if dtotal is None else da.add_(dtotal)
         add_gradients(spec.unit, [dw, db], ctx.turns)
         return (None, da, None if len(gradients) == 1 else da, *[None] * len(spec.unit.members))
 
 
-def add_gradients(unit: Unit, gradients: Sequence[Tensor | None], turns: int) -> None:
+def add_gradients(unit: ParamGroup, gradients: Sequence[Tensor | None], turns: int) -> None:
     """The gradients of those members that are trained, from one of so many halves."""
-    trained = [
-        (member, gradient)
-        for member, gradient in zip(unit.members, gradients, strict=False)
-        if member.parameter.requires_grad and gradient is not None
-    ]
+    trained = []
+    for member, gradient in zip(unit.members, gradients, strict=False):
+        if gradient is None:
+            unit.during.take(member.parameter, 1)  # autograd found that nothing depends on it: none will come
+        elif member.parameter.requires_grad:
+            trained.append((member, gradient))
     if trained:
         unit.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)
 
@@ -183,9 +185,9 @@ class Norm(Layer):
             raise ValueError("RMSNorm has no bias; use kind='layer' or bias=False")
         self.features, self.kind, self.eps, self.shift = features, kind, eps, shift
         use = rest(policy.activations)
-        self.declare("weight", Spec((features,), FEATURES, use, Init(mean=1.0)))
+        self.declare("weight", Spec((features,), RESIDUAL_VECTOR, use, Init(mean=1.0)))
         if bias:
-            self.declare("bias", Spec((features,), FEATURES, use))
+            self.declare("bias", Spec((features,), RESIDUAL_VECTOR, use))
 
     def forward(self, a: Tensor) -> Tensor:
         return NormFunction.apply(self._spec(), a, None, *self.parameters())

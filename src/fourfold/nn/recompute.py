@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 from torch.utils.checkpoint import checkpoint
 
-from fourfold.nn.moment import Clock, Moment
+from fourfold.nn.rng import RngPoint, StepRng
 
 T = TypeVar("T")
 
 
-def recompute(function: Callable[..., T], clock: Clock, *args: Any) -> T:
+def recompute(function: Callable[..., T], clock: StepRng, *args: Any) -> T:
     """`function(*args)`, of which backward keeps the arguments alone."""
     moment = clock.now
     return checkpoint(
@@ -31,7 +31,7 @@ def recompute(function: Callable[..., T], clock: Clock, *args: Any) -> T:
 
 
 @contextmanager
-def _again(clock: Clock, moment: Moment) -> Iterator[None]:
+def _again(clock: StepRng, moment: RngPoint) -> Iterator[None]:
     before, clock.engine.recomputing = clock.engine.recomputing, True
     try:
         with clock.at(moment):

@@ -38,18 +38,18 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from fourfold import comm
+from fourfold.comm import Pending
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy
 from fourfold.ledger import Collective, Op
-from fourfold.models import Config, build
+from fourfold.models import ModelConfig, build
 from fourfold.models.config import config
-from fourfold.pending import Pending
 from fourfold.planner.machine import CONSTANTS, DTYPES, LINK, PEAK_FLOPS, LinkSpeed, Machine, Timed
 from fourfold.planner.program import ComputeOp
 from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
+from fourfold.policy import Policy
 
 LaunchCall = Callable[[], Pending[Tensor]]
 
@@ -439,7 +439,7 @@ def product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     return lambda: F.linear(a, w)
 
 
-def step_of(config: Config, rows: int, grid: Grid, dtype: torch.dtype) -> Callable[[], None]:
+def step_of(config: ModelConfig, rows: int, grid: Grid, dtype: torch.dtype) -> Callable[[], None]:
     """Forward and backward of a model on so many rows a rank."""
     model = build(config, grid, dtype=dtype)
     tokens = torch.zeros(rows, config.seq, dtype=torch.long, device=grid.device)

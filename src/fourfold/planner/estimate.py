@@ -24,8 +24,7 @@ from typing import NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from fourfold.grid import AXES
-from fourfold.layout import Policy, Recompute
+from fourfold.axes import AXES
 from fourfold.planner.machine import Machine
 from fourfold.planner.memory import REHEARSED_LAYERS
 from fourfold.planner.price import Candidate, Task
@@ -33,6 +32,7 @@ from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, Matmu
 from fourfold.planner.seconds import Seconds, route_of
 from fourfold.planner.sizes import Name, SizeReader, Structure, Term
 from fourfold.planner.transformer import ends_program, layers_program
+from fourfold.policy import Policy, Recompute
 
 PARTS = ("forward", "backward", "reread", "regather", "again", "attention")
 """Parts of a micro-step. Reread is left out where gathered inputs are kept, regather where weights are; again is what

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.grid import AXES
-from fourfold.models.config import Config
+from fourfold.axes import AXES
+from fourfold.models.config import ModelConfig
 from fourfold.planner.price import Priced, Task, memory_of
 from fourfold.planner.search import Estimated, GridPlan
 from fourfold.planner.seconds import Seconds
 
 
-def model_facts(config: Config, name: str) -> dict[str, Any]:
+def model_facts(config: ModelConfig, name: str) -> dict[str, Any]:
     sizes = {key: getattr(config, key) for key in ("layers", "hidden", "heads", "mlp_hidden", "vocab")}
     return {"name": name, "parameters": config.parameters, **sizes}
 

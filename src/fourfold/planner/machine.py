@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fourfold.models.config import nearest
+from fourfold.spelling import nearest
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "bf16",

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
-from fourfold.grid import AXES, Shape
-from fourfold.layout import Policy
-from fourfold.models.config import Config
+from fourfold.axes import AXES
+from fourfold.grid import Shape
+from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import DTYPES, Machine
 from fourfold.planner.memory import Memory, peak_memory
 from fourfold.planner.program import Program
@@ -23,6 +23,7 @@ from fourfold.planner.seconds import Seconds
 from fourfold.planner.simulate import Timeline, Totals, simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import Flops, flops_per_token, step_program
+from fourfold.policy import Policy
 
 QUICK_LAYERS = 3, 4
 """From these two numbers of layers a price is drawn on; for comparisons."""
@@ -37,7 +38,7 @@ SHOWN_LAYERS = 4
 class Task:
     """What is to be trained on what: a model, a machine, a batch."""
 
-    config: Config
+    config: ModelConfig
     machine: Machine
     rows: int
     """Sequences of a step, over all ranks and micro-steps."""

@@ -22,13 +22,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
-from fourfold.ahead import Gathering
-from fourfold.buckets import Bucket
-from fourfold.gradients import REPLICA
-from fourfold.grid import AXES
+from fourfold.axes import AXES
+from fourfold.engine import Engine, WeightGather
+from fourfold.gradients import REPLICA, Bucket
 from fourfold.layout import GATHERED
 from fourfold.ledger import Collective, Op
-from fourfold.overlap import Engine
 from fourfold.planner.sizes import LocalSizes, part
 
 # --- the words
@@ -190,7 +188,7 @@ class Rehearsal:
         two = () if memory else sizes.shape.two_lanes
         self._gathers = {axis: f"{axis} gather" if axis in two else axis for axis in AXES}
         self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
-        self._gatherings: dict[Hashable, Gathering[None]] = {}
+        self._gatherings: dict[Hashable, WeightGather[None]] = {}
         self.silent = False
         """Nothing is written down: the engine only records in which order weights are used."""
         self._forgetting = False
@@ -315,14 +313,14 @@ class Rehearsal:
             travels, item = self.structure.gathers_weights, self.structure.compute_itemsize
             # a rehearsal of memory gathers nothing ahead, so the engine compares no bytes
             nbytes = 1 if self.memory else sizes.elements(weights.names) * item
-            gathering = self._gatherings[key] = Gathering(
+            gathering = self._gatherings[key] = WeightGather(
                 key=key,
                 launch=lambda: self._gather(weights),
                 nbytes=nbytes if travels else 0,
                 version=lambda: 0,
                 buffers=lambda _: self._release(weights, kept=kind == PRODUCT),
             )
-        return self.engine.ahead.using(gathering, uses=turns, keep=keep)
+        return self.engine.prefetcher.using(gathering, uses=turns, keep=keep)
 
     def _gather(self, weights: WeightGroup) -> PlannedWait:
         sizes, item, names = self.sizes, self.structure.compute_itemsize, weights.names
@@ -371,7 +369,7 @@ class Rehearsal:
             )
         )
         in_flight = 0 if self.memory else sizes.elements(weights.names) * item
-        self.engine.behind.defer(reducing, in_flight, lambda _: self._deposit(weights, made))
+        self.engine.deferred.defer(reducing, in_flight, lambda _: self._deposit(weights, made))
 
     def _deposit(self, weights: WeightGroup, made: int) -> None:
         if self.memory:
@@ -406,10 +404,10 @@ class Rehearsal:
             self.free(tensors.kept, "activations")
 
         def backward() -> None:
-            reading = read() if self.policy.overlap.behind_products else None
+            reading = read() if self.policy.overlap.wgrad_behind_messages else None
             if kept:
                 self.compute(MatmulOp(f"E2 {label}", m, p, k))
-                self.engine.backlog.add(lambda: gradients(reading))
+                self.engine.wgrad_queue.add(lambda: gradients(reading))
                 return
             self.enter_part("regather")
             with self.using(WeightGroup(label, self.structure.matrices(weights.names), True), "weights", turn.of):
@@ -417,7 +415,7 @@ class Rehearsal:
                 self.allocate(tensors.da)
                 self.compute(MatmulOp(f"E2 {label}", m, p, k))
                 # inside, because the runtime lets the weights go when backward of the product returns
-                self.engine.backlog.add(lambda: gradients(reading))
+                self.engine.wgrad_queue.add(lambda: gradients(reading))
             if self.memory and turn.index == 0:  # its backward is the last to read what all halves keep
                 self.free(self.sizes.kept_elements(weights.names) * self.structure.compute_itemsize, "weights")
 
@@ -466,7 +464,7 @@ class AsyncMove:
 
     def _land_back(self) -> None:
         _, _, joins, leaves = self._nbytes
-        self._host.engine.backlog.run_one()  # a product runs while the activation is on its way
+        self._host.engine.wgrad_queue.run_one()  # a product runs while the activation is on its way
         self._moving.wait()
         self._host.free(leaves, self._kind)
         self._host.need(joins, self._kind)
@@ -495,7 +493,7 @@ class GradientMessages:
         """Count gradients that are complete on this rank, and launch the buckets that this completes."""
         for name in names:
             self._deposits[name] += 1
-            if self._accumulating or not self.host.policy.overlap.data or not self._expected:
+            if self._accumulating or not self.host.policy.overlap.reduce_early or not self._expected:
                 continue
             while self._todo and self._final(self._todo[-1]):
                 self._open(self._todo.pop())
@@ -541,7 +539,7 @@ class GradientMessages:
             waiting = self.host.launch(
                 lambda bucket=bucket: self._over_replicas("all_gather", bucket, f"parameters {bucket.span}")
             )
-            if self.host.policy.overlap.data:
+            if self.host.policy.overlap.reduce_early:
                 self._arriving |= dict.fromkeys(bucket.names, waiting)
             else:
                 waiting.wait()

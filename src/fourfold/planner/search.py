@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
 
+from fourfold.axes import AXES
 from fourfold.gradients import REPLICA
-from fourfold.grid import AXES, Shape, shapes_of
-from fourfold.layout import Activations, Policy, Recompute
+from fourfold.grid import Shape, shapes_of
 from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine
 from fourfold.planner.memory import Memory, MemoryReading
@@ -33,9 +33,10 @@ from fourfold.planner.program import Program
 from fourfold.planner.seconds import Route, Seconds
 from fourfold.planner.simulate import Timeline, simulate
 from fourfold.planner.transformer import Flops
+from fourfold.policy import Activations, Policy, Recompute
 
 if TYPE_CHECKING:
-    from fourfold.models.outside import Builder
+    from fourfold.models.open import ModelBuilder
     from fourfold.planner.trace import DryRun
 
 GIB = 2**30
@@ -177,7 +178,7 @@ class GridCandidates:
         if fitted is None:
             self._rule_out(candidate, lever)
         else:
-            shape = replace(self.shape, order=self.orders[self._order[flat]])
+            shape = self.shape.reordered(self.orders[self._order[flat]])
             self.found.append(Estimated(replace(fitted, shape=shape), self._seconds[flat]))
         self._skip()
         return fitted is not None
@@ -192,7 +193,7 @@ class GridCandidates:
             same = [one for one in self.found if replace(one.candidate, shape=fitted.shape) == fitted]
             seen = {_links(machine, one.candidate.shape) for one in same}
             for place in estimates[lever].argsort().tolist():
-                shape = replace(self.shape, order=self.orders[place])
+                shape = self.shape.reordered(self.orders[place])
                 links = _links(machine, shape)
                 if links not in seen:
                     seen.add(links)
@@ -243,7 +244,7 @@ def _needs_no_less(candidate: Candidate, lever: Lever, other: Candidate, others:
 def _links(machine: Machine, shape: Shape) -> tuple[Route, ...]:
     """Return the links of all axes in use; rank orders with the same links cost the same."""
     prices = Seconds(machine, shape)
-    return tuple(prices.link(axis) for axis in shape.several)
+    return tuple(prices.link(axis) for axis in shape.used_axes)
 
 
 # --- all grids
@@ -370,7 +371,7 @@ class _Search:
         if self.space.policies is not None:
             return self.space.policies
         modes: tuple[Activations, ...] = ("sharded", "replicated") if shape.x * shape.y > 1 else ("sharded",)
-        return [Policy(activations=mode, compute=self.task.compute, shard_optimizer=True) for mode in modes]
+        return [Policy(activations=mode, compute_dtype=self.task.compute, shard_optimizer=True) for mode in modes]
 
     def _rows(self, rows: int) -> Iterator[int]:
         if self.space.micro_steps is not None:
@@ -464,7 +465,7 @@ def _play(task: Task, candidate: Candidate, dry: DryRun, *, trace: bool = False)
 
 
 def search_built(
-    task: Task, build: Builder, devices: int, *, longest: float = LONGEST, progress: Callable[[str], None] = print
+    task: Task, build: ModelBuilder, devices: int, *, longest: float = LONGEST, progress: Callable[[str], None] = print
 ) -> GridPlan:
     """Rank the grids of that many devices for a model that a function of a grid and a policy builds.
 
@@ -490,7 +491,7 @@ def search_built(
     return plan
 
 
-def _try(task: Task, build: Builder, shape: Shape, plan: GridPlan, found: list[TracedPrice]) -> str:
+def _try(task: Task, build: ModelBuilder, shape: Shape, plan: GridPlan, found: list[TracedPrice]) -> str:
     """Run the model with as many rows at once as fit into memory; return the reason if nothing does."""
     from fourfold.planner.trace import dry_run  # reads all of parallelize, which no other search needs
 
@@ -498,7 +499,7 @@ def _try(task: Task, build: Builder, shape: Shape, plan: GridPlan, found: list[T
     if task.rows % places:
         return f"data*z = {places} places do not divide a batch of {task.rows} rows"
     limit = task.machine.memory - task.machine.reserve
-    policy = Policy(compute=task.compute, shard_optimizer=shape.sizes[REPLICA] > 1)
+    policy = Policy(compute_dtype=task.compute, shard_optimizer=shape.sizes[REPLICA] > 1)
     reason = ""
     for rows in (each for each in range(task.rows // places, 0, -1) if task.rows // places % each == 0):
         plan.candidates += 1

@@ -24,15 +24,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.buckets import Bucket, fill_buckets
-from fourfold.gradients import REPLICA
-from fourfold.grid import AXES, BATCH, Grid, Shape
-from fourfold.layout import GATHERED, Activations, Policy, Recompute, Spec
+from fourfold.axes import AXES, BATCH
+from fourfold.engine import Overlap
+from fourfold.gradients import REPLICA, Bucket, fill_buckets
+from fourfold.grid import Grid, Shape
+from fourfold.layout import GATHERED, Spec
 from fourfold.ledger import Collective, Op
-from fourfold.models.config import Config, halves_of
+from fourfold.models.config import ModelConfig, halves_of
 from fourfold.models.transformer import Transformer
 from fourfold.nn.layer import specs_of
-from fourfold.overlap import Overlap
+from fourfold.policy import Activations, Policy, Recompute
 
 STATISTIC_NBYTES = 8
 """Bytes of a loss, a count or a squared norm: these sums are fp64."""
@@ -51,7 +52,7 @@ class PaperGrid(Grid):
 
 
 @lru_cache(maxsize=256)
-def parameter_specs(config: Config, activations: Activations) -> dict[str, Spec]:
+def parameter_specs(config: ModelConfig, activations: Activations) -> dict[str, Spec]:
     """Return the spec of every parameter of the model's first layer, embedding, last norm and head, by name."""
     return specs_of(Transformer(replace(config, layers=1), PaperGrid(), Policy(activations=activations)))
 
@@ -74,7 +75,7 @@ def part(length: int, parts: int, index: int) -> int:
 class Structure:
     """Everything about a step that decides which work there is and in which order, but not how much."""
 
-    config: Config
+    config: ModelConfig
     """The kinds of layers; its sizes are all 1."""
     policy: Policy
     dtype: torch.dtype
@@ -183,11 +184,11 @@ class Structure:
 
     @cached_property
     def compute_itemsize(self) -> int:
-        return (self.policy.compute or self.dtype).itemsize
+        return (self.policy.compute_dtype or self.dtype).itemsize
 
     @cached_property
     def reduce_itemsize(self) -> int:
-        return (self.policy.reduce or self.dtype).itemsize
+        return (self.policy.reduce_dtype or self.dtype).itemsize
 
     @cached_property
     def wide_itemsize(self) -> int:
@@ -213,14 +214,14 @@ _ONES = dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, 
 
 
 @lru_cache(maxsize=256)
-def _kinds_of_layers(config: Config) -> Config:
+def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
     return replace(config, **_ONES, rope_theta=1.0, dropout=0.5 if config.dropout else 0.0)
 
 
 @lru_cache(maxsize=1024)
 def _kinds_of_work(policy: Policy) -> Policy:
     """Return the policy without what only sizes depend on: how many bytes a bucket, a chunk or a prefetch has."""
-    overlap = Overlap(behind_products=policy.overlap.behind_products)
+    overlap = Overlap(wgrad_behind_messages=policy.overlap.wgrad_behind_messages)
     return replace(policy, loss_chunk=1 if policy.loss_chunk else 0, bucket_bytes=1, overlap=overlap)
 
 
@@ -231,7 +232,7 @@ def _kinds_of_work(policy: Policy) -> Policy:
 class LocalSizes:
     """Sizes on one rank of a model and a batch on a grid, under a policy."""
 
-    config: Config
+    config: ModelConfig
     shape: Shape
     policy: Policy
     rows: int
@@ -245,7 +246,7 @@ class LocalSizes:
 
     def __post_init__(self) -> None:
         config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
-        self.item = item = (policy.compute or self.dtype).itemsize  # bytes of one element of an activation
+        self.item = item = (policy.compute_dtype or self.dtype).itemsize  # bytes of one element of an activation
         if not self.number_of_halves:
             self.number_of_halves = halves_of(config, shape, policy, self.rows, seq, item).number
         self.coords = shape.coords(self.rank)
@@ -322,7 +323,7 @@ class LocalSizes:
             config=_kinds_of_layers(config),
             policy=_kinds_of_work(self.policy),
             dtype=self.dtype,
-            used_axes=self.shape.several,
+            used_axes=self.shape.used_axes,
             halves=self.number_of_halves,
             equal_halves=self.rows % self.number_of_halves == 0,
             shares_kv=config.kv_heads % cut != 0,
@@ -524,7 +525,7 @@ class ParameterTable:
 
 
 @lru_cache(maxsize=4096)
-def _parameter_table(config: Config, shape: Shape, rank: int) -> ParameterTable:
+def _parameter_table(config: ModelConfig, shape: Shape, rank: int) -> ParameterTable:
     specs = parameter_specs(config, "sharded")  # how activations are cut changes what a gradient owes, but no shard
     return ParameterTable(specs, shape.sizes, shape.coords(rank))
 
@@ -646,7 +647,7 @@ class SizeNames:
         self._known: dict[str, Any] = {}
 
     @property
-    def config(self) -> Config:
+    def config(self) -> ModelConfig:
         return self.structure.config
 
     @property

@@ -35,19 +35,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fourfold.arriving import Arriving, local_of
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid, Shape
-from fourfold.layout import Policy, Recompute
 from fourfold.ledger import Collective, Event
-from fourfold.models.config import Config
-from fourfold.models.outside import Model, is_plain, make
+from fourfold.models.config import ModelConfig
+from fourfold.models.open import ModelDefinition, build_on_meta, is_plain
 from fourfold.models.transformer import Transformer
 from fourfold.nn.layer import assemble
 from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW
-from fourfold.parallelize.placed import RULES, placed_in
+from fourfold.params import LazyTensor, local_of
 from fourfold.planner.program import AttentionOp, ComputeOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
+from fourfold.policy import Policy, Recompute
+from fourfold.wrap.grid_tensor import RULES, grid_tensors_in
 
 FACTORS = {
     "mm": ("self", "mat2"),
@@ -91,7 +91,7 @@ class DryRun:
 
 
 def dry_run(
-    build: Model,
+    build: ModelDefinition,
     shape: Shape,
     *,
     rank: int = 0,
@@ -109,7 +109,7 @@ def dry_run(
     if rows < 1 or seq < 1 or micro_steps < 1:
         raise ValueError(f"rows={rows}, seq={seq}, micro_steps={micro_steps}: a step has at least 1 of each")
     with fake_ranks(shape, rank) as grid, grid.ledger.events() as events:
-        module = make(build, grid, policy)
+        module = build_on_meta(build, grid, policy)
         if is_plain(module):
             raise ValueError(
                 f"{getattr(build, '__name__', build)} builds a plain module, which no grid cuts; return "
@@ -120,7 +120,7 @@ def dry_run(
         if optimizer:
             step.optimizer = _MarkedAdamW(module, trace.mark)
         trace.hold([step.tokens, *module.parameters(), *module.buffers(), *step.state()])
-        with trace, nullcontext() if isinstance(build, Config) else foreign_code():
+        with trace, nullcontext() if isinstance(build, ModelConfig) else foreign_code():
             step.run(lambda _: None)
             if not optimizer:
                 trace.mark()
@@ -166,7 +166,7 @@ class UseFusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        if placed_in((args, kwargs)):  # heads of a parallelised module
+        if grid_tensors_in((args, kwargs)):  # heads of a parallelised module
             on_parts = RULES[func](fused_attention, args, kwargs)
             return func(*args, **kwargs) if on_parts is NotImplemented else on_parts
         return fused_attention(*args, **kwargs)
@@ -342,7 +342,7 @@ class OpTrace(StorageCounter):
         return self._marks[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(issubclass(kind, (DTensor, Arriving)) for kind in types):
+        if types and any(issubclass(kind, (DTensor, LazyTensor)) for kind in types):
             return NotImplemented  # they run on their shards, which come by here
         kwargs = kwargs or {}
         if func.namespace == "profiler":  # a mark on the host's time
@@ -481,7 +481,7 @@ def _sizes(tree: Any) -> int:
 
 
 def kept_bytes(
-    config: Config,
+    config: ModelConfig,
     grid: Grid,
     policy: Policy,
     rows: int,
@@ -500,11 +500,13 @@ def kept_bytes(
     }
 
 
-def _kept(config: Config, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype, documents: bool) -> int:
+def _kept(
+    config: ModelConfig, grid: Grid, policy: Policy, rows: int, seq: int, dtype: torch.dtype, documents: bool
+) -> int:
     model = Transformer(config, grid, policy)
     assemble(model, grid, policy, dtype=dtype, device=torch.device("meta"))
     tokens = torch.zeros(rows, seq, dtype=torch.long, device="meta")
-    with grid.ledger.aside(), StorageCounter() as alive:
+    with grid.ledger.not_counted(), StorageCounter() as alive:
         loss = model(tokens, tokens, positions=tokens if documents else None)
         kept = alive.nbytes
     del loss

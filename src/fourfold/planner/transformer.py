@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
 
+from fourfold.axes import AXES
+from fourfold.engine import Turns
 from fourfold.gradients import REPLICA
-from fourfold.grid import AXES, Shape
-from fourfold.layout import Policy, Recompute
+from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.models.config import Config
-from fourfold.overlap import Turns
+from fourfold.models.config import ModelConfig
 from fourfold.planner.program import (
     NO_MOVE,
     AsyncMove,
@@ -32,6 +32,7 @@ from fourfold.planner.program import (
     WeightGroup,
 )
 from fourfold.planner.sizes import STATISTIC_NBYTES, LocalSizes, SizeNames, Structure, sum_over_batch
+from fourfold.policy import Policy, Recompute
 
 Moving = AsyncMove | NoMove
 
@@ -109,13 +110,13 @@ class Flops:
     """The same plus what recompute runs again: what HFU counts."""
 
 
-def flops_per_token(config: Config, seq: int, recompute: Recompute = "none") -> Flops:
+def flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none") -> Flops:
     """Return what one token of a sequence of `seq` costs in forward and backward."""
     return Flops(_flops(config, seq, "none"), _flops(config, seq, recompute))
 
 
 @lru_cache(maxsize=256)
-def _flops(config: Config, seq: int, recompute: Recompute) -> int:
+def _flops(config: ModelConfig, seq: int, recompute: Recompute) -> int:
     """Return the FLOPs per token in the program of one rank that has everything, of one and of further layers."""
     one, two = (
         step_program(

@@ -1,7 +1,7 @@
-// What the scripts of all pages share: figures in the colours that the style sheet gives them now.
+// Shared by the scripts of all pages: draws figures in the current colours of the style sheet.
 "use strict";
 const fourfold = (() => {
-  // "var(--axis-x)" -> the colour that the style sheet gives it now
+  // Replaces "var(--axis-x)" by the current colour: plotly does not read CSS variables.
   const resolve = (value, styles) => {
     if (typeof value === "string") {
       return value.replace(/var\((--[\w-]+)\)/g, (_, name) => styles.getPropertyValue(name).trim());
@@ -18,7 +18,7 @@ const fourfold = (() => {
   const data = JSON.parse(node("data").textContent);
   const draw = (name, figure, withBar) => {
     const shown = resolve(figure, getComputedStyle(document.documentElement));
-    // exactly these buttons: some of plotly's own would send the data elsewhere. On a phone they would cover the legend
+    // Only these buttons: some of plotly's own would upload the data. None on a phone, where they would cover the legend.
     const buttons = [["toImage", "zoom2d", "pan2d", "autoScale2d", "resetScale2d"]];
     const bar = withBar && innerWidth > 860 ? "hover" : false;
     const config = { responsive: true, displaylogo: false, displayModeBar: bar, modeBarButtons: buttons };

@@ -1,8 +1,8 @@
-// Stands before everything else: whatever goes wrong later, the reader is told. `data-errors` on <html> holds it all.
+// Runs before everything else: shows the first error of the page to the reader. `data-errors` on <html> has all of them.
 "use strict";
 (() => {
   const errors = [];
-  const tell = (text) => {
+  const report = (text) => {
     errors.push(text);
     document.documentElement.dataset.errors = errors.join("\n");
     const main = document.querySelector("main");
@@ -13,7 +13,7 @@
       main.prepend(note);
     }
   };
-  window.addEventListener("error", (event) => tell(event.message || "a part of the page failed to load"), true);
-  window.addEventListener("unhandledrejection", (event) => tell(String(event.reason)));
-  document.addEventListener("securitypolicyviolation", (event) => tell(`refused to load ${event.blockedURI}`));
+  window.addEventListener("error", (event) => report(event.message || "a part of the page failed to load"), true);
+  window.addEventListener("unhandledrejection", (event) => report(String(event.reason)));
+  document.addEventListener("securitypolicyviolation", (event) => report(`refused to load ${event.blockedURI}`));
 })();

@@ -1,146 +1,168 @@
-"""One HTML page of a run: puts the parts together and writes the file.
+"""What all pages share: the frame of a self-contained HTML file, its parts, the look of figures, and how it is written.
 
-The page is complete in itself: plotly.js, style and script stand in it, and its content security policy forbids
-every request. It links to nothing but the traces of a profile, which lie beside it. Everything that comes from the
-run's files is escaped here or in the part that made it.
+A figure is plain data for plotly.js: a list of traces and a layout. Nothing here draws or imports plotly before a page
+is written. Colours are names of the style sheet (`var(--axis-x)`), which the page's script fills in, so that figures
+follow the reader's light or dark scheme. An axis has the same colour wherever it appears.
+
+Invariant: every value of a figure is JSON (no NaN), and text from files is escaped in it, since plotly reads tags.
 """
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fourfold.report.figures import POINTS, figures
-from fourfold.report.html import frame, plotly_js, section, write_page
-from fourfold.report.predicted import plan_figure, plan_table, was_planned
-from fourfold.report.profile import profile_table, traces
-from fourfold.report.ranks import draw_grid
-from fourfold.report.run import Run, read_run
-from fourfold.report.summary import key_figures, ranks, utilisation
-from fourfold.report.units import count
+from fourfold.axes import AXES
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""Content security policy: a page loads only what is in it. Images are those that the reader saves of a figure."""
+
+CUTS = dict.fromkeys(AXES, "") | {
+    "x": "heads, hidden units, vocabulary; tokens in rest",
+    "y": "features of the residual stream",
+    "z": "rows of the batch; storage of the weights",
+    "data": "rows of the batch; whole replicas",
+}
+"""What each axis cuts, in a few words; empty for an axis that has no description yet."""
+
+HUES = 6
+"""Colours for axes that page.css has, `--hue-0` to `--hue-5`; a seventh axis would get the first one again."""
+
+Figure = dict[str, Any]
 
 
-def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page of the run folder `run` to `out` (default: `report.html` in the folder); returns its path.
+def frame(
+    title: str, body: str, data: Any, plotly_js: str, *, script: str, styles: str = "", policy: str = POLICY
+) -> str:
+    """Return a page. `script` and `styles` name files of this folder; the script reads `data` from its element."""
+    hues = "".join(f"--axis-{axis}:var(--hue-{number % HUES});" for number, axis in enumerate(AXES))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)} - Fourfold</title>
+<style>{_part("page.css")}:root {{{hues}}}{_part(styles) if styles else ""}</style>
+<script>{_part("errors.js")}</script>
+</head>
+<body>
+<main>
+{body}
+</main>
+<script type="application/json" id="data">{_json(data)}</script>
+<script>{plotly_js}</script>
+<script>{_part("draw.js")}</script>
+<script>{_part(script)}</script>
+</body>
+</html>
+"""
 
-    FileNotFoundError: the folder is no run. A run without a single step gives a page that says so. The file
-    appears whole or not at all.
-    """
-    out = Path(run) / "report.html" if out is None else Path(out)
-    text = page(read_run(Path(run)), plotly_js(), out.parent.resolve())
-    return write_page(out, text, example="report.html")
+
+def _json(value: Any) -> str:
+    """Return JSON that cannot end the script element that it is in."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def page(run: Run, plotly_js: str, beside: Path) -> str:
-    """The HTML of the page, for a file in the folder `beside`."""
-    drawn = figures(run)
-    planned = plan_figure(run) if was_planned(run) else None
-    if planned is not None:
-        drawn["plan"] = planned
-    body = f"""{_header(run)}
-{_notes(run)}
-<noscript><p class="note">The figures need JavaScript; the numbers below do not.</p></noscript>
-{key_figures(run)}
-{_sections(run, drawn, beside)}"""
-    return frame(f"{run.text('model')} on {run.shape}", body, drawn, plotly_js, script="page.js")
+def _part(name: str) -> str:
+    return files("fourfold.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _header(run: Run) -> str:
-    facts = [
-        run.text("device"),
-        ranks(run),
-        f"{count(run.number('parameters'))} parameters",
-        f"started {run.text('started')}" if run.text("started") else "",
-        f"Fourfold {run.text('fourfold')}" if run.text("fourfold") else "",
-        f"torch {run.text('torch')}" if run.text("torch") else "",
-    ]
+def header(kind: str, title: str, where: str, facts: Iterable[str]) -> str:
+    """Return the head of a page: what kind of page it is, its title, and a line of facts. Empty facts are left out."""
     shown = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
     return (
-        f'<header><p class="run">Run {escape(run.name)}</p>'
-        f"<h1>{escape(run.text('model'))} <span>on {escape(str(run.shape))}</span></h1>"
+        f'<header><p class="run">{escape(kind)}</p><h1>{escape(title)} <span>on {escape(where)}</span></h1>'
         f'<ul class="facts">{shown}</ul></header>'
     )
 
 
-def _notes(run: Run) -> str:
-    notes = list(run.notes)
-    if run.steps and run.end is None:
-        notes.append("The run recorded no end: it is still running, or was killed.")
-    if len(run.steps) > POINTS:
-        notes.append(
-            f"{len(run.steps):,} steps are logged; the figures draw the lowest and highest loss of each stretch."
-        )
-    return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+def section(title: str, body: str, button: str = "") -> str:
+    """Return a section with a heading."""
+    return f"<section><h2>{escape(title)}{button}</h2>{body}</section>"
 
 
-def _sections(run: Run, drawn: dict[str, Any], beside: Path) -> str:
-    clipped = drawn.get("time", {}).get("clipped")
-    slow = " The slowest stand above the frame; double-click to see them." if clipped else ""
-    chosen = escape(run.text("recompute"))
-    silent = "Nothing recorded." if run.shape.world > 1 else "One rank: nothing is communicated."
-    return "\n".join(
-        [
-            _figure("loss", "Loss", "Per token, in nats. Zooming along the steps moves all figures.", drawn),
-            '<div class="pair">',
-            _figure("norm", "Gradient norm and learning rate", "The norm before clipping.", drawn),
-            _figure("throughput", "Throughput", "Utilisation is explained below.", drawn),
-            "</div>",
-            _figure("time", "Time of a step", f"Rank 0. Exposed: waiting for communication.{slow}", drawn),
-            '<div class="pair">',
-            _figure("wire", "Sent per step", "Bytes on the wire from rank 0, by axis; median.", drawn, silent),
-            _figure("kept", "Kept for backward", f"By recompute policy. This run: {chosen or 'not known'}.", drawn),
-            "</div>",
-            *_plan(run, drawn),
-            *_profile(run, drawn, beside),
-            section("The grid", draw_grid(run.shape)),
-            section(f"Skipped steps ({len(run.skipped)})", _skipped(run)),
-            section("MFU and HFU", utilisation(run)),
-            f"<details><summary>config.toml</summary><pre>{escape(run.config)}</pre></details>",
-        ]
-    )
+def hint(text: str) -> str:
+    """Return a line of small print."""
+    return f'<p class="hint">{escape(text)}</p>'
 
 
-def _plan(run: Run, drawn: dict[str, Any]) -> list[str]:
-    """What was predicted, where something was, beside what was measured."""
-    if not was_planned(run):
-        return []
-    if "plan" not in drawn:
-        return [section("Plan and run", plan_table(run))]
-    caption = "A step as the planner predicted it and as it was measured. In colour: exposed; grey: computing."
-    return [_figure("plan", "Plan and run", caption, drawn, more=plan_table(run))]
+def plot(name: str, figure: Figure) -> str:
+    """Return the element that the script draws a figure into."""
+    return f'<div class="plot" id="{name}" style="height:{figure["layout"]["height"]}px"></div>'
 
 
-def _profile(run: Run, drawn: dict[str, Any], beside: Path) -> list[str]:
-    """What was profiled, where something was."""
-    found = run.profile
-    if found is None:
-        return []
-    steps = f"step {found.first:,}" if found.first == found.last else f"steps {found.first:,} to {found.last:,}"
-    title = f"Communication in {steps}, profiled"
-    table = f"{profile_table(found)}{traces(found, beside)}"
-    if "links" not in drawn:
-        return [section(title, table)]
-    caption = "Seconds of a step on the link, mean over ranks. In colour: exposed; grey: hidden behind computation."
-    return [_figure("links", title, caption, drawn), section("The same in numbers, and the traces", table)]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "scroll") -> str:
+    """Return a table. Cells are HTML: whoever fills them escapes what comes from files."""
+    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="{kind}"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _figure(
-    name: str, title: str, caption: str, drawn: dict[str, Any], absent: str = "Nothing recorded.", more: str = ""
-) -> str:
-    if name not in drawn:
-        return section(title, f'<p class="hint">{absent}</p>')
-    button = f'<button type="button" data-log="{name}" aria-pressed="false">log scale</button>'
-    plot = f'<div class="plot" id="{name}" style="height:{drawn[name]["layout"]["height"]}px"></div>'
-    return section(title, f'<p class="hint">{caption}</p>{plot}{more}', button if drawn[name].get("log") else "")
+def card(label: str, value: str, detail: str, tip: str = "") -> str:
+    """Return a key figure: a label, a large value and a detail; `tip` explains the label when pointed at."""
+    name = f'<abbr title="{escape(tip)}">{escape(label)}</abbr>' if tip else escape(label)
+    return f'<div><dt>{name}</dt><dd>{escape(value)}</dd><dd class="detail">{escape(detail)}</dd></div>'
 
 
-def _skipped(run: Run) -> str:
-    if not run.skipped:
-        return '<p class="hint">None recorded.</p>'
-    rows = "".join(
-        f"<tr><td>{step:,}</td><td>{'<br>'.join(map(escape, parameters)) or 'not recorded'}</td></tr>"
-        for step, parameters in run.skipped.items()
-    )
-    head = "<thead><tr><th>step</th><th>parameter whose gradient was not finite</th></tr></thead>"
-    return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
+def colour(axis: str) -> str:
+    """Return the colour of an axis of the grid; anything else gets a neutral one."""
+    return f"var(--axis-{axis})" if axis in AXES else "var(--axis-other)"
+
+
+def plot_axis(**more: Any) -> Figure:
+    """Return an axis of a figure in the quiet style of the pages."""
+    quiet = {"gridcolor": "var(--line)", "zerolinecolor": "var(--line)", "linecolor": "var(--line)"}
+    return {**quiet, "automargin": True, **more}
+
+
+def plot_layout(height: int, **more: Any) -> Figure:
+    """Return the layout that all figures share; the horizontal axis counts steps unless `more` says otherwise."""
+    return {
+        "height": height,
+        "margin": {"l": 44, "r": 12, "t": 30, "b": 40},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "var(--text)"},
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--line)", "font": {"color": "var(--text)"}},
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "var(--muted)", "activecolor": "var(--text)"},
+        "showlegend": True,
+        "uirevision": "keep",  # a redraw, as for another colour scheme, keeps the reader's zoom
+        "xaxis": plot_axis(title={"text": "step", "standoff": 6}, separatethousands=True, exponentformat="none"),
+        **more,
+    }
+
+
+def plotly_js() -> str:
+    """Return the source of plotly.js, which every page contains."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "a page needs plotly, which is not installed; pip install 'fourfold[report]'"
+        ) from error
+    return get_plotlyjs()
+
+
+def write_page(out: Path, text: str, *, example: str) -> Path:
+    """Write a page completely or not at all. `example` is the file name to suggest if `out` is a folder."""
+    if out.is_dir():
+        raise IsADirectoryError(f"{out} is a folder; name the file to write, such as {out / example}")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another")
+    # Beside the target, since a rename is atomic only inside one file system.
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+    return out

@@ -1,7 +1,7 @@
-"""A plan in words: the ranked table and the `--why` text for a terminal, and the sentences that the page shares.
+"""A plan as text: the ranked table and the answer to `--why` for a terminal, and the sentences that the page shares.
 
-Everything comes from the plan's JSON document. On a terminal the table fits its width: a grid takes one line where
-all columns fit, else a line with the main ones and the rest below it. In a pipe a grid is one line, however long.
+Everything comes from the plan's JSON document. On a terminal the table fits its width: a grid takes one line if all
+columns fit, otherwise a line with the main columns and the others below it. In a pipe a grid is one line, however long.
 Colours need `rich`; without it, and in a pipe, the text is plain.
 """
 
@@ -17,34 +17,40 @@ from importlib.util import find_spec
 from io import StringIO
 from typing import Any
 
-from fourfold.grid import AXES, Shape
+from fourfold.axes import AXES
+from fourfold.grid import Shape
 from fourfold.report.units import DASH, aligned, count, duration, nbytes, percent
 
-Document = Mapping[str, Any]
-Entry = Mapping[str, Any]
+PlanDocument = Mapping[str, Any]
+"""A plan as JSON, as `fourfold plan --json` writes it."""
+
+PlannedGrid = Mapping[str, Any]
 """One of the document's `grids`."""
 
 KEEPS = {(False, False): DASH, (True, False): "inputs", (False, True): "weights", (True, True): "both"}
-"""What backward finds still gathered, by (keep_gathered, keep_weights)."""
+"""What stays gathered from forward to backward, by (keep_gathered, keep_weights)."""
 
 SHORT = {"sharded": "shard", "replicated": "repl", "attention": "attn"}
+"""Short forms of policies, for narrow terminals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
+    """A column of the table."""
+
     name: str
-    cell: Callable[[Entry], str]
+    cell: Callable[[PlannedGrid], str]
     right: bool = True
 
 
-def plan_table(document: Document, top: int, *, width: int | None = None, colour: bool | None = None) -> str:
-    """The `top` best grids as a table, with a heading and what the columns mean.
+def plan_table(document: PlanDocument, top: int, *, width: int | None = None, colour: bool | None = None) -> str:
+    """Return the `top` best grids as a table, with a heading and a legend of the columns.
 
-    `width`: columns to fit into; None: those of the terminal, or without end where the output is none.
-    `colour`: None: on a terminal where `rich` is installed.
+    `width` is the number of characters to fit into; None means the width of the terminal, and no limit elsewhere.
+    `colour=None` means colours on a terminal if `rich` is installed.
     """
     if top < 1:
-        raise ValueError(f"top={top}: a table shows at least 1 grid")
+        raise ValueError(f"top={top}: a table must show at least 1 grid")
     width = _terminal_width() if width is None else width
     shown = document["grids"][:top]
     if not shown:
@@ -60,8 +66,8 @@ def plan_table(document: Document, top: int, *, width: int | None = None, colour
     return _coloured(lines) if colour and find_spec("rich") else "\n".join(line for line, _ in lines)
 
 
-def why_text(document: Document, *, width: int | None = None) -> str:
-    """Why the best grid is the best; or, where the plan was asked about a pair, why the one beats the other."""
+def why_text(document: PlanDocument, *, width: int | None = None) -> str:
+    """Return why the best grid is the best or, if the plan was asked about a pair, why one grid beats the other."""
     width = _terminal_width() if width is None else width
     asked = document["why"]
     if asked is None:
@@ -74,35 +80,38 @@ def why_text(document: Document, *, width: int | None = None) -> str:
     return "\n".join([why_title(asked), *(f"  {row}" for row in pair), *lines])
 
 
-def asked_pair(document: Document) -> list[tuple[str, str, str, str]]:
-    """The two grids that `--why` was asked about side by side; nothing where one of them was refused."""
+def asked_pair(document: PlanDocument) -> list[tuple[str, str, str, str]]:
+    """Return the two grids that `--why` asked about side by side; nothing if one of them was refused."""
     one, other = (entry_of(document, document["why"][name]) for name in ("grid", "against"))
     return [] if one is None or other is None else comparison(one, other)
 
 
 def why_title(asked: Mapping[str, Any]) -> str:
+    """Return the question of `--why`."""
     return f"Why {grid_name(asked['grid'])} and not {grid_name(asked['against'])}?"
 
 
-def grid_name(grid: Mapping[str, int]) -> str:
-    """`x=2 z=8 data=64`: the axes that are longer than 1."""
-    return str(Shape(*(grid[axis] for axis in AXES)))
+def grid_name(grid: Mapping[str, Any]) -> str:
+    """Return the axes that are longer than 1: `x=2 z=8 data=64`."""
+    return str(Shape(**grid))
 
 
-def order_name(entry: Entry) -> str:
-    """`x z data`: fastest-varying axis first, without those of size 1, whose place means nothing."""
+def order_name(entry: PlannedGrid) -> str:
+    """Return the order of the axes, fastest-varying first, without those of size 1: `x z data`."""
     return " ".join(axis for axis in entry["order"] if entry["grid"][axis] > 1) or DASH
 
 
-def headline(document: Document) -> str:
+def headline(document: PlanDocument) -> str:
+    """Return what was planned: the model, the devices and the batch."""
     model, machine = document["model"], document["machine"]
     return (
         f"{model['name']} ({count(model['parameters'])} parameters) on {document['devices']:,} x {machine['device']} "
-        f"({machine['name']}), {count(document['batch_tokens'])} tokens a step"
+        f"({machine['name']}), {count(document['batch_tokens'])} tokens per step"
     )
 
 
-def searched(document: Document) -> str:
+def searched(document: PlanDocument) -> str:
+    """Return how many grids and candidates were searched, and how long it took."""
     found = document["searched"]
     return (
         f"{found['grids']:,} grids, {found['candidates']:,} candidates, {found['simulated']:,} of them simulated, "
@@ -110,19 +119,19 @@ def searched(document: Document) -> str:
     )
 
 
-def reasons_it_wins(document: Document) -> list[str]:
-    """Sentences about the best grid: what its step consists of, what is hidden, what the next best one lacks."""
+def reasons_it_wins(document: PlanDocument) -> list[str]:
+    """Return sentences about the best grid: what its step consists of, what is hidden, why the next best is slower."""
     best, *others = document["grids"]
     exposed, link = sum(best["exposed_seconds"].values()), sum(best["link_seconds"].values())
     by_axis = ", ".join(f"{axis} {duration(value)}" for axis, value in best["exposed_seconds"].items())
-    waits = f"and {duration(exposed)} waiting for communication ({by_axis})" if exposed else "and no wait"
+    waits = f"and {duration(exposed)} waiting for communication ({by_axis})" if exposed else "and no waiting"
     computes = (
-        f"{duration(best['compute_seconds'])} of computing ({percent(best['compute_seconds'] / best['seconds'])})"
+        f"{duration(best['compute_seconds'])} of computation ({percent(best['compute_seconds'] / best['seconds'])})"
     )
     said = [f"A step takes {duration(best['seconds'])}: {computes} {waits}."]
     if link:
         hidden = max(0.0, 1 - exposed / link)
-        said.append(f"Of {duration(link)} on the links {percent(hidden)} is hidden behind computation.")
+        said.append(f"{percent(hidden)} of the {duration(link)} on the links is hidden behind computation.")
     if best["reason"]:
         said.append(_sentence(best["reason"]))
     if others:
@@ -132,8 +141,8 @@ def reasons_it_wins(document: Document) -> list[str]:
     return said
 
 
-def comparison(one: Entry, other: Entry) -> list[tuple[str, str, str, str]]:
-    """Rows of two grids side by side: what, the one, the other, how much more the other takes."""
+def comparison(one: PlannedGrid, other: PlannedGrid) -> list[tuple[str, str, str, str]]:
+    """Return two grids side by side as rows: what, the one, the other, how much more the other takes."""
     rows = [("", grid_name(one["grid"]), grid_name(other["grid"]), "difference")]
 
     def add(name: str, left: float, right: float, shown: Callable[[float], str]) -> None:
@@ -150,13 +159,18 @@ def comparison(one: Entry, other: Entry) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def entry_of(document: Document, grid: Mapping[str, int]) -> Entry | None:
-    """The entry of that grid; None where it was refused."""
+def named_policies(entry: PlannedGrid) -> list[str]:
+    """Return the policies of a grid that have a name as their value, such as activations."""
+    return [name for name, value in entry["policy"].items() if isinstance(value, str)]
+
+
+def entry_of(document: PlanDocument, grid: Mapping[str, int]) -> PlannedGrid | None:
+    """Return the entry of a grid; None if it was refused."""
     return next((entry for entry in document["grids"] if entry["grid"] == grid), None)
 
 
-def command(document: Document) -> str:
-    """What trains the winner once its config is saved."""
+def command(document: PlanDocument) -> str:
+    """Return the command that trains the best grid once its config is saved."""
     each, devices = document["machine"]["devices_per_node"], document["devices"]
     train = f"train {document['model']['name']}.toml"
     if devices <= each:
@@ -165,7 +179,7 @@ def command(document: Document) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {devices // nodes} -m fourfold.cli {train}"
 
 
-def _slower(entry: Entry, best: Entry) -> str:
+def _slower(entry: PlannedGrid, best: PlannedGrid) -> str:
     more = entry["seconds"] - best["seconds"]
     takes = f"takes {duration(more)} ({percent(more / best['seconds'])}) longer" if more > 0 else "takes as long"
     return f"{takes}: {entry['reason']}" if entry["reason"] else takes
@@ -176,25 +190,24 @@ def _sentence(text: str) -> str:
 
 
 def _columns(axes: Sequence[str], scale: float) -> list[Column]:
-    # three digits of the fastest step: what is smaller decides nothing
+    # Three digits of the fastest step: smaller differences decide nothing.
     places = max(1, 2 - math.floor(math.log10(scale))) if scale > 0 else 1
 
-    def seconds(axis: str) -> Callable[[Entry], str]:
+    def seconds(axis: str) -> Callable[[PlannedGrid], str]:
         return lambda entry: (
             f"{entry['exposed_seconds'].get(axis, 0.0):.{places}f}/{entry['link_seconds'][axis]:.{places}f}"
             if axis in entry["link_seconds"]
             else DASH
         )
 
-    def policy(name: str) -> Callable[[Entry], str]:
-        return lambda entry: SHORT.get(entry["policy"][name], entry["policy"][name])
+    def policy(entry: PlannedGrid) -> str:
+        return "/".join(SHORT.get(entry["policy"][name], entry["policy"][name]) for name in named_policies(entry))
 
     return [
         Column("#", lambda entry: str(entry["rank"])),
         Column("grid", lambda entry: grid_name(entry["grid"]), right=False),
         Column("order", order_name, right=False),
-        Column("act.", policy("activations"), right=False),
-        Column("recomp.", policy("recompute"), right=False),
+        Column("policy", policy, right=False),
         Column(
             "keeps",
             lambda entry: KEEPS[entry["policy"]["keep_gathered"], entry["policy"]["keep_weights"]],
@@ -211,12 +224,15 @@ def _columns(axes: Sequence[str], scale: float) -> list[Column]:
     ]
 
 
-MAIN = ("#", "grid", "recomp.", "micro", "s/step", "tokens/s", "MFU", "HFU", "compute", "peak")
+MAIN = ("#", "grid", "policy", "micro", "s/step", "tokens/s", "MFU", "HFU", "compute", "peak")
+"""Columns of the first line of a grid on a terminal that is too narrow for all of them."""
+
 FEW = ("#", "grid", "s/step", "tokens/s", "MFU", "peak")
+"""Columns of the first line on a terminal that is too narrow even for those."""
 
 
-def _fitted(shown: Sequence[Entry], axes: Sequence[str], width: int | None) -> tuple[str, list[list[str]]]:
-    """The heading and the lines of each grid, as many columns beside each other as fit."""
+def _fitted(shown: Sequence[PlannedGrid], axes: Sequence[str], width: int | None) -> tuple[str, list[list[str]]]:
+    """Return the heading and the lines of each grid, with as many columns side by side as fit."""
     columns = _columns(axes, shown[0]["seconds"])
     for names in ([column.name for column in columns], MAIN, FEW):
         beside = [column for column in columns if column.name in names]
@@ -228,28 +244,29 @@ def _fitted(shown: Sequence[Entry], axes: Sequence[str], width: int | None) -> t
     indent = " " * (2 + max(len(str(entry["rank"])) for entry in shown))
     rows = []
     for line, entry in zip(lines, shown, strict=True):
-        # a value stays with its name: only the gaps between items may break
+        # A value stays on the line of its name: lines break only between items.
         items = "  ".join(f"{column.name} {column.cell(entry)}".replace(" ", "\N{NO-BREAK SPACE}") for column in below)
         more = textwrap.wrap(items, width or 10**6, initial_indent=indent, subsequent_indent=indent)
         rows.append([line, *(part.replace("\N{NO-BREAK SPACE}", " ") for part in more)])
     return head, rows
 
 
-def _legend(document: Document, axes: Sequence[str]) -> list[str]:
+def _legend(document: PlanDocument, axes: Sequence[str]) -> list[str]:
     refused = document["refused"]
     by_axis = f"{', '.join(axes)}: seconds exposed / on the link. " if axes else ""
-    keeps = "keeps: what backward finds still gathered (policy.keep_gathered, policy.keep_weights)."
+    policy = f"policy: {'/'.join(named_policies(document['grids'][0]))}. "
+    keeps = "keeps: what stays gathered until backward (policy.keep_gathered, policy.keep_weights)."
     more = f"; {len(refused):,} grids refused, such as {_refusal(refused[0])}" if refused else ""
-    return [f"{by_axis}order: fastest axis first. {keeps}", f"{searched(document)}{more}."]
+    return [f"{by_axis}order: fastest axis first. {policy}{keeps}", f"{searched(document)}{more}."]
 
 
-def _nothing_fits(document: Document, top: int) -> list[str]:
+def _nothing_fits(document: PlanDocument, top: int) -> list[str]:
     refused = document["refused"]
     more = [f"... and {len(refused) - top:,} more"] if len(refused) > top else []
     return ["No grid fits:", *(f"  {_refusal(entry)}" for entry in refused[:top]), *more]
 
 
-def _refusal(entry: Entry) -> str:
+def _refusal(entry: PlannedGrid) -> str:
     return f"{grid_name(entry['grid'])}: {entry['reason']}"
 
 
@@ -269,7 +286,7 @@ def _terminal_width() -> int | None:
 
 
 def _coloured(lines: Iterable[tuple[str, str]]) -> str:
-    """The same text with the terminal's colours, as many as it has; none where NO_COLOR asks for none."""
+    """Return the text with the colours that the terminal has; with none if NO_COLOR is set."""
     from rich.console import Console
     from rich.text import Text
 

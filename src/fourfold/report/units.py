@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: short, with a unit; a dash where nothing is known. Tables of them as text."""
+"""Numbers as short texts with a unit, with a dash for a number that is not known; and tables of them as text."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import math
 from collections.abc import Collection, Sequence
 
 DASH = "\N{EN DASH}"
+"""Stands for a number that is not known."""
 
 
 def plain(value: float | None, digits: int = 4) -> str:
-    """A number without a unit, to so many significant digits."""
+    """Return a number without a unit, to this many significant digits."""
     return f"{value:.{digits}g}" if known(value) else DASH
 
 
 def count(value: float | None) -> str:
-    """1234567 -> `1.23 M`."""
+    """Return a count: 1234567 -> `1.23 M`."""
     return _scaled(value, 1000, ("", "k", "M", "G", "T", "P", "E"))
 
 
 def nbytes(value: float | None) -> str:
-    """1234567 -> `1.18 MiB`."""
+    """Return a size in bytes: 1234567 -> `1.18 MiB`."""
     return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def percent(value: float | None) -> str:
-    """0.3141 -> `31.4%`."""
+    """Return a fraction in percent: 0.3141 -> `31.4%`."""
     return f"{100 * value:.3g}%" if value is not None and known(value) else DASH
 
 
 def duration(seconds: float | None) -> str:
-    """0.0213 -> `21.3 ms`."""
+    """Return a duration: 0.0213 -> `21.3 ms`."""
     if seconds is None or not known(seconds):
         return DASH
     if seconds >= 60:
@@ -40,7 +41,7 @@ def duration(seconds: float | None) -> str:
 
 
 def known(value: float | None) -> bool:
-    """Neither absent nor NaN nor infinite."""
+    """Tell whether a number is there and finite."""
     return value is not None and math.isfinite(value)
 
 
@@ -48,7 +49,7 @@ def _scaled(value: float | None, base: int, names: tuple[str, ...]) -> str:
     if value is None or not known(value):
         return DASH
     power = 0
-    # 999.9 would be written with four digits: it belongs to the next unit
+    # 999.9 would be written with four digits, so it belongs to the next unit
     while abs(value) >= base - 0.5 and power < len(names) - 1:
         value, power = value / base, power + 1
     shown = f"{value:.0f}" if abs(value) >= 100 or (power == 0 and value == int(value)) else f"{value:.3g}"
@@ -56,7 +57,7 @@ def _scaled(value: float | None, base: int, names: tuple[str, ...]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Lines of a table; the columns `right` end, the others begin, at the same place."""
+    """Return the lines of a table. The columns `right` are aligned to the right, the others to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,7 +1,8 @@
-"""What a run is: sections of validated fields, from TOML and from the command line.
+"""The config of a run: sections of validated fields, read from TOML and from the command line.
 
-A config may leave much open (`"auto"`, no grid, no folder). `resolve` fills that in for a number of ranks and a kind
-of device; the resolved config is stored with the run and gives the same run again.
+Each section is a frozen dataclass with the keys of its TOML table as fields, and checks itself. A config may leave much
+open (`"auto"`, no grid, no folder). `resolve` fills that in for a number of ranks and a kind of device, and checks what
+must fit across sections. The resolved config is stored with the run, and training it again repeats the run.
 """
 
 from __future__ import annotations
@@ -10,38 +11,330 @@ import dataclasses
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, make_dataclass, replace
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from fourfold.grid import AXES, Shape
-from fourfold.layout import Policy
-from fourfold.models.config import nearest
-from fourfold.optim import Schedule
-from fourfold.overlap import Overlap
-from fourfold.train.job import Job, find_grid
+import torch
+
+from fourfold import models
+from fourfold.axes import AXES, BATCH
+from fourfold.grid import Shape
+from fourfold.models.config import MODEL_FIELDS
+from fourfold.old_versions import upgrade_config
+from fourfold.optim import Decay, Schedule
+from fourfold.policy import Activations, Overlap, Policy, Recompute
+from fourfold.spelling import nearest
+from fourfold.train.auto_grid import AUTO, Hardware, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
-from fourfold.train.sections import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    GridSection,
-    LogSection,
-    Model,
-    OptimizerSection,
-    PlanSection,
-    PolicySection,
-    TrainSection,
-    WatchSection,
-)
 
-BYTES = "bytes"
-"""The tokenizer that has no file."""
+Dtype = Literal["fp32", "bf16", "fp64"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+REQUIRED = tuple(field.name for field in dataclasses.fields(models.ModelConfig) if field.default is dataclasses.MISSING)
+"""The keys that a model without a published size must set."""
+
+
+class ModelKeys:
+    """The methods of `ModelSection`."""
+
+    name: str
+
+    def build(self) -> models.ModelConfig:
+        """Return the model's config: the published size with the given keys changed, or a model of these keys alone."""
+        changes = {key: getattr(self, key) for key in MODEL_FIELDS if getattr(self, key) is not None}
+        missing = [name for name in REQUIRED if name not in changes]
+        if self.name in models.SIZES or len(missing) == len(REQUIRED):
+            return models.config(self.name, **changes)
+        if not missing:
+            return models.ModelConfig(**changes)
+        try:
+            return models.config(self.name)
+        except ValueError as error:
+            raise ValueError(f"{error}; a model of another name also needs {', '.join(missing)}") from error
+
+
+ModelSection = make_dataclass(
+    "ModelSection",
+    [("name", str, "gpt-tiny"), *((name, kind | None, None) for name, kind in MODEL_FIELDS.items())],
+    bases=(ModelKeys,),
+    frozen=True,
+)
+"""A published size and the fields of `models.ModelConfig` to change in it, or another name and all required fields."""
+ModelSection.__module__ = __name__  # for pickle, as below
+
+
+class GridSizes:
+    """The methods of `GridSection`."""
+
+    order: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) is not None and getattr(self, axis) < 1:
+                raise ValueError(f"{axis}={getattr(self, axis)} must be at least 1")
+
+    @property
+    def auto(self) -> bool:
+        return all(getattr(self, axis) is None for axis in AXES)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(**{axis: getattr(self, axis) or 1 for axis in AXES}, order=self.order)
+
+
+GridSection = make_dataclass(
+    "GridSection",
+    [*((axis, int | None, None) for axis in AXES), ("order", tuple[Literal[AXES], ...], AXES)],  # type: ignore[valid-type]
+    bases=(GridSizes,),
+    frozen=True,
+)
+"""Sizes of the axes; if none is given, the planner finds the fastest grid for the number of ranks. `order` lists the
+axes in which consecutive ranks differ, fastest-varying first; the planner may change the default order."""
+GridSection.__module__ = __name__  # before Python 3.12 make_dataclass says "types", where pickle does not find it
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    model: Model = field(default_factory=Model)
+class PolicySection:
+    """What is sharded, kept, recomputed and cast; `Policy` explains the fields."""
+
+    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """The dtype of matrix products and messages; auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64
+    with fp64."""
+    reduce_dtype: Dtype | None = None
+    """The dtype in which gradients are reduced over z; by default the dtype of the weights."""
+    activations: Activations = "sharded"
+    recompute: Recompute = "none"
+    keep_gathered: bool = False
+    keep_weights: bool = False
+    loss_chunk: int = 0
+    shard_optimizer: bool = False
+    bucket_bytes: int = 25 << 20
+    compile: Literal["auto"] | bool = "auto"
+    """Whether to compile the computation between collectives; auto does on a GPU."""
+
+    @property
+    def parameters(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return torch.float64 if self.dtype == "fp64" else torch.float32
+
+    def build(self, overlap: Overlap) -> Policy:
+        """Return the policy of these keys."""
+        return Policy(
+            overlap=overlap,
+            activations=self.activations,
+            recompute=self.recompute,
+            keep_gathered=self.keep_gathered,
+            keep_weights=self.keep_weights,
+            loss_chunk=self.loss_chunk,
+            shard_optimizer=self.shard_optimizer,
+            bucket_bytes=self.bucket_bytes,
+            compute_dtype=DTYPES[self.dtype],
+            reduce_dtype=None if self.reduce_dtype is None else DTYPES[self.reduce_dtype],
+            compile=self.compile is True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSection:
+    """Text or tokens to train on, and their share of the samples."""
+
+    path: str
+    """`standard-library`, a text file or folder, a .tokens file, a Megatron or nanoGPT .bin file."""
+    weight: float = 1.0
+    eod: int | None = None
+    """The id that ends a document, if the file does not name one."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"weight={self.weight} must be above 0; to leave a source out, remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class DataSection:
+    sources: tuple[SourceSection, ...] = (SourceSection("standard-library"),)
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    eod: str | int | None = None
+    """The token that ends a document, if the tokenizer.json has an unusual name for it."""
+    documents: bool = False
+    """Whether attention stays inside each of the documents that share a row."""
+    held_out: float = 0.01
+    """The share of every source, at its end, that is only used for evaluation."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("sources is empty; give at least one, such as standard-library")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out={self.held_out} must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSection:
+    rows: int = 16
+    """Sequences per step, over all ranks and micro-batches."""
+    seq: int = 128
+    micro_steps: int = 1
+    """Micro-batches per step. They run one after another, and their gradients accumulate."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "seq", "micro_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.rows % self.micro_steps:
+            near = -(-self.rows // self.micro_steps) * self.micro_steps
+            raise ValueError(
+                f"rows={self.rows} cannot be split into micro_steps={self.micro_steps} equal parts; use {near} rows"
+            )
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSection:
+    """AdamW and its schedule."""
+
+    learning_rate: float = 1e-3
+    warmup: int | None = None
+    """Steps of linear warm-up; by default 10, or all steps if the run has fewer."""
+    schedule: Decay = "cosine"
+    decay: float = 0.2
+    """The share of the steps, at the end, in which a stable schedule decays."""
+    floor: float = 0.1
+    """The last learning rate, as a share of the highest."""
+    base_rows: int | None = None
+    """The batch.rows for which the learning rate is meant. With more rows the learning rate grows linearly."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Gradients with a larger norm are scaled down to this norm; inf never does."""
+
+    def __post_init__(self) -> None:
+        if not self.clip > 0:
+            raise ValueError(f"clip={self.clip} must be above 0; inf turns clipping off")
+        for name in ("learning_rate", "eps", "weight_decay"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if self.base_rows is not None and self.base_rows < 1:
+            raise ValueError(f"base_rows={self.base_rows} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSection:
+    steps: int = 100
+    seed: int = 0
+    out: str | None = None
+    """The run's folder; by default runs/MODEL-DATE-TIME."""
+    evaluate_every: int = 50
+    """Steps between evaluations on the held-out data; the last step is also followed by one. 0 never evaluates."""
+    evaluate_batches: int = 8
+    max_skipped: int = 5
+    """The run stops after this many skipped steps in a row; see watch.not_finite and watch.spikes."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluate_batches", 1), ("max_skipped", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSection:
+    """When the whole training state is saved to the run's folder, and which checkpoints are kept."""
+
+    save: bool = True
+    """Whether to save at intervals and when the run ends, also after SIGTERM."""
+    every: int = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep_last: int = 2
+    """How many of the newest checkpoints are kept."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of this are never removed; 0 keeps none for that reason."""
+    asynchronous: bool = True
+    """Whether training continues while a copy of the state is written."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class LogSection:
+    tensorboard: Literal["auto"] | bool = "auto"
+    """auto logs to TensorBoard if the package tensorboard is installed."""
+    wandb: str | None = None
+    """The Weights & Biases project to log to."""
+    peak_flops: float | None = None
+    """Peak FLOP/s of one device, for MFU and HFU; by default from its data sheet, on the CPU measured."""
+
+    def __post_init__(self) -> None:
+        if self.peak_flops is not None and not self.peak_flops > 0:
+            raise ValueError(f"peak_flops={self.peak_flops} must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSection:
+    """What is watched during training, and what happens when something is wrong."""
+
+    deadline: float = 300.0
+    """Seconds that a rank may wait for a collective. After that all ranks stop and report which rank was missing. inf
+    waits forever."""
+
+    replicas_every: int = 100
+    """Steps between checks that replicas of the parameters are equal bit for bit; 0 never checks."""
+
+    not_finite: Literal["skip", "roll_back", "stop"] = "skip"
+    """What to do about a step with gradients that are not finite. skip leaves the parameters unchanged, and ends the
+    run after train.max_skipped steps in a row; roll_back resumes from the newest checkpoint and skips the data since;
+    stop ends the run."""
+
+    spikes: Literal["tell", "skip", "roll_back", "stop"] = "tell"
+    """What to do about a step with a spike in the loss: the same actions, or tell, which only reports it."""
+
+    spike_above: float = 8.0
+    """A loss is a spike if it is this many standard deviations above the median of the last 64 losses; 0 never finds
+    one."""
+
+    grace: float = 600.0
+    """Seconds that the run has to end after SIGTERM, including its last checkpoint."""
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "grace"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0; inf waits forever")
+        if not 0 <= self.spike_above < inf:
+            raise ValueError(f"spike_above={self.spike_above} must be at least 0 and finite; 0 turns it off")
+        if self.replicas_every < 0:
+            raise ValueError(f"replicas_every={self.replicas_every} must be at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSection:
+    """What the planner does for the run."""
+
+    machine: str = AUTO
+    """A packaged machine or the path of a machine file; auto is the packaged machine most like this one."""
+    compare: bool = True
+    """Whether to predict the step time at the start, and compare it with the first measured steps."""
+
+
+BYTES = "bytes"
+"""The name of the tokenizer that needs no file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """The config of a training run; its fields are the sections."""
+
+    model: ModelSection = field(default_factory=ModelSection)
     grid: GridSection = field(default_factory=GridSection)
     policy: PolicySection = field(default_factory=PolicySection)
     overlap: Overlap = field(default_factory=Overlap)
@@ -56,9 +349,10 @@ class Config:
 
     @property
     def schedule(self) -> Schedule:
+        """The schedule of the learning rate."""
         section = self.optimizer
         return Schedule(
-            section.rate,
+            section.learning_rate,
             self.train.steps,
             warmup=min(10, self.train.steps) if section.warmup is None else section.warmup,
             shape=section.schedule,
@@ -69,51 +363,65 @@ class Config:
         )
 
     def build_policy(self) -> Policy:
-        """As the model takes it: the sections policy and overlap in one."""
+        """Return the policy that the model takes: the sections policy and overlap together."""
         return self.policy.build(self.overlap)
 
     def toml(self) -> str:
+        """Return the config as the text of a TOML file."""
         return to_toml(to_table(self))
 
-    def stored(self, folder: Path) -> Config:
-        """As a run's folder keeps it: run again it gets another one, and a tokenizer in it moves with it."""
+    def stored(self, folder: Path) -> TrainConfig:
+        """Return the config as the run's folder keeps it.
+
+        It does not name the folder, so that training it again makes another one. A tokenizer in the folder is named
+        without its path, so that the folder can be moved.
+        """
         name, data = Path(self.data.tokenizer), self.data
         if self.data.tokenizer != BYTES and name.expanduser().parent.resolve() == folder.resolve():
             data = replace(data, tokenizer=name.name)
         return replace(self, data=data, train=replace(self.train, out=None))
 
 
-def read_config(path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, forget_grid: bool = False) -> Config:
-    """The config of a TOML file (or the defaults) with some keys changed: `("batch.rows", 32)`.
+def read_config(
+    path: Path | None, changes: Sequence[tuple[str, Any]] = (), *, forget_grid: bool = False
+) -> TrainConfig:
+    """Return the config of a TOML file, or the defaults, with some keys changed, such as `("batch.rows", 32)`.
 
-    With `forget_grid` the sizes of the file's grid do not count.
+    `forget_grid` ignores the sizes of the grid in the file.
     """
     table: dict[str, Any] = {}
     if path is not None:
         if not path.is_file():
             if path.is_dir():
                 raise IsADirectoryError(
-                    f"{path} is a folder; give a config, CONFIG.toml; a run goes on by --resume {path}"
+                    f"{path} is a folder; give a config, CONFIG.toml, or resume the run in it with --resume {path}"
                 )
-            raise FileNotFoundError(f"there is no config {path}; give the path of a TOML file")
+            raise FileNotFoundError(f"the config {path} does not exist; give the path of a TOML file")
         try:
             table = tomllib.loads(path.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no TOML: {error}") from error
+            raise ValueError(f"{path} is not valid TOML: {error}") from error
+        try:
+            table = upgrade_config(table)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         _put_beside(table, path.parent)
     if forget_grid and isinstance(table.get("grid"), dict):
         table["grid"] = {key: value for key, value in table["grid"].items() if key not in AXES}
     for key, value in changes:
         _put(table, key, value)
     try:
-        return parse(Config, table)
+        return parse(TrainConfig, table)
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path is not None else str(error)) from error
 
 
 def beside(name: str, folder: Path) -> str:
-    """The tokenizer that a config in this folder names: a bare name, or a path that is not there any more, is that of
-    a file beside the config if there is one. So a run that has its own can be moved."""
+    """Return the path of the tokenizer that a config in this folder names.
+
+    A bare name, or a path that no longer exists, means the file of that name beside the config, if there is one. So a
+    run with a tokenizer of its own can be moved.
+    """
     path, own = Path(name).expanduser(), folder / Path(name).name
     return str(own) if name != BYTES and own.is_file() and (path.name == name or not path.is_file()) else name
 
@@ -125,29 +433,29 @@ def _put_beside(table: dict[str, Any], folder: Path) -> None:
 
 
 def table_of(section: str) -> list[str]:
-    """The keys of a section."""
-    return [field.name for field in dataclasses.fields(getattr(Config(), section))]
+    """Return the keys of a section."""
+    return [field.name for field in dataclasses.fields(getattr(TrainConfig(), section))]
 
 
 def _put(table: dict[str, Any], key: str, value: Any) -> None:
-    sections = [section.name for section in dataclasses.fields(Config)]
+    sections = [section.name for section in dataclasses.fields(TrainConfig)]
     section, dot, name = key.partition(".")
     if not dot or section not in sections:
         near = nearest(section, sections)
         if homes := [each for each in sections if not dot and key in table_of(each)]:
             near = f" (did you mean {' or '.join(f'{home}.{key}' for home in homes)}?)"
-        raise ValueError(f"{key!r} is no key{near}; write section.key=value, sections are {', '.join(sections)}")
+        raise ValueError(f"{key!r} is not a key{near}; write section.key=value; the sections are {', '.join(sections)}")
     keys = table.setdefault(section, {})
-    if isinstance(keys, dict):  # otherwise `parse` says what is wrong with it
+    if isinstance(keys, dict):  # otherwise `parse` reports the error
         keys[name] = value
 
 
 def resolve(
-    config: Config, ranks: int, *, on_gpu: bool, memory_bytes: int, say: Callable[[str], object] = lambda _: None
-) -> Config:
-    """Fill in what is left open, for that many ranks on that kind of device.
+    config: TrainConfig, ranks: int, *, on_gpu: bool, memory_bytes: int, say: Callable[[str], object] = lambda _: None
+) -> TrainConfig:
+    """Return the config with everything filled in, for this number of ranks on this kind of device.
 
-    Where the planner chooses the grid, why it takes this one is said in one line.
+    If the planner chooses the grid, `say` receives its reason in one line.
     """
     dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
     compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
@@ -162,36 +470,37 @@ def resolve(
     if model.build().positions == "learned" and config.batch.seq > model.build().seq:
         raise ValueError(
             f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
-            "raise model.seq or lower batch.seq"
+            "increase model.seq or decrease batch.seq"
         )
     if config.grid.auto:
         shape = Shape(order=config.grid.order)
         if ranks > 1:
-            shape, reason = choose_grid(config, Job.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
+            shape, reason = choose_grid(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
             say(reason)
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]
     shape = config.grid.shape
     config.model.build().check(shape, built)
-    places, rows = shape.data * shape.z, config.batch.rows // config.batch.micro_steps
+    places, rows = shape.places, config.batch.rows // config.batch.micro_steps
     if rows % places:
+        sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
         raise ValueError(
-            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} are {rows} rows, which data*z = "
-            f"{shape.data}*{shape.z} does not divide; take a multiple of {places * config.batch.micro_steps} rows"
+            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} gives {rows} rows, which is not "
+            f"divisible by {'*'.join(BATCH)} = {sizes}; use a multiple of {places * config.batch.micro_steps} rows"
         )
     return config
 
 
 @contextmanager
 def _section(name: str) -> Iterator[None]:
-    """Errors inside name the section."""
+    """Add the name of the section to errors inside."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
-def choose_grid(config: Config, job: Job) -> tuple[Shape, str]:
-    """The planner's grid for the job, and why it is taken."""
+def choose_grid(config: TrainConfig, job: Hardware) -> tuple[Shape, str]:
+    """Return the planner's grid for the job, and its reason."""
     return find_grid(
         config.model.build(),
         config.build_policy(),

@@ -1,128 +1,82 @@
-"""Watches over the ranks of a run: what each did last is on its tape, nobody waits for ever, who is slow is named.
+"""Watches over the ranks of a run: a tape of what each rank does, an alarm when one is stuck, and who is slow.
 
-The rank that raises the alarm leaves the diagnosis in the run's folder (`watch/diagnosis.txt`); every rank gives it to
-whoever started it, and ends.
+The rank that raises the alarm leaves the diagnosis in the run's folder (`watch/diagnosis.txt`). Every rank reports it
+to whoever started it, and ends.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from fourfold.grid import Grid
-from fourfold.train.launch import report_diagnosis
-from fourfold.train.story import logger
-from fourfold.watch.alarm import Alarm
-from fourfold.watch.straggle import Sample, Straggler, Stragglers
-from fourfold.watch.tape import Tape, tape_path
+from fourfold.train.launch import report_failure
+from fourfold.train.run_log import logger
+from fourfold.watch.liveness import Alarm, JobDiagnosis
+from fourfold.watch.stragglers import StepWindows, Straggler
+from fourfold.watch.tape import Tape, Waits, tape_path
 
 
-class Unguarded:
-    """In the place of a guard where a rank is alone."""
+class NoGuard:
+    """Does nothing; stands in for a guard if the job has only one rank."""
 
     def begin_step(self, step: int) -> None: ...
-    def doing(self, what: str, *, waits: bool = False) -> None: ...
+    def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None: ...
     def failed(self, reason: str) -> None: ...
     def took(self, seconds: float, waited: Mapping[str, float]) -> None: ...
-    def tell(self) -> list[Straggler]:
+    def stragglers(self) -> list[Straggler]:
         return []
 
     def close(self, *, done: bool) -> None: ...
 
 
-class Guard(Unguarded):
-    """Of one rank; all ranks make it together. A rank may wait so many seconds for the others; inf: for ever."""
+class Guard(NoGuard):
+    """The guard of one rank; all ranks make it together. `deadline` is how long a rank may wait, in seconds."""
 
     def __init__(self, grid: Grid, folder: Path, deadline: float) -> None:
         self._ledger = grid.ledger
         self._tape = Tape(tape_path(folder, grid.rank), grid.rank, grid.shape)
         self._ledger.listener = self._tape
         self._alarm = Alarm(self._tape, grid, folder, deadline, end)
-        self._windows = Windows(grid)
+        self._windows = StepWindows(grid)
 
     def begin_step(self, step: int) -> None:
         self._tape.step = step
         self._tape.doing("reading a batch")
 
-    def doing(self, what: str, *, waits: bool = False) -> None:
-        self._tape.doing(what, waits=waits)
+    def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None:
+        """Write onto the tape what this rank does from now on."""
+        self._tape.doing(what, waits)
 
     def failed(self, reason: str) -> None:
-        """A collective failed here: find out why, with all ranks, and end; returns where that is impossible."""
+        """Find out with all ranks why a collective failed here, and end this process; return if that is impossible."""
         self._alarm.call(reason)
 
     def took(self, seconds: float, waited: Mapping[str, float]) -> None:
-        """A step, of which this rank waited so long along each axis."""
+        """Count a step: its seconds, and how many of them this rank waited along each axis."""
         self._windows.took(seconds, waited)
 
-    def tell(self) -> list[Straggler]:
-        """Where all ranks have met: tell of the steps since they last did, and hear on rank 0 who has become slow."""
-        return self._windows.tell()
+    def stragglers(self) -> list[Straggler]:
+        """Exchange the times of the last steps, right after all ranks have met; on rank 0 return who became slow."""
+        return self._windows.exchange()
 
     def close(self, *, done: bool) -> None:
-        """This rank has done all that others may wait for, or has failed."""
+        """Stop watching; `done` says that this rank did all that others may wait for, and did not fail."""
         self._alarm.close(done=done)
         self._ledger.listener = None
         self._tape.close()
 
 
-class Windows:
-    """The steps between meetings of all ranks, LEAST of them or more, told through the job's store.
+def end(found: JobDiagnosis, judge: bool) -> None:
+    """Report the diagnosis to whoever started this rank, and end the process.
 
-    A rank tells of a window after the meeting that ends it. So at the next one all have told, and rank 0 reads without
-    waiting for anyone.
+    It ends by `os._exit`, because its main thread may never come back from where it waits. The judge alone prints the
+    whole text.
     """
-
-    LEAST = 8
-    """Steps: of fewer a single pause of a machine that does other things would be much."""
-    _made = itertools.count()
-
-    def __init__(self, grid: Grid) -> None:
-        self._rank, self._world = grid.rank, grid.shape.world
-        self._store = dist.distributed_c10d._get_default_store()
-        self._name = f"fourfold/windows/{next(self._made)}"
-        self._stragglers = Stragglers(grid.shape)
-        self._window = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._steps, self._own, self._waited = 0, 0.0, Counter[str]()
-
-    def took(self, seconds: float, waited: Mapping[str, float]) -> None:
-        self._steps += 1
-        self._own += seconds - sum(waited.values())
-        self._waited.update(waited)
-
-    def tell(self) -> list[Straggler]:
-        if self._steps < self.LEAST:
-            return []
-        found: list[Straggler] = []
-        if self._window and self._rank == 0:
-            texts = self._store.multi_get([self._key(self._window, rank) for rank in range(self._world)])
-            found = self._stragglers.hear([Sample(*json.loads(text)) for text in texts])
-        if self._window > 1:
-            self._store.delete_key(self._key(self._window - 1, self._rank))  # rank 0 has read it: all have met since
-        self._window += 1
-        waited = {axis: seconds / self._steps for axis, seconds in self._waited.items()}
-        self._store.set(self._key(self._window, self._rank), json.dumps([self._own / self._steps, waited]))
-        self._clear()
-        return found
-
-    def _key(self, window: int, rank: int) -> str:
-        return f"{self._name}/{window}/{rank}"
-
-
-def end(text: str, judge: bool) -> None:
-    """Tell whoever started this rank, and end it: its main thread may never come back from where it stands."""
-    logger.error("%s", text)
-    report_diagnosis(text, whole=judge)
+    logger.error("%s", found.text)
+    report_failure(found.text, found.failure, whole=judge)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

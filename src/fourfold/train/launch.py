@@ -1,13 +1,12 @@
-"""Ranks on this machine, on torch's elastic agent; or the ranks that torchrun or SLURM have started already.
+"""Starts ranks on this machine with torch's elastic agent, restarts them, and reports why they failed.
 
-The agent watches the ranks: when one fails or dies it ends the others, and the first cause is what people read. Where
-that was not the user's to mend, all ranks are started again, if asked for. This is not left to the agent, which would
-also start again what fails every time, and say nothing of it.
+The agent watches the ranks: when one fails or dies it ends the others. `watch.liveness` chooses which of their errors
+people read. Where another start may help, all ranks are restarted, if that is asked for. Restarts are not left to the
+agent: it would also restart what fails every time, and say nothing about it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -27,9 +26,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fourfold.train.process import INTERRUPTED, READABLE, STARTED_BY_US, TERMINATED, is_watched
-from fourfold.train.rendezvous import HERE
-from fourfold.watch.siblings import DIED
+from fourfold.atomic import write_json
+from fourfold.environment import LAUNCHED, RESTARTED, Environment, inside_a_job, is_watched
+from fourfold.errors import Failure
+from fourfold.train.process import INTERRUPTED, READABLE, TERMINATED
+from fourfold.train.rendezvous import LOCAL
+from fourfold.watch.liveness import RankEnd, first_cause
 
 RANK = """
 import signal, sys
@@ -38,38 +40,40 @@ from fourfold.cli import main
 sys.exit(main())
 """
 """The program of a rank."""
-RESTARTED = "FOURFOLD_RESTARTED"
-"""How often our launcher has started the ranks again."""
-GRACE, MARGIN = 30.0, 30
-"""Seconds that ranks have to end when they are told to, unless somebody says otherwise; and after which whoever started
-them ends them, counted from there."""
-LONGEST = 10**6
+GRACE = 30.0
+"""Seconds that ranks have to end after SIGTERM, unless the config says otherwise."""
+MARGIN = 30
+"""Seconds beyond their grace after which whoever started the ranks kills them: they print and flush in that time."""
+MAX_SECONDS = 10**6
+"""Stands for no limit where an API wants a number of seconds; about eleven days."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""How gloo and NCCL say that another rank is gone: an effect, not a cause."""
 
 
-class Ward:
-    """What ranks are started for, as far as whoever starts them must know; by itself they leave nothing behind."""
+class RestartPolicy:
+    """Tells the launcher where and how to restart its ranks. By default the ranks leave nothing behind."""
 
-    def goes_on(self) -> str:
-        """Where they will go on, in words, which so tell of progress too."""
+    def resume_step(self) -> int:
+        """Return the step that a restart resumes after. A higher one than before means progress."""
+        return 0
+
+    def resume_text(self, step: int) -> str:  # noqa: ARG002
+        """Say where a restart resumes."""
         return "from its start"
 
-    def left(self) -> str:
-        """What SIGTERM has left of them."""
+    def after_sigterm(self) -> str:
+        """Say what the ranks have left behind after SIGTERM."""
         return READABLE
 
-    def known(self, since: float) -> str:  # noqa: ARG002
-        """Why they may have failed, by what they have left behind since that time."""
+    def evidence(self, since: float) -> str:  # noqa: ARG002
+        """Say why the ranks may have failed, by what they have written since that time; empty if nothing is known."""
         return ""
 
-    def again(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
-        """How many of them are started another time, and with what."""
+    def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
+        """Return how many ranks the next start has, and its arguments."""
         return ranks, arguments
 
     def note(self, kind: str, text: str) -> None:
-        """What has become of them."""
+        """Record what has become of the ranks."""
 
 
 def launch(
@@ -79,84 +83,88 @@ def launch(
     *,
     restarts: int = 0,
     grace: float = GRACE,
-    ward: Ward | None = None,
+    policy: RestartPolicy | None = None,
 ) -> int:
-    """Run `fourfold` with these arguments on that many local ranks; returns the exit code.
+    """Run `fourfold` with these arguments on that many local ranks; return the exit code.
 
-    They talk over the loopback, and nobody else can talk to them. When a rank dies, all are started again, up to
-    `restarts` times in a row without progress. Told to end, they have `grace` seconds.
+    The ranks communicate over the loopback, where nobody else reaches them. When a rank dies, all are restarted, up to
+    `restarts` times in a row without progress. After SIGTERM they have `grace` seconds to end.
     """
-    ward = ward or Ward()
+    policy = policy or RestartPolicy()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what the agent has to say is said below
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # this file says it in one line
     try:
-        with alone_on_this_machine():
-            return _launch(ranks, arguments, errors, restarts, grace, ward)
+        with loopback_only():
+            return _launch(ranks, arguments, errors, restarts, grace, policy)
     except (KeyboardInterrupt, SignalException) as caught:
         if getattr(caught, "sigval", None) == signal.SIGTERM:
-            return _terminated(errors, ward)
+            return _terminated(errors, policy)
         print(f"fourfold: interrupted; {READABLE}", file=errors)
-        ward.note("ended", "interrupted")
+        policy.note("ended", "interrupted")
         return INTERRUPTED
     finally:
-        for name in (STARTED_BY_US, RESTARTED):
+        for name in (LAUNCHED, RESTARTED):
             os.environ.pop(name, None)
 
 
 def _launch(
-    ranks: int,
-    arguments: Sequence[str],
-    errors: IO[str],
-    restarts: int,
-    grace: float,
-    ward: Ward,
+    ranks: int, arguments: Sequence[str], errors: IO[str], restarts: int, grace: float, policy: RestartPolicy
 ) -> int:
-    tries, reached, times = restarts, ward.goes_on(), 0
+    tries, reached, times = restarts, policy.resume_step(), 0
     while True:
-        os.environ |= {STARTED_BY_US: "1", RESTARTED: str(times)}
+        os.environ |= {LAUNCHED: "1", RESTARTED: str(times)}
         began = time.time()
         try:
             elastic_launch(_config(ranks, f"fourfold-{times}", grace), sys.executable)("-u", "-c", RANK, *arguments)
             return 0
         except ChildFailedError as failed:
-            if any(failure.exitcode == TERMINATED for failure in failed.failures.values()):
-                return _terminated(errors, ward)
-            rank, failure = first_cause(failed.failures)
-            came_to, reached = reached, ward.goes_on()
-            tries = tries if reached == came_to else restarts
-            cause = explain(rank, failure)
-            if not is_diagnosis(failure) and (more := ward.known(began)):
-                cause = f"{cause}\n{more}"
-            if tries == 0 or not may_pass(failure):
-                print(f"fourfold: error: {cause}", file=errors)
-                ward.note("failed", cause)
-                return failure.exitcode if failure.exitcode > 0 else 1
-            tries, times = tries - 1, times + 1
-            cause = cause.splitlines()[0 if is_diagnosis(failure) else -1]
-            before, (ranks, arguments) = ranks, ward.again(ranks, arguments)
-            where = reached if ranks == before else f"{reached} on {ranks} of {before} ranks"
-            said = f"{cause}; the run goes on {where} (start {times + 1})"
-            print(f"fourfold: {said}", file=errors, flush=True)
-            ward.note("restarted", said)
+            ends = [_end(rank, failure) for rank, failure in failed.failures.items()]
+        if any(end.exit_code == TERMINATED for end in ends):
+            return _terminated(errors, policy)
+        first = first_cause(ends)
+        before, reached = reached, policy.resume_step()
+        tries = tries if reached == before else restarts
+        cause, diagnosed = explain(first), first.failure is not None and first.failure.is_diagnosis
+        if not diagnosed and (more := policy.evidence(began)):
+            cause = f"{cause}\n{more}"
+        may_pass = first.exit_code != INTERRUPTED and (first.failure or Failure.ERROR).may_pass
+        if tries == 0 or not may_pass:
+            print(f"fourfold: error: {cause}", file=errors)
+            policy.note("failed", cause)
+            return first.exit_code if first.exit_code > 0 else 1
+        tries, times = tries - 1, times + 1
+        # one line: the headline of a diagnosis, or the last line of a traceback
+        cause = cause.splitlines()[0 if diagnosed else -1]
+        had, (ranks, arguments) = ranks, policy.next_start(ranks, arguments)
+        where = policy.resume_text(reached) + ("" if ranks == had else f" on {ranks} of {had} ranks")
+        said = f"{cause}; the run resumes {where} (start {times + 1})"
+        print(f"fourfold: {said}", file=errors, flush=True)
+        policy.note("restarted", said)
+
+
+def _end(rank: int, failure: ProcessFailure) -> RankEnd:
+    data = failure.error_file_data
+    kind = Failure(data["kind"]) if isinstance(data, dict) and "kind" in data else None
+    return RankEnd(rank, failure.pid, failure.exitcode, kind, failure.message, failure.timestamp)
 
 
 def _config(ranks: int, name: str, grace: float) -> LaunchConfig:
     more: dict[str, Any] = {}
     if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):  # not in every torch
-        more["shutdown_timeout"] = stop_seconds(grace)
-    return LaunchConfig(1, 1, ranks, run_id=name, rdzv_backend=HERE, max_restarts=0, **more)
+        more["shutdown_timeout"] = kill_seconds(grace)
+    return LaunchConfig(1, 1, ranks, run_id=name, rdzv_backend=LOCAL, max_restarts=0, **more)
 
 
-def stop_seconds(grace: float) -> int:
-    """After which whoever told ranks to end should end them."""
-    return min(ceil(grace), LONGEST) + MARGIN if isfinite(grace) else LONGEST
+def kill_seconds(grace: float) -> int:
+    """Return the seconds after SIGTERM at which whoever sent it should kill the ranks."""
+    return min(ceil(grace), MAX_SECONDS) + MARGIN if isfinite(grace) else MAX_SECONDS
 
 
 @contextmanager
-def alone_on_this_machine() -> Iterator[None]:
-    """Inside, processes that are started talk over the loopback, unless the environment names another interface."""
+def loopback_only() -> Iterator[None]:
+    """Inside, processes that are started use the loopback, unless the environment names another interface."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     added = [name for name in INTERFACES if name not in os.environ]
     os.environ |= dict.fromkeys(added, loopback)
@@ -167,104 +175,68 @@ def alone_on_this_machine() -> Iterator[None]:
             del os.environ[name]
 
 
-def _terminated(errors: IO[str], ward: Ward) -> int:
-    said = f"stopped by SIGTERM; {ward.left()}"
+def _terminated(errors: IO[str], policy: RestartPolicy) -> int:
+    said = f"stopped by SIGTERM; {policy.after_sigterm()}"
     print(f"fourfold: {said}", file=errors)
-    ward.note("ended", said)
+    policy.note("ended", said)
     return TERMINATED
 
 
-def may_pass(failure: ProcessFailure) -> bool:
-    """Whether what has failed may go well another time: not what a user must mend, nor what a user has stopped."""
-    data = failure.error_file_data
-    return failure.exitcode != INTERRUPTED and not (isinstance(data, dict) and data.get("users"))
+def explain(end: RankEnd) -> str:
+    """Say why a rank ended, for people."""
+    if end.killed:
+        name = signal.Signals(-end.exit_code).name
+        return f"rank {end.rank} (process {end.process}) was killed by {name}; the other ranks were stopped"
+    if end.exit_code == INTERRUPTED:  # that rank alone: an interrupted launcher says so itself
+        return f"rank {end.rank} (process {end.process}) was interrupted by a signal; the other ranks were stopped"
+    if end.failure is not None and end.failure.is_diagnosis:
+        return end.message
+    lines = end.message.strip().splitlines() or [f"rank {end.rank} failed with exit code {end.exit_code}"]
+    return lines[0] if len(lines) == 1 else f"rank {end.rank}: {end.message.strip()}"
 
 
-def first_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Of several failed ranks one that says what all have found out, unless that is who died; else the one that failed
-    by itself: died, or raised something else than a lost peer."""
+def report_failure(message: str, kind: Failure, *, whole: bool = True) -> None:
+    """Report why this rank fails to whoever started it: to our launcher in the agent's file, to others on stderr.
 
-    def rank_of_cause(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
-        _, failure = item
-        lost = any(words in failure.message for words in LOST_PEER)
-        order = 1 if failure.exitcode < 0 else 3 if lost else 2
-        if is_diagnosis(failure):
-            order = 3 if DIED in failure.message.partition("\n")[0] else 0
-        return order, failure.timestamp
-
-    return min(failures.items(), key=rank_of_cause)
-
-
-def explain(rank: int, failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        return f"rank {rank} (process {failure.pid}) was killed by {name}; the other ranks were stopped"
-    if failure.exitcode == INTERRUPTED:  # that rank alone: where the launcher is interrupted it says so itself
-        return f"rank {rank} (process {failure.pid}) was interrupted by a signal; the other ranks were stopped"
-    if is_diagnosis(failure):
-        return failure.message
-    lines = failure.message.strip().splitlines() or [f"rank {rank} failed with exit code {failure.exitcode}"]
-    return lines[0] if len(lines) == 1 else f"rank {rank}: {failure.message.strip()}"
-
-
-def report_failure(message: str, *, users: bool) -> None:
-    """Tell whoever started this rank why it fails: our launcher through the agent's file, others on stderr.
-
-    `users`: it is the user's to mend, and would fail again.
+    Without `whole` only the first line goes to stderr, because another rank prints all of it.
     """
-    if not _write_failure(message, users=users):
-        _print_failure(message)
-
-
-def report_diagnosis(text: str, *, whole: bool) -> None:
-    """Tell whoever started this rank what all ranks have found out; on stderr its first line, or the whole of it."""
-    if not _write_failure(text, users=False, diagnosis=True):
-        _print_failure(text if whole else text.partition("\n")[0])
-
-
-def is_diagnosis(failure: ProcessFailure) -> bool:
-    return isinstance(failure.error_file_data, dict) and bool(failure.error_file_data.get("diagnosis"))
-
-
-def _write_failure(message: str, **what: bool) -> bool:
-    """Whether our launcher will read it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not is_watched() or not path:
-        return False
-    beside = Path(f"{path}.new")  # whoever reads it finds all of it: a rank may be killed in the middle of a word
-    beside.write_text(json.dumps({"message": message, "timestamp": str(int(time.time())), **what}))
-    beside.replace(path)
-    return True
-
-
-def _print_failure(message: str) -> None:
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-    print(f"fourfold: error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+    if is_watched() and path:
+        # whole or absent: this rank may be killed while it writes
+        write_json(Path(path), {"message": message, "timestamp": str(int(time.time())), "kind": kind})
+        return
+    who = f"rank {Environment.read().rank}: " if inside_a_job() else ""
+    shown = message if whole else message.partition("\n")[0]
+    print(f"fourfold: error: {who}{shown}", file=sys.stderr, flush=True)
 
 
 @cache
 def cores() -> int:
-    """That the ranks of this machine share: those of this process before `share_cores` keeps it on one of them."""
+    """Return the cores that the ranks of this machine share.
+
+    The first call counts those that this process may use; later ones repeat it, because `share_cores` keeps the process
+    on one of them.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def share_cores() -> None:
-    """Let ranks on the CPU of one machine share its cores well, once their process groups are there.
+    """Let ranks on the CPU of one machine share its cores well, once their process groups exist.
 
     gloo's socket threads spin for milliseconds after each message. With more ranks than cores they take the time
     that the ranks need, and wake-ups across cores cost most of a message: each rank stays on a core of its own, and
     the threads of gloo yield.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+    here = Environment.read()
+    local_ranks = here.local_world or 1
     if local_ranks <= 1 or not Path("/proc/self/task").exists():
         return
-    cores()  # while it may still use all of them
+    cores()  # while this process may still use all of them
     mine = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, len(mine) // local_ranks))
     if 1 < len(mine) <= local_ranks:
-        os.sched_setaffinity(0, {mine[local_rank * len(mine) // local_ranks]})
+        os.sched_setaffinity(0, {mine[here.local_rank * len(mine) // local_ranks]})
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
             if (task / "comm").read_text().strip() == "gloo_tcp_loop":
-                os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+                os.setpriority(os.PRIO_PROCESS, int(task.name), 19)  # the lowest priority

@@ -1,8 +1,7 @@
-"""What this process is among others, and how signals end it. Imports no torch: a command may ask before it does."""
+"""How signals end a process, and its exit codes. Imports no torch: a command uses it before it imports torch."""
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,31 +9,23 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes of what SIGINT and SIGTERM have ended."""
-STARTED_BY_US = "FOURFOLD_LAUNCHED"
+"""Exit codes of processes that SIGINT and SIGTERM have ended, as shells have them: 128 and the signal's number."""
 READABLE = "what was written stays readable"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def inside_a_job() -> bool:
-    """Whether torchrun, SLURM or our own launcher started this process as one of several ranks."""
-    return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-
-
-def is_watched() -> bool:
-    """Whether our launcher has started this rank, and will see who dies; torchrun names the first that it sees."""
-    return STARTED_BY_US in os.environ
-
-
 def listen_to_signals() -> None:
-    """From now on SIGTERM ends a run as Ctrl-C does; once is enough, though terminal and agent may both send it."""
+    """From now on let SIGTERM end a run as Ctrl-C does.
+
+    A second signal is ignored, because the terminal and the agent may both send one.
+    """
     for number in SIGNALS:
         signal.signal(number, _interrupt)
 
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Inside, they are listened to in this way."""
+    """Inside, SIGINT and SIGTERM raise KeyboardInterrupt; afterwards they do what they did before."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     listen_to_signals()
     try:
@@ -45,7 +36,7 @@ def signals_interrupt() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """This process ends already, and has something to say first."""
+    """Ignore both signals, in a process that ends already and has something to report first."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,14 +1,14 @@
-"""A profile of some steps: a Chrome trace from every rank, and what it says of communication.
+"""A profile of some steps: a Chrome trace from every rank, and a summary of their communication.
 
     profile/rank-R.json    the trace of rank R; ui.perfetto.dev opens it
-    profile/summary.json   by axis, seconds of a step on the link and seconds exposed
+    profile/summary.json   by axis, seconds per step on the link and exposed seconds
 
-Every step is a span `step N`, every launch of a collective a span with the ledger's name for it.
+Every step is a span `step N`, and every launch of a collective is a span with the ledger's name for it.
 
-On a GPU the seconds on a link are those of NCCL's kernels in the trace, and each kernel belongs to the collective in
-whose launch it was launched: torch wraps NCCL's kernels in annotations of its own, so that the profiler shows those
-on the device and not ours. Kernels of one axis that run at the same time count once. On the CPU the ledger times
-each collective from launch to arrival, and adds up those that are under way at the same time.
+On a GPU the seconds on a link are the durations of NCCL's kernels in the trace. A kernel belongs to the collective
+during which it was launched: torch annotates NCCL's kernels itself, so the profiler shows torch's annotations on the
+device and not ours. Kernels of one axis that run at the same time count once. On the CPU the ledger times each
+collective from launch to arrival, and adds up collectives that are in flight at the same time.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from fourfold import comm
-from fourfold.grid import AXES, Grid
+from fourfold.atomic import replacing, write_json
+from fourfold.axes import AXES
+from fourfold.grid import Grid
 from fourfold.ledger import Op
-from fourfold.train.meter import Reading
-from fourfold.train.record import Event, strict, write_json
+from fourfold.train.metrics import StepMetrics
+from fourfold.train.run_folder import RunEvent, strict
 
 Interval = tuple[float, float]
 
 ON_GPU = "kernels in the trace; those of one axis at the same time count once"
 ON_CPU = "from launch to arrival by the host's clock, added up"
-"""What seconds on a link are."""
+"""The definitions of seconds on a link, as the summary states them."""
 
 LAUNCH = tuple(f"fourfold::{op}[" for op in get_args(Op))
-"""How the names of launches begin; those of waits and products go on in other words."""
+"""Prefixes of the spans of launches; the spans of waits and products have others."""
 QUIET = "6"
-"""torch's profiler logs to stderr when it starts and stops, unless its level of logging is this."""
+"""The log level at which torch's profiler does not write to stderr when it starts and stops."""
 
 
-class Profile:
-    """Traces `steps`, which may be none, on this rank. Every rank has one, and they begin and end together."""
+class StepProfiler:
+    """Traces `steps`, which may be empty, on this rank. All ranks begin and end together."""
 
     def __init__(self, steps: range, grid: Grid, folder: Path) -> None:
         self.steps, self.grid, self.folder = steps, grid, folder
         self.on_gpu = grid.device.type == "cuda"
         self._profiler: torch.profiler.profile | None = None
         self._link_seconds: Counter[str] = Counter()
-        self._readings: list[Reading] = []
+        self._metrics: list[StepMetrics] = []
 
     @property
     def trace(self) -> Path:
@@ -65,7 +67,7 @@ class Profile:
         return len(self.steps) > 0 and step == self.steps[-1]
 
     def begin(self) -> None:
-        """Trace from here on. Steps before must have been read, so that nothing of them is left to do."""
+        """Start tracing. Earlier steps must have been read, so that none of their work is left."""
 
         def start() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,17 +78,17 @@ class Profile:
             profiler.start()
             self._profiler = profiler
 
-        # starting takes a rank up to seconds: none may begin the step before all are ready, and wait for them there
-        self.grid.together("starting the profiler", start)
+        # starting may take seconds: a rank that began the step earlier would wait for the others inside the trace
+        self.grid.run_together("starting the profiler", start)
         self._time_links()
 
     def step(self, step: int) -> AbstractContextManager[object]:
-        """Around the launch of a step."""
+        """Return the context in which to launch a step."""
         return nullcontext() if self._profiler is None else record_function(f"step {step}")
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Around what may run between two traced steps: named in the trace, and not counted."""
+        """Name work between two traced steps in the trace, without counting it."""
         if self._profiler is None:
             yield
             return
@@ -95,15 +97,15 @@ class Profile:
             yield
         self._time_links()
 
-    def add(self, step: int, reading: Reading) -> None:
-        """What the meter read of a step."""
+    def add(self, step: int, metrics: StepMetrics) -> None:
+        """Add the metrics of a step."""
         if step in self.steps:
-            self._readings.append(reading)
+            self._metrics.append(metrics)
 
-    def end(self) -> Event:
-        """Write the traces and what they say; the event that tells of it."""
+    def end(self) -> RunEvent:
+        """Write the traces and their summary; return the event to record."""
         self._take_link_seconds()
-        mine = self.grid.together("writing the profile", self._write)
+        mine = self.grid.run_together("writing the profile", self._write)
         ranks = _share(mine, self.grid)
         summary = {
             "steps": [self.steps[0], self.steps[-1]],
@@ -112,7 +114,7 @@ class Profile:
             "per_step": summarize(ranks, [axis for axis in AXES if self.grid.size(axis) > 1]),
         }
         path = self.folder / "summary.json"
-        self.grid.first_alone("writing the profile", lambda: write_json(path, strict(summary)))
+        self.grid.run_on_rank0("writing the profile", lambda: write_json(path, strict(summary)))
         return {
             "event": "profile",
             "step": self.steps[-1],
@@ -122,13 +124,13 @@ class Profile:
         }
 
     def close(self) -> None:
-        """Leave a trace that the run did not come to the end of."""
+        """Discard a trace that the run did not complete."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
 
     def _write(self) -> list[float]:
-        """The trace to its file; this rank's seconds of a step, then on the link and exposed over each axis."""
+        """Write this rank's trace; return its seconds per step, then per axis those on the link and those exposed."""
         profiler = self._profiler
         if profiler is None:
             raise ValueError("a profile that has not begun cannot end")
@@ -138,12 +140,12 @@ class Profile:
         link: Mapping[str, float] = self._link_seconds
         if self.on_gpu:
             link = link_seconds(found)
-            if not link:  # the driver refused to trace it
+            if not link:  # the driver did not let the profiler trace kernels
                 link = dict.fromkeys(AXES, float("nan"))
         exposed = Counter[str]()
-        for reading in self._readings:
-            exposed.update(reading.exposed_seconds)
-        seconds = sum(reading.seconds for reading in self._readings)
+        for metrics in self._metrics:
+            exposed.update(metrics.exposed_seconds)
+        seconds = sum(metrics.seconds for metrics in self._metrics)
         by_axis = [found.get(axis, 0.0) for found in (link, exposed) for axis in AXES]
         return [total / len(self.steps) for total in (seconds, *by_axis)]
 
@@ -161,20 +163,18 @@ class Profile:
 
 
 def export(profiler: torch.profiler.profile, path: Path) -> dict[str, Any]:
-    """Write the trace, all of it or nothing, and read it back."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write the trace, completely or not at all, and return its contents."""
     try:
-        profiler.export_chrome_trace(str(partial))  # says nothing when it could not write
-        found = json.loads(partial.read_text(encoding="utf-8", errors="replace"))
-        partial.replace(path)
+        with replacing(path) as partial:
+            profiler.export_chrome_trace(str(partial))  # does not report a failed write
+            found = json.loads(partial.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError) as error:
-        partial.unlink(missing_ok=True)
         raise OSError(f"cannot write the trace {path} ({error}); is the disk full? Profile fewer steps") from error
     return found
 
 
 def link_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds for which NCCL's kernels of each axis ran, of what was launched inside of a step."""
+    """Return the seconds for which NCCL's kernels of each axis ran, counting kernels launched inside a step."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     spans = [event for event in events if event.get("cat") == "user_annotation"]
     steps = _Spans((_interval(span), "") for span in spans if span["name"].startswith("step "))
@@ -196,9 +196,9 @@ def link_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Spans:
-    """Named stretches of the host's time that do not overlap.
+    """Named, non-overlapping intervals of host time.
 
-    Of any thread: the one that runs backward launches while the one that called it waits.
+    They may come from several threads: autograd's thread launches collectives while the main thread waits for it.
     """
 
     def __init__(self, named: Iterator[tuple[Interval, str]]) -> None:
@@ -206,7 +206,7 @@ class _Spans:
         self._begins = [begin for (begin, _), _ in self._named]
 
     def at(self, moment: float) -> str | None:
-        """The name of the one that holds this moment."""
+        """Return the name of the interval that contains this moment, or None."""
         place = bisect_right(self._begins, moment) - 1
         if place < 0:
             return None
@@ -215,17 +215,17 @@ class _Spans:
 
 
 def _interval(event: Mapping[str, Any]) -> Interval:
-    """In microseconds, as a trace has them."""
+    """Return begin and end of an event in microseconds, the unit of traces."""
     return event["ts"], event["ts"] + event["dur"]
 
 
 def _axis(name: str) -> str:
-    """`fourfold::all_gather[z] layers.0.mlp.up` -> `z`."""
+    """Return the axis of a launch: `z` for `fourfold::all_gather[z] layers.0.mlp.up`."""
     return name.partition("[")[2].partition("]")[0]
 
 
 def covered(intervals: Sequence[Interval]) -> float:
-    """How much the intervals cover together."""
+    """Return the length of the union of the intervals."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -234,17 +234,20 @@ def covered(intervals: Sequence[Interval]) -> float:
 
 
 def _share(mine: Sequence[float], grid: Grid) -> list[list[float]]:
-    """The numbers of every rank, on all of them."""
+    """Return the numbers of every rank, on every rank."""
     table = torch.zeros(grid.shape.world, len(mine), dtype=torch.float64, device=grid.device)
     table[grid.rank] = torch.tensor(mine, dtype=torch.float64)
-    with grid.ledger.aside():  # belongs to no step
-        for axis in AXES:  # each row is 0 but on its own rank, so sums over all axes put it everywhere
+    with grid.ledger.not_counted():  # belongs to no step
+        for axis in AXES:  # a row is 0 except on its own rank, so sums over all axes copy it to every rank
             table = comm.all_reduce(table, grid, axis, label="profile").wait()
     return table.tolist()
 
 
 def summarize(ranks: Sequence[Sequence[float]], axes: Sequence[str]) -> dict[str, Any]:
-    """Of every number its mean over ranks and that of the slowest rank, from what `Profile._write` gives on each."""
+    """Return for every number its mean over ranks and its value on the slowest rank.
+
+    `ranks` has the numbers that `StepProfiler._write` returned on each rank.
+    """
 
     def over_ranks(place: int) -> dict[str, float]:
         values = [numbers[place] for numbers in ranks]

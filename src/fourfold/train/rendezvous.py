@@ -1,9 +1,11 @@
-"""How elastic agents meet: on one node without listening to anybody else, on several at one address each.
+"""How elastic agents find each other: on one node over the loopback, on several nodes at one address each.
 
     torchrun --rdzv-backend fourfold --rdzv-endpoint node0:29400 ...
 
 torch's own rendezvous listens on all interfaces of a machine, so whoever reaches any of them reaches the job. It also
-keeps one store for all starts, where ranks that are started again find the addresses of the dead.
+keeps one store for all starts, in which restarted ranks would find the addresses of ranks that are gone.
+
+torchrun loads this file wherever Fourfold is installed, so it imports little.
 """
 
 from __future__ import annotations
@@ -24,24 +26,27 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from fourfold.store import LOOPBACK, serve
+from fourfold.job import LOOPBACK, serve
 
-BACKEND, HERE = "fourfold", "fourfold-here"
-"""By which torchrun knows it, and our own launcher."""
+BACKEND = "fourfold"
+"""The name that torchrun's --rdzv-backend gives."""
+LOCAL = "fourfold-here"
+"""The name that our own launcher gives, for ranks on one machine."""
 PORT = 29400
+"""The port of an endpoint that names none; torchrun has the same default."""
 TIMEOUT = timedelta(seconds=60)
-"""For an answer of the store."""
+"""How long an agent waits for an answer of the store; torch's own rendezvous waits as long."""
 
 
-class Here(RendezvousHandler):
-    """The one node of a job, with its store on the loopback."""
+class LocalRendezvous(RendezvousHandler):
+    """The rendezvous of a single node, with its store on the loopback."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._store = serve(LOOPBACK)
 
     def get_backend(self) -> str:
-        return HERE
+        return LOCAL
 
     def next_rendezvous(self) -> RendezvousInfo:
         where = RendezvousStoreInfo(LOOPBACK, self._store.port)
@@ -66,17 +71,17 @@ class Here(RendezvousHandler):
         return True
 
 
-rendezvous_handler_registry.register(HERE, lambda params: Here(params.run_id))
+rendezvous_handler_registry.register(LOCAL, lambda params: LocalRendezvous(params.run_id))
 
 
-class AmongNodes(DynamicRendezvousHandler):
-    """torch's, with a store for each start, which listens at one address."""
+class NodesRendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous of several nodes, with a new store for each start, which listens at one address."""
 
     def get_backend(self) -> str:
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        self._shared_tcp_store_server = self._bootstrap_store_info = None  # the store of the last start
         return super().next_rendezvous()
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> dist.TCPStore:
@@ -84,24 +89,30 @@ class AmongNodes(DynamicRendezvousHandler):
 
 
 def handler() -> RendezvousHandlerCreator:
-    """What torchrun asks for; pyproject.toml names it."""
+    """Return what torchrun asks for; pyproject.toml names this function."""
     return among_nodes
 
 
 def among_nodes(params: RendezvousParameters) -> RendezvousHandler:
-    """Of several nodes. What listens does so at the endpoint, and at the address of the node of rank 0, which its host
-    name or its --local-addr says."""
+    """Make the rendezvous of several nodes.
+
+    Its stores listen at the endpoint, and at the address of the node of rank 0, which is that node's host name or its
+    --local-addr.
+    """
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
     is_host = params.get_as_bool("is_host")
     store = _store(host, port, _matches_machine_hostname(host) if is_host is None else is_host)
     found = create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
-    found.__class__ = AmongNodes  # which adds no state; torch makes its own class alone
+    found.__class__ = NodesRendezvous  # torch makes its own class only; this one adds no state to it
     return found
 
 
 def _store(host: str, port: int, is_host: bool) -> dist.Store:
-    """That of the endpoint, made where that is; two agents of one machine make it once."""
+    """Return the store at the rendezvous endpoint.
+
+    The agent on that host creates it; a second agent on the same host connects.
+    """
     if is_host:
-        with suppress(OSError):
+        with suppress(OSError):  # the port is taken: another agent was first
             return serve(host, port, TIMEOUT)
     return dist.TCPStore(host, port, is_master=False, timeout=TIMEOUT)

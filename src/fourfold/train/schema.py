@@ -1,4 +1,4 @@
-"""Dataclasses from nested tables and back: every key and type is checked, nothing is ignored.
+"""Conversion of nested tables to dataclasses and back: every key and type is checked, nothing is ignored.
 
 An error names the key by its full path, the value, what is allowed, and the nearest spelling.
 """
@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fourfold.models.config import nearest
+from fourfold.spelling import nearest
 
 T = TypeVar("T")
 
 
 def parse(kind: type[T], table: Any, path: str = "") -> T:
-    """An instance of the dataclass from a table; keys that are left out have their defaults."""
+    """Return an instance of the dataclass from a table; missing keys get their defaults."""
     if not isinstance(table, Mapping):
-        raise ValueError(f"{path or 'the config'} is {_shown(table)}; it must be a table of keys")
+        raise ValueError(f"{path or 'the config'} is {_shown(table)}; it must be a table")
     hints = get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in table:
@@ -34,7 +34,7 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        raise ValueError(_join(path, str(error))) from error  # which begins with the name of the key
+        raise ValueError(_join(path, str(error))) from error  # the error begins with the name of the key
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -42,7 +42,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _value(kind: Any, value: Any, path: str) -> Any:
-    """The value as this type, or an error that says what is allowed."""
+    """Return the value as this type, or raise an error that says what is allowed."""
     if dataclasses.is_dataclass(kind):
         return parse(kind, value, path)  # type: ignore[arg-type]
     origin = get_origin(kind)
@@ -84,7 +84,7 @@ def _plain(kind: type, value: Any, path: str) -> Any:
 
 
 def to_table(config: Any) -> dict[str, Any]:
-    """The dataclass as nested tables."""
+    """Return the dataclass as nested tables."""
     table: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -98,7 +98,7 @@ def to_table(config: Any) -> dict[str, Any]:
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
-    """Nested tables as TOML text; what is not set is named in a comment, since TOML has no word for it."""
+    """Return nested tables as TOML text. A key without a value becomes a comment, because TOML has no null."""
     lines, below = [], []
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def to_toml(table: Mapping[str, Any], path: str = "") -> str:
 
 
 def _shown(value: Any) -> str:
-    """As TOML writes it; JSON writes plain values the same way, but for what is not finite."""
+    """Return the value in TOML's notation, which for plain values is JSON's, except for infinities."""
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return "inf" if value > 0 else "-inf"
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

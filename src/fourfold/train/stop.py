@@ -1,58 +1,52 @@
 """SIGTERM during training: all ranks stop after the same step, so that they can save it together.
 
-The signal reaches the ranks at different times, or only some of them. The handler notes it; now and then, at steps that
-all ranks know, they tell each other through the job's store whether any of them was asked. That happens about once a
-second, or after every step where steps take longer, and more rarely where it would take more than a hundredth of the
-time. Nothing here is a collective, and a rank that waits for the others can still be interrupted.
+The signal reaches the ranks at different times, or only some of them. The handler only notes it. After certain steps,
+which all ranks know, the ranks ask each other through a channel whether any of them got the signal: about once per
+second, or after every step where steps take longer, and less often where asking would take more than a hundredth of the
+time.
+Nothing here is a collective, and a rank that waits for the others can still be interrupted.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil, inf, isfinite
 from threading import Timer
 from types import FrameType
 
-import torch.distributed as dist
-
-from fourfold.agree import wait_for
 from fourfold.grid import Grid
-from fourfold.train.launch import LONGEST
+from fourfold.train.launch import MAX_SECONDS
 from fourfold.train.process import TERMINATED
 
 SECONDS = 1.0
-"""About how often the ranks ask each other."""
+"""Seconds between two times that the ranks ask each other, about: schedulers grant 30 s or more after SIGTERM."""
 SHARE = 0.01
-"""The most of the time that may take."""
-SAME = 5.0
-"""Seconds in which a further SIGTERM is the same request: a scheduler sends it to ranks and to what started them, which
-passes it on."""
+"""Asking may take at most this share of the training time."""
+SAME_SECONDS = 5.0
+"""Seconds in which a further SIGTERM is the same request: a scheduler sends it to the ranks and to their launcher,
+which sends it on to them."""
 
 
 class Stop:
-    """Whether this run was asked to stop. All ranks make it together and ask it after the same steps.
+    """Whether this run was asked to stop. All ranks make it together and call `after` with the same steps.
 
-    `grace` seconds after the signal a rank that is still there ends as it stands, however long its step, its evaluation
-    or its checkpoint would take, and whoever it waits for.
+    A rank that still runs `grace` seconds after the signal ends at once, whatever it does or waits for.
     """
-
-    _made = itertools.count()
 
     def __init__(self, grid: Grid, grace: float = inf) -> None:
         self._rank, self._grace = grid.rank, grace
-        self._world = grid.shape.world
-        self._name = f"fourfold/stop/{next(self._made)}"
+        # without a deadline of its own: the alarm ends a wait that is too long
+        self._channel = grid.channel.open("stop", seconds=inf, fresh=True)
         self._asked_at: float | None = None
         self._next = 0
-        """The step after which the ranks ask each other again."""
+        """The step after which the ranks ask each other the next time."""
         self._last: tuple[int, float] | None = None
-        """The step after which they did, and when."""
+        """The step after which they asked each other last, and when."""
 
     @property
     def asked(self) -> bool:
@@ -60,14 +54,14 @@ class Stop:
 
     @property
     def met_after(self) -> int | None:
-        """The step after which all ranks asked each other for the last time."""
+        """The step after which all ranks asked each other last."""
         return self._last[0] if self._last is not None else None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the first SIGTERM asks to stop; a later one does what it did before."""
+        """Inside, the first SIGTERM asks the run to stop; a later one does what it did before."""
         before = signal.getsignal(signal.SIGTERM)
-        late = Timer(min(self._grace, LONGEST), self._end)
+        late = Timer(min(self._grace, MAX_SECONDS), self._end)
         late.daemon = True
 
         def ask(number: int, frame: FrameType | None) -> None:
@@ -76,7 +70,7 @@ class Stop:
                 self._asked_at = now
                 if isfinite(self._grace):
                     late.start()
-            elif now - self._asked_at > SAME and callable(before):
+            elif now - self._asked_at > SAME_SECONDS and callable(before):
                 before(number, frame)
 
         signal.signal(signal.SIGTERM, ask)
@@ -84,18 +78,18 @@ class Stop:
             yield
         finally:
             late.cancel()
-            if signal.getsignal(signal.SIGTERM) is ask:  # unless an interrupt has put it out of use
+            if signal.getsignal(signal.SIGTERM) is ask:  # an interrupt may have replaced it, to ignore the signal
                 signal.signal(signal.SIGTERM, before)
 
     def _end(self) -> None:
         if self._rank == 0:
-            said = f"asked to stop by SIGTERM, and not done after {self._grace:g} s (watch.grace); ends as it stands"
+            said = f"asked to stop by SIGTERM, and not done after {self._grace:g} s (watch.grace); ends now"
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
         os._exit(TERMINATED)
 
     def after(self, step: int) -> bool:
-        """Whether to stop after this step: the same on all ranks."""
-        if self._world == 1:
+        """Return whether to stop after this step, the same on all ranks."""
+        if len(self._channel.ranks) == 1:
             return self.asked
         if step < self._next:
             return False
@@ -103,29 +97,21 @@ class Stop:
         return stop
 
     def _agree(self, step: int) -> tuple[bool, int]:
-        """Whether any rank was asked, and the next step to ask after; the last rank to come here decides."""
+        """Return whether any rank was asked to stop, and the next step after which the ranks ask each other."""
         began = time.monotonic()
-        store = dist.distributed_c10d._get_default_store()
-        if self.asked:
-            store.add(self._key(step, "asked"), 1)
-        if store.add(self._key(step, "came"), 1) == self._world:
-            asked = store.add(self._key(step, "asked"), 0) > 0
-            if self._last is not None:  # what was said then all have read, for they are here
-                for what in ("asked", "came", "verdict"):
-                    store.delete_key(self._key(self._last[0], what))
-            store.set(self._key(step, "verdict"), f"{int(asked)} {step + self._pause(step, began)}")
-        wait_for(store, [self._key(step, "verdict")])
-        asked, after = store.get(self._key(step, "verdict")).split()
-        self._last = step, time.monotonic()
-        return asked == b"1", int(after)
 
-    def _key(self, step: int, what: str) -> str:
-        return f"{self._name}/{step}/{what}"
+        def judge(asked: Sequence[str]) -> str:
+            # runs on the last rank to come, so the time since `began` is the cost of asking, without waiting for others
+            return f"{int('1' in asked)} {step + self._pause(step, began)}"
+
+        asked, after = self._channel.decide(str(int(self.asked)), judge).split()
+        self._last = step, time.monotonic()
+        return asked == "1", int(after)
 
     def _pause(self, step: int, began: float) -> int:
-        """Steps until the next time."""
+        """Return the number of steps until the ranks ask each other the next time."""
         if self._last is None:
             return 1
         last, when = self._last
-        seconds = max(1e-6, (began - when) / (step - last))
+        seconds = max(1e-6, (began - when) / (step - last))  # per step
         return max(1, ceil(max(SECONDS, (time.monotonic() - began) / SHARE) / seconds))

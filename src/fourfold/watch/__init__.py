@@ -1,1 +1,1 @@
-"""What watches over a run: what each rank did last, deadlines, whose fault it was."""
+"""Watches over a run: tapes and their diagnosis, dead and stuck ranks, stragglers, replicas, checks before a run."""

@@ -1,53 +1,51 @@
-"""Why a run stands still, from what every rank has on its tape. Pure.
+"""The diagnosis of a run that is stuck, from the tapes of all its ranks. Pure functions.
 
 Along an axis the ranks of a group launch the same collectives in the same order. So the n-th launch of one rank along x
-is a *meeting* with the n-th of the others, and where a run stands still one of these is true:
+is a *meeting* with the n-th of the others, and when a run is stuck one of these is true:
 
     disagreement   two ranks of a group have launched different collectives as their n-th
-    absence        ranks wait at a meeting to which others have not come; who has not come and waits at no such meeting
-                   itself holds up all others
-    no transport   all have come to every meeting that somebody waits at, and the bytes do not arrive
+    absence        ranks wait at a meeting to which others have not come; a rank that has not come, and does not wait at
+                   such a meeting itself, holds up all others
+    no transport   all ranks have come to every meeting that somebody waits at, and the bytes do not arrive
 
-Ranks that wait for each other around a circle without a disagreement cannot be: of all meetings that are waited at, the
-one that comes first in the program has nobody to wait for but those who are late.
+Without a disagreement ranks cannot wait for each other in a circle: at the meeting that comes first in the program,
+ranks wait only for those that are late.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from fourfold.watch.tape import Entry, Reading
-
-MOST_RANKS = 12
-"""Named one by one in a sentence."""
+from fourfold.job import ranks_text
+from fourfold.watch.tape import TapeEntry, TapeReading
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A collective that somebody waits for."""
+    """A collective that at least one rank waits for."""
 
-    entry: Entry
+    entry: TapeEntry
     came: tuple[int, ...]
-    """Ranks that have launched it ..."""
+    """Ranks that have launched it."""
     absent: tuple[int, ...]
-    """... and those that have not."""
+    """Ranks of the group that have not launched it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Ranks of one group that launched different collectives where they were to meet."""
+    """Ranks of one group launched different collectives where they should have met."""
 
     axis: str
     number: int
-    launched: Mapping[int, Entry]
-    """By rank."""
+    launched: Mapping[int, TapeEntry]
+    """The launch of each rank."""
 
     @property
     def sides(self) -> list[tuple[str, list[int]]]:
-        """What was launched and by whom, most ranks first."""
+        """Each collective that was launched, with its ranks; the one of most ranks first."""
         by_what: defaultdict[str, list[int]] = defaultdict(list)
         for rank, entry in self.launched.items():
             by_what[f"{entry.record} of {entry.record.nbytes} bytes in step {entry.step}"].append(rank)
@@ -56,14 +54,14 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found; `lines` says it."""
+    """The cause that the tapes and stacks of a job show together; `lines` puts it into words."""
 
-    readings: Mapping[int, Reading]
+    readings: Mapping[int, TapeReading]
     stacks: Mapping[int, str]
-    """Where the ranks stood that answered."""
+    """The stacks of the ranks that answered; empty where nobody was asked."""
     disagreement: Disagreement | None
     meetings: tuple[Meeting, ...]
-    """That are waited at, each group's once: those with absent ranks first, in the order of the program."""
+    """Meetings that somebody waits at, each once: those with absent ranks first, in the order of the program."""
     culprits: tuple[int, ...]
     """Ranks that hold up all others."""
 
@@ -107,7 +105,7 @@ class Diagnosis:
             yield from (f"    {line}" for line in stack.rstrip().splitlines())
 
     def _last_of(self, rank: int) -> str:
-        """What is known of a rank by its tape."""
+        """Say what the tape of a rank knows about it."""
         found = self.readings[rank]
         answers = " does not answer;" if silent_of([rank], self.stacks) else ""
         last = f"last launched {_place(found.entries[-1])}" if found.entries else "launched nothing"
@@ -115,32 +113,32 @@ class Diagnosis:
         return f"rank {rank} ({found.who.host}, process {found.who.process}){answers} {last}{doing}"
 
     def _stacks(self) -> Iterator[tuple[str, list[int]]]:
-        """Each place in the code, with the ranks that stood there; that of culprits first."""
+        """Yield each stack with its ranks; the stack of a culprit first."""
         by_stack: defaultdict[str, list[int]] = defaultdict(list)
         for rank, stack in sorted(self.stacks.items()):
             by_stack[stack].append(rank)
         yield from sorted(by_stack.items(), key=lambda item: not set(item[1]) & set(self.culprits))
 
 
-def diagnose(readings: Mapping[int, Reading], stacks: Mapping[int, str]) -> Diagnosis:
-    """From the tapes of all ranks and where those stood that answered."""
+def diagnose(readings: Mapping[int, TapeReading], stacks: Mapping[int, str]) -> Diagnosis:
+    """Diagnose from the tapes of all ranks, and from the stacks of the ranks that answered."""
     meetings = _meetings(readings)
     silent = silent_of(readings, stacks)
     held_up = {rank for meeting in meetings if meeting.absent for rank in meeting.came}
     held_up |= {rank for meeting in meetings if silent & set(meeting.came) for rank in meeting.came} - silent
     late = {rank for meeting in meetings for rank in meeting.absent}
-    if not meetings:  # they wait for each other's word in the store: whoever does not, or no more, is waited for
+    if not meetings:  # ranks wait for each other through the store: a rank that does not wait there is late
         late = silent | {rank for rank, reading in readings.items() if not reading.waits}
     return Diagnosis(readings, stacks, _disagreement(readings), tuple(meetings), tuple(sorted(late - held_up)))
 
 
 def silent_of(ranks: Iterable[int], stacks: Mapping[int, str]) -> set[int]:
-    """Those of them that did not answer; where nobody was asked nobody is silent."""
+    """Return those of the ranks that did not answer; where nobody was asked nobody is silent."""
     return set(ranks) - stacks.keys() if stacks else set()
 
 
-def groups(readings: Mapping[int, Reading], axis: str) -> Iterator[list[int]]:
-    """Ranks that meet along an axis, as far as there are tapes of them."""
+def groups(readings: Mapping[int, TapeReading], axis: str) -> Iterator[list[int]]:
+    """Yield the groups of ranks that meet along an axis, as far as there are tapes of them."""
     seen: set[int] = set()
     for rank, reading in sorted(readings.items()):
         if rank not in seen:
@@ -149,7 +147,7 @@ def groups(readings: Mapping[int, Reading], axis: str) -> Iterator[list[int]]:
             yield group
 
 
-def _meetings(readings: Mapping[int, Reading]) -> list[Meeting]:
+def _meetings(readings: Mapping[int, TapeReading]) -> list[Meeting]:
     found: dict[tuple[str, int, int], Meeting] = {}
     for rank, reading in sorted(readings.items()):
         for entry in reading.waits_for:
@@ -163,16 +161,16 @@ def _meetings(readings: Mapping[int, Reading]) -> list[Meeting]:
     return sorted(found.values(), key=lambda one: (not one.absent, order.get(_key(one.entry), 0), one.entry.time))
 
 
-def _key(entry: Entry) -> tuple[str, int]:
+def _key(entry: TapeEntry) -> tuple[str, int]:
     return entry.record.axis, entry.number
 
 
-def _disagreement(readings: Mapping[int, Reading]) -> Disagreement | None:
-    """The first one."""
+def _disagreement(readings: Mapping[int, TapeReading]) -> Disagreement | None:
+    """Return the earliest disagreement."""
     found = []
     for axis in sorted({axis for reading in readings.values() for axis in reading.launched}):
         for group in groups(readings, axis):
-            by_number: defaultdict[int, dict[int, Entry]] = defaultdict(dict)
+            by_number: defaultdict[int, dict[int, TapeEntry]] = defaultdict(dict)
             for rank in group:
                 for entry in readings[rank].entries:
                     if entry.record.axis == axis:
@@ -184,18 +182,10 @@ def _disagreement(readings: Mapping[int, Reading]) -> Disagreement | None:
     return min(found, key=lambda one: min(entry.time for entry in one.launched.values()), default=None)
 
 
-def _differ(entries: Iterable[Entry]) -> bool:
+def _differ(entries: Iterable[TapeEntry]) -> bool:
     return len({(entry.record, entry.step) for entry in entries}) > 1
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 4`, `ranks 0, 1, ... (64 of them)`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    named = ", ".join(str(rank) for rank in ranks[:MOST_RANKS])
-    return f"ranks {named}" + (f", ... ({len(ranks)} of them)" if len(ranks) > MOST_RANKS else "")
-
-
-def _place(entry: Entry) -> str:
+def _place(entry: TapeEntry) -> str:
     when = datetime.fromtimestamp(entry.time).strftime("%H:%M:%S")
     return f"{entry.record} of step {entry.step} at {when} (number {entry.number} along {entry.record.axis})"

@@ -1,8 +1,9 @@
-"""Whether replicas still are: ranks that differ along data alone hold the same parameters, bit for bit.
+"""Check that replicas are equal: ranks that differ along data alone hold the same parameters, bit for bit.
 
-Memory that flips a bit, or a kernel that is not deterministic, makes them differ, and nothing else would tell: each
-replica goes on with its own numbers. Each rank adds up the bits of what it holds, and the sums are compared: one number
-a rank travels. A single flipped bit changes a sum for certain, since it changes one of the added integers and no other.
+A flipped bit in memory, or a kernel that is not deterministic, makes replicas differ, and nothing else would show it:
+each replica continues with its own numbers. Each rank adds up the bits of its parameters as integers, and the sums are
+compared, so each rank sends one number. A single flipped bit always changes the sum, because it changes exactly one of
+the added integers.
 """
 
 from __future__ import annotations
@@ -14,28 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.arriving import local_of
+from fourfold.errors import ReplicasDifferError
 from fourfold.gradients import REPLICA
 from fourfold.grid import Grid
-from fourfold.watch.diagnose import ranks_text
+from fourfold.job import ranks_text
+from fourfold.params import local_of
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
-
-
-class ReplicasDifferError(RuntimeError):
-    """Parameters that must be equal are not; the message names the ranks."""
+"""The integer type by bytes of an element."""
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """Of all bits, one int64 on the tensors' device; the host waits for nothing."""
+    """Return a checksum of all bits, one int64 on the tensors' device; the host waits for nothing."""
     sums = [found.detach().reshape(-1).view(INTEGERS[found.element_size()]).sum(dtype=torch.int64) for found in tensors]
     odd = torch.arange(len(sums), device=sums[0].device) * 2 + 1  # equal changes of two parameters do not cancel
     return (torch.stack(sums) * odd).sum()
 
 
 def unlike(sums: Sequence[int]) -> list[int]:
-    """Places whose number is not that of the majority; all of them where there is none."""
+    """Return the places whose number differs from the majority's; all places where there is no majority."""
     (most, times), *_ = Counter(sums).most_common()
     if times == len(sums):
         return []
@@ -43,11 +41,11 @@ def unlike(sums: Sequence[int]) -> list[int]:
 
 
 def check_replicas(model: nn.Module, grid: Grid) -> None:
-    """Raise on all ranks where the parameters of some differ from those of their replicas."""
+    """Raise on all ranks if the parameters of some rank differ from those of its replicas."""
     if grid.size(REPLICA) == 1:
         return
     mine = checksum(local_of(parameter) for parameter in model.parameters())
-    with grid.ledger.aside():  # belongs to no step
+    with grid.ledger.not_counted():  # belongs to no step
         sums = comm.all_gather(mine.view(1), grid, REPLICA, label="checksums").wait().tolist()
 
     def judge() -> None:
@@ -56,7 +54,7 @@ def check_replicas(model: nn.Module, grid: Grid) -> None:
             others = f"the other replicas of {ranks_text(group)}" if len(differ) < len(group) else "each other"
             raise ReplicasDifferError(
                 f"parameters of {ranks_text(differ)} differ from {others}, though they must be equal bit for bit: a "
-                "device or its memory is at fault; take it out, and go on from the last checkpoint"
+                "device or its memory is at fault; take it out of the job, and resume from the last checkpoint"
             )
 
-    grid.together("comparing replicas", judge)
+    grid.run_together("comparing replicas", judge)

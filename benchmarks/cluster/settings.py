@@ -1,0 +1,164 @@
+"""What is compared on the emulated cluster, fixed before anything is measured: settings, workloads and lines.
+
+A setting is a cluster (nodes, ranks per node, bandwidth of a link) and a workload (model and batch). Fourfold runs on
+every grid, with every rank order that places the grid differently on the nodes. Each peer runs on its own meshes, once
+with gloo's reduce-scatter and once with the minimal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+
+import fourfold as ff
+from benchmarks.cluster.emulate import ClusterShape
+from benchmarks.planner.published import published_ranking
+from benchmarks.shared.workloads import Line, Workload
+from fourfold.axes import AXES
+from fourfold.grid import shapes_of
+from fourfold.planner.machine import Machine
+from fourfold.planner.price import Task
+from fourfold.planner.seconds import spread_of
+
+POLICY = ff.Policy(keep_gathered=True)
+"""Keeps gathered inputs for backward, as torch's TP and Megatron do."""
+PUBLISHED = ff.Policy(
+    activations="replicated",
+    keep_gathered=True,
+    overlap=ff.Overlap(prefetch=True, defer=True, wgrad_behind_messages=True, halves=1, reduce_early=False),
+)
+"""The published algorithm with its overlaps."""
+FOURFOLD, PUBLISHED_KIND = OURS = "fourfold", "published"
+"""The kinds of lines that run Fourfold's own code."""
+PUBLISHED_GRIDS = 6
+"""How many grids from the published model's list are measured; the published system tries the first ones too."""
+PLANNED, MINIMAL = "planned", "minimal reduce-scatter"
+"""Variants: the grid and policy that the planner chose, and a peer with another reduce-scatter than gloo's."""
+
+
+def _llama(seq: int) -> ff.models.ModelConfig:
+    """Return a model of 4.3 M parameters (17 MB) in two layers: many bytes for little work, so that the links are the
+    bottleneck and not the cores."""
+    sizes = dict(layers=2, hidden=384, heads=8, kv_heads=8, head_dim=48, mlp_hidden=1024)
+    return ff.models.config("llama-3-8b", **sizes, vocab=1024, seq=seq)
+
+
+WORKLOADS = {
+    "few": Workload("few", _llama(32), 16, torch.float32),
+    "many": Workload("many", _llama(64), 16, torch.float32),
+    "tiny": Workload("tiny", ff.models.config("llama-tiny", kv_heads=24, vocab=256, seq=16), 8, torch.float32),
+}
+"""`few` and `many` are one model with 512 and 1024 tokens: mostly weights travel, or mostly activations. `tiny` is a
+smoke test."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A cluster, and the workload that is trained on it."""
+
+    cluster: ClusterShape
+    workload: Workload
+
+    @property
+    def name(self) -> str:
+        shape = self.cluster
+        mbit = "unlimited" if shape.mbit is None else f"{shape.mbit:g}"
+        return f"{shape.nodes}x{shape.ranks}-{mbit}-{self.workload.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """Parse `NODESxRANKS-MBIT-SIZE`, the form that `name` returns."""
+        try:
+            grid, mbit, size = text.split("-")
+            nodes, ranks = (int(number) for number in grid.split("x"))
+            shape = ClusterShape(nodes, ranks, None if mbit == "unlimited" else float(mbit))
+            return cls(shape, WORKLOADS[size])
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"{text!r} is not a setting ({error}); write NODESxRANKS-MBIT-SIZE, where SIZE is one of "
+                f"{', '.join(WORKLOADS)}, such as 4x2-400-few"
+            ) from error
+
+    def task(self, machine: Machine) -> Task:
+        """Return the planner's task for this workload."""
+        work = self.workload
+        return Task(work.config, machine, work.rows, work.config.seq, work.dtype, work.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.cluster}, {self.workload.tokens} tokens"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of a cluster must measure, and where they write it."""
+
+    workload: Workload
+    lines: tuple[Line, ...]
+    rounds: int
+    warmup: int
+    seconds: float
+    """No new round begins after this many seconds."""
+    memory: bool
+    """Measure peak memory instead of seconds: one line at a time, one step after the warm-up."""
+    out: str
+    """The file for events, one JSON object per line."""
+
+
+def placements(world: int, per_node: int) -> Iterator[ff.Shape]:
+    """Yield every grid in every rank order that places it differently on the nodes."""
+    for shape in shapes_of(world):
+        seen = set()
+        for order in permutations(AXES):
+            placed = ff.Shape(**shape.sizes, order=order)
+            spread = _spread(placed, per_node)
+            if spread not in seen:
+                seen.add(spread)
+                yield placed
+
+
+def _spread(shape: ff.Shape, per_node: int) -> tuple[object, ...]:
+    """Return how the groups of each axis are spread over nodes."""
+    found, stride = {}, 1
+    for axis in shape.order:
+        found[axis] = spread_of(stride, shape.sizes[axis], shape.world, per_node)
+        stride *= shape.sizes[axis]
+    return tuple(found[axis] for axis in shape.used_axes)
+
+
+def grids_of(setting: Setting) -> list[Line]:
+    """Return Fourfold's lines: every grid that divides this model and batch, in every placement."""
+    work = setting.workload
+    return [
+        Line(FOURFOLD, shape, policy=POLICY)
+        for shape in placements(setting.cluster.world, setting.cluster.ranks)
+        if work.config.misfit(shape, POLICY) is None and work.rows % (shape.z * shape.data) == 0
+    ]
+
+
+def published_of(setting: Setting, machine: Machine) -> list[Line]:
+    """Return the published algorithm's lines: the first grids of its own model's list."""
+    work = setting.workload
+    ranked = published_ranking(work.config, setting.cluster.world, work.rows, work.config.seq, machine)
+    return [Line(PUBLISHED_KIND, found.shape, policy=PUBLISHED) for found in ranked[:PUBLISHED_GRIDS]]
+
+
+def peers_of(setting: Setting) -> Iterator[Line]:
+    """Yield each peer on its meshes, with both reduce-scatters where it uses one."""
+    world, per_node = setting.cluster.world, setting.cluster.ranks
+    yield Line("DDP", ff.Shape(data=world))
+    for kind in ("FSDP2", "FSDP2 explicit prefetch", "DeepSpeed ZeRO-3"):
+        yield from _both(kind, ff.Shape(z=world))
+    for inside in {per_node, world // per_node} - {1, world}:
+        yield from _both("HSDP", ff.Shape(z=inside, data=world // inside, order=("z", "data", "x", "y")))
+        yield from _both("FSDP2 x TP", ff.Shape(x=inside, z=world // inside))
+        yield from _both("Megatron TP", ff.Shape(x=inside, data=world // inside))
+    for kind in ("TP", "Megatron TP"):
+        yield from _both(kind, ff.Shape(x=world))
+
+
+def _both(kind: str, shape: ff.Shape) -> Iterator[Line]:
+    yield Line(kind, shape)
+    yield Line(kind, shape, MINIMAL)

@@ -1,0 +1,121 @@
+"""The published communication model: what planners before this one ranked grids by, and what ours is compared with.
+
+Rings and bandwidths of arXiv 2305.13525 and 2502.08145: no latency, no computation, no overlap, no memory, neither
+embedding nor head, nothing that recompute repeats. A layer O = I W, I [m, k], W [k, n], on m tokens of a replica:
+
+    gather of W over z          (z-1) k n / (x y z) / b_z
+    reduce-scatter of dW over z ((z-1)/z) k n / (x y) / b_z
+    all-reduce of O over y      2 ((y-1)/y) m n / (z x) / b_y
+    all-reduce of dI over x     2 ((x-1)/x) m k / (z y) / b_x
+    all-reduce of dW over data  2 ((d-1)/d) k n / (x y z) / b_data
+
+with x and y swapped in every second layer. Nothing of the planner may depend on this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from fourfold.axes import AXES
+from fourfold.grid import Shape, shapes_of
+from fourfold.models.config import ModelConfig
+from fourfold.planner.machine import Machine
+from fourfold.planner.seconds import inside_link
+from fourfold.policy import Policy
+
+MESSAGE_ITEMSIZE = 2
+"""Weights and activations travel in bf16, unless told otherwise ..."""
+GRADIENT_ITEMSIZE = 4
+"""... and gradients over data in fp32."""
+
+
+class PublishedLayer(NamedTuple):
+    """A product with weights [k, n]; in a transposed one x cuts the in-features and y the out-features."""
+
+    k: int
+    n: int
+    transposed: bool = False
+
+
+class Ranked(NamedTuple):
+    """A grid with what its communication takes."""
+
+    shape: Shape
+    seconds: float
+
+
+def layers_of(config: ModelConfig) -> list[PublishedLayer]:
+    """The layers of one block, ordinary and transposed ones in turn."""
+    heads, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    up = config.mlp_hidden * (2 if config.mlp == "swiglu" else 1)
+    return [
+        PublishedLayer(config.hidden, heads + 2 * kv),
+        PublishedLayer(heads, config.hidden, transposed=True),
+        PublishedLayer(config.hidden, up),
+        PublishedLayer(config.mlp_hidden, config.hidden, transposed=True),
+    ]
+
+
+def published_bandwidth(machine: Machine, shape: Shape, axis: str) -> float:
+    """Bytes a second of a ring along the axis: inside a node as measured, else the cards over the rings on them."""
+    size, stride = shape.sizes[axis], 1
+    for faster in shape.order[: shape.order.index(axis)]:
+        stride *= shape.sizes[faster]
+    if size == 1:
+        return inf
+    if stride * size <= machine.devices_per_node:
+        return inside_link(machine, stride, size).bandwidth
+    if machine.between is None:
+        raise ValueError(
+            f"axis {axis}={size} of the grid {shape} leaves the one node of {machine.devices_per_node} devices that "
+            f"{machine.name} is; add [between] to its file, or take a grid that fits"
+        )
+    return machine.between.bandwidth / min(machine.devices_per_node, stride)
+
+
+def layer_elements(layer: PublishedLayer, shape: Shape, m: float) -> dict[str, float]:
+    """What a rank sends for one layer, by axis; m tokens of a replica."""
+    x, y, z, data = shape.x, shape.y, shape.z, shape.data
+    one, other = ("x", "y") if not layer.transposed else ("y", "x")
+    cut_n, cut_k = shape.sizes[one], shape.sizes[other]
+    weight = layer.k * layer.n / (x * y)
+    return {
+        other: 2 * (cut_k - 1) / cut_k * m * layer.n / (z * cut_n),
+        one: 2 * (cut_n - 1) / cut_n * m * layer.k / (z * cut_k),
+        "z": 2 * (z - 1) / z * weight,  # the gather and the reduce-scatter
+        "data": 2 * (data - 1) / data * weight / z,
+    }
+
+
+def published_seconds(
+    config: ModelConfig, shape: Shape, rows: int, seq: int, machine: Machine, message_itemsize: int = MESSAGE_ITEMSIZE
+) -> dict[str, float]:
+    """Seconds of a step's communication by axis, for a batch of `rows` sequences over all ranks."""
+    elements = dict.fromkeys(AXES, 0.0)
+    for layer in layers_of(config):
+        for axis, number in layer_elements(layer, shape, rows * seq / shape.data).items():
+            elements[axis] += config.layers * number
+    itemsize = {axis: GRADIENT_ITEMSIZE if axis == "data" else message_itemsize for axis in AXES}
+    return {
+        axis: number * itemsize[axis] / published_bandwidth(machine, shape, axis) for axis, number in elements.items()
+    }
+
+
+def published_ranking(
+    config: ModelConfig, devices: int, rows: int, seq: int, machine: Machine, order: Sequence[str] = AXES
+) -> list[Ranked]:
+    """Every grid of so many devices that can cut the model and the batch, the fastest first."""
+    ranked = [
+        Ranked(shape, sum(published_seconds(config, shape, rows, seq, machine).values()))
+        for shape in _grids(config, devices, rows, order)
+    ]
+    return sorted(ranked, key=lambda one: (one.seconds, tuple(one.shape.sizes.values())))
+
+
+def _grids(config: ModelConfig, devices: int, rows: int, order: Sequence[str]) -> Iterator[Shape]:
+    policy = Policy(activations="replicated")
+    for shape in shapes_of(devices, order):
+        if rows % (shape.z * shape.data) == 0 and config.misfit(shape, policy) is None:
+            yield shape

@@ -1,0 +1,256 @@
+"""Fourfold and its peers on several ranks of one machine: NCCL ranks that share one GPU, or gloo ranks on the CPU.
+
+    python benchmarks/speed/gpu_ranks.py --groups 4:deep,4:wide,8:deep          # on a GPU
+    python benchmarks/speed/gpu_ranks.py --budget 500                           # in pieces: call it again to resume
+    python benchmarks/speed/gpu_ranks.py --device cpu                           # 4:tiny, a smoke test
+    python benchmarks/speed/gpu_ranks_table.py RESULTS.jsonl TABLE.md           # the table again, on any machine
+
+All lines of a group (ranks and workload, see `gpu_ranks_lines.py`) stay in memory at once. Each round measures every
+line once and starts with a different line: all ranks wait for each other, take a step, and wait for their device; the
+slowest rank counts. Results are written after every round, so a later call with the same --out resumes there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `import benchmarks`
+
+import torch
+
+from benchmarks.shared.rank_pool import RankPool, RanksFailedError, multi_process_service
+from benchmarks.shared.tables import RESULTS
+from benchmarks.shared.workloads import Line, Measure, Workload
+from benchmarks.speed import gpu_ranks_table, rank_jobs
+from benchmarks.speed.gpu_ranks_lines import WORKLOADS, lines_of
+from benchmarks.speed.gpu_ranks_results import LineRecord, Results
+
+TIMEOUT = 240.0
+"""Seconds after which a job is considered to hang."""
+
+
+class OutOfTime(Exception):  # noqa: N818  # not an error: the results so far are written
+    """The next piece of work would not fit into the budget."""
+
+
+class Clock:
+    """The time budget of a call."""
+
+    def __init__(self, budget: float) -> None:
+        self.began, self.budget = time.monotonic(), budget
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.began
+
+    def require(self, what: str, seconds: float) -> None:
+        if self.spent + seconds > self.budget:
+            more = f"{what} would take {seconds:.0f} s more"
+            raise OutOfTime(f"{self.spent:.0f} s of {self.budget:.0f} s are spent, and {more}")
+
+
+class GroupBenchmark:
+    """One group on its rank pool: builds the lines and measures them in rounds."""
+
+    def __init__(
+        self, name: str, pool: RankPool, workload: Workload, lines: Sequence[Line], results: Results, clock: Clock
+    ) -> None:
+        self.name, self.pool, self.workload, self.results, self.clock = name, pool, workload, results, clock
+        self.lines = list(lines)
+        self.settle = False
+        self.longest_warmup = 0.0
+        self.built: list[str] = []
+
+    def measure(self, rounds: int, steps: int) -> None:
+        while todo := self.results.unfinished(self.name, self.lines, rounds):
+            self.prepare(todo, steps)
+            ready = [line for line in todo if line.name in self.built]
+            if not ready:
+                continue  # failed lines count as finished; the pool starts again for the others
+            done = min(len(self.record(line).seconds["step"]) for line in ready)
+            ready = [line for line in ready if len(self.record(line).seconds["step"]) == done]
+            self.round(ready, done, rounds)
+
+    def record(self, line: Line) -> LineRecord:
+        return self.results.of(self.name, line)
+
+    def prepare(self, lines: Sequence[Line], steps: int) -> None:
+        """Build these lines and warm them up, unless that is done."""
+        if not self.pool.up:
+            self.built.clear()
+        if not self.built:
+            shapes = [line.shape for line in lines if line.kind == "fourfold"]
+            self.pool.run(rank_jobs.open_group, self.workload, shapes, timeout=TIMEOUT)
+        for line in lines:
+            if line.name in self.built:
+                continue
+            began = time.monotonic()
+            self.clock.require(line.name, self.longest_warmup)
+            try:
+                self.pool.run(rank_jobs.build, line, self.workload, line.policy.compile, timeout=TIMEOUT)
+            except RanksFailedError as failed:
+                self.fail(line, failed)
+                if self.pool.up:
+                    continue
+                return
+            if not self.try_warm_up(line, steps):
+                return
+            self.built.append(line.name)
+            took = time.monotonic() - began
+            self.longest_warmup = max(self.longest_warmup, took)
+            print(f"  warm: {line.name} ({took:.1f} s)", flush=True)
+
+    def try_warm_up(self, line: Line, steps: int) -> bool:
+        """Warm up a line; return whether the pool is still usable."""
+        record = self.record(line)
+        try:
+            found = self.pool.run(rank_jobs.warm_up, line.name, steps, timeout=TIMEOUT)
+            record.losses = [sum(losses) / len(found) for losses in zip(*(rank.losses for rank in found), strict=True)]
+            peaks = [rank.peak_bytes for rank in found if rank.peak_bytes is not None]
+            record.peak_bytes = max(peaks) if peaks else None
+            record.collectives = found[0].collectives
+            for measure in line.measures[1:]:
+                self.turn(line, measure)
+        except RanksFailedError as failed:
+            self.fail(line, failed)
+            self.pool.close()  # the ranks may have stopped at different collectives of the step
+            return False
+        return True
+
+    def round(self, lines: Sequence[Line], turn: int, rounds: int) -> None:
+        began = time.monotonic()
+        self.clock.require("a round", sum(self.record(line).turn_seconds for line in lines))
+        first = turn * len(lines) // rounds
+        taken = []
+        for line in [*lines[first:], *lines[:first]]:
+            try:
+                taken.append((line, {measure: self.turn(line, measure) for measure in line.measures}))
+            except RanksFailedError as failed:
+                self.fail(line, failed)
+                self.pool.close()
+                break
+        else:  # a round counts as a whole, so that all lines are compared over the same rounds
+            for line, turns in taken:
+                record = self.record(line)
+                for measure, (seconds, loss) in turns.items():
+                    record.seconds[measure].append(seconds)
+                    if loss is not None:
+                        record.first_losses.append(loss)
+        self.results.write()
+        print(f"{self.name}: round {turn + 1} of {rounds}, {time.monotonic() - began:.1f} s", flush=True)
+
+    def turn(self, line: Line, measure: Measure) -> tuple[float, float | None]:
+        began = time.monotonic()
+        found = self.pool.run(rank_jobs.turn, line.name, measure, self.settle, timeout=TIMEOUT)
+        self.settle = self.settle or any(rank.scarce for rank in found)
+        record = self.record(line)
+        record.wall_seconds[measure] = time.monotonic() - began
+        losses = [rank.loss for rank in found if rank.loss is not None]
+        return max(rank.seconds for rank in found), sum(losses) / len(losses) if losses else None
+
+    def fail(self, line: Line, failed: RanksFailedError) -> None:
+        print(f"  FAILED: {line.name}: {failed}", flush=True)
+        self.record(line).error = failed.what.splitlines()[0][:300]
+        self.results.write()
+        if self.pool.up:
+            self.pool.run(rank_jobs.drop, line.name, timeout=TIMEOUT)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    clock = Clock(options.budget)
+    settings = {"compile": options.compile, "warmup": options.warmup}
+    results = Results.open(options.out, settings)
+    if options.retry:
+        results.forget_errors()
+    pool: RankPool | None = None
+    with multi_process_service(options.device) as service:
+        try:
+            for name in options.groups:
+                world, workload = _parse_group(name)
+                lines = [line for line in lines_of(world, compiled=options.compile) if options.lines.search(line.name)]
+                if not results.unfinished(name, lines, options.rounds):
+                    print(f"{name}: complete in {options.out}", flush=True)
+                    continue
+                if pool is None or pool.world != world:
+                    if pool is not None:
+                        pool.close()
+                    pool = RankPool(world, options.device, rank_jobs.RankModels)
+                results.begin(name, workload, world, _provenance(options, service, pool))
+                GroupBenchmark(name, pool, workload, lines, results, clock).measure(options.rounds, options.warmup)
+        except OutOfTime as ended:
+            print(f"stopped: {ended}; run the same command again to resume", flush=True)
+        finally:
+            results.write()
+            if pool is not None:
+                pool.close()
+    options.table.write_text(gpu_ranks_table.render(results.path))
+    print(f"wrote {options.out} and {options.table}")
+    return 0
+
+
+def _parse_group(name: str) -> tuple[int, Workload]:
+    world, _, size = name.partition(":")
+    if not world.isdigit() or size not in WORKLOADS:
+        raise SystemExit(f"--groups {name}: a group is RANKS:SIZE, 4 or 8 ranks and a size of {', '.join(WORKLOADS)}")
+    return int(world), WORKLOADS[size]
+
+
+def _provenance(options: argparse.Namespace, service: str, pool: RankPool) -> dict[str, object]:
+    """Return what a reader of the table needs to repeat the run."""
+    return {
+        "command": "python benchmarks/speed/gpu_ranks.py " + " ".join(options.given),
+        "date": str(date.today()),
+        "mps": service,
+        "cores": len(os.sched_getaffinity(0)),
+        **pool.run(rank_jobs.describe, timeout=TIMEOUT)[0],
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # check for a GPU through NVML: this process must not open the GPU before MPS runs
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    gpu = torch.cuda.is_available()
+    stem = str(RESULTS / f"{date.today()}-gpu-ranks")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
+    parser.add_argument(
+        "--groups", help="RANKS:SIZE,... in this order; default 4:deep,4:wide,8:deep, or 4:tiny on the CPU"
+    )
+    parser.add_argument(
+        "--lines",
+        type=re.compile,
+        default=re.compile(""),
+        help="regular expression; measure only the lines whose name matches",
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each line before measuring")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile all sides: Fourfold's regions, the peers' blocks"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds; stop before a round that would exceed them"
+    )
+    parser.add_argument("--retry", action="store_true", help="measure the lines again that failed")
+    parser.add_argument("--out", type=Path, default=Path(f"{stem}.jsonl"), help="results; an existing file is resumed")
+    parser.add_argument("--table", type=Path, help="default: next to --out")
+    options = parser.parse_args(arguments)
+    for name in ("rounds", "warmup"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)} must be at least 1")
+    default = "4:tiny" if options.device == "cpu" else "4:deep,4:wide,8:deep"
+    options.groups = (options.groups or default).split(",")
+    options.table = options.table or options.out.with_suffix(".md")
+    options.given = list(sys.argv[1:] if arguments is None else arguments)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,430 @@
+"""The format of a checkpoint: tensor files in the format of safetensors, one per rank, and their record, a JSON file.
+
+A tensor file is written one tensor after another and read in slices:
+
+    8 bytes: length of the header | header, JSON | the tensors, one after another
+
+`__metadata__` of the header has the CRC-32 of every tensor, and the record has the CRC-32 of the header. The library
+safetensors writes all tensors at once and blocks other threads meanwhile, so writing is done here; reading is left to
+the library, which checks a header before it relies on it and never runs code.
+
+The record, `checkpoint.json`, says which tensors there are, how they are cut on which grid, and the state of training:
+
+    {"format": "fourfold-checkpoint", "version": 2, "digest": "sha256:...",
+     "grid": {"sizes": {"x": 2, "y": 1, "z": 2, "data": 1}, "order": ["x", "y", "z", "data"]},
+     "state": {"step": 100, ...},
+     "tensors": {name: {"shape": [96, 64], "dtype": "float32", "cuts": [["x", 0], ["z", 0]]}},
+     "files": {"rank-00000.safetensors": {"bytes": 24000, "header": "crc32:..."}}}
+
+Which rank wrote which box of a tensor follows from the grid and the cuts, so the record needs no list of parts. Nothing
+in a record is trusted: the digest reveals damage, and every name, number and cut is checked here. Records of version 1
+have older names of keys in their state, which `old_versions` knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapreplace
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from fourfold.axes import AXES
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError
+from fourfold.grid import Shape
+from fourfold.layout import Box, Layout
+from fourfold.old_versions import complete_order, upgrade_state
+
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that a checkpoint may hold, and their names in a safetensors header."""
+_DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
+_DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
+
+CHUNK_BYTES = 16 << 20
+"""Bytes that get their checksum and are written before the next ones: few enough to stay in the CPU's cache between the
+two, many enough that a call per chunk costs nothing."""
+LONGEST_HEADER = 100 << 20
+"""The longest header that safetensors accepts, in bytes."""
+
+FORMAT, VERSION = "fourfold-checkpoint", 2
+RECORD = "checkpoint.json"
+CHECKPOINT_FILE = re.compile(r"checkpoint\.json|rank-\d{5,}\.safetensors")
+"""The names of all files of a checkpoint."""
+MAX_RANKS = 1 << 17
+"""The largest grid that a record may claim: the arithmetic over its ranks takes time and memory in proportion, and a
+record may be anybody's."""
+
+TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape by key, in the order in which the tensors are written."""
+
+
+# Tensor files
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """The length of a tensor file and the checksum of its header, which has the checksums of its tensors."""
+
+    nbytes: int
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, as the file's header describes it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    checksum: str
+    """Empty where the file has none, as files of other programs do."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensor_file(path: Path, types: TensorTypes, tensors: Iterable[Tensor]) -> FileInfo:
+    """Write tensors in the order of `types`, each before the next is asked for, and flush them to the disk."""
+    # A checksum of zeros holds the place: the real ones are known at the end and are as long.
+    header = _header(types, dict.fromkeys(types, _crc_text(0)))
+    checksums: dict[str, str] = {}
+    try:
+        with _name_in_errors(path):
+            file = path.open("wb", buffering=0)
+        with file:
+            with _name_in_errors(path):
+                _append(file, memoryview(header))
+            for (key, (dtype, shape)), tensor in zip(types.items(), tensors, strict=True):
+                if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+                    raise ValueError(
+                        f"{key!r} was announced as {dtype} {shape} and is {tensor.dtype} {tuple(tensor.shape)}"
+                    )
+                tensor = tensor.detach().to("cpu").contiguous()
+                with _name_in_errors(path):
+                    checksums[key] = _append(file, _bytes_of(tensor))
+            header = _header(types, checksums)
+            with _name_in_errors(path):
+                file.seek(0)
+                _append(file, memoryview(header))
+                # The folder is renamed once all files are complete; a power cut must not undo a file after that.
+                os.fsync(file.fileno())
+                return FileInfo(os.fstat(file.fileno()).st_size, _crc_text(zlib.crc32(header)))
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+def _header(types: TensorTypes, checksums: Mapping[str, str]) -> bytes:
+    """Return the length of the header and the header itself."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **checksums}}  # some readers refuse a file without format
+    offset = 0
+    for key, (dtype, shape) in types.items():
+        if dtype not in DTYPE_CODES:
+            raise ValueError(f"{key!r} has dtype {dtype}; a checkpoint holds {', '.join(map(str, DTYPE_CODES))}")
+        end = offset + prod(shape) * dtype.itemsize
+        table[key] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _append(file: FileIO, content: memoryview) -> str:
+    """Write bytes and return their checksum."""
+    crc = 0
+    for start in range(0, len(content), CHUNK_BYTES):
+        left = content[start : start + CHUNK_BYTES]
+        crc = zlib.crc32(left, crc)
+        while left:  # an unbuffered file may write less than it is given
+            left = left[file.write(left) :]
+    return _crc_text(crc)
+
+
+def checksum(tensor: Tensor) -> str:
+    """Return the checksum of the bytes of a contiguous tensor on the CPU."""
+    crc, content = 0, _bytes_of(tensor)
+    for start in range(0, len(content), CHUNK_BYTES):
+        crc = zlib.crc32(content[start : start + CHUNK_BYTES], crc)
+    return _crc_text(crc)
+
+
+def _crc_text(crc: int) -> str:
+    return f"crc32:{crc:08x}"
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return a view of the memory of a contiguous tensor on the CPU. The caller keeps the tensor alive meanwhile."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@contextmanager
+def _name_in_errors(path: Path) -> Iterator[None]:
+    """Add the file's name to the errors of the file system, which lack it for an open file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
+
+
+class TensorFile:
+    """A safetensors file, opened to read. Whatever is wrong with it raises an error that names it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise MissingCheckpointError(f"{path} is missing; copy the folder again with all its files")
+        try:
+            with path.open("rb") as file:
+                start = file.read(8)
+                length = min(int.from_bytes(start, "little"), LONGEST_HEADER)
+                header = start + file.read(length)
+        except OSError as error:
+            raise UnreadableCheckpointError(error.errno, f"cannot read {path} ({error.strerror})") from error
+        self.info = FileInfo(path.stat().st_size, _crc_text(zlib.crc32(header)))
+        library = _safetensors()
+        try:
+            self._content = library.safe_open(path, framework="pt").__enter__()
+        except library.SafetensorError as error:
+            pickled = start[:2] == b"PK" or start[:1] == b"\x80"
+            what = "a pickle, which is never opened, in the place of a safetensors file" if pickled else "damaged"
+            raise DamagedCheckpointError(
+                f"{path} is {what} ({error}); copy it again from where it was saved"
+            ) from error
+        checksums = self._content.metadata() or {}
+        self.tensors: dict[str, StoredTensor] = {}
+        for key in self._content.keys():  # noqa: SIM118  # not a mapping
+            found = self._content.get_slice(key)
+            if found.get_dtype() not in _DTYPES_BY_CODE:
+                raise ValueError(f"{path}: {key!r} has dtype {found.get_dtype()}, which no checkpoint holds")
+            dtype, shape = _DTYPES_BY_CODE[found.get_dtype()], tuple(found.get_shape())
+            self.tensors[key] = StoredTensor(dtype, shape, checksums.get(key, ""))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._content.__exit__(None, None, None)
+
+    def read(self, key: str, slices: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor, or these slices of its dims."""
+        return self._content.get_slice(key)[slices] if slices else self._content.get_tensor(key)
+
+    def verify(self, key: str) -> None:
+        """Raise unless the bytes of a tensor are the ones that were written."""
+        expected, found = self.tensors[key].checksum, checksum(self._content.get_tensor(key))
+        if found != expected:
+            raise DamagedCheckpointError(
+                f"{self.path} is damaged: {key!r} has checksum {found} and was written with {expected or 'none'}; "
+                "copy the file again from where it was saved, or use another checkpoint"
+            )
+
+    def require(self, written: FileInfo) -> None:
+        """Raise unless this file has the length and the header of the file that was written."""
+        if self.info.nbytes != written.nbytes:
+            raise DamagedCheckpointError(
+                f"{self.path} has {self.info.nbytes} bytes and was written with {written.nbytes}; copy it again"
+            )
+        if self.info.header != written.header:
+            raise DamagedCheckpointError(f"{self.path} has another header than was written; copy it again")
+
+
+def _safetensors() -> Any:
+    """Return the library, which only whoever reads a checkpoint needs."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(f"checkpoints are files of safetensors: pip install 'fourfold[train]' ({error})") from error
+    return safetensors
+
+
+# The record
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """The global shape and dtype of a tensor, and which of its dims are cut over which axes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    storage: Layout
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def box(self, grid: Shape, coords: Mapping[str, int]) -> Box:
+        """Return the box that the rank at these coordinates holds."""
+        return self.storage.box(self.shape, grid.sizes, coords)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of a checkpoint: its tensors and files, the grid that wrote it, and the state of training."""
+
+    grid: Shape
+    """The shape of the grid that wrote the checkpoint."""
+    state: dict[str, Any]
+    """Whatever continues training besides tensors: step, config, position in the data."""
+    tensors: dict[str, TensorInfo]
+    files: dict[str, FileInfo] = field(default_factory=dict)
+
+    @cached_property
+    def _writers(self) -> dict[str, dict[str, int]]:
+        """For every tensor, which of the ranks that hold equal copies writes it: its coordinates on the axes that do
+        not cut the tensor. The largest tensors are assigned first, each to the rank with the least to write.
+
+        The assignment is part of the format, since readers repeat it to find a tensor's files.
+        """
+        loads: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        found = {}
+        for name, info in sorted(self.tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+            copies = [axis for axis in AXES if axis not in info.storage.axes]
+            several = tuple(axis for axis in copies if axis in self.grid.used_axes)
+            count = prod(self.grid.sizes[axis] for axis in several)
+            heap = loads.setdefault(several, [(0, index) for index in range(count)])
+            load, index = heap[0]
+            heapreplace(heap, (load + info.nbytes, index))
+            found[name] = {}
+            for axis in copies:
+                index, found[name][axis] = divmod(index, self.grid.sizes[axis])
+        return found
+
+    def parts(self, name: str, within: Box | None = None) -> Iterator[tuple[int, Box]]:
+        """Yield the ranks that write a tensor and their boxes; with `within`, only of boxes that overlap it."""
+        info, writers = self.tensors[name], self._writers[name]
+        for coords, box in info.storage.boxes(info.shape, self.grid.sizes, within):
+            if all(box):  # a rank with an empty box writes nothing
+                yield self.grid.rank({**writers, **coords}), box
+
+    def written_by(self, coords: Mapping[str, int]) -> list[str]:
+        """Return the tensors that the rank at these coordinates writes its part of."""
+        return [
+            name
+            for name, info in self.tensors.items()
+            if all(coords[axis] == index for axis, index in self._writers[name].items())
+            and all(info.box(self.grid, coords))
+        ]
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's tensor file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write the record into a folder that has all other files of the checkpoint, and flush it to the disk."""
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "grid": {"sizes": record.grid.sizes, "order": list(record.grid.order)},
+        "state": record.state,
+        "tensors": {
+            name: {
+                "shape": list(info.shape),
+                "dtype": str(info.dtype).removeprefix("torch."),
+                "cuts": [list(cut) for cut in info.storage.cuts],
+            }
+            for name, info in record.tensors.items()
+        },
+        "files": {name: {"bytes": info.nbytes, "header": info.header} for name, info in record.files.items()},
+    }
+    path = folder / RECORD
+    try:
+        with path.open("w") as file:
+            json.dump({**content, "digest": _digest(content)}, file)
+            file.flush()
+            os.fsync(file.fileno())  # before the folder gets its final name
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def read_record(folder: Path) -> Record:
+    """Return the record of a checkpoint's folder, of any version, with every statement in it checked."""
+    path = folder / RECORD
+    if not path.is_file():
+        raise MissingCheckpointError(f"{path} is missing; give the folder of a checkpoint, with all its files")
+    try:
+        content = json.loads(path.read_bytes())
+        kind, version, digest = content["format"], content["version"], content.pop("digest")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{path} is not the record of a checkpoint ({type(error).__name__}: {error}); copy it again"
+        ) from error
+    if kind != FORMAT or version not in range(1, VERSION + 1):
+        raise ValueError(
+            f"{path} has format {kind!r} version {version!r}, and this Fourfold reads {FORMAT!r} up to version "
+            f"{VERSION}; use the Fourfold that wrote it"
+        )
+    if digest != _digest(content):
+        raise DamagedCheckpointError(f"{path} is damaged: its digest is not the digest of its content; copy it again")
+    try:
+        return _parse_record(content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not describe a checkpoint ({error}); save it again") from error
+
+
+def _parse_record(content: Mapping[str, Any]) -> Record:
+    if not isinstance(content["state"], dict):
+        raise TypeError("state is not a table")
+    sizes, order = content["grid"]["sizes"], content["grid"]["order"]
+    # Another version may have other axes. One with a single rank, such as every axis that only one version knows must
+    # be, cuts nothing: it is left out if it is unknown here, and added if it is unknown there.
+    ignored = [axis for axis, size in sizes.items() if axis not in AXES and size == 1]
+    known = {axis: size for axis, size in sizes.items() if axis not in ignored}
+    grid = Shape(**known, order=tuple(complete_order([axis for axis in order if axis not in ignored])))
+    if grid.world > MAX_RANKS:
+        raise ValueError(f"a grid of {grid.world} ranks; the most is {MAX_RANKS}")
+    tensors = {name: _parse_tensor(name, found, ignored) for name, found in content["tensors"].items()}
+    files = {name: FileInfo(found["bytes"], found["header"]) for name, found in content["files"].items()}
+    for name, info in files.items():
+        if not CHECKPOINT_FILE.fullmatch(name) or name == RECORD:  # nothing outside the folder is ever opened
+            raise ValueError(f"{name!r} is not the name of a rank's file")
+        if type(info.nbytes) is not int or not isinstance(info.header, str):
+            raise TypeError(f"{name!r} has no length or no checksum")
+    return Record(grid, upgrade_state(content["state"]), tensors, files)
+
+
+def _parse_tensor(name: str, found: Mapping[str, Any], ignored: list[str]) -> TensorInfo:
+    """Return what the record says about a tensor, without cuts over the ignored axes."""
+    shape = tuple(found["shape"])
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"{name!r} has shape {shape}")
+    if found["dtype"] not in _DTYPES_BY_NAME:
+        raise ValueError(f"{name!r} has dtype {found['dtype']!r}")
+    cuts = tuple((axis, dim) for axis, dim in found["cuts"] if axis not in ignored)
+    if not all(axis in AXES and type(dim) is int and 0 <= dim < len(shape) for axis, dim in cuts):
+        raise ValueError(f"{name!r} of shape {shape} is cut by {cuts}")
+    return TensorInfo(shape, _DTYPES_BY_NAME[found["dtype"]], Layout(cuts))

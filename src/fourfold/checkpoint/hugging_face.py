@@ -1,0 +1,493 @@
+"""Weights from and to Hugging Face folders: names and shapes as data, then files, one tensor at a time.
+
+A table per model type names its modules and ours; `*` is a layer's number, and `.weight` or `.bias` follows. One of
+their tensors may hold several of ours: side by side with in-features first (GPT-2), or head by head (GPT-NeoX).
+
+Neither direction holds the whole model: a tensor is read, cut or joined, written, and freed before the next. Names,
+shapes and dtypes of all files are checked before the first tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fourfold.checkpoint.folder import write_bytes
+from fourfold.checkpoint.format import Record, TensorFile, TensorTypes, write_tensor_file
+from fourfold.checkpoint.load import read_full_tensor, require_same_names, show_names
+from fourfold.checkpoint.save import write_full_tensors
+from fourfold.checkpoint.training_state import MODEL
+from fourfold.errors import DamagedCheckpointError
+from fourfold.grid import Grid
+from fourfold.models import ModelConfig, build
+from fourfold.nn.layer import specs_of
+
+Table = dict[str, str | tuple[str, ...]]
+"""Our modules by the names of theirs."""
+HEAD = "lm_head.weight"
+"""The name of an untied head's weight in every table, whatever the type's files call it."""
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+"""Files that hold weights in other folders, which are never opened: a pickle can run code."""
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Names
+
+QKV = ("layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v")
+GPT2: Table = {
+    "wte": "embedding",
+    "wpe": "positions",
+    "h.*.ln_1": "layers.*.attention_norm",
+    "h.*.attn.c_attn": QKV,
+    "h.*.attn.c_proj": "layers.*.attention.out",
+    "h.*.ln_2": "layers.*.mlp_norm",
+    "h.*.mlp.c_fc": "layers.*.mlp.up",
+    "h.*.mlp.c_proj": "layers.*.mlp.down",
+    "ln_f": "norm",
+    "lm_head": "head",
+}
+GPT_NEOX: Table = {
+    "embed_in": "embedding",
+    "layers.*.input_layernorm": "layers.*.attention_norm",
+    "layers.*.attention.query_key_value": QKV,
+    "layers.*.attention.dense": "layers.*.attention.out",
+    "layers.*.post_attention_layernorm": "layers.*.mlp_norm",
+    "layers.*.mlp.dense_h_to_4h": "layers.*.mlp.up",
+    "layers.*.mlp.dense_4h_to_h": "layers.*.mlp.down",
+    "final_layer_norm": "norm",
+    "lm_head": "head",
+}
+LLAMA: Table = {
+    "embed_tokens": "embedding",
+    "layers.*.input_layernorm": "layers.*.attention_norm",
+    "layers.*.self_attn.q_proj": "layers.*.attention.q",
+    "layers.*.self_attn.k_proj": "layers.*.attention.k",
+    "layers.*.self_attn.v_proj": "layers.*.attention.v",
+    "layers.*.self_attn.o_proj": "layers.*.attention.out",
+    "layers.*.self_attn.q_norm": "layers.*.attention.q_norm",
+    "layers.*.self_attn.k_norm": "layers.*.attention.k_norm",
+    "layers.*.post_attention_layernorm": "layers.*.mlp_norm",
+    "layers.*.mlp.gate_proj": "layers.*.mlp.gate",
+    "layers.*.mlp.up_proj": "layers.*.mlp.up",
+    "layers.*.mlp.down_proj": "layers.*.mlp.down",
+    "norm": "norm",
+    "lm_head": "head",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the files of one or several model types name and lay out their tensors."""
+
+    table: Table
+    prefix: str
+    """The prefix of all names but the head's in files of a whole model; files of its body alone lack it."""
+    buffers: re.Pattern[str]
+    """Names of tensors that older files hold and no model reads."""
+    head: str = HEAD
+    """The name of the head's weight in the type's files."""
+    transposed: re.Pattern[str] | None = None
+    """Modules that store weights with in-features first."""
+    by_head: bool = False
+    """Whether q, k and v alternate head by head."""
+
+    def table_name(self, name: str) -> str:
+        """Return the table's name of a tensor in a file."""
+        return HEAD if name == self.head else name.removeprefix(self.prefix)
+
+    def file_name(self, name: str) -> str:
+        """Return the name that files of a whole model have for a tensor of the table."""
+        return self.head if name == HEAD else self.prefix + name
+
+
+_LLAMA = Family(LLAMA, "model.", re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"))
+FAMILIES = {
+    "gpt2": Family(
+        GPT2,
+        "transformer.",
+        re.compile(r"h\.\d+\.attn\.(masked_)?bias"),
+        transposed=re.compile(r"h\.\*\.(attn|mlp)\.c_\w+"),
+    ),
+    "gpt_neox": Family(
+        GPT_NEOX,
+        "gpt_neox.",
+        re.compile(r"layers\.\d+\.attention\.(masked_)?bias|(layers\.\d+\.attention\.)?rotary_emb\.inv_freq"),
+        head="embed_out.weight",
+        by_head=True,
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen3": _LLAMA,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMapping:
+    """One of their tensors, and the tensors of ours that it holds."""
+
+    theirs: str
+    """The name in the table, without prefix."""
+    ours: tuple[str, ...]
+    transposed: bool = False
+    heads: int = 0
+    """The number of heads where ours alternate head by head; else 0."""
+
+    def cut(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield ours from theirs, in order, each made when it is asked for."""
+        for index in range(len(self.ours)):
+            if self.heads:
+                part = tensor.unflatten(0, (self.heads, len(self.ours), -1))[:, index].flatten(0, 1)
+            else:
+                part = tensor.chunk(len(self.ours), dim=-1)[index] if len(self.ours) > 1 else tensor
+                part = part.t() if self.transposed else part
+            yield part.contiguous()
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return theirs from ours, which come in order."""
+        if self.heads:
+            return torch.stack([part.unflatten(0, (self.heads, -1)) for part in parts], dim=1).flatten(0, 2)
+        laid_out = [part.t() if self.transposed else part for part in parts]
+        return (torch.cat(laid_out, dim=-1) if len(laid_out) > 1 else laid_out[0]).contiguous()
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the shape of theirs, given the shapes of ours."""
+        return tuple(self.join([torch.empty(shapes[name], device="meta") for name in self.ours]).shape)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the model, by name, from a model without memory."""
+    model = build(config, Grid.alone("cpu"), device="meta")
+    return {name: spec.shape for name, spec in specs_of(model).items()}
+
+
+def tensor_mappings(config: ModelConfig, model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorMapping]:
+    """Return all tensors of a model with these parameters in files of this type, layer by layer."""
+    family = FAMILIES[model_type]
+    once, layered = ([theirs for theirs in family.table if ("*" in theirs) is many] for many in (False, True))
+    modules = [(theirs, "") for theirs in once]
+    modules += [(theirs, str(index)) for index in range(config.layers) for theirs in layered]
+    return [mapping for module in modules for mapping in _module_mappings(family, *module, config.heads, shapes)]
+
+
+def _module_mappings(
+    family: Family, theirs: str, index: str, heads: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[TensorMapping]:
+    """Yield weight and bias of a module, where the model has them."""
+    modules = family.table[theirs]
+    modules = (modules,) if isinstance(modules, str) else modules
+    for kind in ("weight", "bias"):
+        ours = tuple(f"{module}.{kind}".replace("*", index) for module in modules)
+        if ours[0] in shapes:
+            in_first = family.transposed is not None and family.transposed.fullmatch(theirs) is not None
+            alternate = family.by_head and len(ours) > 1
+            name = f"{theirs}.{kind}".replace("*", index)
+            yield TensorMapping(name, ours, transposed=in_first and kind == "weight", heads=heads if alternate else 0)
+
+
+def match_names(
+    mappings: Iterable[TensorMapping], model_type: str, found: Iterable[str], folder: Path
+) -> dict[str, str]:
+    """Return the names in the files by the names in the table. A tied head's copy of the embedding, which has no
+    mapping, is there as `HEAD`.
+
+    Raise unless the files hold all mapped tensors, each once, and nothing else that a model would read.
+    """
+    family, wanted = FAMILIES[model_type], [mapping.theirs for mapping in mappings]
+    names: dict[str, str] = {}
+    for name in found:
+        plain = family.table_name(name)
+        if family.buffers.fullmatch(plain):
+            continue
+        if plain in names:
+            raise ValueError(f"{folder} holds both {names[plain]!r} and {name!r}, which are one tensor; remove one")
+        names[plain] = name
+    missing = [name for name in wanted if name not in names]
+    unknown = [name for name in names if name not in wanted and name != HEAD]
+    if missing or unknown:
+        lacking, extra = [family.file_name(name) for name in missing], [names[name] for name in unknown]
+        faults = [f"it lacks {show_names(lacking, extra)}"] if missing else []
+        if unknown:
+            faults.append(f"it also holds {show_names(extra, lacking or [family.file_name(name) for name in wanted])}")
+        hint = ""
+        if missing == [HEAD]:
+            hint = "; where the head is the embedding's table, say tie_word_embeddings=true in config.json"
+        raise ValueError(
+            f"{folder} is not the {model_type} model that its config.json describes: {', '.join(faults)}{hint}"
+        )
+    return names
+
+
+# config.json
+
+NEEDS: dict[str, dict[str, Any]] = {
+    "gpt2": dict(norm="layer", mlp="gelu", positions="learned", bias=True, qk_norm=False),
+    "gpt_neox": dict(norm="layer", mlp="gelu", positions="rope", bias=True, qk_norm=False),
+    "llama": dict(norm="rms", mlp="swiglu", positions="rope", qk_norm=False),
+    "qwen3": dict(norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=True),
+}
+"""The types that models are exported as, and the choices that each type fixes."""
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def model_type_of(config: ModelConfig) -> str:
+    """Return the type that computes the same as a model of this config; raise where there is none and say why."""
+    faults = {model_type: _misfits(config, model_type) for model_type in NEEDS}
+    nearest_type = min(faults, key=lambda name: len(faults[name]))
+    if faults[nearest_type]:
+        raise ValueError(
+            f"no type of models that Hugging Face has and Fourfold knows computes this one; {nearest_type} comes "
+            f"nearest, and needs {', '.join(faults[nearest_type])}"
+        )
+    return nearest_type
+
+
+def _misfits(config: ModelConfig, model_type: str) -> list[str]:
+    """Return what a type needs and the model has otherwise."""
+    found = [
+        f"{name}={value!r} instead of {getattr(config, name)!r}"
+        for name, value in NEEDS[model_type].items()
+        if getattr(config, name) != value
+    ]
+    if model_type in ("gpt2", "gpt_neox"):
+        if config.kv_heads != config.heads:
+            found.append(f"kv_heads={config.heads} instead of {config.kv_heads}")
+        if config.heads * config.head_dim != config.hidden:
+            found.append(f"heads*head_dim={config.hidden} instead of {config.heads}*{config.head_dim}")
+    elif model_type == "llama" and config.hidden % config.heads:
+        found.append(f"hidden divisible by heads={config.heads} instead of {config.hidden}")
+    return found
+
+
+def config_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Return the keys of a config.json that determine what is computed."""
+    common = dict(model_type=model_type, architectures=[ARCHITECTURES[model_type]], vocab_size=config.vocab)
+    common["tie_word_embeddings"] = config.tied
+    if model_type == "gpt2":
+        keys = dict(n_embd=config.hidden, n_head=config.heads, n_layer=config.layers, n_inner=config.mlp_hidden)
+        keys |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        keys |= dict(n_positions=config.seq, layer_norm_epsilon=config.norm_eps, activation_function="gelu_new")
+        return {**common, **keys}
+    keys = dict(hidden_size=config.hidden, num_hidden_layers=config.layers, num_attention_heads=config.heads)
+    keys |= dict(intermediate_size=config.mlp_hidden, max_position_embeddings=config.seq)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if model_type == "gpt_neox":
+        keys |= dict(hidden_act="gelu_new", use_parallel_residual=False, attention_bias=True)
+        keys |= dict(hidden_dropout=config.dropout, attention_dropout=config.dropout, layer_norm_eps=config.norm_eps)
+        keys |= dict(rotary_pct=1.0, rotary_emb_base=config.rope_theta)  # older versions of transformers read these
+        return {**common, **keys, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
+    keys |= dict(hidden_act="silu", num_key_value_heads=config.kv_heads, head_dim=config.head_dim)
+    keys |= dict(attention_bias=config.bias, attention_dropout=0.0, rms_norm_eps=config.norm_eps)
+    keys |= dict(mlp_bias=config.bias) if model_type == "llama" else dict(use_sliding_window=False)
+    return {**common, **keys, "rope_theta": config.rope_theta, "rope_parameters": rope}
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file as transformers does, and flush it to the disk."""
+    write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+# From their files to a checkpoint
+
+
+def import_weights(
+    source: Path, model_type: str, config: ModelConfig, folder: Path, state: dict[str, Any]
+) -> torch.dtype:
+    """Write the weights of a Hugging Face folder as a checkpoint, in their dtypes; return the embedding's."""
+    shapes = parameter_shapes(config)
+    mappings = tensor_mappings(config, model_type, shapes)
+    with _open_files(source) as files:
+        names = match_names(mappings, model_type, files, source)
+        types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for mapping in mappings:
+            name = names[mapping.theirs]
+            dtype = _checked_dtype(files[name], name, mapping.shape(shapes))
+            types |= {MODEL + ours: (dtype, shapes[ours]) for ours in mapping.ours}
+        if config.tied and HEAD in names:
+            _require_tied(files, names, mappings)
+
+        def tensors() -> Iterator[Tensor]:
+            for mapping in mappings:
+                name = names[mapping.theirs]
+                yield from mapping.cut(files[name].read(name))
+
+        write_full_tensors(folder, types, tensors(), state)
+        return types[MODEL + "embedding.weight"][0]
+
+
+@contextmanager
+def _open_files(folder: Path) -> Iterator[dict[str, TensorFile]]:
+    """Open the files of a folder and give the file of every tensor, by the tensor's name."""
+    with ExitStack() as stack:
+        found: dict[str, TensorFile] = {}
+        for path, promised in _weight_files(folder).items():
+            file = stack.enter_context(TensorFile(path))
+            if lacking := sorted(promised - file.tensors.keys()):
+                raise DamagedCheckpointError(
+                    f"{path} does not hold {lacking[0]!r}, but {INDEX} says so; copy the folder again"
+                )
+            for name in file.tensors:
+                if name in found:
+                    raise DamagedCheckpointError(
+                        f"{name!r} is both in {found[name].path} and in {path}; copy the folder again"
+                    )
+                found[name] = file
+        yield found
+
+
+def _weight_files(folder: Path) -> dict[Path, set[str]]:
+    """Return the files of a folder that hold weights, each with the tensors that the folder's index promises there."""
+    if (folder / WEIGHTS).is_file():
+        return {folder / WEIGHTS: set()}
+    index = folder / INDEX
+    if not index.is_file():
+        raise _no_weights(folder)
+    try:
+        files: dict[Path, set[str]] = {}
+        for name, file in json.loads(index.read_text())["weight_map"].items():
+            if Path(file).name != file:  # nothing outside the folder is opened
+                raise ValueError(f"{file!r} is not the name of a file beside it")
+            files.setdefault(folder / file, set()).add(name)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"{index} is not an index of weights ({type(error).__name__}: {error}); copy it again"
+        ) from error
+    return files
+
+
+def _no_weights(folder: Path) -> Exception:
+    """Return the error for a folder without safetensors files."""
+    pickles = [name for name in PICKLES if (folder / name).exists()]
+    if pickles:
+        return ValueError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is never opened; if you "
+            'trust it, convert it: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').save_pretrained('NEW')\""
+        )
+    return FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}; give a Hugging Face folder with its weights")
+
+
+def _checked_dtype(file: TensorFile, name: str, shape: tuple[int, ...]) -> torch.dtype:
+    """Return the dtype of a tensor in a file; raise unless it has this shape and holds plain weights."""
+    found = file.tensors[name]
+    if found.shape != shape:
+        raise DamagedCheckpointError(
+            f"{file.path}: {name!r} has shape {found.shape}, and by config.json {shape}; copy both again"
+        )
+    if found.dtype not in FLOATS:
+        raise ValueError(
+            f"{file.path}: {name!r} has dtype {found.dtype}, so the weights are packed; save them in one of "
+            f"{', '.join(map(str, FLOATS))}"
+        )
+    return found.dtype
+
+
+def _require_tied(files: Mapping[str, TensorFile], names: Mapping[str, str], mappings: Iterable[TensorMapping]) -> None:
+    """Raise where the head differs from the embedding's table, though config.json says that they are one."""
+    table = next(names[mapping.theirs] for mapping in mappings if mapping.ours == ("embedding.weight",))
+    head = names[HEAD]
+    if not torch.equal(files[table].read(table), files[head].read(head)):
+        raise ValueError(
+            f"{files[head].path}: {head!r} is not equal to {table!r}, though config.json ties them; "
+            "say tie_word_embeddings=false there to keep both"
+        )
+
+
+# From a checkpoint to their files
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedWeights:
+    """The weight files that an export has written."""
+
+    files: int
+    nbytes: int
+    dtype: torch.dtype
+    """The dtype of the embedding."""
+
+
+def export_weights(
+    checkpoint: Path,
+    record: Record,
+    model_type: str,
+    config: ModelConfig,
+    to: Path,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+) -> ExportedWeights:
+    """Write the weights of a checkpoint into files of at most `max_file_bytes`; a larger tensor has one for itself.
+
+    Without a dtype each tensor keeps its own.
+    """
+    shapes = parameter_shapes(config)
+    _require_model(checkpoint, record, shapes)
+    family = FAMILIES[model_type]
+    mappings = {family.file_name(mapping.theirs): mapping for mapping in tensor_mappings(config, model_type, shapes)}
+    types = {name: (dtype or _dtype(record, mapping), mapping.shape(shapes)) for name, mapping in mappings.items()}
+    groups = _group_by_file(types, max_file_bytes)
+    files = [WEIGHTS]
+    if len(groups) > 1:
+        files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    for file, names in zip(files, groups, strict=True):
+        tensors = (_read_theirs(checkpoint, record, name, mappings[name], types[name][0]) for name in names)
+        write_tensor_file(to / file, {name: types[name] for name in names}, tensors)
+    nbytes = sum(_nbytes(*of_tensor) for of_tensor in types.values())
+    if len(groups) > 1:
+        where = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        write_json(to / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": where})
+    return ExportedWeights(len(groups), nbytes, next(iter(types.values()))[0])
+
+
+def _require_model(checkpoint: Path, record: Record, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless the checkpoint has the parameters of the model, each in its shape."""
+    wanted = {MODEL + name: shape for name, shape in shapes.items()}
+    found = {name: info.shape for name, info in record.tensors.items() if name.startswith(MODEL)}
+    require_same_names(wanted, list(found), checkpoint)
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ValueError(f"{name!r} has shape {found[name]} in {checkpoint}, and by the config {shape}")
+
+
+def _dtype(record: Record, mapping: TensorMapping) -> torch.dtype:
+    """Return the dtype that holds all of our tensors in one of theirs."""
+    return reduce(torch.promote_types, (record.tensors[MODEL + name].dtype for name in mapping.ours))
+
+
+def _read_theirs(checkpoint: Path, record: Record, name: str, mapping: TensorMapping, dtype: torch.dtype) -> Tensor:
+    """Return one of their tensors, joined from ours and cast."""
+    joined = mapping.join([read_full_tensor(checkpoint, record, MODEL + part) for part in mapping.ours])
+    cast = joined.to(dtype)
+    if cast.dtype != joined.dtype and not torch.equal(cast.isfinite(), joined.isfinite()):
+        raise ValueError(f"{name!r} has values that {dtype} cannot hold; export in another dtype, such as --dtype bf16")
+    return cast
+
+
+def _group_by_file(types: TensorTypes, max_file_bytes: int) -> list[list[str]]:
+    """Divide the names, in order, into files that are as full as possible."""
+    groups: list[list[str]] = []
+    filled = 0
+    for name, of_tensor in types.items():
+        if not groups or filled + _nbytes(*of_tensor) > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += _nbytes(*of_tensor)
+    return groups
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return prod(shape) * dtype.itemsize

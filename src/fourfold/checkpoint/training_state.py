@@ -1,0 +1,179 @@
+"""The state of training as named tensors, each rank with its own shards.
+
+    model/NAME                 parameters and persistent buffers, under the names of the unsharded model
+    optimizer/exp_avg/NAME     AdamW's moments, cut like the parameter, with the sharded optimizer over data too
+    optimizer/step/NAME        the number of steps that AdamW took
+    random/cpu, random/cuda    the states of torch's random generators, one row per rank
+
+Names and global shapes do not depend on the grid, which is why any grid loads what any other has saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.axes import AXES
+from fourfold.checkpoint.format import TensorInfo
+from fourfold.gradients import REPLICA
+from fourfold.grid import Grid
+from fourfold.layout import Box, Layout
+from fourfold.nn.layer import specs_of
+from fourfold.optim import AdamW
+from fourfold.params import local_of
+
+MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
+"""The prefixes of the three groups of tensors."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+COUNT = "step"
+ROW_PER_RANK = Layout.along(0, AXES)
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, since tensors do not compare to one bool
+class LocalShard:
+    """This rank's shard of a tensor, with the global shape and how it is cut."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+    storage: Layout
+    parameter: Tensor | None = None
+    """The DTensor that the shard belongs to, where there is one: an in-place operation on either counts on its own."""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Torch's counts of in-place operations: they differ once somebody has changed the values."""
+        return self.local._version, 0 if self.parameter is None else self.parameter._version
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.shape, self.local.dtype, self.storage)
+
+    def require_box(self, name: str, grid: Grid) -> Box:
+        """Return this rank's box of the tensor; raise unless the shard has its shape."""
+        box = self.info.box(grid.shape, grid.coords)
+        if tuple(self.local.shape) != tuple(map(len, box)):
+            raise ValueError(
+                f"{name!r}: rank {grid.rank} holds {tuple(self.local.shape)}, but its part of {self.shape} is "
+                f"{tuple(map(len, box))}; pass the local shard and the layout that cut it"
+            )
+        return box
+
+
+LocalShards = Mapping[str, LocalShard]
+
+
+def training_shards(model: nn.Module, optimizer: AdamW) -> dict[str, LocalShard]:
+    """Return this rank's shards of everything that continues training."""
+    return {**model_shards(model), **optimizer_shards(optimizer), **random_states(optimizer.gradients.grid)}
+
+
+def model_shards(model: nn.Module) -> dict[str, LocalShard]:
+    """Return this rank's shard of every parameter and of every buffer that a state dict has.
+
+    The names are the ones under which the model stores them: `state_dict` would join what a parallelised module holds
+    in parts.
+    """
+    specs = specs_of(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if strangers := sorted(parameters.keys() - specs.keys()):
+        raise ValueError(
+            f"{', '.join(map(repr, strangers[:5]))} of {type(model).__name__} are not on the grid; "
+            "declare parameters through a fourfold.nn layer, or use ff.parallelize"
+        )
+    shards = {
+        MODEL + name: LocalShard(local_of(parameters[name]), spec.shape, spec.storage, parameters[name])
+        for name, spec in specs.items()
+    }
+    shards |= {MODEL + name: shard for name, shard in _buffers(model)}
+    if any(shard.local.is_meta for shard in shards.values()):
+        raise ValueError(f"{type(model).__name__} is on the meta device and has no values; build it on a real one")
+    return shards
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, LocalShard]]:
+    """Yield the persistent buffers. A buffer that is cut is a DTensor; any other is equal on all ranks."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in module._non_persistent_buffers_set:
+                continue
+            is_cut = isinstance(buffer, DTensor)
+            storage = Layout.of(buffer.placements) if is_cut else Layout()
+            shard = LocalShard(local_of(buffer) if is_cut else buffer, tuple(buffer.shape), storage)
+            yield f"{prefix}.{name}".lstrip("."), shard
+
+
+def optimizer_shards(optimizer: AdamW) -> dict[str, LocalShard]:
+    """Return this rank's shards of the optimizer's state; a parameter that never had a gradient has none."""
+    _require_adamw(optimizer)
+    found: dict[str, LocalShard] = {}
+    for name, part in optimizer.parts.items():
+        if state := optimizer.state.get(part):
+            found |= _state_shards(optimizer, name, {key: state[key] for key in (*MOMENTS, COUNT)})
+    return found
+
+
+def new_optimizer_shards(optimizer: AdamW, names: set[str]) -> dict[str, LocalShard]:
+    """Allocate the state of these parameters, to be filled; the optimizer's own state does not change."""
+    _require_adamw(optimizer)
+    found: dict[str, LocalShard] = {}
+    for name, part in optimizer.parts.items():
+        if name in names:
+            state: dict[str, Tensor] = {key: torch.zeros_like(part, requires_grad=False) for key in MOMENTS}
+            state[COUNT] = torch.zeros((), dtype=torch.float32, device=part.device)  # fp32 like torch's own counters
+            found |= _state_shards(optimizer, name, state)
+    return found
+
+
+def set_optimizer_state(optimizer: AdamW, shards: LocalShards) -> None:
+    """Make these shards the whole state of the optimizer."""
+    for name, part in optimizer.parts.items():
+        keys = [key for key in (*MOMENTS, COUNT) if f"{OPTIMIZER}{key}/{name}" in shards]
+        optimizer.state.pop(part, None)
+        if keys:
+            optimizer.state[part] = {key: shards[f"{OPTIMIZER}{key}/{name}"].local for key in keys}
+
+
+def parameters_with_state(names: list[str]) -> set[str]:
+    """Return the parameters that a checkpoint with these tensors has optimizer state for."""
+    return {name.removeprefix(OPTIMIZER).partition("/")[2] for name in names if name.startswith(OPTIMIZER)}
+
+
+def _require_adamw(optimizer: object) -> None:
+    if not isinstance(optimizer, AdamW):
+        raise TypeError(
+            f"a checkpoint knows the state of ff.optim.AdamW, not of {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}; torch.distributed.checkpoint saves the state of torch's optimizers"
+        )
+
+
+def _state_shards(optimizer: AdamW, name: str, state: dict[str, Tensor]) -> dict[str, LocalShard]:
+    """Return the shards of one parameter's state: moments are cut like the parameter, the count is not cut."""
+    _, spec = optimizer.gradients.parameters[name]
+    cuts = spec.storage.cuts
+    if optimizer.gradients.policy.shard_optimizer:
+        cuts = (*cuts, (REPLICA, 0))
+    found = {f"{OPTIMIZER}{key}/{name}": LocalShard(state[key], spec.shape, Layout(cuts)) for key in MOMENTS}
+    return {**found, f"{OPTIMIZER}{COUNT}/{name}": LocalShard(state[COUNT], (), Layout())}
+
+
+def random_states(grid: Grid) -> dict[str, LocalShard]:
+    """Return the states of this rank's random generators, each a row of one tensor for all ranks."""
+    states = {"cpu": torch.get_rng_state()}
+    if grid.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(grid.device)
+    return {
+        f"{RANDOM}{kind}": LocalShard(state.unsqueeze(0), (grid.shape.world, len(state)), ROW_PER_RANK)
+        for kind, state in states.items()
+    }
+
+
+def set_random_states(shards: LocalShards, grid: Grid) -> None:
+    """Give the random generators the states among these shards, where there are any."""
+    if f"{RANDOM}cpu" in shards:
+        torch.set_rng_state(shards[f"{RANDOM}cpu"].local[0])
+    if f"{RANDOM}cuda" in shards:
+        torch.cuda.set_rng_state(shards[f"{RANDOM}cuda"].local[0], grid.device)

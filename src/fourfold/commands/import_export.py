@@ -1,0 +1,254 @@
+"""`fourfold import` and `fourfold export`: make a run from a Hugging Face folder, and a folder from a run.
+
+This file decides what a run has besides its weights: the config that it trains with, and its tokenizer. Both commands
+write a new folder, which appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fourfold import models
+from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint, new_folder, write_bytes
+from fourfold.checkpoint.format import RECORD, Record, read_record
+from fourfold.checkpoint.hugging_face import (
+    ARCHITECTURES,
+    ExportedWeights,
+    config_keys,
+    export_weights,
+    import_weights,
+    model_type_of,
+    write_json,
+)
+from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.models.hugging_face import read_config_json, read_keys
+from fourfold.report.units import count, nbytes
+from fourfold.train.config import (
+    BatchSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    TrainConfig,
+    beside,
+    read_config,
+)
+from fourfold.train.schema import parse, to_table
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")
+LONGEST_SEQ = 1024
+"""Tokens per sequence that an imported run trains with at most, unless its config is edited: many models allow far
+longer ones, which would not fit into memory."""
+LEARNING_RATE = 2e-5
+"""The learning rate that an imported run trains with, unless its config is edited: a usual one for fine-tuning, which
+does not undo what the model has learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The run that an import has made."""
+
+    model_type: str
+    config: TrainConfig
+    dtype: torch.dtype
+    notes: tuple[str, ...]
+
+
+def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported:
+    """Make a run from a Hugging Face folder: its config, its weights as the checkpoint of step 0, its tokenizer.
+
+    `eod` is the token that ends a document, where the tokenizer has an unusual name for it.
+    """
+    path = source / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}; give the folder of a Hugging Face model, with its {CONFIG}")
+    model_type, model, notes = _read_model(path)
+    with new_folder(out) as folder:
+        data, more = _import_tokenizer(source, folder, model.vocab, eod)
+        config = TrainConfig(
+            model=ModelSection(source.resolve().name, **dataclasses.asdict(model)),
+            data=data,
+            batch=BatchSection(seq=min(LONGEST_SEQ, model.seq)),
+            optimizer=OptimizerSection(learning_rate=LEARNING_RATE),
+        )
+        state = {"step": 0, "config": to_table(config)}
+        dtype = import_weights(source, model_type, model, Checkpoints(folder / CHECKPOINTS).path(0), state)
+        write_bytes(folder / "config.toml", config.toml().encode())
+    return Imported(model_type, config, dtype, (*notes, *more))
+
+
+def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
+    """Return the model type, the config of ours that computes the same, and notes on keys that were not read."""
+    fields, notes = read_config_json(path, exact=True)
+    try:
+        section = parse(ModelSection, {"name": "", **fields})  # checks the type of every value
+        chosen = {name: getattr(section, name) for name in fields}
+        return read_keys(path)["model_type"], models.ModelConfig(**chosen), notes
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | None) -> tuple[DataSection, list[str]]:
+    """Copy the tokenizer into the run; return the section that names it, and notes for the user."""
+    path = source / TOKENIZER
+    if not path.is_file():
+        note = f"{source} has no {TOKENIZER}: the run reads text as bytes; set data.tokenizer to the model's own"
+        if others := [name for name in OTHER_TOKENIZERS if (source / name).exists()]:
+            note += (
+                f'; {others[0]} becomes one by: python -c "from transformers import AutoTokenizer as T; '
+                f"T.from_pretrained('{source}').save_pretrained('NEW')\""
+            )
+        return DataSection(), [note]
+    notes = []
+    if eod is None:
+        eod, notes = _end_of_document(source)
+    tokenizer = load_tokenizer(path, eod)
+    if tokenizer.vocab > vocab:
+        notes.append(f"{path} has ids up to {tokenizer.vocab - 1}, but the model only knows ids below {vocab}")
+    write_bytes(folder / TOKENIZER, path.read_bytes())
+    return DataSection(tokenizer=TOKENIZER, eod=eod), notes
+
+
+def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
+    """Return the id that ends a document, and a note, where the tokenizer has no token of a usual name for it."""
+    try:
+        load_tokenizer(source / TOKENIZER)
+    except ValueError:
+        eos = read_keys(source / CONFIG).get("eos_token_id")
+        eos = eos[0] if isinstance(eos, list) and eos else eos
+        if not isinstance(eos, int):
+            raise  # the error says that --eod can name the token
+        return eos, [f"documents end with the id {eos}, the eos_token_id of {CONFIG}"]
+    return None, []
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The Hugging Face folder that an export has made."""
+
+    model_type: str
+    checkpoint: str
+    """The name of the checkpoint's folder."""
+    parameters: int
+    weights: ExportedWeights
+    tokenizer: bool
+    notes: tuple[str, ...]
+
+
+def export_model(
+    run: Path,
+    to: Path,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard: int = 5_000_000_000,
+) -> Exported:
+    """Make a Hugging Face folder from a run's newest checkpoint, from the one of a step, or from a checkpoint's folder.
+
+    Without a dtype the weights keep theirs. Files have at most `max_shard` bytes.
+    """
+    checkpoint = find_checkpoint(run, step)
+    record = read_record(checkpoint)
+    section, data = _sections_of(checkpoint, record)
+    model = section.build()
+    model_type = model_type_of(model)
+    notes = []
+    if model.dropout and model_type in ("llama", "qwen3"):
+        notes.append(
+            f"dropout={model.dropout} is left out, because {model_type} has no dropout; it only affects training"
+        )
+    with new_folder(to) as folder:
+        tokenizer, more = _export_tokenizer(data, checkpoint, folder, model.seq)
+        weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)
+        keys = config_keys(model, model_type)
+        keys["bos_token_id"], keys["eos_token_id"] = None, None if tokenizer is None else tokenizer.eod
+        keys["dtype"] = keys["torch_dtype"] = _name(weights.dtype)  # older versions of transformers read the second
+        write_json(folder / CONFIG, keys)
+    has_tokenizer = (to / TOKENIZER).exists()
+    return Exported(model_type, checkpoint.name, model.parameters, weights, has_tokenizer, (*notes, *more))
+
+
+def _sections_of(checkpoint: Path, record: Record) -> tuple[ModelSection, DataSection]:
+    """Return the sections model and data of the config in a checkpoint, or else of its run's config."""
+    written = record.state.get("config")
+    if isinstance(written, dict):
+        try:
+            return parse(ModelSection, written.get("model"), "model"), parse(DataSection, written.get("data"), "data")
+        except ValueError as error:
+            raise ValueError(f"{checkpoint / RECORD}: {error}") from error
+    path = checkpoint.resolve().parent.parent / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{checkpoint} names no config and there is no {path}; export the checkpoint of a run")
+    config = read_config(path)
+    return config.model, config.data
+
+
+def _export_tokenizer(
+    data: DataSection, checkpoint: Path, folder: Path, seq: int
+) -> tuple[Tokenizer | None, list[str]]:
+    """Copy the file of the run's tokenizer, if it has one; return the tokenizer and notes for the user."""
+    name = beside(data.tokenizer, checkpoint.resolve().parent.parent)
+    if name == "bytes":
+        return load_tokenizer(name), []
+    path = Path(name).expanduser()
+    if not path.is_file():
+        return None, [f"the run's tokenizer {name} is not there: the folder has none"]
+    tokenizer = load_tokenizer(path, data.eod)
+    content = path.read_bytes()
+    write_bytes(folder / TOKENIZER, content)
+    keys: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": seq}
+    added = json.loads(content).get("added_tokens") or ()
+    ends = [token["content"] for token in added if token["id"] == tokenizer.eod]
+    keys |= {"eos_token": ends[0]} if ends else {}
+    write_json(folder / "tokenizer_config.json", keys)
+    return tokenizer, []
+
+
+def run_import(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Import, and print what was made and what to do with it."""
+    made = import_model(options.source, options.out, eod=options.eod)
+    model = made.config.model.build()
+    tokenizer = "bytes" if made.config.data.tokenizer == "bytes" else TOKENIZER
+    print(
+        f"{options.out}: {made.model_type}, {count(model.parameters)} parameters in {_name(made.dtype)}, "
+        f"vocabulary {model.vocab}, tokenizer {tokenizer}"
+    )
+    for note in made.notes:
+        print(f"  {note}")
+    run = shlex.quote(str(options.out))
+    print(f"  fourfold sample {run} --prompt 'Once upon a time'")
+    print(f"  fourfold train --resume {run} --data PATH")
+    return 0
+
+
+def run_export(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Export, and print what was made and how transformers opens it."""
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    made = export_model(options.run_folder, options.to, step=options.step, dtype=dtype, max_shard=options.max_shard)
+    files = f"{made.weights.files} file{'s' if made.weights.files > 1 else ''}"
+    print(
+        f"{options.to}: {ARCHITECTURES[made.model_type]} of {made.checkpoint}, {count(made.parameters)} parameters in "
+        f"{_name(made.weights.dtype)}, {files}, {nbytes(made.weights.nbytes)}"
+    )
+    for note in made.notes:
+        print(f"  {note}")
+    to = json.dumps(str(options.to), ensure_ascii=False)  # in double quotes: shlex.quote uses the single ones
+    code = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({to}))"
+    if made.tokenizer:
+        code = f'from transformers import pipeline; print(pipeline("text-generation", {to})("Once upon a time"))'
+    print(f"  python -c {shlex.quote(code)}")
+    return 0
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

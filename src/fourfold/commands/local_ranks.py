@@ -1,0 +1,63 @@
+"""The ranks and the device of a command that runs on a grid, and how the command leaves the job in the end."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fourfold.grid import Grid, Shape
+from fourfold.train.config import TrainConfig
+
+
+def chosen_device(asked: str | None) -> str:
+    """Return the kind of device to run on: the one asked for, else `cuda` if there is a GPU."""
+    found = torch.cuda.is_available()
+    if asked == "cuda" and not found:
+        raise ValueError("--device cuda, but torch finds no GPU here; leave --device out to train on the CPU")
+    return asked or ("cuda" if found else "cpu")
+
+
+def wanted_ranks(config: TrainConfig, ranks: int | None, device: str) -> int:
+    """Return how many local ranks to start."""
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks {ranks}: at least one rank is needed")
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    world = (ranks or gpus or 1) if config.grid.auto else config.grid.shape.world
+    if gpus and world > gpus:
+        raise ValueError(
+            f"{world} ranks, but this machine has {gpus} GPUs; start fewer, or use torchrun on more machines"
+        )
+    if not config.grid.auto and ranks not in (None, world):
+        raise ValueError(
+            f"--ranks {ranks}, but the grid {config.grid.shape} has {world}; leave --ranks out or change one"
+        )
+    return world
+
+
+def require_world(ranks: int | None, world: int) -> None:
+    """Raise if --ranks names another number of ranks than the job has."""
+    if ranks not in (None, world):
+        raise ValueError(
+            f"--ranks {ranks}, but this job has {world}; leave --ranks out when another launcher starts the ranks"
+        )
+
+
+def grid_options(shape: Shape) -> list[str]:
+    """Return the options that give ranks this grid, so that they do not search for one again."""
+    sizes = ",".join(f"{axis}={size}" for axis, size in shape.sizes.items())
+    return ["--grid", sizes, "--set", f"grid.order={json.dumps(shape.order)}"]
+
+
+def default_folder(config: TrainConfig) -> str:
+    """Return the folder of a run that names none."""
+    return f"runs/{Path(config.model.name).name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def close(grid: Grid) -> None:
+    """Close the grid and leave the job, at the end of a command that succeeded."""
+    grid.close()
+    dist.destroy_process_group()

@@ -1,0 +1,193 @@
+"""`fourfold plan`: reads the model, the machine and the batch, searches for the fastest grids, and shows them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fourfold import models
+from fourfold.atomic import write_json, write_text
+from fourfold.grid import Shape
+from fourfold.models.config import ModelConfig
+from fourfold.models.open import ModelBuilder, open_model, why_data_only
+from fourfold.models.sizes import SIZES
+from fourfold.planner.explain import model_facts, plan_document, reasons
+from fourfold.planner.machine import DTYPES, Machine, load_machine
+from fourfold.planner.price import Price, Task
+from fourfold.planner.search import GridPlan, Space, search, search_built
+from fourfold.planner.simulate import chrome_trace
+from fourfold.policy import Overlap
+from fourfold.report.plan_page import write_plan_page
+from fourfold.report.plan_text import plan_table, why_text
+from fourfold.train.config import BatchSection, GridSection, ModelSection, PlanSection, PolicySection, TrainConfig
+
+
+def plan(options: argparse.Namespace, _: object) -> int:
+    """Search and show the plan; return the exit code."""
+    check(options)
+    opened, machine = open_model(options.model), load_machine(options.machine)
+    for note in opened.notes:
+        _say(note)
+    if reason := why_data_only(opened.model):
+        raise ValueError(f"--model {options.model}: {reason}")
+    if isinstance(opened.model, ModelConfig):
+        found = plan_model(options, opened.model, machine)
+        facts = model_facts(opened.model, name_of(options.model))
+    else:
+        found = plan_module(options, opened.model, machine)
+        facts = {"name": options.model, "parameters": found.best.parameters}
+    asked = None if options.why is None else why(found, Shape(**options.why))
+    document = plan_document(found, facts, others=bool(options.json or options.html))
+    document["why"] = asked
+    if isinstance(found.best, Price):
+        document["config_toml"] = run_config(found.best, options.model, options.machine).toml()
+    return show(options, document, found)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise before the search if an option makes no sense."""
+    for name, least in (("devices", 1), ("top", 1), ("seq", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} {value}: it must be at least {least}")
+    if options.why == {}:
+        raise ValueError("--why auto: name the grid to explain, such as --why x=8,z=4")
+    if options.why is not None and (asked := Shape(**options.why)).world != options.devices:
+        raise ValueError(
+            f"--why {asked}: that grid has {asked.world} ranks, but the plan has {options.devices} devices; give "
+            f"sizes with the product {options.devices}, or other --devices"
+        )
+    for name in ("config", "html", "trace", "json"):  # before the search takes its time
+        path = getattr(options, name)
+        if path not in (None, "-") and not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"--{name} {path}: the folder {Path(path).parent} does not exist; make it first")
+
+
+def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> GridPlan:
+    """Plan a reference model."""
+    seq = options.seq or config.seq
+    if config.positions == "learned" and seq > config.seq:
+        raise ValueError(
+            f"--seq {seq} is longer than the {config.seq} learned positions of {options.model}; give {config.seq} or "
+            "less, or a model with rotary positions, such as llama-3-8b"
+        )
+    return search(make_task(options, config, machine, seq), options.devices, top=options.top)
+
+
+def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> GridPlan:
+    """Plan the user's own module."""
+    if options.seq is None:
+        raise ValueError(f"--model {options.model} has no sequence length of its own; give --seq")
+    if options.config is not None:
+        raise ValueError(
+            f"--config: fourfold train cannot train the module {options.model}; write your own training loop"
+        )
+    placeholder = models.config("gpt-tiny")  # a task needs a config; for a module nothing reads it
+    task = make_task(options, placeholder, machine, options.seq)
+    return search_built(task, build, options.devices, progress=_say)
+
+
+def _say(text: str) -> None:
+    print(f"fourfold: {text}", file=sys.stderr)
+
+
+def name_of(model: str) -> str:
+    """Return the name to show for a model: a published size, a file's name, or the folder of a config.json."""
+    path = Path(model)
+    if model in SIZES:
+        return model
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine, seq: int) -> Task:
+    if options.devices > machine.devices_per_node and machine.between is None:
+        raise ValueError(
+            f"--devices {options.devices}: {machine.name} is one node with {machine.devices_per_node} devices: its "
+            "file has no [between]; use a machine with a network, or fewer devices"
+        )
+    rows = rows_of(options.batch_tokens, seq, options.devices)
+    if abs(rows * seq - options.batch_tokens) > 0.01 * options.batch_tokens:
+        _say(f"the batch has {rows} sequences, {rows * seq:,} tokens: the nearest number that grids divide")
+    compute = torch.bfloat16 if "bf16" in machine.gemm else torch.float32
+    if options.dtype is not None:
+        compute = next(dtype for dtype, name in DTYPES.items() if name == options.dtype)
+    return Task(config, machine, rows, seq, compute=compute)
+
+
+def rows_of(tokens: float, seq: int, devices: int) -> int:
+    """Return the sequences of a batch with about this many tokens: within 5%, the number that most grids divide."""
+    rows = max(1, round(tokens / seq))
+    steps = [devices << power for power in range(12, -1, -1)]
+    steps += [step for step in range(devices - 1, 0, -1) if devices % step == 0]
+    return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
+
+
+def run_config(best: Price, model: str, machine: str) -> TrainConfig:
+    """Return the config with which `fourfold train` runs the best candidate."""
+    candidate, task = best.candidate, best.task
+    policy = candidate.policy
+    return TrainConfig(
+        model=model_section(model, task.config),
+        grid=GridSection(**candidate.shape.sizes, order=candidate.shape.order),  # type: ignore[arg-type]
+        policy=PolicySection(
+            dtype=task.dtype,  # type: ignore[arg-type]
+            activations=policy.activations,
+            recompute=policy.recompute,
+            keep_gathered=policy.keep_gathered,
+            keep_weights=policy.keep_weights,
+            loss_chunk=policy.loss_chunk,
+            shard_optimizer=policy.shard_optimizer,
+        ),
+        overlap=Overlap(halves=best.halves),
+        batch=BatchSection(rows=task.rows, seq=task.seq, micro_steps=candidate.micro_steps),
+        plan=PlanSection(machine=machine),
+    )
+
+
+def model_section(model: str, config: ModelConfig) -> ModelSection:
+    """Return a published size by its name, and any other model by all its fields."""
+    return ModelSection(name=model) if model in SIZES else ModelSection(**asdict(config))
+
+
+def why(found: GridPlan, shape: Shape) -> dict[str, Any]:
+    """Explain why a grid is slower than the best one. A grid that was not ranked is priced and ranked now."""
+    best = found.best
+    asked = {"grid": shape.sizes, "against": best.candidate.shape.sizes}
+    if shape.sizes == best.candidate.shape.sizes:
+        return {**asked, "lines": ["it is the best grid"]}
+    loser = next((each for each in found.ranked if each.candidate.shape.sizes == shape.sizes), None)
+    if loser is None:
+        refused = [each.reason for each in found.refused if each.shape.sizes == shape.sizes]
+        if refused or not isinstance(best, Price):
+            return {**asked, "lines": [f"it was refused: {refused[0]}" if refused else "it was not tried"]}
+        loser = search(found.task, found.devices, space=Space(shapes=(shape,)), top=1).best
+        found.ranked = sorted([*found.ranked, loser], key=lambda each: each.seconds)
+    return {**asked, "lines": reasons(loser, best)}
+
+
+def show(options: argparse.Namespace, document: Mapping[str, Any], found: GridPlan) -> int:
+    """Write the files that the options ask for, and print the plan."""
+    written = [str(path) for path in (options.html, options.trace, options.config) if path is not None]
+    if options.html is not None:
+        write_plan_page(dict(document), options.html)
+    if options.trace is not None:
+        write_json(options.trace, chrome_trace(found.best.timeline().spans))
+    if options.config is not None:
+        write_text(options.config, document["config_toml"])
+    if options.json == "-":
+        print(json.dumps(document, indent=1))
+    else:
+        if options.json is not None:
+            write_json(Path(options.json), dict(document))
+            written.append(options.json)
+        print(why_text(document) if document["why"] is not None else plan_table(document, options.top))
+    if written:
+        _say(f"wrote {', '.join(written)}")
+    return 0

@@ -1,0 +1,438 @@
+"""`fourfold train`: starts local ranks if necessary, and trains a run as one rank of a job.
+
+Outside of a job `train` resolves the config and launches the ranks. Each rank runs the same command with the resolved
+grid, comes here again inside the job, and trains in `_run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+from fourfold.axes import AXES
+from fourfold.commands.doctor import disagreement
+from fourfold.commands.local_ranks import (
+    chosen_device,
+    close,
+    default_folder,
+    grid_options,
+    require_world,
+    wanted_ranks,
+)
+from fourfold.compare import compare_serial
+from fourfold.data.loader import Loader
+from fourfold.environment import inside_a_job, is_watched
+from fourfold.errors import RollBackError
+from fourfold.grid import Grid
+from fourfold.models.transformer import build
+from fourfold.train.auto_grid import memory_bytes
+from fourfold.train.checkpoints import (
+    Start,
+    any_restarted,
+    config_to_read,
+    find_start,
+    is_done,
+    newest_step,
+    require_named_folder,
+    roll_back,
+    start_at,
+    steps_to_profile,
+    what_was_lost,
+)
+from fourfold.train.config import TrainConfig, read_config, resolve
+from fourfold.train.launch import RestartPolicy, launch, share_cores
+from fourfold.train.loop import Run, open_sources
+from fourfold.train.process import TERMINATED, listen_to_signals
+from fourfold.train.progress import PlainProgress, ProgressBar, output, predicted, progress
+from fourfold.train.run_folder import (
+    KINDS,
+    MemorySink,
+    RunEvent,
+    Sink,
+    check_folder,
+    deny_others_write,
+    open_sinks,
+    require_unowned,
+    require_writing,
+    strict,
+)
+from fourfold.train.run_log import RankLog, RunLog, note
+from fourfold.train.schema import to_table
+
+
+def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Train, in this process or on local ranks that it launches, and return the exit code."""
+    check_options(options)
+    device = chosen_device(options.device)
+    if inside_a_job():
+        return _train(options, device)
+    asked = requested(options, options.ranks)
+    check_profile(options, asked)
+    ranks = wanted_ranks(asked, options.ranks, device)
+    people = sys.stderr if options.print_config else output(options.json)
+
+    def resolved(ranks: int) -> TrainConfig:
+        return resolve(
+            asked,
+            ranks,
+            on_gpu=device == "cuda",
+            memory_bytes=memory_bytes(device),
+            say=lambda reason: print(reason, file=people, flush=True),
+        )
+
+    config = resolved(ranks)
+    if options.print_config:
+        print(config.toml(), end="")
+        return 0
+    restarts = wanted_restarts(config, options.restarts, ranks)
+    if ranks == 1 and not restarts:
+        return _train(options, device)
+    out = config.train.out or default_folder(config)
+    if options.resume is None and options.compare_serial is None:
+        # before the first start, because restarted ranks would resume whatever run the folder holds
+        check_folder(Path(out), save=config.checkpoint.save)
+    if options.resume is not None:
+        require_unowned(options.resume)
+        start = start_at(options.resume, config, options.step)
+        if is_done(start, config, options.resume, people):
+            return 0
+
+    def rank_arguments(config: TrainConfig) -> list[str]:
+        """Return the arguments for the ranks, with the grid and the folder that were decided here."""
+        world = str(config.grid.shape.world)
+        return [*arguments, "--ranks", world, *grid_options(config.grid.shape), "--out", out, "--device", device]
+
+    may_shrink = asked.grid.auto and options.ranks is None and device == "cuda"
+    return launch(
+        ranks,
+        rank_arguments(config),
+        sys.stderr,
+        restarts=restarts,
+        grace=config.watch.grace,
+        policy=RunRestarts(Path(out), (lambda left: rank_arguments(resolved(left))) if may_shrink else None),
+    )
+
+
+class RunRestarts(RestartPolicy):
+    """Restarts a run from its newest checkpoint.
+
+    `arguments_for` returns the arguments for fewer ranks, in case GPUs are lost; without it the number of ranks is
+    fixed.
+    """
+
+    def __init__(self, out: Path, arguments_for: Callable[[int], Sequence[str]] | None = None) -> None:
+        self._out, self._arguments_for = out, arguments_for
+
+    def resume_step(self) -> int:
+        return newest_step(self._out)
+
+    def resume_text(self, step: int) -> str:
+        return f"after step {step}" if step else "from step 0"
+
+    def after_sigterm(self) -> str:
+        return what_was_lost(self._out)
+
+    def evidence(self, since: float) -> str:
+        return disagreement(self._out, since)
+
+    def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
+        if self._arguments_for is not None and 0 < (left := gpus_left()) < ranks:
+            return left, self._arguments_for(left)
+        return ranks, arguments
+
+    def note(self, kind: str, text: str) -> None:
+        note(self._out, kind, text)
+
+
+def _train(options: argparse.Namespace, device: str) -> int:
+    """Run the command as one rank of the job."""
+    deny_others_write()
+    if inside_a_job():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler could not run while the rank waits for others
+    grid, config, reason = join(options, device)
+    if reason and grid.rank == 0:
+        print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
+    listen_to_signals()
+    if options.print_config:
+        if grid.rank == 0:
+            print(config.toml(), end="")
+        return 0
+    if options.compare_serial is not None:
+        if options.json is not None:
+            raise ValueError("--compare-serial prints a table and writes no --json; leave one of them out")
+        return _compare(config, grid, options.compare_serial)
+    return _run(config, grid, options)
+
+
+def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
+    """Train the run, again after each rollback, and return the exit code."""
+    stream = output(options.json)
+    require_named_folder(config.train.out)
+    out = Path(grid.broadcast_text(config.train.out or default_folder(config)))
+    again = any_restarted(grid)
+    resumes = options.resume is not None or again
+    check_outputs(grid, out, config, options.json, resumes=resumes)
+    # restarted ranks resume from their newest checkpoint, whichever step the user asked for at first
+    start = find_start(grid, out, config, None if again else options.step) if resumes else Start()
+    if is_done(start, config, out, stream if grid.rank == 0 else None):
+        close(grid)
+        return 0
+    memory = [MemorySink()] if options.json is not None else []
+    profile = steps_to_profile(options.profile, start.step, asked=not again)
+    while True:
+        run = prepare(Run(config, grid, out, profile=profile), start, stream, memory)
+        try:
+            with RankLog(out, grid), run.stop.listening():
+                run.train()
+            break
+        except RollBackError as error:
+            del run  # frees its memory for the next one
+            start = roll_back(grid, out, config, error)
+            profile = steps_to_profile(profile, start.step, asked=False)
+            for sink in memory:
+                sink.rewind(start.step)
+        except BaseException:
+            with suppress(OSError):  # a failed write must not hide the error that ended the run
+                write_result(options.json, run, memory)
+            raise
+    write_result(options.json, run, memory)
+    if grid.rank == 0:
+        farewell(run, stream)
+    close(grid)
+    return TERMINATED if run.stopped else 0
+
+
+def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink]) -> Run:
+    """Load the checkpoint of the start, open the sinks, and print what is about to run."""
+    run.load(start)
+    shown = progress(stream, run.config.train.steps, start.step)
+    if start.newer and run.grid.rank == 0:
+        gone = ", ".join(folder.name for folder in start.newer)
+        shown.say(f"returns to step {start.step}: removes {gone} and all records after that step")
+    resumed_after = start.step if start.resumes else None
+    speakers: list[PlainProgress | ProgressBar] = [shown]
+
+    def sinks() -> list[Sink]:
+        opened = open_sinks(run.config.log, run.out, run.config, resumed_after)
+        speakers.append(RunLog(run.out, run.config.train.steps, start.step))
+        return [*opened, *speakers, *memory]
+
+    run.begin(sinks, start)
+    if run.grid.rank == 0:
+        for text in greeting(run, start):
+            for speaker in speakers:
+                speaker.say(text)
+    return run
+
+
+def farewell(run: Run, stream: IO[str]) -> None:
+    """Print what the run has written, and the commands that use it."""
+    out, saved = run.out, run.saving is not None
+    if run.stopped:
+        what = f"saved at step {run.step}; `fourfold train --resume {out}` resumes it" if saved else "nothing is saved"
+        print(f"fourfold: asked to stop by SIGTERM; {what}", file=sys.stderr, flush=True)
+        return
+    print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)
+    print(f"  fourfold report {out}", file=stream)
+    if saved:
+        print(f"  fourfold sample {out} --prompt 'import '", file=stream)
+
+
+def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | None, *, resumes: bool) -> None:
+    """Check on rank 0, before anything is built, that it can write everything that the options ask for."""
+
+    def check() -> None:
+        require_unowned(out)  # the run checks it again when it takes the lock, but only after it has loaded everything
+        if resumes:
+            require_writing(save=config.checkpoint.save)
+        else:
+            check_folder(out, save=config.checkpoint.save)
+        if json_to not in (None, "-"):
+            Path(json_to).open("a").close()
+
+    grid.run_on_rank0("the run's folder", check)
+
+
+def join(options: argparse.Namespace, device: str) -> tuple[Grid, TrainConfig, str]:
+    """Join the job; return the grid, the resolved config, and the planner's reason if it chose the grid."""
+    Grid.alone(device)  # joins the job: the grid may depend on its size
+    world = dist.get_world_size()
+    require_world(options.ranks, world)
+    config = requested(options, world)
+    check_profile(options, config)
+    reasons: list[str] = []
+    config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=reasons.append)
+    grid = Grid.of_shape(config.grid.shape, device=device)
+    if device == "cpu":
+        share_cores()
+    return grid, config, "".join(reasons)
+
+
+def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> None:
+    """Write the JSON that `--json` asks for, on rank 0."""
+    if path is None or run.grid.rank != 0:
+        return
+    by_kind: dict[str, list[RunEvent]] = {kind: [] for kind in KINDS}
+    for event in memory[0].events:
+        by_kind[event["event"]].append({key: value for key, value in event.items() if key != "event"})
+    result = {
+        "config": to_table(run.config),
+        "grid": run.grid.shape.sizes,
+        "predicted": run.stored.get("predicted"),
+        "compared": run.stored.get("compared"),
+        "steps": by_kind["step"],
+        "evaluations": by_kind["evaluation"],
+        "skipped": by_kind["skipped"],
+        "spikes": by_kind["spike"],
+        "saved": by_kind["saved"],
+        "resumed": by_kind["resumed"],
+        "stragglers": by_kind["straggler"],
+        "end": by_kind["end"][-1] if by_kind["end"] else None,
+    }
+    text = json.dumps(strict(result), indent=1)
+    if path == "-":
+        print(text, flush=True)
+    else:
+        Path(path).write_text(text + "\n")
+
+
+def greeting(run: Run, start: Start) -> Iterator[str]:
+    """Yield the lines that describe the run before its first step."""
+    config, grid, policy = run.config, run.grid, run.config.policy
+    batch = config.batch
+    tokens = sum(source.tokens for source in run.sources)
+    micro = f" in {batch.micro_steps} micro-batches" if batch.micro_steps > 1 else ""
+    yield (
+        f"{config.model.name}: {run.model_config.parameters / 1e6:.1f}M parameters, {policy.dtype}, "
+        f"{grid.shape.world} rank{'s' if grid.shape.world > 1 else ''} ({grid}) on {grid.device.type}"
+    )
+    names = ", ".join(source.name for source in run.sources)
+    yield f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens per step{micro}"
+    sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in run.kept_bytes.items())
+    yield f"kept for backward on each rank, by kind of recompute: {sizes}; this run uses {policy.recompute}"
+    yield f"peak of one device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
+    if "predicted" in run.stored:
+        yield predicted(run.stored["predicted"])
+    yield from start.notes
+    if run.evaluation is None:
+        yield "no evaluation: data.held_out or train.evaluate_every is 0"
+    yield f"a model that only knows the frequency of each token has a loss of {run.entropy:.4f} (unigram entropy)\n"
+
+
+def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
+    """Compare training on the grid with training in one process, on the run's own batches, without micro-batches."""
+    if steps < 1 or config.data.documents:
+        raise ValueError(
+            f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, "
+            "with data.documents=false"
+        )
+    model, policy, seed = config.model.build(), config.build_policy(), config.train.seed
+    with tempfile.TemporaryDirectory() as cache:
+        loader = Loader(
+            open_sources(config, grid, Path(cache)),
+            [source.weight for source in config.data.sources],
+            Grid.alone(grid.device),  # reads whole batches
+            rows=config.batch.rows,
+            seq=config.batch.seq,
+            vocab=model.vocab,
+            seed=seed,
+            held_out=config.data.held_out,
+            device=torch.device("cpu"),
+        )
+        with loader:
+            batches = [loader.next()[0][:2] for _ in range(steps)]
+    found = compare_serial(
+        lambda place: build(model, place, policy=policy, seed=seed, dtype=config.policy.parameters),
+        batches,
+        grid,
+        max_norm=config.optimizer.clip,
+    )
+    if grid.rank == 0:
+        print(found)
+    close(grid)
+    return 0
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise if options contradict each other."""
+    if options.resume is not None:
+        if options.out is not None and Path(options.out) != options.resume:
+            raise ValueError(
+                f"--resume {options.resume} resumes in that folder, so --out {options.out} has no effect; leave one out"
+            )
+        if options.compare_serial is not None:
+            raise ValueError("--compare-serial does not train, so it cannot --resume a run; leave one of them out")
+    elif options.step is not None:
+        raise ValueError(f"--step {options.step} names a checkpoint to resume from; give its run with --resume")
+    if options.restarts is not None:
+        if options.restarts < 0:
+            raise ValueError(f"--restarts {options.restarts} must be at least 0")
+        if inside_a_job() and not is_watched():
+            raise ValueError("--restarts only works for ranks that fourfold starts; use torchrun's --max-restarts")
+
+
+def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
+    """Return the config file, or the config of the run to resume, with the changes of the command line.
+
+    If a run resumes on another number of ranks, its grid is planned again.
+    """
+    source = config_to_read(options.config, options.resume, [options.model])
+    changes = list(options.changes)
+    if options.grid is not None:
+        changes += [(f"grid.{axis}", size) for axis, size in options.grid.items()]
+    if options.data is not None:
+        changes.append(("data.sources", [{"path": path} for path in options.data]))
+    given = {
+        "model.name": options.model,
+        "train.steps": options.steps,
+        "policy.dtype": options.dtype,
+        "train.out": options.out if options.resume is None else str(options.resume),
+        "plan.machine": options.machine,
+    }
+    changes += [(key, value) for key, value in given.items() if value is not None]
+    config = read_config(source, changes, forget_grid=options.grid is not None)
+    if options.resume is None or options.grid or config.grid.auto:
+        return config
+    if ranks in (None, config.grid.shape.world):
+        return config
+    # the planner chose the stored order for the other grid
+    return read_config(source, [("grid.order", list(AXES)), *changes], forget_grid=True)
+
+
+def check_profile(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Raise if --profile names steps that the run does not have."""
+    if not options.profile:
+        return
+    if options.compare_serial is not None:
+        raise ValueError("--compare-serial does not train, so it has no steps to --profile; leave one of them out")
+    first, last, steps = options.profile[0], options.profile[-1], config.train.steps
+    if last > steps:
+        asked = first if first == last else f"{first}-{last}"
+        raise ValueError(
+            f"--profile {asked}: this run has train.steps={steps}; name steps from 1 to {steps}, for example 1-{steps}"
+        )
+
+
+def gpus_left() -> int:
+    """Return how many GPUs still answer. A new process counts them, because this one keeps its first count."""
+    code = "import torch; print(torch.cuda.device_count())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    return int(found.stdout) if found.returncode == 0 else 0
+
+
+def wanted_restarts(config: TrainConfig, asked: int | None, ranks: int) -> int:
+    """Return how often to restart local ranks: by default only if there are checkpoints to resume from."""
+    if asked is not None:
+        return asked
+    return 3 if ranks > 1 and config.checkpoint.save and config.checkpoint.every else 0

@@ -1,0 +1,406 @@
+"""Files of tokens: Fourfold's own `.tokens`, Megatron-LM's `.bin` and `.idx`, nanoGPT's `.bin`.
+
+Each is a `TokenSource`: one long row of tokens from which windows are read. Files are mapped, not loaded, so the ranks
+of a node share the pages. The mapping is read-only and each window is copied out of it: torch could use a private
+writable mapping without a copy, but the system counts such a mapping as memory and refuses it for a file that is
+larger than the memory.
+
+Fourfold's file is written as a stream and appears complete or not at all:
+
+    0      magic, 8 bytes
+    8      version, then the length of the header, each u32
+    16     header: JSON, padded to byte 4096
+    4096   tokens, u16 or u32
+           document starts: the position of each document's first token, i64, from the next multiple of 8
+
+Megatron's index has: magic, u64 version, u8 dtype code, u64 number of sequences, u64 number of document marks, then for
+each sequence its i32 length, for each sequence the i64 byte at which it begins in the `.bin`, and last the i64 document
+marks: the sequence at which each document begins, followed by the number of sequences. nanoGPT's file is u16 tokens and
+nothing else. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import shutil
+import struct
+import tempfile
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import torch
+from torch import Tensor
+
+from fourfold.atomic import flush
+
+DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "uint16": torch.uint16}
+DTYPES |= {"int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64}
+
+BLOCK = 1 << 20
+"""Numbers read at once in a pass over a whole file: 8 MiB as int64, so that an index of any size can be checked."""
+
+MAGIC = b"4FTOKENS"
+VERSION = 1
+HEADER_BYTES = 4096
+"""Size of the header. It is fixed and one page long, so that tokens can be written before their number is known."""
+
+HEADER_FIELDS = {"dtype": str, "tokens": int, "documents": int, "vocab": int, "eod": int, "tokenizer": dict}
+PREPARE_AGAIN = "prepare it again with `fourfold data prepare`"
+
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_VERSION = 1
+MEGATRON_HEAD = struct.Struct("<9sQBQQ")
+MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""Megatron's codes of the dtypes that can hold tokens; 6 and 7 are floating-point."""
+
+PREPROCESS_AGAIN = "make the pair again with Megatron's tools/preprocess_data.py"
+
+
+class MappedArray:
+    """Integers of one dtype in a mapped file; nothing is read before it is asked for."""
+
+    def __init__(self, view: mmap.mmap, dtype: str, offset: int = 0, count: int | None = None) -> None:
+        self.dtype = DTYPES[dtype]
+        self._view = view
+        self._offset = offset
+        self._count = (len(view) - offset) // self.dtype.itemsize if count is None else count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self._count:
+            raise IndexError(f"index {index} is outside of an array of {self._count} numbers")
+        first, size = self._offset + index * self.dtype.itemsize, self.dtype.itemsize
+        return int.from_bytes(self._view[first : first + size], "little", signed=self.dtype.is_signed)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the numbers [start, stop) as int64."""
+        if not 0 <= start <= stop <= self._count:
+            raise IndexError(f"[{start}, {stop}) is outside of an array of {self._count} numbers")
+        if start == stop:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        first, last = (self._offset + index * self.dtype.itemsize for index in (start, stop))
+        # The copy into a bytearray is writable, which frombuffer needs; int64 is what embeddings and losses index with.
+        return torch.frombuffer(bytearray(self._view[first:last]), dtype=self.dtype).to(torch.int64)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Return all numbers, `BLOCK` at a time."""
+        return (self.read(start, min(start + BLOCK, self._count)) for start in range(0, self._count, BLOCK))
+
+
+class TokenSource(ABC):
+    """One long row of tokens.
+
+    tokens     the number of tokens
+    name       the name that errors and saved positions use
+    vocab      all ids are below this number; None where the file does not say
+    eod        the id that ends a document; None where it is not known
+    """
+
+    name: str
+    tokens: int
+    vocab: int | None
+    eod: int | None
+    _ids: MappedArray
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether the source knows where its documents start."""
+        return True
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the tokens [start, stop) as int64 on the CPU."""
+        return self._ids.read(start, stop)
+
+    @abstractmethod
+    def document_starts(self, start: int, stop: int) -> Tensor:
+        """Return the positions in [start, stop) at which a document begins, in ascending order, each once."""
+
+
+class TokenWriter:
+    """Writes a `.tokens` file in a `with` block. The file appears when the block ends, and not at all if it raises."""
+
+    def __init__(self, path: Path, *, vocab: int, eod: int, tokenizer: dict[str, str]) -> None:
+        if not 0 <= eod < vocab <= 1 << 32:
+            raise ValueError(
+                f"{path}: eod={eod} and vocab={vocab}: ids must fit in 32 bits, and eod must be an id from 0 to vocab-1"
+            )
+        self.path = path
+        self.tokens = 0
+        self.documents = 0
+        self.header = {"vocab": vocab, "eod": eod, "tokenizer": tokenizer}
+        self._dtype = "uint16" if vocab <= 1 << 16 else "uint32"
+        self._start = 0  # of the document that is being written
+
+    def __enter__(self) -> Self:
+        # Beside the target, since a rename is atomic only inside one file system.
+        self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.part")
+        self._file = self._temporary.open("xb")
+        try:
+            self._starts = tempfile.TemporaryFile(dir=self.path.parent)  # closed by __exit__
+            self._file.seek(HEADER_BYTES)  # the header is written last, when the counts are known
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def append(self, ids: Tensor) -> None:
+        """Write more tokens of the current document."""
+        vocab = self.header["vocab"]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise ValueError(
+                f"{self.path}: the tokenizer gave ids from {int(ids.min())} to {int(ids.max())}, but its file "
+                f"says that there are {vocab}; repair the tokenizer's file or use another one"
+            )
+        _write(self._file, ids, self._dtype)
+        self.tokens += len(ids)
+
+    def end_document(self) -> None:
+        """Write the end-of-document token, unless the current document has no tokens."""
+        if self.tokens > self._start:
+            self.append(torch.tensor([self.header["eod"]], device="cpu"))
+            _write(self._starts, torch.tensor([self._start], device="cpu"), "int64")
+            self._start = self.tokens
+            self.documents += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._starts.close()
+            self._discard()
+
+    def _finish(self) -> None:
+        self.end_document()
+        if not self.tokens:
+            raise ValueError(f"{self.path} would have no tokens; give text that is not empty")
+        self._file.write(bytes(-self._file.tell() % 8))
+        self._starts.seek(0)
+        shutil.copyfileobj(self._starts, self._file)
+        counts = {"dtype": self._dtype, "tokens": self.tokens, "documents": self.documents}
+        header = json.dumps(counts | self.header).encode()
+        if len(header) > HEADER_BYTES - 16:
+            raise ValueError(
+                f"{self.path}: the header takes {len(header)} bytes, but at most {HEADER_BYTES - 16} fit; "
+                "give the tokenizer's file a shorter name"
+            )
+        self._file.seek(0)
+        self._file.write(struct.pack("<8sII", MAGIC, VERSION, len(header)) + header.ljust(HEADER_BYTES - 16))
+        # The content must be on disk before the name is: after a crash the name never points to half a file.
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._temporary, self.path)
+        flush(self.path.parent)  # the new name survives a crash too
+
+    def _discard(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, ids: Tensor, dtype: str) -> None:
+    raw = bytearray(len(ids) * DTYPES[dtype].itemsize)
+    if raw:
+        torch.frombuffer(raw, dtype=DTYPES[dtype]).copy_(ids)
+        file.write(raw)
+
+
+class TokenFile(TokenSource):
+    """A `.tokens` file, mapped."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        header = read_header(path)
+        view = map_file(path)
+        self.path = path
+        self.name = name or path.name
+        self.tokens: int = header["tokens"]
+        self.documents: int = header["documents"]
+        self.vocab = header["vocab"]
+        self.eod = header["eod"]
+        self.tokenizer: dict[str, str] = header["tokenizer"]
+        self._ids = MappedArray(view, header["dtype"], HEADER_BYTES, self.tokens)
+        self._starts = MappedArray(view, "int64", _starts_offset(header), self.documents)
+
+    def document_starts(self, start: int, stop: int) -> Tensor:
+        return self._starts.read(bisect_left(self._starts, start), bisect_left(self._starts, stop))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the header of a `.tokens` file after checking that the whole file is there."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+    if head[: len(MAGIC)] != MAGIC:
+        raise ValueError(
+            f"{path} is not a token file: it starts with {head[: len(MAGIC)]!r}, not {MAGIC!r}; {PREPARE_AGAIN}, "
+            "or rename it if it is text"
+        )
+    if len(head) < HEADER_BYTES:
+        raise ValueError(
+            f"{path} is cut off: {len(head)} of the {HEADER_BYTES} bytes of its header are there; {PREPARE_AGAIN}"
+        )
+    version, length = struct.unpack_from("<II", head, 8)
+    if version != VERSION:
+        raise ValueError(
+            f"{path} has version {version}, this Fourfold reads version {VERSION}; {PREPARE_AGAIN}, or install the "
+            "Fourfold that wrote it"
+        )
+    header = _parse_header(path, head[16 : 16 + length])
+    expected = _starts_offset(header) + 8 * header["documents"]
+    if size != expected:
+        raise ValueError(
+            f"{path} is not complete: {header['tokens']} tokens of {header['dtype']} and {header['documents']} "
+            f"documents take {expected} bytes, the file has {size}; copy it again or {PREPARE_AGAIN}"
+        )
+    return header
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+        wrong = [key for key, kind in HEADER_FIELDS.items() if not isinstance(header[key], kind)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has a damaged header ({type(error).__name__}: {error}); {PREPARE_AGAIN}") from error
+    if wrong or header["dtype"] not in ("uint16", "uint32") or header["tokens"] < 1 or header["documents"] < 1:
+        raise ValueError(f"{path} has a damaged header, {header}; {PREPARE_AGAIN}")
+    return header
+
+
+def _starts_offset(header: dict[str, Any]) -> int:
+    """Return the byte at which the document starts begin."""
+    return HEADER_BYTES + -(-header["tokens"] * DTYPES[header["dtype"]].itemsize // 8) * 8
+
+
+class MegatronPair(TokenSource):
+    """Megatron-LM's pair of `.bin` and `.idx`: the sequences, one after another, are the row of tokens."""
+
+    vocab = None  # the pair does not say
+
+    def __init__(self, prefix: Path, eod: int | None = None) -> None:
+        tokens, index = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+        for path, other in ((tokens, index), (index, tokens)):
+            if not path.is_file():
+                raise FileNotFoundError(f"{other} has no {path.name} beside it; a Megatron pair needs both files")
+        dtype, sequences, marks = _read_index_head(index)
+        view = map_file(index)
+        lengths = MappedArray(view, "int32", MEGATRON_HEAD.size, sequences)
+        self._begins = MappedArray(view, "int64", MEGATRON_HEAD.size + 4 * sequences, sequences)
+        self._marks = MappedArray(view, "int64", MEGATRON_HEAD.size + 12 * sequences, marks)
+        self._itemsize = DTYPES[dtype].itemsize
+        self.name = prefix.name
+        self.eod = eod
+        self.tokens = _check_lengths(index, lengths, self._begins, self._itemsize)
+        _check_marks(index, self._marks, sequences)
+        size = tokens.stat().st_size
+        if size != self.tokens * self._itemsize or not size:
+            raise ValueError(
+                f"{tokens} has {size} bytes, but {index.name} lists {self.tokens} tokens of {dtype}, "
+                f"{self.tokens * self._itemsize} bytes (at least one token); copy both again or {PREPROCESS_AGAIN}"
+            )
+        self._ids = MappedArray(map_file(tokens), dtype)
+
+    def document_starts(self, start: int, stop: int) -> Tensor:
+        marks = range(len(self._marks))
+        first, last = (bisect_left(marks, position, key=self._first_token) for position in (start, stop))
+        found = {self._first_token(document) for document in range(first, last)}  # empty documents share a position
+        return torch.tensor(sorted(found), dtype=torch.int64, device="cpu")
+
+    def _first_token(self, document: int) -> int:
+        sequence = self._marks[document]
+        return self._begins[sequence] // self._itemsize if sequence < len(self._begins) else self.tokens
+
+
+def _read_index_head(index: Path) -> tuple[str, int, int]:
+    """Return the dtype, the number of sequences and the number of document marks of a Megatron index."""
+    size = index.stat().st_size
+    with index.open("rb") as file:
+        head = file.read(MEGATRON_HEAD.size)
+    if head[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC:
+        found = head[: len(MEGATRON_MAGIC)]
+        raise ValueError(
+            f"{index} is not a Megatron index: it starts with {found!r}, not {MEGATRON_MAGIC!r}; {PREPROCESS_AGAIN}"
+        )
+    if len(head) < MEGATRON_HEAD.size:
+        raise ValueError(
+            f"{index} is cut off: {len(head)} of the {MEGATRON_HEAD.size} bytes of its header are there; "
+            f"{PREPROCESS_AGAIN}"
+        )
+    _, version, code, sequences, marks = MEGATRON_HEAD.unpack(head)
+    if version != MEGATRON_VERSION:
+        raise ValueError(f"{index} has version {version}, only {MEGATRON_VERSION} can be read; {PREPROCESS_AGAIN}")
+    if code not in MEGATRON_DTYPES:
+        known = ", ".join(f"{number} {name}" for number, name in MEGATRON_DTYPES.items())
+        raise ValueError(f"{index} has the dtype code {code}, but tokens have one of {known}; {PREPROCESS_AGAIN}")
+    expected = MEGATRON_HEAD.size + 12 * sequences + 8 * marks
+    if size != expected:
+        raise ValueError(
+            f"{index} is not complete: {sequences} sequences and {marks} document marks take {expected} bytes, the "
+            f"file has {size}; copy it again or {PREPROCESS_AGAIN} (an index with modalities cannot be read)"
+        )
+    return MEGATRON_DTYPES[code], sequences, marks
+
+
+def _check_lengths(index: Path, lengths: MappedArray, begins: MappedArray, itemsize: int) -> int:
+    """Check that each sequence begins where the one before it ends; return the number of tokens."""
+    total = 0
+    for length, begin in zip(lengths.blocks(), begins.blocks(), strict=True):
+        ends = total + length.cumsum(0)
+        if int(length.min()) < 0 or not torch.equal(begin, (ends - length) * itemsize):
+            raise ValueError(f"{index} has sequences that do not follow one another in the .bin; {PREPROCESS_AGAIN}")
+        total = int(ends[-1])
+    return total
+
+
+def _check_marks(index: Path, marks: MappedArray, sequences: int) -> None:
+    last = 0
+    for block in marks.blocks():
+        if int(block[0]) < last or int(block.diff().clamp(max=0).sum()) or int(block[-1]) > sequences:
+            raise ValueError(
+                f"{index} has document marks that are not in order or are beyond its {sequences} sequences; "
+                f"{PREPROCESS_AGAIN}"
+            )
+        last = int(block[-1])
+
+
+class NanoGPTFile(TokenSource):
+    """nanoGPT's `.bin`, a file of u16 tokens. Documents can be found in it only if `eod` is given."""
+
+    vocab = None  # the file does not say
+
+    def __init__(self, path: Path, eod: int | None = None) -> None:
+        size = path.stat().st_size
+        if size == 0 or size % 2:
+            raise ValueError(
+                f"{path} has {size} bytes; a .bin without an .idx beside it is read as nanoGPT's format, 2 bytes per "
+                "token and at least one token; copy it again, or bring the .idx if it is half of a Megatron pair"
+            )
+        self.name = path.name
+        self.eod = eod
+        self._ids = MappedArray(map_file(path), "uint16")
+        self.tokens = len(self._ids)
+
+    @property
+    def has_documents(self) -> bool:
+        return self.eod is not None
+
+    def document_starts(self, start: int, stop: int) -> Tensor:
+        if self.eod is None:
+            raise ValueError(f"{self.name} does not say where documents start; give the id that ends them with eod=")
+        # A document starts behind each eod, so look one token further to the left.
+        first = max(start - 1, 0)
+        ends = first + (self.read(first, max(stop - 1, first)) == self.eod).nonzero().flatten()
+        begin = torch.zeros(1 if start == 0 < stop else 0, dtype=torch.int64, device="cpu")
+        return torch.cat([begin, ends + 1])
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map the bytes of a file for reading. The file must not be empty."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

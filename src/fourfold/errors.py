@@ -1,0 +1,125 @@
+"""The errors that somebody acts on, each with a type of its own. Imports no torch.
+
+What happens after a failure never depends on the words of a message: it depends on the type of the exception, or, where
+a failure crosses from one process to another, on the `Failure` that travels beside the message.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+
+class Failure(StrEnum):
+    """The kind of a failure. It is written beside the message into failure files and into the job's store."""
+
+    USER = "user"
+    """The user must change something: another start would fail in the same way."""
+    DAMAGED_CHECKPOINT = "damaged checkpoint"
+    """The files of a checkpoint are missing or damaged: an earlier checkpoint may be intact."""
+    LOST_PEER = "lost peer"
+    """The connection to another rank, or to the job's store, broke: an effect of another failure, not a cause."""
+    ERROR = "error"
+    """Any other exception, which is a bug or a fault of the machine."""
+    DIAGNOSIS = "diagnosis"
+    """The ranks found out together why they stand still."""
+    DEATH = "death"
+    """The same, and the reason is that a rank's process has died."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another start may succeed without anybody changing anything."""
+        return self not in (Failure.USER, Failure.DAMAGED_CHECKPOINT)
+
+    @property
+    def is_diagnosis(self) -> bool:
+        """Whether the message is what all ranks found out together."""
+        return self in (Failure.DIAGNOSIS, Failure.DEATH)
+
+
+class End(StrEnum):
+    """How a run ended that did not fail; a run that failed has its error in the place of this."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped by SIGTERM"
+    INTERRUPTED = "interrupted"
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed; the message names it."""
+
+
+class LostPeerError(CollectiveError):
+    """A collective failed because the connection to another rank broke."""
+
+
+class LostStoreError(RuntimeError):
+    """The job's store does not answer: the process or node that serves it is gone, so nobody can be asked why."""
+
+
+class LateRanksError(TimeoutError):
+    """Some ranks did not come in time; the message names them."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class FailedElsewhereError(RuntimeError):
+    """Another rank could not do its part; the message says which rank and why, `failure` of which kind it was."""
+
+    def __init__(self, message: str, failure: Failure = Failure.ERROR) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class DamagedCheckpointError(ValueError):
+    """The files of a checkpoint are not the ones that were written."""
+
+
+class MissingCheckpointError(DamagedCheckpointError, FileNotFoundError):
+    """A file of a checkpoint, or all of it, is missing."""
+
+
+class UnreadableCheckpointError(OSError, DamagedCheckpointError):
+    """The system does not let us read a file of a checkpoint."""
+
+
+class NotSavedError(OSError):
+    """A checkpoint was not written; the message says which checkpoint is there instead."""
+
+
+class ReplicasDifferError(RuntimeError):
+    """Parameters that must be equal on several ranks are not; the message names the ranks."""
+
+
+class BadStepsError(RuntimeError):
+    """The run cannot continue with such losses or gradients."""
+
+
+class RollBackError(BadStepsError):
+    """The run is to resume from its newest checkpoint, with the data that follows `data`, a loader's state."""
+
+    def __init__(self, why: str, step: int, data: dict[str, Any]) -> None:
+        super().__init__(why)
+        self.step, self.data = step, data
+
+
+USERS = (ValueError, OSError, ImportError, FailedElsewhereError, BadStepsError, ReplicasDifferError)
+"""Errors that tell the user what to change; every other exception shows its traceback."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return the kind of failure that an exception stands for."""
+    if is_damaged(error):
+        return Failure.DAMAGED_CHECKPOINT
+    if isinstance(error, (LostPeerError, LostStoreError)):
+        return Failure.LOST_PEER
+    return Failure.USER if isinstance(error, USERS) else Failure.ERROR
+
+
+def is_damaged(error: BaseException) -> bool:
+    """Return whether the files of a checkpoint are at fault, on this rank or on another."""
+    if isinstance(error, FailedElsewhereError):
+        return error.failure is Failure.DAMAGED_CHECKPOINT
+    return isinstance(error, DamagedCheckpointError)

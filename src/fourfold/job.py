@@ -1,0 +1,364 @@
+"""The job: its key-value store, and the channel through which its ranks exchange small values.
+
+The store listens at one address of the machine; torch's own would listen on all of them. A `Channel` is the one
+protocol over the store. It needs no process group beyond the default one, waits with a deadline, names the ranks that
+did not come, and lets signal handlers run while it waits.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from threading import main_thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from fourfold.environment import Environment, set_master_address
+from fourfold.errors import CollectiveError, Failure, LateRanksError, LostPeerError, LostStoreError
+
+LOOPBACK = "127.0.0.1"
+AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""By this variable torch knows that the store at MASTER_ADDR exists already."""
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""Parts of the sentences in which gloo and NCCL say that another process is gone; they have no type for it."""
+MAX_NAMED_RANKS = 12
+"""A sentence names up to this many ranks one by one."""
+
+# --- the store
+
+
+def serve(host: str, port: int = 0, timeout: timedelta | None = None) -> dist.TCPStore:
+    """Return a new store that is reached by this name of the machine alone; port 0 takes any free port."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN) as listening:
+        store = dist.TCPStore(
+            host,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout or dist.default_pg_timeout,
+            master_listen_fd=listening.fileno(),
+        )
+        listening.detach()  # the store owns the socket now
+    return store
+
+
+def join_store(environment: Environment, timeout: timedelta | None) -> dist.Store | None:
+    """Return the store of a job whose ranks know its address from the environment; rank 0 serves it.
+
+    Return None where torchrun has made a store, or where no address is given: torch handles both cases itself.
+    """
+    set_master_address()
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if os.environ.get(AGENT_HAS_STORE) == "True" or not host or not port:
+        return None
+    if environment.rank == 0:
+        require_reachable(host, environment.world // (environment.local_world or environment.world))
+        return serve(host, int(port), timeout)
+    return dist.TCPStore(host, int(port), timeout=timeout or dist.default_pg_timeout)
+
+
+def find_store(environment: Environment, seconds: float) -> dist.Store:
+    """Return the job's store before there is a process group; raise TimeoutError unless it answers in time."""
+    if environment.world == 1:
+        return dist.HashStore()
+    rank, world, timeout = environment.rank, environment.world, timedelta(seconds=seconds)
+    try:
+        store = join_store(environment, timeout)
+        if store is None:
+            store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
+    except RuntimeError as error:
+        raise TimeoutError(
+            f"rank {rank} of {world} did not find the job's store within {seconds:.0f} s ({error}); look at "
+            "MASTER_ADDR and MASTER_PORT, and whether rank 0 was started"
+        ) from error
+    os.environ[AGENT_HAS_STORE] = "True"  # so that the process group uses this store instead of a second one
+    return store
+
+
+def require_reachable(host: str, nodes: int) -> None:
+    """Refuse a name that means the loopback on its own machine where other nodes must find it."""
+    found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    if nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in found):
+        raise ValueError(
+            f"MASTER_ADDR={host} is {', '.join(sorted(found))} on its own node, where no other node reaches it; set "
+            "MASTER_ADDR to that node's address on the network that the ranks shall use"
+        )
+
+
+@contextmanager
+def typed_errors(what: str) -> Iterator[None]:
+    """Turn the backend's errors into types: `LostPeerError` where another process is gone, else `CollectiveError`.
+
+    This is the only place that reads the sentences of gloo and NCCL.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, CollectiveError):
+        raise  # out of memory keeps its type: callers may free memory and try again
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in LOST_PEER)
+        raise (LostPeerError if lost else CollectiveError)(f"collective failed: {what}: {error}") from error
+
+
+# --- the channel
+
+
+class Channel:
+    """Exchange of small texts between a set of ranks, through the job's store.
+
+    Each rank that uses a channel names the same `name` and `ranks`, and makes the same calls in the same order.
+
+        put, get        one rank's text under a key, read by any other
+        gather          everybody's text, on the first rank of the set
+        decide, meet    everybody's text, judged once, and the verdict on all ranks; a barrier
+        announce        a text that whoever comes first may set
+        append          a list that everybody may add to
+
+    Every wait has a deadline: `seconds` of the call, else those of the channel, else the store's timeout. A wait polls
+    the store instead of blocking in it, because no signal handler could run meanwhile: Ctrl-C would not be heard.
+
+    One thread uses a channel at a time. A channel with `own_connection` may be used by another thread than the main
+    one, which may use the job's store at the same time.
+    """
+
+    MIN_PAUSE, MAX_PAUSE = 1e-4, 0.02
+    """Seconds between two questions to the store; the pause doubles from one to the other."""
+    AFTER_MAIN_SECONDS = 30.0
+    """A thread waits no longer than this once the main thread has ended, or it would keep the process alive."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Collection[int] | None = None,
+        store: dist.Store | None = None,
+        *,
+        rank: int | None = None,
+        seconds: float | None = None,
+        fresh: bool = False,
+        own_connection: bool = False,
+    ) -> None:
+        """By default the ranks are all ranks of the job, and store and rank those of the default process group.
+
+        With `fresh` the channel shares no key with earlier ones of the same name: the n-th fresh channel of one rank
+        meets the n-th of the others.
+        """
+        self.rank = dist.get_rank() if rank is None else rank
+        self.ranks = tuple(sorted(range(dist.get_world_size()) if ranks is None else ranks))
+        if self.rank not in self.ranks:
+            raise ValueError(f"channel {name!r} is of {ranks_text(self.ranks)}, and this is rank {self.rank}")
+        if store is None and (len(self.ranks) == 1 or dist.get_backend() == "fake"):
+            # a fake process group has one process, which stands for all ranks
+            self.ranks, store = (self.rank,), dist.HashStore()
+        # torch's stubs know neither `clone` nor `timeout` of a store
+        found: Any = dist.distributed_c10d._get_default_store() if store is None else store
+        self._store: Any = found.clone() if own_connection else found
+        self.seconds = found.timeout.total_seconds() if seconds is None else seconds
+        self.name = name
+        # channels of the same name over different sets of ranks must not see each other's keys
+        self._prefix = f"fourfold/{name}/{zlib.crc32(repr(self.ranks).encode()):08x}"
+        # a channel that is not fresh continues the decisions of earlier ones, so the store counts them
+        self._decisions: Iterator[int] = iter(lambda: self._count("decisions"), None)
+        if fresh:
+            self._prefix += f"/{self._count('made')}"
+            self._decisions = itertools.count(1)
+
+    def open(
+        self, name: str, *, seconds: float | None = None, fresh: bool = False, own_connection: bool = False
+    ) -> Channel:
+        """Return a channel of another name between the same ranks; the options are those of the constructor."""
+        return Channel(
+            name,
+            self.ranks,
+            self._store,
+            rank=self.rank,
+            seconds=seconds,
+            fresh=fresh,
+            own_connection=own_connection,
+        )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of the set."""
+        return self.rank == self.ranks[0]
+
+    # values by rank
+
+    def put(self, key: str, text: str) -> None:
+        """Show a text of this rank under a key."""
+        self._ask(self._store.set, self._key(key, self.rank), text)
+
+    def drop(self, key: str, ranks: Collection[int] | None = None) -> None:
+        """Remove this rank's text, or those of other ranks, where nobody will read them any more."""
+        for rank in (self.rank,) if ranks is None else ranks:
+            self._ask(self._store.delete_key, self._key(key, rank))
+
+    def get(self, key: str, rank: int | None = None, seconds: float | None = None) -> str:
+        """Wait for the text that a rank, by default the first one, puts under a key."""
+        rank = self.ranks[0] if rank is None else rank
+        return self.collect(key, (rank,), seconds)[rank]
+
+    def collect(
+        self, key: str, ranks: Collection[int] | None = None, seconds: float | None = None, *, partial: bool = False
+    ) -> dict[int, str]:
+        """Wait for the texts that these ranks, by default all, put under a key; return them by rank.
+
+        With `partial` return those that came in time; otherwise raise `LateRanksError`, which names the others.
+        """
+        keys = {rank: self._key(key, rank) for rank in (self.ranks if ranks is None else ranks)}
+        try:
+            self._wait(list(keys.values()), seconds, key, keys)
+        except LateRanksError as late:
+            if not partial:
+                raise
+            keys = {rank: there for rank, there in keys.items() if rank not in late.ranks}
+        found = self._ask(self._store.multi_get, list(keys.values())) if keys else []
+        return {rank: text.decode() for rank, text in zip(keys, found, strict=True)}
+
+    def gather(self, key: str, text: str, seconds: float | None = None, *, partial: bool = False) -> dict[int, str]:
+        """Return everybody's text by rank on the first rank, which removes them from the store; {} elsewhere.
+
+        Nobody waits but the first rank.
+        """
+        self.put(key, text)
+        if not self.leads:
+            return {}
+        found = self.collect(key, seconds=seconds, partial=partial)
+        self.drop(key, found)
+        return found
+
+    # decisions
+
+    def decide(self, text: str, judge: Callable[[Sequence[str]], str], seconds: float | None = None) -> str:
+        """Let the last rank to come judge the texts of all, in the order of the ranks; every rank gets the verdict."""
+        if len(self.ranks) == 1:
+            return judge([text])
+        number = next(self._decisions)
+        now, before = f"decision/{number}", f"decision/{number - 1}"
+        self.put(now, text)
+        if number > 1:
+            self.drop(before)  # the others have read it, or do not wait for it any more
+        verdict = self._key(now, "verdict")
+        if self._ask(self._store.add, self._key(now, "came"), 1) == len(self.ranks):
+            texts = self.collect(now, seconds=seconds)
+            for what in ("came", "verdict"):
+                # all ranks have read that verdict, because they have come to this decision
+                self._ask(self._store.delete_key, self._key(before, what))
+            self._ask(self._store.set, verdict, judge([texts[rank] for rank in self.ranks]))
+        self._wait([verdict], seconds, self.name, {rank: self._key(now, rank) for rank in self.ranks})
+        return self._ask(self._store.get, verdict).decode()
+
+    def meet(self, seconds: float | None = None) -> None:
+        """Wait until all ranks have come here."""
+        self.decide("", lambda _: "", seconds)
+
+    # values of nobody in particular
+
+    def announce(self, key: str, text: str) -> bool:
+        """Set a text that all ranks can read, unless a rank has set it before; return whether this rank was first."""
+        if self._ask(self._store.add, self._key(key, "announcements"), 1) > 1:
+            return False
+        self._ask(self._store.set, self._key(key, "text"), text)
+        return True
+
+    def announced(self, key: str) -> str | None:
+        """Return the text that a rank has announced, without waiting for it."""
+        there = self._ask(self._store.check, [self._key(key, "text")])
+        return self._ask(self._store.get, self._key(key, "text")).decode() if there else None
+
+    def append(self, key: str, word: str) -> None:
+        """Add a word to a list that all ranks can read."""
+        self._ask(self._store.append, self._key(key, "list"), f"{word} ")
+
+    def words(self, key: str) -> list[str]:
+        """Return all words of a list, to which this rank has added one before."""
+        return self._ask(self._store.get, self._key(key, "list")).decode().split()
+
+    # the store
+
+    def _key(self, key: str, of: object) -> str:
+        return f"{self._prefix}/{key}/{of}"
+
+    def _count(self, what: str) -> int:
+        """Count how often this rank did something; the store keeps the number, so that no process state is needed."""
+        return self._ask(self._store.add, self._key(what, self.rank), 1)
+
+    def _wait(self, keys: Sequence[str], seconds: float | None, what: str, by_rank: dict[int, str]) -> None:
+        """Wait until the store has all keys; raise with the ranks that have not put theirs after the deadline."""
+        seconds = self.seconds if seconds is None else seconds
+        until, pause = time.monotonic() + seconds, self.MIN_PAUSE
+        while not self._ask(self._store.check, list(keys)):
+            if not main_thread().is_alive():
+                until = min(until, time.monotonic() + self.AFTER_MAIN_SECONDS)
+            if time.monotonic() > until:
+                late = tuple(rank for rank, key in by_rank.items() if not self._ask(self._store.check, [key]))
+                if self._ask(self._store.check, list(keys)):
+                    return  # the last text came meanwhile
+                who = ranks_text(late) if late else "the last rank to come, which was to judge,"
+                raise LateRanksError(f"{what}: {who} did not answer within {seconds:.3g} s; look at their logs", late)
+            time.sleep(pause)
+            pause = min(2 * pause, self.MAX_PAUSE)
+
+    def _ask(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Call the store; raise `LostStoreError` where it does not answer any more."""
+        try:
+            return act(*args)
+        except dist.DistNetworkError as error:
+            raise LostStoreError(f"the job's store does not answer: its process or node is gone ({error})") from error
+
+
+# --- what ranks agree on
+
+
+def agree(channel: Channel, what: str, text: str, fault: Exception | None = None) -> None:
+    """Raise the same error on every rank unless all of them hold the same text; then raise this rank's fault."""
+    if verdict := channel.decide(text, partial(_difference, what, channel.ranks)):
+        raise ValueError(verdict)
+    if fault is not None:
+        raise fault
+
+
+def first_fault(channel: Channel, what: str, fault: str, failure: Failure, same: str = "") -> tuple[str, Failure, str]:
+    """Return the first rank's fault in words, its kind, and how the ranks' `same` texts differ."""
+    judge = partial(_faults, what, channel.ranks)
+    found, failure, differs = json.loads(channel.decide(json.dumps([fault, failure, same]), judge))
+    return found, Failure(failure), differs
+
+
+def _faults(what: str, ranks: Sequence[int], texts: Sequence[str]) -> str:
+    told = dict(zip(ranks, map(json.loads, texts), strict=True))
+    faults = ((f"rank {rank}: {fault}", failure) for rank, (fault, failure, _) in told.items() if fault)
+    differs = _difference(what, ranks, [same for *_, same in told.values()])
+    return json.dumps([*next(faults, ("", Failure.ERROR)), differs])
+
+
+def _difference(what: str, ranks: Sequence[int], texts: Sequence[str]) -> str:
+    others = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text != texts[0]]
+    if not others:
+        return ""
+    first, (rank, text) = ranks[0], others[0]
+    named = ", ".join(str(rank) for rank, _ in others[:8]) + (" ..." if len(others) > 8 else "")
+    return (
+        f"ranks disagree on {what}: rank {first} has {texts[0]!r}, rank {rank} has {text!r} "
+        f"(ranks unlike rank {first}: {named}); give every rank the same"
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence: `rank 3`, `ranks 0, 1, 4`, `ranks 0, 1, ... (64 of them)`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named = ", ".join(str(rank) for rank in ranks[:MAX_NAMED_RANKS])
+    return f"ranks {named}" + (f", ... ({len(ranks)} of them)" if len(ranks) > MAX_NAMED_RANKS else "")

@@ -1,0 +1,278 @@
+"""Reads Hugging Face's config.json as fields of `ModelConfig`, for the model types that they can express exactly.
+
+The file is read with json alone. A value that is not in the file has the default of its model type; sizes that have no
+default must be there. Rotary scaling and sliding windows change which numbers are computed but not what a step costs
+here: attention runs, and is priced, over whole sequences. An `exact` reading, for weights that come with the file,
+refuses everything that would change a number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fourfold.spelling import nearest
+
+GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu", "gelu_fast", "gelu_python")
+"""Names of GELU and its approximations, which all cost one elementwise pass."""
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""Names of the tanh approximation, which is what the reference model computes."""
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+NEUTRAL = {
+    "_name_or_path", "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "layer_types", "max_window_layers",
+    "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn",
+    "return_dict", "rope_scaling", "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "sliding_window",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "torch_dtype", "transformers_version", "use_cache", "use_sliding_window",
+}  # fmt: skip
+"""Keys that do not change the cost of a step."""
+INEXACT = {
+    "auto_map": "the folder has code of its own; remove the key if the usual code of the model type computes the same",
+    "quantization_config": "its weights are packed; save them in a floating-point dtype",
+}
+"""Keys that an exact reading refuses, and why."""
+
+
+class ConfigJson:
+    """A config.json and which of its keys were read. With `exact` the numbers must be right, not only the costs."""
+
+    def __init__(self, path: Path, keys: Mapping[str, Any], *, exact: bool = False) -> None:
+        self.path, self.keys, self.exact = path, keys, exact
+        self.read: set[str] = {"model_type"}
+
+    def need(self, *names: str) -> Any:
+        """Return the value of the first of these keys that is in the file."""
+        self.read.update(names)
+        for name in names:
+            if self.keys.get(name) is not None:
+                return self.keys[name]
+        raise ValueError(f"{self.path} lacks {' or '.join(names)}, which model_type={self.kind!r} needs")
+
+    def get(self, name: str, default: Any) -> Any:
+        """Return the value of a key, or the default where the key is missing or null."""
+        self.read.add(name)
+        value = self.keys.get(name)
+        return default if value is None else value
+
+    @property
+    def kind(self) -> str:
+        return str(self.keys.get("model_type"))
+
+    def refuse(self, what: str, why: str) -> ValueError:
+        """Return the error for a key that the reference model cannot express."""
+        if self.exact:
+            return ValueError(f"{self.path}: {what}: {why}; the model would not compute the numbers of these weights")
+        return ValueError(
+            f"{self.path}: {what}: {why}; a ModelConfig cannot express that: build the model from fourfold.nn layers "
+            "and name the function, package.module:function"
+        )
+
+    def expect(self, name: str, default: Any, allowed: tuple[Any, ...], why: str) -> Any:
+        """Return the value of a key; raise an error unless the reference model computes it."""
+        value = self.get(name, default)
+        if value not in allowed:
+            raise self.refuse(f"{name}={value!r}", why)
+        return value
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """Return a table of keys, empty if the key is missing."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {name}={value!r} must be a table of keys")
+        return value
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """Return the keys of a config.json, which must have a model_type."""
+    try:
+        keys = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
+        raise ValueError(f"{path} has no model_type; it is not the config.json of a Hugging Face model")
+    return keys
+
+
+def read_config_json(path: Path, *, exact: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return fields of `ModelConfig`, and notes on keys that were not read.
+
+    With `exact` the model computes the same numbers as the model that the file belongs to.
+    """
+    keys = read_keys(path)
+    source = ConfigJson(path, keys, exact=exact)
+    if experts := [key for key in EXPERT_KEYS if keys.get(key)]:
+        raise source.refuse(f"{experts[0]}={keys[experts[0]]!r}", "a mixture of experts is not supported")
+    if source.kind in REFUSED:
+        raise source.refuse(f"model_type={source.kind!r}", REFUSED[source.kind])
+    if source.kind not in READERS:
+        near = nearest(source.kind, list(READERS))
+        raise ValueError(f"{path}: model_type={source.kind!r} cannot be read{near}; the types are {', '.join(READERS)}")
+    for key, why in INEXACT.items() if exact else ():
+        if keys.get(key):
+            raise source.refuse(key, why)
+    fields = READERS[source.kind](source)
+    left = [key for key in source.keys if key not in source.read]
+    neutral, unknown = ([key for key in left if (key in NEUTRAL) is known] for known in (True, False))
+    notes = []
+    if neutral and not exact:
+        notes.append(f"not read, because they do not change the cost of a step: {', '.join(neutral)}")
+    if unknown:
+        notes.append(f"not read, because Fourfold does not know them: {', '.join(unknown)}")
+    return fields, tuple(notes)
+
+
+def _dropout(source: ConfigJson, default: float, *names: str) -> float:
+    """Return the value of these keys, which must all be equal."""
+    found = {name: source.get(name, default) for name in names}
+    if len(set(found.values())) > 1:
+        raise source.refuse(", ".join(f"{name}={p}" for name, p in found.items()), "all dropouts must be equal")
+    return found[names[0]]
+
+
+def _gpt2(source: ConfigJson) -> dict[str, Any]:
+    hidden, heads = source.need("n_embd"), source.need("n_head")
+    source.expect("activation_function", "gelu_new", *_gelu(source))
+    source.expect("add_cross_attention", False, (False,), "blocks do not read another sequence")
+    if source.exact:
+        source.expect("scale_attn_weights", True, (True,), "scores are divided by the square root of head_dim")
+        source.expect("scale_attn_by_inverse_layer_idx", False, (False,), "all layers scale scores in the same way")
+    return dict(
+        layers=source.need("n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=_head_dim(source, hidden, heads),
+        mlp_hidden=source.get("n_inner", 4 * hidden),
+        vocab=source.need("vocab_size"),
+        seq=source.need("n_positions", "n_ctx"),
+        tied=source.get("tie_word_embeddings", True),
+        dropout=_dropout(source, 0.1, "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        norm_eps=source.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def _gpt_neox(source: ConfigJson) -> dict[str, Any]:
+    hidden, heads = source.need("hidden_size"), source.need("num_attention_heads")
+    source.expect("use_parallel_residual", True, (False,), "attention and MLP run one after the other")
+    source.expect("hidden_act", "gelu", *_gelu(source))
+    source.expect("attention_bias", True, (True,), "biases are on all layers or on none")
+    return dict(
+        layers=source.need("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=_head_dim(source, hidden, heads),
+        mlp_hidden=source.need("intermediate_size"),
+        vocab=source.need("vocab_size"),
+        seq=source.need("max_position_embeddings"),
+        positions="rope",
+        rope_theta=_rope(source, "rotary_emb_base", "rotary_pct", 0.25),
+        tied=source.get("tie_word_embeddings", False),
+        dropout=_dropout(source, 0.0, "hidden_dropout", "attention_dropout"),
+        norm_eps=source.get("layer_norm_eps", 1e-5),
+    )
+
+
+def _llama(source: ConfigJson, *, eps: float = 1e-6, head_dim: int | None = None, **choices: Any) -> dict[str, Any]:
+    """Read Llama, and the types that differ from it only in a default or two."""
+    hidden, heads = source.need("hidden_size"), source.need("num_attention_heads")
+    source.expect("hidden_act", "silu", ("silu", "swish"), "the MLP is computed with SwiGLU")
+    biases = {name: source.get(name, False) for name in ("attention_bias", "mlp_bias")}
+    if len(set(biases.values())) > 1:
+        raise source.refuse(
+            ", ".join(f"{name}={on}" for name, on in biases.items()), "biases are on all layers or on none"
+        )
+    if source.exact and source.kind != "llama" and any(biases.values()):
+        raise source.refuse("attention_bias=True", f"model_type={source.kind!r} does not have biases on all layers")
+    source.expect("attention_dropout", 0.0, (0.0, 0), "dropout acts after every sublayer or nowhere")
+    if source.exact:
+        _require_whole_sequences(source)
+    return dict(
+        layers=source.need("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_kv_heads(source, heads),
+        head_dim=source.get("head_dim", head_dim) or _head_dim(source, hidden, heads),
+        mlp_hidden=source.need("intermediate_size"),
+        vocab=source.need("vocab_size"),
+        seq=source.need("max_position_embeddings"),
+        norm="rms",
+        mlp="swiglu",
+        positions="rope",
+        rope_theta=_rope(source, "rope_theta", "partial_rotary_factor", 1.0),
+        bias=biases["mlp_bias"],
+        tied=source.get("tie_word_embeddings", False),
+        norm_eps=source.get("rms_norm_eps", eps),
+        **choices,
+    )
+
+
+def _gelu(source: ConfigJson) -> tuple[tuple[str, ...], str]:
+    """Return the activations that are allowed, and the reason."""
+    if source.exact:
+        return TANH_GELU, "the MLP is computed with GELU in its tanh form"
+    return GELU, "the MLP is computed with GELU"
+
+
+def _rope(source: ConfigJson, theta_key: str, part_key: str, part: float) -> float:
+    """Return the base of the rotary angles, from where the type's own code looks for it."""
+    rope = source.table("rope_parameters")
+    scaling = source.keys.get("rope_scaling")  # not through get: it changes no cost, and a note says so
+    if isinstance(scaling, dict) and scaling:
+        rope = scaling
+    turned, theta = rope.get("partial_rotary_factor"), rope.get("rope_theta")
+    turned = source.get(part_key, part) if turned is None else turned
+    if turned != 1 and (source.exact or part != 1):
+        raise source.refuse(f"{part_key}={turned}", "rotary positions rotate whole heads")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if source.exact and (kind != "default" or any(isinstance(value, dict) for value in rope.values())):
+        raise source.refuse(f"rope_scaling={dict(rope)}", "rotary angles are not scaled")
+    theta = source.get(theta_key, 10000.0) if theta is None else theta
+    return float(theta) if isinstance(theta, int) else theta
+
+
+def _require_whole_sequences(source: ConfigJson) -> None:
+    """Raise an error if attention has a window that is shorter than a sequence."""
+    windowed = source.kind == "mistral" or (source.kind == "qwen3" and source.get("use_sliding_window", False))
+    window = (
+        source.keys.get("sliding_window", 4096) if windowed else None
+    )  # null means no window; a missing key means 4096
+    seq = source.need("max_position_embeddings")
+    if window is not None and not (isinstance(window, int) and isinstance(seq, int) and window >= seq):
+        raise source.refuse(
+            f"sliding_window={window}",
+            f"attention reads whole sequences, here of max_position_embeddings={seq}; lower that to {window} in "
+            "config.json and train on sequences of at most that length",
+        )
+
+
+def _kv_heads(source: ConfigJson, heads: int) -> int:
+    """Return the number of KV heads: null means the number of heads, a missing key the default of the type."""
+    missing = {"mistral": 8, "qwen3": 32}.get(source.kind, heads)
+    return source.get("num_key_value_heads", heads if "num_key_value_heads" in source.keys else missing)
+
+
+def _head_dim(source: ConfigJson, hidden: int, heads: int) -> int:
+    """Return the width of a head for types that have no key for it."""
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+        raise ValueError(f"{source.path}: the hidden size {hidden!r} is not divisible by {heads!r} heads")
+    return hidden // heads
+
+
+READERS: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen3": lambda source: _llama(source, head_dim=128, qk_norm=True),
+}
+REFUSED = {
+    "qwen2": "it has biases on q, k and v but on no other layer",
+    "gemma": "it scales embeddings, gates its MLP with GELU and adds 1 to the weights of norms",
+    "gemma2": "it also norms the outputs of sublayers, and caps attention scores",
+    "gemma3_text": "it also norms the outputs of sublayers, and scales embeddings",
+}
+"""Types that a `ModelConfig` cannot express, and why."""

@@ -1,0 +1,290 @@
+"""A run's folder: its files, their sinks, and its lock. Every file stays readable whenever the run ends.
+
+    config.toml     the resolved config; `fourfold train RUN/config.toml` runs it again
+    run.json        the description of the run: grid, model, device, versions; the prediction, and how the steps compare
+                    with it; for a resumed run also when and on which grids it ran before
+    metrics.jsonl   one JSON object per line: steps, evaluations, skipped steps, spikes, a comparison, a profile, saved
+                    checkpoints, resumptions, stragglers, the end; each step once, even if the run was resumed
+    tensorboard/    the same for TensorBoard, if it is installed
+    profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
+    data/           prepared text
+    log.txt         what happened, for people; events.jsonl the same for programs; logs/ the log of each rank
+    (`run_log`) passed-over.json  the data that a run skips after it was rolled back
+    .lock           held by the job that trains there
+    watch/          the tape of what each rank did last; the diagnosis, if the run got stuck
+    checkpoints/    complete training states by step, from which any grid can resume
+
+Only rank 0 writes the records; every rank writes its own trace and its part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from fourfold.atomic import replacing
+from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
+from fourfold.errors import End
+from fourfold.train.config import LogSection, TrainConfig
+from fourfold.train.schema import to_table
+
+RunEvent = dict[str, Any]
+KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "end")
+"""The kinds of events in metrics.jsonl."""
+LOCK = ".lock"
+
+
+class FolderLock:
+    """The lock with which one job owns a run's folder, until it releases the lock or its process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock. Raise if another job has it; on a file system without locks always succeed."""
+        self._file = (folder / LOCK).open("a+")
+        try:
+            _lock(self._file, folder)
+        except BaseException:
+            self._file.close()
+            raise
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def deny_others_write() -> None:
+    """From now on, let only this user and group change the files that this process writes."""
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a run's folder that other users cannot write to, so that what is loaded from it is what was saved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mode = folder.stat().st_mode
+    if not mode & stat.S_IWOTH:
+        return
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} is another user's and writable by everybody; give a folder of your own")
+    folder.chmod(stat.S_IMODE(mode) & ~stat.S_IWOTH)
+
+
+def require_unowned(folder: Path) -> None:
+    """Raise if another job has locked the folder; change nothing."""
+    if (folder / LOCK).exists():
+        with (folder / LOCK).open("r+") as file:
+            _lock(file, folder)
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):
+            return  # this file system has no locks
+        file.seek(0)
+        raise BlockingIOError(
+            f"another job ({file.read().strip() or 'just started'}) is training in {folder}; wait until it has ended, "
+            "stop it, or give another folder"
+        ) from error
+
+
+class Sink(Protocol):
+    """Something that takes events: a file, TensorBoard, Weights & Biases, the terminal."""
+
+    def write(self, event: RunEvent) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """Writes events as JSON lines; each line is complete in the file before the next."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("a")
+
+    def write(self, event: RunEvent) -> None:
+        try:
+            self._file.write(json.dumps(strict(event)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot log to {self.path} ({error.strerror}); what was written so far stays readable"
+            ) from error
+
+    def close(self) -> None:
+        with suppress(OSError):  # `write` has reported a line that did not fit; the file is closed anyway
+            self._file.close()
+
+
+def strict(content: Any) -> Any:
+    """Return the content as strict JSON allows it: numbers that are not finite become null."""
+    if isinstance(content, dict):
+        return {key: strict(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [strict(value) for value in content]
+    return None if isinstance(content, float) and not isfinite(content) else content
+
+
+class MemorySink:
+    """Keeps events in memory, for `--json`."""
+
+    def __init__(self) -> None:
+        self.events: list[RunEvent] = []
+
+    def write(self, event: RunEvent) -> None:
+        self.events.append(event)
+
+    def rewind(self, step: int) -> None:
+        """Drop the events after this step."""
+        self.events = [event for event in self.events if stays(event, step)]
+
+    def close(self) -> None:
+        """Keep the events; they are read after the run."""
+
+
+class TensorBoard:
+    """Writes events for TensorBoard. A run that resumes after `resumed_after` hides the later steps it had shown
+    before."""
+
+    def __init__(self, folder: Path, resumed_after: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_after is None else resumed_after + 1)
+
+    def write(self, event: RunEvent) -> None:
+        for name, value in scalars(event):
+            self._writer.add_scalar(name, value, event["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Writes events to Weights & Biases."""
+
+    def __init__(self, project: str, folder: Path, config: TrainConfig) -> None:
+        try:
+            import wandb  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise ImportError("log.wandb needs the package wandb: pip install wandb, or leave log.wandb out") from error
+        self._run = wandb.init(project=project, dir=str(folder), name=folder.name, config=to_table(config))
+
+    def write(self, event: RunEvent) -> None:
+        self._run.log(dict(scalars(event)), step=event["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def scalars(event: RunEvent) -> list[tuple[str, float]]:
+    """Return the numbers of an event by name; numbers by axis are named like `wire_bytes/x`."""
+    return [
+        found for key, value in event.items() if key != "step" for found in _numbers(f"{event['event']}/{key}", value)
+    ]
+
+
+def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
+    if isinstance(value, dict):
+        return [found for key, below in value.items() for found in _numbers(f"{name}/{key}", below)]
+    return [(name, float(value))] if isinstance(value, int | float) else []
+
+
+def open_sinks(log: LogSection, folder: Path, config: TrainConfig, resumed_after: int | None = None) -> list[Sink]:
+    """Open all sinks that the config asks for, or none if one fails. `resumed_after` is the step the run resumes
+    after."""
+    if log.tensorboard is True and find_spec("tensorboard") is None:
+        raise ImportError("log.tensorboard is true but tensorboard is not installed: pip install 'fourfold[train]'")
+    sinks: list[Sink] = []
+    with ExitStack() as opened:
+
+        def add(sink: Sink) -> None:
+            opened.callback(sink.close)
+            sinks.append(sink)
+
+        add(JsonLines(folder / "metrics.jsonl"))
+        if log.tensorboard is True or (log.tensorboard == "auto" and find_spec("tensorboard") is not None):
+            add(TensorBoard(folder / "tensorboard", resumed_after))
+        if log.wandb is not None:
+            add(WeightsAndBiases(log.wandb, folder, config))
+        opened.pop_all()
+    return sinks
+
+
+def read_facts(out: Path) -> RunEvent | None:
+    """Return the contents of run.json, or None if it is missing or incomplete."""
+    try:
+        return json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def stays(event: RunEvent, step: int) -> bool:
+    """Return whether an event still belongs to a run that resumes after this step."""
+    return event["event"] != "end" and event["step"] <= step
+
+
+def rewind(metrics: Path, step: int) -> None:
+    """Keep the events up to this step; drop later ones, the end, and a line that was cut off."""
+
+    def kept(line: str) -> bool:
+        try:
+            return stays(json.loads(line), step)
+        except (KeyError, TypeError, ValueError):
+            return False
+
+    if metrics.exists():
+        with replacing(metrics) as partial, metrics.open(errors="replace") as lines, partial.open("w") as file:
+            file.writelines(line for line in lines if kept(line))
+
+
+def last_end(metrics: Path) -> RunEvent | None:
+    """Return the event that ended the run, or None if the run still trains or died without one."""
+    last = ""
+    if metrics.exists():
+        with metrics.open(errors="replace") as lines:
+            for last in lines:  # noqa: B007
+                pass
+    with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
+        event = json.loads(last)
+        return event if event["event"] == "end" else None
+    return None
+
+
+def finish(metrics: Path, step: int) -> None:
+    """Record the end of a run that saved its last step and was killed before it could record it."""
+    if last_end(metrics) is not None:
+        return
+    rewind(metrics, step)
+    record = JsonLines(metrics)
+    record.write({"event": "end", "step": step, "reason": End.FINISHED})
+    record.close()
+
+
+def holds_run(out: Path) -> bool:
+    """Return whether a run was started there, or a model imported."""
+    return (out / "metrics.jsonl").exists() or bool(Checkpoints(out / CHECKPOINTS).complete())
+
+
+def check_folder(out: Path, *, save: bool) -> None:
+    """Raise if the folder holds a run already, or if checkpoints cannot be written."""
+    if holds_run(out):
+        raise FileExistsError(
+            f"{out} already holds a run; give another --out, or resume it: fourfold train --resume {out}"
+        )
+    require_writing(save=save)
+
+
+def require_writing(*, save: bool) -> None:
+    """Raise if checkpoints are to be saved and safetensors is not installed."""
+    if save and find_spec("safetensors") is None:
+        raise ImportError("checkpoints need safetensors: pip install 'fourfold[train]', or checkpoint.save=false")

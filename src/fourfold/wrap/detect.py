@@ -1,0 +1,330 @@
+"""Detects linear layers and norms of any class by trying them on numbers, because names and classes say little.
+
+A copy of the module in fp64 is called with random inputs. The module is a linear layer if every result, and every
+gradient, agrees with `a W^T + b` or `a W + b`, and if the call changes nothing else. The trial also shows how many dims
+an input may have; for any other input the module's own code runs. Norms are compared with the formulas of an RMS norm
+and of LayerNorm.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# linear layers
+
+
+@dataclass(frozen=True, slots=True)
+class TrialCall:
+    """One way to call a module. Code may branch on its mode, and on the size and shape of its input."""
+
+    training: bool
+    scale: float
+    """The scale of the random input."""
+    leading: dict[int, tuple[int, ...]]
+    """The sizes of all dims of the input but the last, by the total number of dims."""
+    gradients: bool
+
+
+TRIALS = (
+    TrialCall(True, 1.0, {1: (), 2: (5,), 3: (2, 5), 4: (1, 2, 3)}, gradients=True),
+    TrialCall(False, 1e3, {1: (), 2: (67,), 3: (3, 23), 4: (2, 3, 11)}, gradients=False),
+    TrialCall(True, 1e-3, {1: (), 2: (67,), 3: (3, 23), 4: (2, 3, 11)}, gradients=True),
+    TrialCall(False, 1.0, {1: (), 2: (1,), 3: (1, 1), 4: (1, 1, 1)}, gradients=False),
+)
+TRIALS_OF_LARGE = (
+    TrialCall(True, 1.0, {2: (1,), 3: (2, 3), 4: (2, 1, 2)}, gradients=True),
+    TrialCall(False, 1e3, {2: (9,), 3: (1, 1), 4: (1, 1, 1)}, gradients=False),
+)
+"""Fewer and smaller calls, for large weights: each call takes about a second."""
+LARGE = 1 << 22
+"""The number of elements above which a weight is large."""
+TOLERANCE = 1e-11
+"""The largest error, relative to the largest value. fp64 rounds at 1e-16 and a sum of ten thousand products at 1e-14; a
+module that computes in fp32 inside errs by 1e-7 and keeps its own code."""
+RANDOM_BLOCK = 1 << 20
+"""How many random numbers are drawn for a large weight, which repeats them: drawing them all would take seconds."""
+GRADIENT_ROWS = 64
+"""How many first and last rows of a weight's gradient are compared: all of them would need as much memory again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearForm:
+    """A linear map of the last dim, and the names of its two parameters.
+
+    It is a W^T + b with W [outputs, inputs], or, if `transposed`, a W + b with W [inputs, outputs].
+    """
+
+    inputs: int
+    outputs: int
+    weight: str = "weight"
+    bias: str | None = None
+    transposed: bool = False
+    dims: frozenset[int] | None = None
+    """How many dims an input may have, as the trial found. None: any number, as for nn.Linear."""
+    computed: bool = False
+    """Whether the module computes its weight from other parameters before each use."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The module's own names of its weight and its bias."""
+        return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+
+    def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether the form describes a call with these arguments."""
+        if len(args) + len(kwargs) != 1:
+            return False
+        (a,) = (*args, *kwargs.values())
+        if not isinstance(a, Tensor) or not a.dtype.is_floating_point or a.shape[-1:] != (self.inputs,):
+            return False
+        return self.dims is None or a.ndim in self.dims
+
+
+KNOWN_LARGE: weakref.WeakKeyDictionary[type[nn.Module], dict[Hashable, LinearForm | None]] = weakref.WeakKeyDictionary()
+"""Results for large weights, by class, kept for the process: a planner builds the same model many times. The keys are
+weak, so that a class of a user's can be collected."""
+
+
+class LinearDetector:
+    """Tries modules, once for all modules with the same class, shapes and attributes."""
+
+    def __init__(self) -> None:
+        self._known: dict[type[nn.Module], dict[Hashable, LinearForm | None]] = {}
+
+    def form_of(self, module: nn.Module) -> LinearForm | None:
+        """Return None if the module is no linear layer, or has hooks, buffers, children or other parameters."""
+        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        weights, biases = ([name for name, p in own.items() if p.dim() == dims] for dims in (2, 1))
+        if len(weights) != 1 or len(weights) + len(biases) != len(own) or len(biases) > 1:
+            return None
+        if any(module.children()) or any(buffer is not None for buffer in module._buffers.values()):
+            return None
+        if not all(p.is_floating_point() and p.numel() for p in own.values()) or has_hooks(module):
+            return None
+        if type(module).forward is nn.Module.forward or "forward" in vars(module):
+            return None
+        key, lasting = _key(module, own)
+        large = own[weights[0]].numel() > LARGE
+        known = (KNOWN_LARGE if lasting and large else self._known).setdefault(type(module), {})
+        if key not in known:
+            known[key] = _try_linear(module, weights[0], biases[0] if biases else None)
+        return known[key]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module runs hooks of somebody else's."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def _key(module: nn.Module, own: Mapping[str, Tensor]) -> tuple[Hashable, bool]:
+    """Return what the result can depend on besides numbers, and whether that key stays valid.
+
+    An attribute that is an object is known by its `id`, which another object may have later.
+    """
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in own.items())
+    torchs = vars(nn.Module()).keys()
+    values = {name: value for name, value in vars(module).items() if name not in torchs}
+    plain = {name: value is None or isinstance(value, (int, float, str, torch.dtype)) for name, value in values.items()}
+    kept = tuple((name, type(value), value if plain[name] else id(value)) for name, value in values.items())
+    return (shapes, kept), all(plain.values())
+
+
+def _try_linear(module: nn.Module, weight: str, bias: str | None) -> LinearForm | None:
+    rows, columns = (int(size) for size in module._parameters[weight].shape)  # type: ignore[union-attr]
+    for transposed in (False, True):
+        inputs, outputs = (rows, columns) if transposed else (columns, rows)
+        if bias is not None and module._parameters[bias].shape != (outputs,):  # type: ignore[union-attr]
+            continue
+        dims = _dims_that_work(module, LinearForm(inputs, outputs, weight, bias, transposed))
+        if dims:
+            return LinearForm(inputs, outputs, weight, bias, transposed, dims)
+    return None
+
+
+def _dims_that_work(module: nn.Module, form: LinearForm) -> frozenset[int]:
+    """Return the numbers of dims for which a copy of the module computes what the form says."""
+    generator = torch.Generator().manual_seed(0)
+    with _isolated():
+        try:
+            tried = _random_copy(module, form, generator)
+        except Exception:  # deepcopy runs code of the user's
+            return frozenset()
+        trials = TRIALS if form.inputs * form.outputs <= LARGE else TRIALS_OF_LARGE
+        found = set(trials[0].leading)
+        for trial in trials:
+            tried.train(trial.training)
+            found = {dims for dims in found if _computes_linear(tried, form, trial, dims, generator)}
+    return frozenset(found) if found & {2, 3} else frozenset()
+
+
+@contextmanager
+def _isolated() -> Iterator[None]:
+    """Keep the caller's modes (meta device, no gradients, autocast) out of a trial, and the trial's random numbers and
+    warnings out of the caller's process."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        warnings.simplefilter("ignore")
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            yield
+
+
+def _random_copy(module: nn.Module, form: LinearForm, generator: torch.Generator) -> nn.Module:
+    """Copy the module, with random parameters in fp64 on the CPU."""
+    drawn: dict[int, Any] = {}
+    for own in form.names.values():
+        plain = module._parameters[own]
+        drawn[id(plain)] = nn.Parameter(_random_numbers(plain.numel(), generator).view(plain.shape))  # type: ignore[union-attr]
+    return copy.deepcopy(module, drawn)
+
+
+def _random_numbers(count: int, generator: torch.Generator) -> Tensor:
+    # one less than a power of two, so that the repetition does not line up with the rows of a weight
+    block = torch.randn(min(count, RANDOM_BLOCK - 1), generator=generator, dtype=torch.float64)
+    return block if len(block) == count else block.repeat(-(-count // len(block)))[:count].clone()
+
+
+def _computes_linear(
+    module: nn.Module, form: LinearForm, trial: TrialCall, dims: int, generator: torch.Generator
+) -> bool:
+    """Return whether one call gives the form's result and gradients and leaves the module as it was."""
+    parameters = [module._parameters[own] for own in form.names.values()]
+    leading = trial.leading[dims]
+    a = torch.randn(*leading, form.inputs, generator=generator, dtype=torch.float64).mul_(trial.scale).requires_grad_()
+    given = torch.randn(*leading, form.outputs, generator=generator, dtype=torch.float64)
+    before = list(_state(module))
+    gradients: tuple[Tensor | None, ...] = ()
+    try:
+        with torch.set_grad_enabled(trial.gradients):
+            out = module.forward(a)
+        if not isinstance(out, Tensor) or out.shape != given.shape or out.requires_grad != trial.gradients:
+            return False
+        if trial.gradients:
+            gradients = torch.autograd.grad(out, [a, *parameters], given, allow_unused=True)  # type: ignore[list-item]
+    except Exception:  # forward and backward run code of the user's
+        return False
+    after = list(_state(module))
+    if len(after) != len(before) or not all(map(_unchanged, before, after)):
+        return False
+    with torch.no_grad():
+        w, *b = parameters
+        turned = w if form.transposed else w.t()  # type: ignore[union-attr]
+        if not _close(out, a @ turned + b[0] if b else a @ turned):  # type: ignore[operator]
+            return False
+        return not gradients or _are_gradients(gradients, form, a, given, turned)
+
+
+def _are_gradients(
+    found: tuple[Tensor | None, ...], form: LinearForm, a: Tensor, given: Tensor, turned: Tensor | None
+) -> bool:
+    """Return whether these are the gradients of input, weight and bias for the output's gradient `given`."""
+    flat, rows = a.reshape(-1, form.inputs), given.reshape(-1, form.outputs)
+    left, right = (flat, rows) if form.transposed else (rows, flat)
+    if found[1] is None:
+        return False
+    return (
+        _close(found[0], given @ turned.t())  # type: ignore[union-attr]
+        and _close(found[1][:GRADIENT_ROWS], left[:, :GRADIENT_ROWS].t() @ right)
+        and _close(found[1][-GRADIENT_ROWS:], left[:, -GRADIENT_ROWS:].t() @ right)
+        and all(_close(sums, rows.sum(0)) for sums in found[2:])
+    )
+
+
+def _close(found: Tensor | None, expected: Tensor) -> bool:
+    if found is None or found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+def _state(module: nn.Module) -> Iterator[Any]:
+    """Yield what a call must not change: attributes, the entries of containers among them, and parameters."""
+    for name, value in sorted(vars(module).items()):
+        yield name
+        yield value
+        if isinstance(value, (list, set, tuple)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from (entry for item in value.items() for entry in item)
+    for parameter in module._parameters.values():
+        yield None if parameter is None else parameter._version
+
+
+def _unchanged(before: Any, after: Any) -> bool:
+    plain = (int, float, str)
+    return before is after or (type(before) is type(after) and isinstance(before, plain) and before == after)
+
+
+# norms
+
+
+@dataclass(frozen=True, slots=True)
+class NormFormula:
+    """w x / sqrt(mean(x^2) + eps) (kind "rms"), or the same with mean and bias (kind "layer").
+
+    `shift` is added to the weight before it is used.
+    """
+
+    kind: str
+    features: int
+    eps: float
+    shift: float
+    bias: bool
+
+
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
+"""The attribute names under which norms keep their epsilon."""
+
+
+def norm_formula_of(module: nn.Module) -> NormFormula | None:
+    """Return the formula that a norm of the last dim computes; None for any other module."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    weight = own.get("weight")
+    if weight is None or weight.dim() != 1 or set(own) - {"weight", "bias"} or any(module.children()):
+        return None
+    if any(buffer is not None for buffer in module._buffers.values()):
+        return None  # the formulas have no buffers
+    if "norm" not in type(module).__name__.lower() or any(p.shape != weight.shape for p in own.values()):
+        return None
+    eps = next((float(value) for name in EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
+    if eps is None or isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)):
+        return None
+    for kind, shift in (("rms", 0.0), ("rms", 1.0), ("layer", 0.0)):
+        formula = NormFormula(kind, len(weight), eps, shift, "bias" in own)
+        if (kind == "rms" and formula.bias) or not _computes_norm(module, formula):
+            continue
+        return formula
+    return None
+
+
+def _computes_norm(module: nn.Module, formula: NormFormula) -> bool:
+    """Return whether a copy of the module gives what the formula gives for random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        tried = copy.deepcopy(module).to_empty(device="cpu").double()
+    except Exception:  # deepcopy runs code of the user's
+        return False
+    with torch.no_grad(), torch.device("cpu"):  # on the CPU even if the caller builds the model on the meta device
+        for parameter in tried.parameters():
+            parameter.copy_(torch.randn(formula.features, generator=generator, dtype=torch.float64))
+        a = torch.randn(1, 3, formula.features, generator=generator, dtype=torch.float64) * 3 + 1
+        try:
+            out = tried(a)
+        except Exception:  # a call runs code of the user's
+            return False
+        centred = a if formula.kind == "rms" else a - a.mean(-1, keepdim=True)
+        expected = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + formula.eps)
+        expected = expected * (tried.weight + formula.shift)  # type: ignore[operator]
+        expected = expected + tried.bias if formula.bias else expected  # type: ignore[operator]
+    # loose, because many norms compute in fp32 inside
+    return (
+        isinstance(out, Tensor)
+        and out.shape == a.shape
+        and torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-4)
+    )

@@ -1,0 +1,484 @@
+"""Where a forward pass of a wrapped model begins and ends, and what losses mean inside it.
+
+The rows of a batch lie on all (data, z) places. While a model runs, torch's loss functions with reduction="mean" are
+global: they return the mean over the targets of all places, and their gradient is the gradient of this mean. With "sum"
+they are each place's own, like everything else that a model computes from its rows, because people divide sums by
+counts of their own; but where a Hugging Face model gets the number of targets in the batch (`num_items_in_batch`), its
+sums are global as well. Logits that are cut over the vocabulary are never gathered for a loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import _reduction, functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fourfold.axes import BATCH
+from fourfold.comm import equal_along
+from fourfold.layout import REPEATED, inner
+from fourfold.nn.initial import key_of
+from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
+from fourfold.nn.recompute import recompute
+from fourfold.nn.rng import seeded, seeded_outside_torch
+from fourfold.operators import Conjugate
+from fourfold.params import whole_tensor
+from fourfold.wrap.adapters import Adapter, lost_change_error
+from fourfold.wrap.context import WITHIN_PLACE, ModelContext
+from fourfold.wrap.grid_tensor import GridTensor, is_in_place, sync_whole_copies, to_whole, version_of
+from fourfold.wrap.integrations import refuse_scaled_losses, require_accelerate_precision
+from fourfold.wrap.param_access import require_unchanged_parameters
+from fourfold.wrap.placements import LogitsPlacement, to_rest
+from fourfold.wrap.rows import RowSample, check_rows, gather_rows, leaves_of, map_tensors, whole_batch
+
+# losses inside a model
+
+BY_CLASS = {
+    getattr(functional, name)
+    for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
+    if hasattr(functional, name)
+}
+"""Losses with a mean over the targets that count, weighted by class."""
+BY_ELEMENT = {
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.kl_div,
+    functional.poisson_nll_loss,
+    functional.gaussian_nll_loss,
+    functional.soft_margin_loss,
+    functional.hinge_embedding_loss,
+    functional.cosine_embedding_loss,
+    functional.margin_ranking_loss,
+    functional.multi_margin_loss,
+    functional.multilabel_margin_loss,
+    functional.multilabel_soft_margin_loss,
+    functional.triplet_margin_loss,
+    functional.triplet_margin_with_distance_loss,
+    functional.ctc_loss,
+}
+"""Losses with a mean over the elements that they return with reduction="none"."""
+BY_WEIGHT = {functional.mse_loss, functional.l1_loss}
+"""Losses by element that divide by the sum of their weights, if they have weights."""
+DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[missing-attribute]
+"""Reading and writing `.data`."""
+
+
+class GlobalLosses(TorchFunctionMode):
+    """Gives some torch functions another meaning while a wrapped model runs.
+
+    These are the losses, `whole_batch`, `.data` of gathered parameters, and operations that mix parameters with plain
+    tensors.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, context = kwargs or {}, self.context
+        if func is whole_batch:
+            rows, sample = to_whole(args[0]), context.sample
+            if context.gradients.guarded and not equal_along(len(rows), context.grid, BATCH):
+                raise ValueError(
+                    f"ff.whole_batch gathers equally many rows of each place; this place has {len(rows)}, another has "
+                    "more or fewer: pad the rows, or give all places the same number"
+                )
+            return gather_rows(rows, context.grid) if sample is None else sample.whole_batch(rows, context.grid)
+        if func in BY_CLASS or func in BY_ELEMENT:
+            context.loss_calls += 1
+            if context.local_losses:
+                return func(*args, **kwargs)
+            return global_loss(context, func, args, kwargs)
+        if func in DATA and id(args[0]) in context.gathered_names:
+            # `.data` hides changes from autograd's version counter, by which GatheredAdapter finds them
+            if func == DATA[1]:
+                raise lost_change_error(context.gathered_names[id(args[0])])
+            return args[0].detach()
+        if not torch.is_grad_enabled() and any(isinstance(value, DTensor) for value in args):
+            args, kwargs = _gather_mixed_parameters(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if context.whole_copies:
+            sync_whole_copies(context)
+        return result
+
+
+def _gather_mixed_parameters(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Gather parameters that are used together with plain tensors.
+
+    Where gradients are off, `parameters()` gives ordinary DTensors, which torch does not mix with plain tensors.
+    """
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    mixed = any(not isinstance(tensor, DTensor) for tensor in tensors)
+    if not mixed or is_in_place(getattr(func, "__name__", "")):
+        return args, kwargs
+    return tree_map_only(DTensor, whole_tensor, (args, kwargs))
+
+
+def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """Compute one of torch's losses over the whole batch."""
+    named = _bound(func, args, kwargs)
+    reduction = named["reduction"]
+    of_place = reduction == "sum" and not context.has_target_count
+    if reduction not in ("mean", "sum", "batchmean"):
+        return func(*args, **kwargs)
+    by_id = func is functional.cross_entropy and _is_by_id(named)
+    count = 1 if reduction == "sum" else None
+    placement = named["input"].placement if by_id and isinstance(named["input"], GridTensor) else None
+    if isinstance(placement, LogitsPlacement) and placement.dim == 1:
+        context.loss_read_logits = True
+        input, targets = named["input"], to_whole(named["target"]).long()
+        vocabulary = placement.head.vocabulary(named["ignore_index"], of_place=of_place)
+        loss = cross_entropy([input.local.flatten(0, -2)], [targets], vocabulary, count=count)[0]
+        return loss if of_place else _average_gradient(context, loss)
+    if of_place:
+        return func(*args, **kwargs)
+    if by_id and not context.is_cut:
+        input = named["input"]
+        ids = range(input.shape[1])
+        vocabulary = Vocabulary(context.grid, inner(context.policy.activations), ids, named["ignore_index"], "loss")
+        loss = cross_entropy([input], [named["target"].long()], vocabulary, count=count)[0]
+        return _average_gradient(context, loss)
+    named = tree_map_only(GridTensor, GridTensor.whole, named)
+    total, number = (_sum_by_class if func in BY_CLASS else _sum_by_element)(func, named)
+    if reduction != "sum":
+        all_places = sum_over_batch(number, context.grid, "loss")
+        # a batch without targets has loss 0
+        total = total / torch.where(all_places == 0, 1, all_places).to(total.dtype)
+    return _average_gradient(context, sum_of_places(total, context.grid, "loss"))
+
+
+def _average_gradient(context: ModelContext, loss: Tensor) -> Tensor:
+    """Average the gradient of a global loss over places.
+
+    The loss is part of every place's loss, and places may multiply it by different numbers.
+    """
+    places = context.grid.shape.places
+    if places == 1 or not loss.requires_grad:
+        return loss
+    return Conjugate.apply(loss, torch.clone, lambda gradient: sum_over_batch(gradient, context.grid, "loss") / places)
+
+
+@cache
+def _signature(func: Callable) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+def _bound(func: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return all arguments by name; torch's old arguments `size_average` and `reduce` become a reduction."""
+    bound = _signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    old = named.pop("size_average", None), named.pop("reduce", None)
+    if old != (None, None):
+        named["reduction"] = _reduction.legacy_get_string(*old)
+    if func is functional.l1_loss and named["weight"] is None:
+        # l1_loss does not pass its weight on to __torch_function__ (torch 2.13), so read it from the caller's frame
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not functional.l1_loss.__code__:
+            frame = frame.f_back
+        named["weight"] = None if frame is None else frame.f_locals["weight"]
+    return named
+
+
+def _is_by_id(named: dict[str, Any]) -> bool:
+    """Return whether it is the plain cross-entropy of logits [m, V] with one id per row."""
+    plain = named["weight"] is None and named["label_smoothing"] == 0
+    return plain and named["input"].dim() == 2 and not named["target"].is_floating_point()
+
+
+def _sum_by_class(func: Callable, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the sum over this place's rows, and the number by which a mean would divide it, in fp64."""
+    total = func(**{**named, "reduction": "sum"})
+    target, weight = named["target"], named["weight"]
+    if target.is_floating_point():
+        classes = target.shape[1] if target.dim() > 1 else target.shape[0]
+        return total, _number(target.numel() // max(classes, 1), total)
+    kept = target != named["ignore_index"]
+    if weight is None:
+        return total, kept.sum().double()
+    return total, (weight[target.masked_fill(~kept, 0)] * kept).sum().double()
+
+
+def _sum_by_element(func: Callable, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the sum over this place's elements, and the number by which a mean would divide it, in fp64."""
+    each = func(**{**named, "reduction": "none"})
+    if func is functional.ctc_loss and named["reduction"] == "mean":
+        each = each / torch.as_tensor(named["target_lengths"], device=each.device).clamp(min=1).to(each.dtype)
+    if named["reduction"] == "batchmean":
+        return each.sum(), _number(each.shape[0] if each.dim() else 1, each)
+    if func in BY_WEIGHT and named["weight"] is not None:
+        return each.sum(), named["weight"].sum().double()
+    return each.sum(), _number(each.numel(), each)
+
+
+def _number(count: int, like: Tensor) -> Tensor:
+    return torch.full((), count, dtype=torch.float64, device=like.device)
+
+
+# passes
+
+COUNT = "num_items_in_batch"
+"""The argument by which Hugging Face's models divide the sum of a batch's losses. Like every other argument here it is
+about the rows of one place."""
+CONTRASTIVE = "return_loss"
+"""The argument that asks Hugging Face's models of images and texts for a loss that compares all rows."""
+
+
+class RootAdapter(Adapter):
+    """Begins and ends a pass. It takes the rows of this rank's (data, z) place and returns whole tensors for them."""
+
+    def __init__(self, name: str, context: ModelContext, why: str) -> None:
+        super().__init__(name, context, why)
+        self.compared_rows = self.warned_of_same_rows = self.checked_count = False
+        """Which checks of the inputs have been made. Once is enough for a loop that reads its rows wrongly."""
+        self.compared_buffers: set[str] = set()
+        """The buffers that were compared between places."""
+        self.checked_calls: set[tuple[str, ...]] = set()
+        """The kinds of calls for which rows were checked for depending on each other."""
+        self.evaluations = 0
+        """Passes in evaluation mode, so that each of them draws other random numbers."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = self.context
+        if context.depth:
+            return forward(*args, **kwargs)
+        require_accelerate_precision(context)
+        if kwargs.get(COUNT) is not None and context.grid.shape.world > 1 and not self.checked_count:
+            # before the check of rows, which passes over errors of the model's code
+            self.checked_count = True
+            refuse_scaled_losses()
+        self._require_same_rows(args, kwargs)
+        self._warn_of_same_rows(module, args, kwargs)
+        first = self._is_first_call(module, args, kwargs)
+        suspicious = self._check_rows(module, forward, args, kwargs) if first else set()
+        if module.training:
+            context.clock.advance()
+        context.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation", guarded=first)
+        buffers = module.named_buffers() if module.training else ()
+        before = {name: (buffer, version_of(buffer)) for name, buffer in buffers}
+        self.evaluations += not module.training
+        name = self.name if module.training else f"{self.name} evaluation {self.evaluations}"
+        # one seed for all ranks of a place, so that they drop the same elements of tensors that they all hold
+        seed = context.clock.key(name, context.grid, REPEATED)
+        with seeded_everywhere(seed, context.grid.device), seeded_outside_torch(seed):
+            result = self._pass(forward, args, kwargs)
+        if before:
+            self._require_same_buffers(module, before)
+        if suspicious:
+            _refuse_losses(module, result, suspicious)
+        return result
+
+    def _pass(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's own code as one pass."""
+        context = self.context
+        context.has_target_count = kwargs.get(COUNT) is not None
+        context.compares_rows = bool(kwargs.get(CONTRASTIVE))
+        if context.has_target_count:
+            own = torch.as_tensor(kwargs[COUNT], device=context.grid.device)
+            total = sum_over_batch(own.double(), context.grid, "count targets").to(own.dtype)
+            kwargs = {**kwargs, COUNT: total}
+        context.require_same_modules()
+        context.require_same_parameters()
+        context.begin_pass()
+        try:
+            with GlobalLosses(context), counted_changes(context):
+                result = forward(*args, **kwargs)
+                for group in list(context.unfinished_reads):
+                    group.split()
+                result = map_tensors(self._returned, result, in_place=True)
+            require_unchanged_parameters(context)
+        finally:
+            context.end_pass()
+        return result
+
+    def _returned(self, value: Tensor) -> Tensor:
+        """Return the tensor that the caller gets; logits that a loss has read stay cut until somebody reads them."""
+        if isinstance(value, DTensor):  # computed from parameters alone, without gradients
+            return whole_tensor(value)
+        if not isinstance(value, GridTensor):
+            return value
+        context = self.context
+        stays = isinstance(value.placement, LogitsPlacement) and context.loss_read_logits and context.grad_enabled
+        return value if stays else value.whole()
+
+    def _is_first_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Return whether this is the first training pass with this kind of arguments."""
+        grid = self.context.grid
+        flags = [str(value) if isinstance(value, (bool, str)) else "given" for value in args]
+        given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
+        kind = (str(module.training), *flags, *given)
+        trains = torch.is_grad_enabled() and grid.shape.places > 1 and not grid.muted
+        if not trains or kind in self.checked_calls:
+            return False
+        self.checked_calls.add(kind)
+        return True
+
+    def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
+        """Check whether rows depend on each other (rows.py)."""
+        context = self.context
+
+        def on_sample(sample: RowSample, args: tuple, kwargs: dict) -> Any:
+            context.sample = sample
+            try:
+                context.gradients.begin_forward("check of rows", guarded=True)
+                return self._pass(forward, args, kwargs)
+            finally:
+                context.sample = None
+
+        return check_rows(context, module, on_sample, args, kwargs)
+
+    def _require_same_rows(self, args: Any, kwargs: Any) -> None:
+        """Refuse different rows on ranks of one place."""
+        if self.compared_rows:
+            return
+        self.compared_rows = True
+        tensors = _tensors((args, kwargs))
+        if tensors and not equal_along(key_of(*map(_digest, tensors)), self.context.grid, WITHIN_PLACE):
+            raise ValueError(
+                "ranks of one (data, z) place were given different rows; all ranks that differ only in x and y read "
+                "the same rows (ff.local_rows cuts a batch like this)"
+            )
+
+    def _warn_of_same_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Warn, in the first training pass, of a loop that forgot to cut its batch and gives every place all rows."""
+        grid, trains = self.context.grid, module.training and torch.is_grad_enabled()
+        if not trains or self.warned_of_same_rows or grid.muted or grid.shape.places == 1:
+            return
+        self.warned_of_same_rows = True
+        tensors = _tensors((args, kwargs))
+        if tensors and equal_along(key_of(*map(_digest, tensors)), grid, BATCH) and grid.rank == 0:
+            warnings.warn(
+                f"all {grid.shape.places} (data, z) places of the grid {grid} were given the same rows "
+                "and compute the same; give each place its own with ff.local_rows(batch, grid)",
+                stacklevel=2,
+            )
+
+    def _require_same_buffers(self, module: nn.Module, before: dict[str, tuple[Tensor, int | None]]) -> None:
+        """Refuse a buffer that forward writes from the rows: each place has other rows."""
+        for name, buffer in module.named_buffers():
+            old, version = before.get(name, (None, 0))
+            owner, _, own = name.rpartition(".")
+            if isinstance(buffer, GridTensor):
+                buffer = module.get_submodule(owner)._buffers[own] = buffer.whole()
+            if (buffer is old and version_of(buffer) == version) or name in self.compared_buffers or buffer.is_meta:
+                continue
+            self.compared_buffers.add(name)
+            if not equal_along(key_of(_digest(buffer)), self.context.grid, BATCH):
+                raise RuntimeError(
+                    f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "
+                    "in forward from the rows it sees, and each (data, z) place sees others: the copies would drift "
+                    "apart; use a layer with statistics over the whole batch (nn.BatchNorm is), or keep the "
+                    "buffer out of forward"
+                )
+
+    def describe(self) -> tuple[str, str]:
+        return "rows of the place in, whole tensors for them out", "losses over z and data"
+
+
+def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None:
+    """Refuse a trained scalar that is no mean over rows: its value needs the whole batch."""
+    leaves = leaves_of(result)
+    trained = [at for at in suspicious if isinstance(leaves[at], Tensor) and leaves[at].requires_grad]
+    if trained:
+        raise RuntimeError(
+            f"{type(module).__name__}: its scalar output {trained[0]} is no mean over rows, and the places' own values "
+            "do not average to the value of the whole batch; gather the rows that it needs with "
+            "ff.whole_batch(tensor) inside forward, or compute it outside of the model, which averages it as DDP does"
+        )
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor) and not leaf.is_meta]
+
+
+def _digest(tensor: Tensor) -> int:
+    """Return a number that depends on the shape, the values and their order; NaN counts as 0.
+
+    Values are weighted by position, because the plain sum of small ids is often the same for different rows.
+    """
+    flat = tensor.detach().double().nan_to_num().flatten()
+    weights = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
+    return key_of(tuple(tensor.shape), (flat * weights).sum().item())
+
+
+@contextmanager
+def counted_changes(context: ModelContext) -> Iterator[None]:
+    """Leave inference_mode where tensors are cut: `sync_whole_copies` needs torch's count of in-place changes."""
+    if not context.is_cut or not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # inference_mode(False) alone would turn gradients on
+        yield
+
+
+@contextmanager
+def seeded_everywhere(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside the block torch draws from this seed, on the host and on the device."""
+    with seeded(seed, torch.device("cpu")), seeded(seed, device) if device.type != "cpu" else nullcontext():
+        yield
+
+
+class ContrastiveAdapter(Adapter):
+    """A module with rows that a contrastive loss compares: if the pass has such a loss, it returns all places' rows."""
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        out = forward(*args, **kwargs)
+        return whole_batch(out) if self.context.compares_rows else out
+
+    def describe(self) -> tuple[str, str]:
+        return "with return_loss: the rows of all places", "rows over z and data"
+
+
+class BlockAdapter(Adapter):
+    """One of several equal modules through which the residual stream passes. It brings the stream to rest."""
+
+    def __init__(self, name: str, context: ModelContext, why: str, features: int) -> None:
+        super().__init__(name, context, why)
+        self.features = features
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = self.context
+        if args:
+            args = (self._to_rest(args[0]), *args[1:])
+        elif "hidden_states" in kwargs:  # Hugging Face's name of the stream
+            kwargs = {**kwargs, "hidden_states": self._to_rest(kwargs["hidden_states"])}
+        again = context.policy.recompute == "block" and module.training and torch.is_grad_enabled()
+        if module.training and context.sample is None:
+            # a seed per block, so that a recomputed block draws the same numbers again
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
+            forward = partial(_run_seeded, seed, context.grid.device, again, forward)
+        if again:
+            return recompute(partial(forward, **kwargs), context.clock, *args)
+        return forward(*args, **kwargs)
+
+    def _to_rest(self, a: Any) -> Any:
+        if not self.context.is_cut:
+            return a
+        stream = isinstance(a, Tensor) and a.dim() > 1 and a.shape[-1] == self.features and a.is_floating_point()
+        return to_rest(a, self.context) if stream else a
+
+    def describe(self) -> tuple[str, str]:
+        again = ", computed again in backward" if self.context.policy.recompute == "block" else ""
+        return f"residual stream [m/x, {self.features}/y] at rest{again}", ""
+
+
+def _run_seeded(
+    seed: int, device: torch.device, again: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a block with its seed. Only a block that is recomputed seeds Python and numpy too, because that is slow."""
+    with seeded_everywhere(seed, device), seeded_outside_torch(seed) if again else nullcontext():
+        return forward(*args, **kwargs)

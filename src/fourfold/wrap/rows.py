@@ -1,0 +1,428 @@
+"""Rows that need each other: `whole_batch`, and the check that finds models which need it.
+
+Every (data, z) place runs the model on its own rows. That is right as long as a row's output does not depend on the
+other rows of the batch and the loss is a mean (or a sum) over rows. It is wrong for a contrastive loss and for a
+statistic over the batch. `whole_batch` gathers the rows of all places, so that such code sees the batch that one
+process would see.
+
+The check runs in the first training pass. The model computes one or two rows of a few places twice: each place its own
+rows, then all of these rows on every place. An output that differs depends on other rows. Nothing else may differ, so
+the check turns dropout off and restores whatever state the model's code changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+
+from fourfold import comm
+from fourfold.axes import BATCH
+from fourfold.grid import Grid
+from fourfold.nn.rng import seeded_outside_torch
+from fourfold.operators import Conjugate
+from fourfold.params import local_of
+from fourfold.wrap.context import ModelContext
+from fourfold.wrap.grid_tensor import RULES, to_whole, version_of
+from fourfold.wrap.ops import ATTENTION_ARGUMENTS
+
+LABEL = "whole batch"
+"""The label of these messages in the ledger."""
+
+
+def whole_batch(rows: Tensor, grid: Grid | None = None) -> Tensor:
+    """Gather the rows [n, ...] of all places into [places * n, ...], in the order of the whole batch.
+
+    Inside the forward of a parallelised model the grid is known; elsewhere it has to be given. In a single process the
+    batch is whole already. Gradients come back from every place's loss, so a loss that all places compute from the
+    whole batch has exactly the gradient that one process finds. All places must have equally many rows.
+    """
+    if has_torch_function_unary(rows):
+        return handle_torch_function(whole_batch, (rows,), rows, grid)
+    if grid is not None:
+        return gather_rows(rows, grid)
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ValueError("outside of a model's forward ff.whole_batch needs the grid: call ff.whole_batch(rows, grid)")
+    return rows
+
+
+def gather_rows(rows: Tensor, grid: Grid) -> Tensor:
+    """Gather the rows of all places; in backward each place gets the sum of all places' gradients of its rows."""
+
+    def gather(own: Tensor) -> Tensor:
+        for axis in reversed(BATCH):  # the innermost cut first
+            own = comm.all_gather(own.contiguous(), grid, axis, label=LABEL).wait()
+        return own
+
+    def give_back(gradient: Tensor) -> Tensor:
+        for axis in BATCH:
+            gradient = comm.reduce_scatter(gradient.contiguous(), grid, axis, label=LABEL).wait()
+        return gradient
+
+    if grid.shape.places == 1:
+        return rows
+    return Conjugate.apply(rows, gather, give_back)
+
+
+RULES[whole_batch] = lambda _, args, kwargs: gather_rows(to_whole(args[0]), args[0].placement.context.grid)  # noqa: ARG005
+
+
+@dataclass(frozen=True, slots=True)
+class RowSample:
+    """The rows that a pass of the check runs on: a few rows of each of the first `places` places.
+
+    All other places repeat the rows of these.
+    """
+
+    places: int
+    joint: bool
+    """Whether every place runs the sampled rows of all these places, or those of one place."""
+
+    def whole_batch(self, rows: Tensor, grid: Grid) -> Tensor:
+        """Do what `whole_batch` does, for the sample."""
+        return rows if self.joint else gather_rows(rows, grid)[: len(rows) * self.places]
+
+
+class NoDropout(TorchFunctionMode):
+    """Turns dropout off, so that the outputs of two passes can be compared."""
+
+    DROPOUTS = (
+        *(functional.dropout, functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
+        *(functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    )
+    ATTENTION: ClassVar[dict[Callable, Sequence[str]]] = {
+        functional.scaled_dot_product_attention: ATTENTION_ARGUMENTS,
+        functional.multi_head_attention_forward: list(
+            inspect.signature(functional.multi_head_attention_forward).parameters
+        ),
+    }
+    """Functions with a `dropout_p`, and the names of their arguments in order."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in self.ATTENTION:
+            kwargs = dict(zip(self.ATTENTION[func], args, strict=False)) | kwargs | {"dropout_p": 0.0}
+            args = ()
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes and buffers of all modules at the end, such as a counter that forward advances."""
+    known = {id(value) for value in (*model.modules(), *model.parameters())}
+    restores: list[Callable[[], None]] = []
+    for module in model.modules():
+        _collect_restores(vars(module), known, restores)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for restore in restores:
+                restore()
+
+
+def _collect_restores(value: Any, known: set[int], restores: list[Callable[[], None]]) -> None:
+    """Append functions that restore a value: a tensor, a container, or an object of a user's class."""
+    if id(value) in known:
+        return
+    known.add(id(value))
+    if isinstance(value, DTensor):
+        restores.append(_restore_tensor(local_of(value)))  # layers write to the shard
+    elif type(value) is Tensor:
+        restores.append(_restore_tensor(value))
+    elif isinstance(value, (dict, list, set, deque)):
+        restores.append(_restore_container(value))
+        for entry in list(value.values() if isinstance(value, dict) else value):
+            _collect_restores(entry, known, restores)
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor) and not callable(value) and _is_users(value):
+        _collect_restores(vars(value), known, restores)
+
+
+LIBRARIES = ("builtins", "torch", "fourfold", "transformers", "peft")
+"""Packages with objects that forward does not change in a way that a second forward would notice."""
+
+
+def _is_users(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] not in LIBRARIES
+
+
+def _restore_tensor(tensor: Tensor) -> Callable[[], None]:
+    version, before = version_of(tensor), tensor.detach().clone()
+
+    def copy_back() -> None:
+        if version_of(tensor) != version:  # a graph may hold a tensor that did not change
+            tensor.copy_(before)
+
+    return copy_back
+
+
+def _restore_container(container: Any) -> Callable[[], None]:
+    before = container.copy()
+
+    def refill() -> None:
+        container.clear()  # the object itself stays, because others may hold it
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+    return refill
+
+
+RunSample = Callable[[RowSample, tuple, dict], Any]
+"""Runs the model on a sample, as a pass of its own, and returns its result with whole tensors."""
+
+
+def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tuple, kwargs: dict) -> set[int]:
+    """Refuse a model with rows that depend on other rows; return which of its scalar outputs are no mean over rows.
+
+    The scalars are returned as positions among the leaves of the model's result. Whether one of them is a loss that
+    will be trained is known only when gradients are on.
+    """
+    verdicts: list[RowVerdict] = []
+    if hidden := next((leaf for leaf in leaves_of((args, kwargs)) if not isinstance(leaf, PLAIN)), None):
+        context.unchecked = f"an input of type {type(hidden).__name__} may hide tensors"
+        return set()
+    for dim in context.rows_dims:
+        if not rows_along(dim, args, kwargs):
+            continue
+        try:
+            verdicts.append(RowComparison(context, model, run, args, kwargs, dim).verdict())
+        except Exception as error:  # the user's code may be written for one number of rows
+            context.unchecked = f"the model does not run on other numbers of rows ({type(error).__name__}: {error})"
+            continue
+        if verdicts[-1].dependent is None:
+            return verdicts[-1].scalars
+    if not verdicts:
+        return set()
+    if any(sum(isinstance(leaf, Tensor) for leaf in leaves_of(value)) > 1 for value in args if type(value) is list):
+        context.unchecked = "a list of tensors may hold rows in an order of its own"
+        return set()
+    dim = context.rows_dims[0]
+    raise RuntimeError(
+        f"{type(model).__name__}: {verdicts[0].dependent} depends on the other rows of its batch, and a (data, z) "
+        "place has only its own rows; gather what they need of each other with ff.whole_batch(tensor) in forward "
+        "(before a similarity, a mean over the batch, ...), or compute it outside of the model; if rows do not lie "
+        f"along dim {dim} of the inputs, say so: ff.parallelize(..., rows_dim={1 - dim})"
+    )
+
+
+PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+"""The types of inputs that can be cut, besides mappings, sequences and dataclasses of these."""
+
+
+def rows_along(dim: int, args: Any, kwargs: Any) -> int:
+    """Return how many rows the inputs have if rows lie along this dim; 0 if they cannot."""
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(tensor.is_meta for tensor in tensors):
+        return 0
+    return next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RowVerdict:
+    """The result of a comparison."""
+
+    dependent: str | None
+    """The output with rows that depend on other rows; None if all rows are independent."""
+    scalars: set[int]
+    """The scalar outputs that are no mean over rows, as positions among the leaves of the result."""
+
+
+class RowComparison:
+    """Compares the model on a few rows of a few places: each place by itself, then all these rows on every place."""
+
+    def __init__(
+        self, context: ModelContext, model: nn.Module, run: RunSample, args: tuple, kwargs: dict, dim: int
+    ) -> None:
+        self.context, self.model, self.run, self.inputs, self.dim = context, model, run, (args, kwargs), dim
+        grid, self.rows = context.grid, rows_along(dim, args, kwargs)
+        # the smallest number that divides all places: each sampled place is then repeated equally often, so statistics
+        # over all places are those of the sample
+        self.places = next(k for k in range(2, grid.shape.places + 1) if grid.shape.places % k == 0)
+        self.few = 2 if self.rows >= 2 * self.places else 1
+        if not comm.equal_along(self.few, grid, BATCH):
+            self.few = 1
+        self.place = grid.shape.place(grid.rank) % self.places
+        self._cut: list[Tensor] = []
+        """The inputs that were cut to the sampled rows; all others are passed on as they are."""
+
+    def verdict(self) -> RowVerdict:
+        """Run the model on both samples and compare the outputs."""
+        together = map_tensors(self._rows_of_all, self.inputs)
+        own = map_tensors(self._rows_of_one, together)
+        alone = self._outputs(own, joint=False)
+        calls = self.context.loss_calls
+        joint = self._outputs(together, joint=True)
+        # a loop over rows calls one loss per row; then losses are each place's own, and everything is compared again
+        equal_calls = comm.equal_along(calls, self.context.grid, BATCH) and calls == self.context.loss_calls
+        if not self.context.local_losses and not equal_calls:
+            self.context.local_losses = True
+            return self.verdict()
+        if len(alone) != len(joint):
+            return RowVerdict("the structure of its result", set())
+        dependent = self._first_that_differs(alone, joint)
+        if dependent is not None:
+            again = self._outputs(own, joint=False, seed=1)
+            if self._first_that_differs(alone, again) is not None:
+                self.context.unchecked = "the model draws random numbers"
+                return RowVerdict(None, set())
+        counts = _count_targets(own)
+        scalars = [(at, a, b) for at, a, b in _floats(alone, joint) if not a.dim() and not b.dim()]
+        return RowVerdict(dependent, {at for at, a, b in scalars if not self._is_mean(a, b, counts)})
+
+    def _rows_of_all(self, value: Tensor) -> Tensor:
+        """Return the sampled rows of all sampled places, if the tensor has rows."""
+        if value.dim() <= self.dim or value.shape[self.dim] != self.rows:
+            return value
+        first = value.detach().narrow(self.dim, 0, self.few).movedim(self.dim, 0)
+        rows = gather_rows(first, self.context.grid)[: self.places * self.few].movedim(0, self.dim).contiguous()
+        self._cut.append(rows)
+        return rows
+
+    def _rows_of_one(self, value: Tensor) -> Tensor:
+        """Return this place's rows of what `_rows_of_all` gathered."""
+        if not any(value is rows for rows in self._cut):
+            return value
+        return value.narrow(self.dim, self.place * self.few, self.few).contiguous()
+
+    def _outputs(self, inputs: Any, *, joint: bool, seed: int = 0) -> list[Any]:
+        """Run the model on a sample, without traces in its state, in the ledger or in random generators."""
+        grid = self.context.grid
+        devices = [grid.device] if grid.device.type == "cuda" else []
+        with (
+            state_restored(self.model),
+            torch.no_grad(),
+            grid.ledger.not_counted(),
+            torch.random.fork_rng(devices),
+            seeded_outside_torch(seed),
+            warnings.catch_warnings(),
+            NoDropout(),
+        ):
+            warnings.simplefilter("ignore")  # these rows are not the user's batch: a statistic over one row may warn
+            torch.manual_seed(seed)
+            return leaves_of(self.run(RowSample(self.places, joint), *inputs))
+
+    def _first_that_differs(self, alone: list[Any], other: list[Any]) -> str | None:
+        """Describe the first output with rows that differ on some place, alike on all ranks of a place; else None."""
+        differs = [at for at, a, b in _floats(alone, other) if a.dim() and not self._alike(a, b)]
+        here = f"output {differs[0]} of shape {tuple(alone[differs[0]].shape)}" if differs else None
+        if comm.equal_along(here is not None, self.context.grid, BATCH):
+            return here
+        return here or "an output of another place"
+
+    def _alike(self, alone: Tensor, other: Tensor) -> bool:
+        """Return whether this place's rows are the same in both; an output without rows is not compared."""
+        if alone.dim() != other.dim():
+            return False
+        along = [d for d, (a, b) in enumerate(zip(alone.shape, other.shape, strict=True)) if a != b]
+        if along:
+            length = alone.shape[along[0]]
+            if len(along) > 1 or other.shape[along[0]] != self.places * length:
+                return False
+            other = other.narrow(along[0], self.place * length, length)
+        elif other.shape[:1] != (self.few,):
+            return True
+        finite = alone.isfinite()
+        if not torch.equal(finite, other.isfinite()):
+            return False
+        a, b = alone[finite], other[finite]
+        return not a.numel() or bool((a - b).abs().amax() <= _tolerance(b) * b.abs().amax())
+
+    def _is_mean(self, alone: Tensor, joint: Tensor, counts: list[Tensor]) -> bool:
+        """Return whether a scalar of all rows is the mean or sum of the places' own, plain or weighted by counts."""
+        each, wanted = gather_rows(alone.double().view(1), self.context.grid)[: self.places], joint.double()
+        within = _tolerance(joint) * torch.cat([each, wanted.view(1)]).abs().amax()
+        if any((candidate - wanted).abs() <= within for candidate in (each.mean(), each.sum())):
+            return True
+        for count in counts:
+            weights = gather_rows(count.double().view(1), self.context.grid)[: self.places]
+            weighted = (each.nan_to_num() * weights).sum() / weights.sum().clamp(min=1)
+            if (weighted - wanted).abs() <= within:
+                break
+        else:
+            return False
+        if self.context.grid.rank == 0:  # one rank warns for all
+            warnings.warn(
+                "the model's loss is a mean over the targets of each place's own rows, and places have unequal numbers "
+                "of them; it is averaged over places, as under DDP (ff.global_mean gives the mean over all targets)",
+                stacklevel=2,
+            )
+        return True
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any, *, in_place: bool = False) -> Any:
+    """Apply a function to every tensor in nested mappings, sequences and dataclasses.
+
+    With `in_place` mappings and dataclasses keep their identity; otherwise they are copied.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, MutableMapping):
+        new = value if in_place else copy.copy(value)
+        for key in list(value):
+            mapped = map_tensors(function, value[key], in_place=in_place)
+            if mapped is not value[key]:  # only what changes, because a setter may be the user's
+                new[key] = mapped
+        return new
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = value if in_place else copy.copy(value)
+        for field in dataclasses.fields(value):
+            # past `__setattr__`, because the dataclass may be frozen
+            object.__setattr__(new, field.name, map_tensors(function, getattr(value, field.name), in_place=in_place))
+        return new
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, entry, in_place=in_place) for entry in value))
+    # a result may be a list of a user's class, which cannot be rebuilt from its entries in every case
+    if isinstance(value, (list, tuple)) and (type(value) in (list, tuple) or not in_place):
+        return type(value)(map_tensors(function, entry, in_place=in_place) for entry in value)
+    return value
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return everything inside nested mappings, sequences and dataclasses, in order."""
+    if isinstance(value, Mapping):
+        inside = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif isinstance(value, (list, tuple)):
+        inside = list(value)
+    else:
+        return [value]
+    return [leaf for entry in inside for leaf in leaves_of(entry)]
+
+
+def _floats(alone: list[Any], other: list[Any]) -> list[tuple[int, Tensor, Tensor]]:
+    """Return the outputs that are floating-point tensors in both lists, with their positions."""
+    pairs = enumerate(zip(alone, other, strict=True))
+    return [(at, a, b) for at, (a, b) in pairs if all(isinstance(t, Tensor) and t.is_floating_point() for t in (a, b))]
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Return the relative tolerance: half of the dtype's digits, at most five.
+
+    Kernels round differently for other shapes. Rows that depend on each other differ by more.
+    """
+    return max(torch.finfo(tensor.dtype).eps ** 0.5, 1e-5)
+
+
+def _count_targets(own_rows: Any) -> list[Tensor]:
+    """Return candidates for this place's number of targets: what a mask keeps, or ids that are no padding."""
+    counts = []
+    for tensor in (leaf for leaf in leaves_of(own_rows) if isinstance(leaf, Tensor) and leaf.dim()):
+        if tensor.is_floating_point() or tensor.is_complex():
+            counts.append(tensor.count_nonzero())  # it may be a mask of zeros and ones
+        else:
+            counts += [(tensor != padding).sum() for padding in (-100, -1, 0)]  # the usual ids of padding
+    return counts

@@ -1,0 +1,225 @@
+"""Bad numbers: what is a spike, what becomes of it, and that a run which was rolled back leaves the data out."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.cli import main
+from fourfold.errors import BadStepsError, RollBackError
+from fourfold.grid import Shape
+from fourfold.optim import AdamW
+from fourfold.params import local_of
+from fourfold.train.bad_steps import MIN_LOSSES, WINDOW, Spikes, StepJudge
+from fourfold.train.checkpoints import PASSED_OVER
+from fourfold.train.config import WatchSection
+from fourfold.train.loop import Run
+from harness import grid_of
+
+# --- what is a spike
+
+
+def noisy(steps: int, seed: int = 0) -> list[float]:
+    """A loss that falls, with noise."""
+    draw = random.Random(seed)
+    return [2 + 3 * 0.99**step + draw.gauss(0, 0.05) for step in range(steps)]
+
+
+def test_no_clean_run_has_a_spike() -> None:
+    for seed in range(50):
+        spikes = Spikes(8.0)
+        for loss in noisy(500, seed):
+            assert loss <= spikes.limit
+            spikes.add(loss)
+
+
+def test_a_jump_is_one_and_a_few_do_not_move_the_limit() -> None:
+    spikes = Spikes(8.0, noisy(300)[-WINDOW:])
+    limit = spikes.limit
+    assert 2.2 < limit < 3.2
+    for _ in range(5):
+        spikes.add(40.0)
+    assert spikes.limit < 1.2 * limit
+
+
+def test_nothing_is_a_spike_at_first_nor_where_they_are_off() -> None:
+    assert Spikes(8.0, noisy(MIN_LOSSES - 1)).limit == inf
+    assert Spikes(8.0, noisy(MIN_LOSSES)).limit < inf
+    assert Spikes(0.0, noisy(MIN_LOSSES)).limit == inf
+
+
+def test_losses_that_do_not_vary_have_a_limit_above_them() -> None:
+    assert Spikes(8.0, [1.0] * MIN_LOSSES).limit == pytest.approx(1.08)
+
+
+# --- what becomes of it
+
+
+def numbers_of(losses: Sequence[float] = (), **changes: Any) -> StepJudge:
+    found = StepJudge(WatchSection(**changes), max_skipped=2)
+    for step, loss in enumerate(losses, 1):
+        assert found.judge(step, loss, 1.0, found.limit) is None
+    return found
+
+
+def test_skipped_steps_in_a_row_end_the_run_and_a_good_one_between_counts_anew() -> None:
+    numbers = numbers_of()
+    for step, norm in enumerate([inf, 1.0, nan], 1):
+        bad = numbers.judge(step, 2.0, norm, inf)
+        assert (bad is None) == (norm == 1.0)
+        if bad is not None:
+            numbers.act(bad, "weight", {})
+    bad = numbers.judge(4, 2.0, nan, inf)
+    assert bad is not None
+    with pytest.raises(BadStepsError, match=r"2 bad steps in a row: the gradients of step 4 .* the first in weight"):
+        numbers.act(bad, "weight", {})
+
+
+@pytest.mark.parametrize(("action", "raised"), [("tell", None), ("skip", None), ("roll_back", RollBackError)])
+def test_a_spike_is_told_skipped_or_rolled_back(action: str, raised: type[Exception] | None) -> None:
+    numbers = numbers_of([2.0] * MIN_LOSSES, spikes=action)
+    assert numbers.skip_above == (numbers.limit if action == "skip" else inf)
+    bad = numbers.judge(40, 9.0, 1.0, numbers.limit)
+    assert bad is not None
+    assert (bad.spike, bad.action, bad.in_a_row) == (True, action, int(action == "skip"))
+    if raised is None:
+        numbers.act(bad, None, {})
+    else:
+        with pytest.raises(raised, match=r"the loss of step 40 is 9, above the limit of 2.16"):
+            numbers.act(bad, None, {"given": [40]})
+
+
+def test_a_loss_that_stays_high_is_no_spike_after_a_while_and_one_that_is_no_number_always_is() -> None:
+    numbers = numbers_of([2.0] * MIN_LOSSES)
+    jumps = [numbers.judge(100 + step, 9.0, 1.0, numbers.limit) is not None for step in range(400)]
+    assert jumps[0]
+    assert not jumps[-1]
+    assert numbers.judge(600, nan, 1.0, numbers.limit) is not None
+
+
+def test_what_was_seen_goes_on_with_a_checkpoint() -> None:
+    numbers = numbers_of(noisy(100), spikes="skip")
+    assert numbers.judge(101, 90.0, 1.0, numbers.limit) is not None
+    again = numbers_of(spikes="skip")
+    again.restore(json.loads(json.dumps(numbers.state())))
+    assert (again.limit, again.state()) == (numbers.limit, numbers.state())
+    again.restore({})  # of a checkpoint that has none
+    assert again.limit == inf
+
+
+# --- on ranks
+
+CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
+
+
+def stepped(shape: Shape, shard_optimizer: bool) -> list[Any]:
+    """Whether a step with a loss above the limit has changed anything, one below it, and the losses."""
+    grid = grid_of(shape)
+    model = ff.models.build(CONFIG, grid, policy=ff.Policy(shard_optimizer=shard_optimizer))
+    optimizer = AdamW(model, lr=1e-2)
+    found: list[Any] = []
+    for limit in (1.0, 100.0):
+        before = [local_of(parameter).detach().clone() for parameter in model.parameters()]
+        rows = ff.local_rows(torch.arange(64).view(4, 16) % 53, grid)
+        loss = model(rows, rows)
+        loss.backward()
+        clipped = optimizer.clip_and_step(1.0, unless=loss.detach() > limit)
+        optimizer.zero_grad()
+        after = [local_of(parameter).detach() for parameter in model.parameters()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        found += [same, bool(clipped.norm.isfinite()), loss.item()]
+    return found
+
+
+@pytest.mark.parametrize("shape", [Shape(x=2, z=2), Shape(y=2, data=2), Shape(z=2, data=2), Shape(x=2, y=2)], ids=str)
+def test_all_ranks_see_the_same_loss_bit_for_bit_and_skip_together(ranks: Any, shape: Shape) -> None:
+    found = ranks(4).run(stepped, shape, shape.data > 1)
+    assert all(one == found[0] for one in found), "the loss decides, so it must not differ in one bit"
+    assert found[0][:2] == [True, True]
+    assert found[0][3] is False
+
+
+# --- whole runs
+
+BAD_DATA = 8
+"""The batch, counted from 1, with which gradients are not finite."""
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """That batch in the data; returns the batches that are seen, in order."""
+    seen: list[int] = []
+    launch = Run._launch
+
+    def poisoned(run: Run, step: int) -> None:
+        clip_and_step = run.optimizer.clip_and_step
+
+        def spoilt(*call: Any, **named: Any) -> Any:
+            seen.append(sum(run.loader.state()["given"]) // run.config.batch.rows)
+            if seen[-1] == BAD_DATA:
+                local_of(run.model.norm.weight.grad)[0] = nan
+            return clip_and_step(*call, **named)
+
+        run.optimizer.clip_and_step = spoilt  # type: ignore[method-assign]
+        try:
+            launch(run, step)
+        finally:
+            run.optimizer.clip_and_step = clip_and_step  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Run, "_launch", poisoned)
+    return seen
+
+
+def train(out: Path, *more: str) -> int:
+    settings = ["train.evaluate_every=0", "plan.compare=false", "model.layers=1", "batch.rows=4", "checkpoint.every=5"]
+    given = [f"--set={setting}" for setting in (*settings, *more)]
+    return main(["train", "--model", "gpt-tiny", "--steps", "10", "--device", "cpu", "--out", str(out), *given])
+
+
+def events(out: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def test_a_run_is_rolled_back_and_leaves_that_data_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = poison(monkeypatch)
+    assert train(tmp_path / "run", "watch.not_finite=roll_back") == 0
+    assert seen == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    assert [step["step"] for step in events(tmp_path / "run", "step")] == list(range(1, 11))
+    (resumed,) = events(tmp_path / "run", "resumed")
+    assert "without the data of steps 6 to 8: the gradients of step 8 are not finite" in resumed["passed_over"]
+    assert resumed["passed_over"] in capsys.readouterr().out
+    # a run that goes on from that checkpoint later leaves it out too; from another it does not
+    seen.clear()
+    resume = ["train", "--resume", str(tmp_path / "run"), "--step", "5", "--device", "cpu"]
+    assert main(resume) == 0
+    assert seen == [9, 10, 11, 12, 13]
+
+
+def test_a_run_that_cannot_be_rolled_back_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison(monkeypatch)
+    assert train(tmp_path / "none", "watch.not_finite=roll_back", "checkpoint.every=0") == 1
+    assert "there is no checkpoint to roll back to, set checkpoint.every" in capsys.readouterr().err
+    monkeypatch.setattr("fourfold.train.checkpoints.MOST_ROLL_BACKS", 0)
+    assert train(tmp_path / "often", "watch.not_finite=roll_back") == 1
+    assert "rolled back to step 5 0 times" in capsys.readouterr().err
+
+
+def test_a_run_stops_at_once_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison(monkeypatch)
+    assert train(tmp_path / "run", "watch.not_finite=stop") == 1
+    assert "stopped: the gradients of step 8 are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "run" / PASSED_OVER).exists()

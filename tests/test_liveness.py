@@ -1,0 +1,121 @@
+"""Deadlines: ranks that wait too long end together, with a diagnosis that names who did not come.
+
+Here the ranks run a small program of collectives; `test_watch.py` has whole runs.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from alarmed import DEADLINE, program, ready
+from fourfold.errors import Failure
+from fourfold.job import Channel
+from fourfold.watch.liveness import DEATH_SECONDS, RankEnd, Siblings, first_cause
+from fourfold.watch.tape import DIAGNOSIS
+from harness import RankFailed
+
+
+@pytest.fixture
+def said(ranks, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """Last words by file, of a job with the fault in rank 1 that the test names.
+
+    A rank whose peer has ended may fail by that before it has spoken.
+    """
+    ranks(4).run(ready)
+    began = time.monotonic()
+    with pytest.raises(RankFailed):
+        ranks(4).run(program, str(tmp_path), request.param, 1, timeout=30)
+    assert time.monotonic() - began < DEADLINE + 15, "bounded"
+    yield {path.name: path.read_text() for path in tmp_path.glob("said-*")}
+
+
+@pytest.mark.parametrize("said", ["stop"], indirect=True)
+def test_a_stopped_rank_is_named_and_ended(said: dict[str, str], tmp_path: Path) -> None:
+    assert not any(name.startswith("said-1") for name in said), "the silent rank is killed"
+    assert sum("judge" in name for name in said) == 1
+    [text] = set(said.values())
+    assert text == (tmp_path / DIAGNOSIS).read_text().strip()
+    assert text.startswith("step 3: all_gather[z] weights: rank 1 never arrived (rank ")
+    assert f"waited for {DEADLINE:g} s)" in text
+    assert "rank 1 (" in text
+    assert "does not answer; last launched reduce_scatter[x] activations of step 2" in text
+    assert "was computing (step 3)" in text
+    assert "stood at" in text
+    assert "in collectives" in text
+
+
+@pytest.mark.parametrize("said", ["delay"], indirect=True)
+def test_a_delayed_rank_says_where_it_stands(said: dict[str, str]) -> None:
+    assert any(name.startswith("said-1") for name in said)
+    [text] = set(said.values())
+    assert text.startswith("step 3: all_gather[z] weights: rank 1 never arrived")
+    assert "does not answer" not in text
+    assert "rank 1 stood at" in text
+    assert "time.sleep(60)" in text
+
+
+@pytest.mark.parametrize("said", ["skip"], indirect=True)
+def test_a_rank_that_skips_a_collective_is_named(said: dict[str, str]) -> None:
+    """From then on it is one behind along z: the same collective of the next step stands where this one should."""
+    [text] = set(said.values())
+    assert text.startswith("step 3: ranks disagree on which collective comes next along z: ")
+    assert "rank 1 launched all_gather[z] weights of 32 bytes in step 4" in text
+    assert "rank 3 all_gather[z] weights of 32 bytes in step 3" in text
+
+
+def test_who_dies_is_missed_by_those_who_wait_for_its_word(ranks, tmp_path: Path) -> None:
+    """In the store, where no connection to it breaks, and long before the deadline."""
+    ranks(4).run(ready)
+    began = time.monotonic()
+    with pytest.raises(RankFailed):
+        ranks(4).run(program, str(tmp_path), "die quietly", 1, 600.0, moment=20)
+    assert time.monotonic() - began < DEATH_SECONDS + 10
+    said = {path.name: path.read_text() for path in tmp_path.glob("said-*")}
+    [text] = set(said.values())
+    assert text.startswith("step 3: asking the others: rank 1 never arrived (rank ")
+    assert re.search(r"saw that rank 1 \(process \d+\) had died\)", text)
+
+
+def test_who_has_left_is_not_missed() -> None:
+    store = dist.HashStore()
+    mine, other = (Siblings(Channel("run", (0, 1), store, rank=rank)) for rank in range(2))
+    assert not mine.dead(), "both are this process, which runs"
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        other._mine = f"2:{ended.pid}"
+    other.leave()
+    assert mine.dead() == {2: ended.pid}
+    other.leave()
+    assert not mine.dead()
+
+
+def test_who_is_only_late_is_waited_for(ranks, tmp_path: Path) -> None:
+    ranks(4).run(program, str(tmp_path), "late", 1, timeout=30)
+    assert not list(tmp_path.glob("said-*"))
+    assert not (tmp_path / DIAGNOSIS).exists()
+
+
+def end(rank: int, exit_code: int, failure: Failure | None, at: float = 0.0) -> RankEnd:
+    return RankEnd(rank, 4711 + rank, exit_code, failure, "", at)
+
+
+def test_the_first_cause_is_what_knows_most() -> None:
+    """By the order of `first_cause`, whatever came first."""
+    diagnosis, killed, error = end(0, 1, Failure.DIAGNOSIS, 9), end(1, -9, None, 8), end(2, 1, Failure.ERROR, 7)
+    users, lost, death = end(3, 1, Failure.USER, 6), end(4, 1, Failure.LOST_PEER, 5), end(5, 1, Failure.DEATH, 4)
+    in_order = [diagnosis, killed, users, error, death, lost]
+    for place, first in enumerate(in_order):
+        assert first_cause(reversed(in_order[place:])) is first
+
+
+def test_a_rank_that_was_killed_after_it_lost_a_connection_was_killed() -> None:
+    lost = end(0, 1, Failure.LOST_PEER, 1)
+    killed = end(1, -15, Failure.LOST_PEER, 2)
+    assert first_cause([lost, killed]) is killed

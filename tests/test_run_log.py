@@ -1,0 +1,109 @@
+"""What a run tells: a log for people, events for programs, a file for each rank; and who may write there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import warnings
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.grid import Grid
+from fourfold.train.run_folder import deny_others_write, make_folder
+from fourfold.train.run_log import EVENTS, LOG, RANK_LOGS, RankLog, RunLog, note
+
+STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ")
+STEP = {
+    "event": "step", "step": 1, "loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-3, "seconds": 0.1,
+    "tokens_per_second": 640.0, "mfu": None, "wire_bytes": {},
+}  # fmt: skip
+
+
+def test_the_log_has_the_time_before_each_line_and_events_have_no_steps(tmp_path: Path) -> None:
+    story = RunLog(tmp_path, steps=4)
+    story.say("two lines\nof one text\n")
+    story.write(STEP)
+    story.write({"event": "saved", "step": 4, "seconds": 0.1})
+    story.close()
+    lines = (tmp_path / LOG).read_text().splitlines()
+    assert all(STAMP.match(line) for line in lines if line)
+    texts = [STAMP.sub("", line) for line in lines if line]
+    assert texts[:2] == ["two lines", "of one text"]
+    assert texts[-1].startswith("step 4 saved")
+    assert any("2.5000" in text for text in texts)
+    (event,) = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert (event["event"], event["step"]) == ("saved", 4)
+    assert STAMP.match(event["at"] + " ")
+
+
+def test_what_the_launcher_notes_stands_among_what_happened(tmp_path: Path) -> None:
+    note(tmp_path, "failed", "before there is a run: nothing is written")
+    assert not list(tmp_path.iterdir())
+    story = RunLog(tmp_path, steps=4)
+    note(tmp_path, "restarted", "rank 1 was killed by SIGKILL; the run resumes after step 2 (start 2)")
+    story.write({"event": "saved", "step": 4, "seconds": 0.1})
+    story.close()
+    assert [json.loads(line)["event"] for line in (tmp_path / EVENTS).read_text().splitlines()] == [
+        "restarted",
+        "saved",
+    ]
+    assert "killed by SIGKILL" in (tmp_path / LOG).read_text().splitlines()[0]
+
+
+def test_a_rank_keeps_its_warnings_and_how_it_ended(tmp_path: Path) -> None:
+    shown = warnings.showwarning
+    with pytest.raises(ZeroDivisionError), RankLog(tmp_path, Grid.alone("cpu")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("this is odd", stacklevel=1)
+        _ = 1 / 0
+    assert warnings.showwarning is shown
+    text = (tmp_path / RANK_LOGS / "rank-00000.txt").read_text()
+    assert re.search(r"INFO fourfold: rank 0 \(x=0, y=0, z=0, data=0\) begins: \S+, process \d+", text)
+    assert "WARNING fourfold: UserWarning: this is odd" in text
+    assert "ZeroDivisionError: division by zero" in text
+
+
+def test_a_run_leaves_all_of_them_and_nobody_else_may_change_them(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir(mode=0o777)
+    out.chmod(0o777)
+    settings = ["train.evaluate_every=0", "plan.compare=false", "model.layers=1", "batch.rows=4"]
+    options = ["--model", "gpt-tiny", "--steps", "3", "--device", "cpu", "--out", str(out)]
+    assert main(["train", *options, *(f"--set={setting}" for setting in settings)]) == 0
+    log = (out / LOG).read_text()
+    assert "gpt-tiny" in log
+    assert "unigram entropy" in log
+    assert "step 3 saved" in log
+    assert log.endswith("ended at step 3: finished\n")
+    assert [json.loads(line)["event"] for line in (out / EVENTS).read_text().splitlines()] == ["saved", "end"]
+    assert "begins" in (out / RANK_LOGS / "rank-00000.txt").read_text()
+    for path in (out, *out.rglob("*")):
+        assert not path.stat().st_mode & stat.S_IWOTH, path
+
+
+def test_a_folder_of_somebody_else_that_all_may_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o777)
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: owner + 1)
+    with pytest.raises(PermissionError, match="writable by everybody"):
+        make_folder(tmp_path)
+    monkeypatch.undo()
+    make_folder(tmp_path)
+    assert not tmp_path.stat().st_mode & stat.S_IWOTH
+
+
+def test_what_is_written_from_then_on_is_ours(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        deny_others_write()
+        (tmp_path / "file").write_text("")
+        assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o664
+    finally:
+        os.umask(before)
