@@ -209,7 +209,7 @@ def timeline(
 ) -> Timeline:
     """Simulate a step, whole unless told otherwise."""
     # how ranks walk the axes changes where rank 0's groups lie, but not what it does
-    anyhow = replace(candidate, shape=replace(candidate.shape, order=AXES), micro_steps=1)
+    anyhow = replace(candidate, shape=candidate.shape.reordered(AXES), micro_steps=1)
     program = _program(task, anyhow, layers, micro_steps or candidate.micro_steps)
     seconds = Seconds(task.machine, candidate.shape)
     return simulate(program.work, seconds, task.dtype, phases=program.phases, trace=trace)
