@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> tuple[GridPlan, GridPlan]:
     print(f"the same with twice the bandwidth between nodes\n{table(then, given.top)}\n")
 
     gain = now.best.seconds / then.best.seconds - 1
-    print(f"{now.best.choice.shape} now, {then.best.choice.shape} then: {gain:.1%} more tokens per second")
+    print(f"{now.best.candidate.shape} now, {then.best.candidate.shape} then: {gain:.1%} more tokens per second")
     return now, then
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner.published import (
+from benchmarks.shared.published import (
     PublishedLayer,
     layer_elements,
     layers_of,

@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], object]]] = {
         for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.Rprop)
     },
     "Adafactor of transformers": ("Adafactor cannot step.*torch.optim.AdamW", step_with_transformers),
-    "resizing": (r"resize_token_embeddings\(60\): the table of 53 tokens.*before ff.parallelize", resize),
+    "resizing": (r"resize_token_embeddings\(60\): the embedding of 53 tokens.*before ff.parallelize", resize),
     "vmap": (f"the model {TRANSFORMED}", lambda grid: torch.vmap(net(grid))(numbers(grid)[None])),
     "torch.func.grad": (f"the model {TRANSFORMED}", differentiate_functionally),
     "functional_call": ("up.weight was replaced.*functional_call.*cannot be used", call_functionally),

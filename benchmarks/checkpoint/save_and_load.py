@@ -136,7 +136,7 @@ def prepare(rank: CheckpointRank, shape: ff.Shape, other: ff.Shape, workload: Wo
         rank.trainings[wanted] = training
     cuda = rank.device.type == "cuda"
     machine = f"one {torch.cuda.get_device_name()}" if cuda else f"the CPU ({platform.machine()})"
-    return sum(held.entry.nbytes for held in rank.trainings[shape].tensors().values()), machine
+    return sum(held.info.nbytes for held in rank.trainings[shape].tensors().values()), machine
 
 
 def forget(rank: CheckpointRank, shape: ff.Shape) -> None:

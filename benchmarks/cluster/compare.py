@@ -32,7 +32,7 @@ SETTINGS = ("4x2-200-few", "4x2-100-few", "4x2-200-many", "4x2-50-few")
 
 def planned_line(setting: Setting, machine: Machine) -> Line:
     """Return the line that the planner chooses when it may choose everything."""
-    choice = search(setting.task(machine), setting.cluster.world, space=Space(micro_steps=(1,))).best.choice
+    choice = search(setting.task(machine), setting.cluster.world, space=Space(micro_steps=(1,))).best.candidate
     return Line(FOURFOLD, choice.shape, PLANNED, choice.policy)
 
 

@@ -15,7 +15,7 @@ import torch
 
 import fourfold as ff
 from benchmarks.cluster.emulate import ClusterShape
-from benchmarks.planner.published import published_ranking
+from benchmarks.shared.published import published_ranking
 from benchmarks.shared.workloads import Line, Workload
 from fourfold.axes import AXES
 from fourfold.grid import shapes_of

@@ -75,9 +75,9 @@ def compare_with_megatron() -> tuple[list[Alternative], list[str]]:
     sides.append(pipeline("tensor parallelism and a pipeline", get_args(Recompute)))
     sides.append(pipeline("the same, everything recomputed", ("block",)))
     replayed = replays(task(), choices_of(MACHINE, MODEL, DEVICES))[0]
-    micro_steps = f"{replayed.choice.micro_steps} micro-steps"
+    micro_steps = f"{replayed.candidate.micro_steps} micro-steps"
     sides.append(
-        Alternative("the published system", f"{replayed.choice.shape}, {micro_steps}", replayed.totals.seconds)
+        Alternative("the published system", f"{replayed.candidate.shape}, {micro_steps}", replayed.totals.seconds)
     )
     sides.append(planned("Fourfold's best", Space()))
     return sides, refused
@@ -97,7 +97,7 @@ def planned(name: str, space: Space) -> Alternative:
 class Pipeline:
     """A pipeline of tensor-parallel stages, with its seconds per step."""
 
-    choice: Candidate
+    candidate: Candidate
     """The grid, policy and micro-batches of one stage."""
     stages: int
     seconds: float

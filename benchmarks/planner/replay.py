@@ -10,8 +10,8 @@ from math import inf, log
 
 import torch
 
-from benchmarks.planner.published import published_ranking
 from benchmarks.planner.published_runs import FITTED, POINTS, ROWS, SEQ, AblationStep, Fit, Point
+from benchmarks.shared.published import published_ranking
 from fourfold.grid import Shape
 from fourfold.models.config import config
 from fourfold.planner.machine import Machine, load_machine
@@ -36,7 +36,7 @@ PHASES = ("forward", "backward", "optimizer")
 class Replay:
     """A choice of the published system, with its seconds."""
 
-    choice: Candidate
+    candidate: Candidate
     totals: Totals
     place: int
     """The place of its grid in the published list, counted from 1."""

@@ -192,7 +192,7 @@ def _of_choice(choice: Candidate, seconds: float, compute: float) -> Best:
 
 
 def _of_staged(staged: Pipeline) -> Best:
-    choice = staged.choice
+    choice = staged.candidate
     how = f"recompute {choice.policy.recompute}, {choice.micro_steps} x {choice.rows} rows"
     grid = f"{choice.shape} " if choice.shape.world > 1 else ""
     return Best(f"{grid}pipe={staged.stages}", how, staged.seconds, staged.compute)

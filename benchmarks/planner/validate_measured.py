@@ -21,7 +21,7 @@ from benchmarks.cluster import runs
 from benchmarks.cluster.emulate import EmulationUnavailableError, exit_on_signals
 from benchmarks.cluster.runs import ClusterRun, LineResult
 from benchmarks.cluster.settings import FOURFOLD, PLANNED, POLICY, Setting, grids_of
-from benchmarks.planner.published import published_seconds
+from benchmarks.shared.published import published_seconds
 from benchmarks.shared.tables import markdown_table
 from benchmarks.shared.workloads import Line
 from fourfold.grid import Shape

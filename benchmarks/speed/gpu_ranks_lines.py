@@ -20,7 +20,7 @@ REGATHER = "regather"
 REPLICATED = "replicated"
 MEGATRON = "Megatron's generalised TP"
 OFF = "off"
-MECHANISMS = ("+prefetch", "+defer", "+behind_products", "+halves", "+data")
+MECHANISMS = ("+prefetch", "+defer", "+wgrad_behind_messages", "+halves", "+reduce_early")
 
 
 BASE = ff.Policy(keep_gathered=True)
@@ -97,6 +97,6 @@ def _mechanisms(world: int) -> Iterator[Line]:
 def _has_effect(mechanism: str, shape: ff.Shape) -> bool:
     if mechanism in ("prefetch", "defer"):
         return shape.z > 1
-    if mechanism == "data":
+    if mechanism == "reduce_early":
         return shape.data > 1
     return shape.x * shape.y > 1
