@@ -12,10 +12,11 @@ Bytes are those that torch's allocator hands out. Contexts, communicators and li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import ceil
+from operator import itemgetter, mul
 from typing import Literal, NamedTuple, cast, get_args
 
 from fourfold.gradients import REPLICA
@@ -84,6 +85,15 @@ def evaluate(row: Row, values: Sequence[int]) -> int:
     return sum([times * values[name] for name, times in row])
 
 
+def compiled(row: Row) -> Callable[[Sequence[int]], int]:
+    """Return `evaluate` of this row as a function that loops in C: a search asks for it half a million times."""
+    names, times = [name for name, _ in row], [count for _, count in row]
+    if len(names) < 2:  # itemgetter of one name gives no tuple
+        return partial(evaluate, row)
+    get = itemgetter(*names)
+    return lambda values: sum(map(mul, times, get(values)))
+
+
 class PossiblePeak(NamedTuple):
     """What lives at a moment of a program that may be its peak."""
 
@@ -140,6 +150,12 @@ class LiveBytes:
                 sent.append(tuple((self._column(name), times) for name, times in item.record.nbytes.parts.items()))  # type: ignore[attr-defined]
         self._add(part)
         self.values = SizeReader(list(self._columns))
+        rows = dict.fromkeys(row for one in self.moments for row in (one.complete, *one.others))
+        place = {row: index for index, row in enumerate(rows)}
+        self.readers = [compiled(row) for row in rows]
+        """A function for every different sum of sizes."""
+        self.live = [(place[one.complete], [place[row] for row in one.others]) for one in self.moments]
+        """Which of them are the bytes of complete gradients, and of all else, at each moment."""
         """Reads the sizes that have these names."""
 
     def _column(self, name: Name) -> int:
@@ -254,9 +270,8 @@ class _Part:
     def live(self) -> list[tuple[int, int]]:
         """Bytes of complete gradients and of all else at each moment."""
         values = self.values
-        return [
-            (evaluate(one.complete, values), max([evaluate(row, values) for row in one.others])) for one in self.moments
-        ]
+        sums = [read(values) for read in self._form.readers]
+        return [(sums[complete], max([sums[place] for place in others])) for complete, others in self._form.live]
 
     def begin(self, part: str) -> int:
         """Return the index of the first moment in a part of the model."""
@@ -384,7 +399,7 @@ class MemoryReading:
         found, sent = (-1, 0, 0, 0), of.moments[begin].after[1]
         gathering: dict[int, int] = {}
         reducing: dict[int, int] = {}
-        kept = before + layers * sum(self.kept_layer)
+        kept, replicas, least = before + layers * sum(self.kept_layer), self.replicas, self.least_gradients
         moments = zip(of.moments[begin:end], of.live[begin:end], strict=True)
         for index, (moment, (complete, others)) in enumerate(moments, start=begin):
             gathered, reduced = moment.after
@@ -394,7 +409,11 @@ class MemoryReading:
                 here = of.reductions[sent:reduced][::-1]
                 reducing[reduced] = bytes_in_flight(here, self.reduced, above, last, self.behind) if self.behind else 0
             in_flight = gathering[gathered] + reducing[reduced]
-            complete = max(self._scattered(complete + gradients), self.least_gradients)
+            complete += gradients
+            if replicas > 1:
+                complete += complete // replicas  # as `_scattered`, without a call: this is the search's inner loop
+            if complete < least:
+                complete = least
             total = others + kept + complete + in_flight
             if total > found[0]:
                 found = total, index, in_flight, complete
