@@ -141,12 +141,12 @@ def test_plan_a_cluster_says_what_a_wider_network_gives(capsys: pytest.CaptureFi
     given = ["--model", "gpt-5b", "--devices", "32", "--rows", "64", "--top", "3"]
     now, then = example("plan_a_cluster").main(given)
     said = capsys.readouterr().out
-    assert [row.choice.shape.world for row in now.ranked[:3]] == [32] * 3
+    assert [row.candidate.shape.world for row in now.ranked[:3]] == [32] * 3
     assert then.best.seconds < now.best.seconds
     assert f"{now.best.seconds / then.best.seconds - 1:.1%} more tokens per second" in said
     for plan in (now, then):
         for row in plan.ranked[:3]:
-            assert re.search(rf"^{row.choice.shape} +{row.seconds:.2f} ", said, re.MULTILINE)
+            assert re.search(rf"^{row.candidate.shape} +{row.seconds:.2f} ", said, re.MULTILINE)
 
 
 def test_every_example_is_tested_and_in_the_table() -> None:

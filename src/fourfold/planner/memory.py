@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from math import ceil
 from operator import itemgetter, mul
 from typing import Literal, NamedTuple, cast, get_args
@@ -88,8 +88,11 @@ def evaluate(row: Row, values: Sequence[int]) -> int:
 def compiled(row: Row) -> Callable[[Sequence[int]], int]:
     """Return `evaluate` of this row as a function that loops in C: a search asks for it half a million times."""
     names, times = [name for name, _ in row], [count for _, count in row]
-    if len(names) < 2:  # itemgetter of one name gives no tuple
-        return partial(evaluate, row)
+    if not names:
+        return lambda _: 0
+    if len(names) == 1:  # itemgetter of one name gives no tuple
+        (name,), (count,) = names, times
+        return lambda values: count * values[name]
     get = itemgetter(*names)
     return lambda values: sum(map(mul, times, get(values)))
 
@@ -154,6 +157,10 @@ class LiveBytes:
         place = {row: index for index, row in enumerate(rows)}
         self.readers = [compiled(row) for row in rows]
         """A function for every different sum of sizes."""
+        self.read_gathers, self.read_reductions = (
+            list(map(compiled, self.gathers)),
+            list(map(compiled, self.reductions)),
+        )
         self.live = [(place[one.complete], [place[row] for row in one.others]) for one in self.moments]
         """Which of them are the bytes of complete gradients, and of all else, at each moment."""
         """Reads the sizes that have these names."""
@@ -260,11 +267,11 @@ class _Part:
 
     @cached_property
     def gathers(self) -> list[int]:
-        return [evaluate(row, self.values) for row in self._form.gathers]
+        return [read(self.values) for read in self._form.read_gathers]
 
     @cached_property
     def reductions(self) -> list[int]:
-        return [evaluate(row, self.values) for row in self._form.reductions]
+        return [read(self.values) for read in self._form.read_reductions]
 
     @cached_property
     def live(self) -> list[tuple[int, int]]:
