@@ -12,12 +12,14 @@ Bytes are those that torch's allocator hands out. Contexts, communicators and li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import ceil
-from operator import itemgetter, mul
 from typing import Literal, NamedTuple, cast, get_args
+
+import torch
 
 from fourfold.gradients import REPLICA
 from fourfold.layout import GATHERED
@@ -76,68 +78,50 @@ def kept_for_backward(sizes: LocalSizes) -> int:
 
 # --- live bytes through a program, with names in place of sizes
 
-Row = tuple[tuple[int, int], ...]
-"""A sum of sizes: which names it has, and how many times each."""
-
-
-def evaluate(row: Row, values: Sequence[int]) -> int:
-    """Return the sum for a candidate's values of all names."""
-    return sum([times * values[name] for name, times in row])
-
-
-def compiled(row: Row) -> Callable[[Sequence[int]], int]:
-    """Return `evaluate` of this row as a function that loops in C: a search asks for it half a million times."""
-    names, times = [name for name, _ in row], [count for _, count in row]
-    if not names:
-        return lambda _: 0
-    if len(names) == 1:  # itemgetter of one name gives no tuple
-        (name,), (count,) = names, times
-        return lambda values: count * values[name]
-    get = itemgetter(*names)
-    return lambda values: sum(map(mul, times, get(values)))
-
 
 class PossiblePeak(NamedTuple):
-    """What lives at a moment of a program that may be its peak."""
+    """Moments of a program, one of which may be its peak: they differ in nothing but what else lives."""
 
     part: str
     """The part of the model that runs."""
     after: tuple[int, int]
     """How many gathers of weights and how many reductions of their gradients were launched before."""
-    complete: Row
-    """Live bytes of gradients that are complete."""
-    others: list[Row]
-    """All other live bytes, at this moment and at others of which everything above is true too."""
-    kinds: list[tuple[Row, ...]]
-    """Live bytes by kind, at each of these moments."""
+    complete: int
+    """The row of gradients that are complete."""
+    others: list[int]
+    """The row of all other live bytes, for each moment."""
+    kinds: list[list[int]]
+    """The rows of live bytes by kind, for each moment."""
 
 
 class LiveBytes:
     """What lives at each moment of a program that may be its peak, and which messages went before.
 
-    Sizes have names: a row of coefficients gives bytes once a candidate's numbers are filled in.
+    Sizes have names. A sum of sizes is a row of a matrix with a column for each name, so that one product with a
+    candidate's numbers gives all bytes.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, structure: Structure) -> None:
         """Moments are those from the first one of the program on."""
         self._columns: dict[Name, int] = {}
+        self._rows: dict[tuple[tuple[int, int], ...], int] = {}
         self._now: list[dict[int, int]] = [{} for _ in KINDS]
         self._others: dict[int, int] = {}
         self._recent: list[dict[int, int]] = []
         self.moments: list[PossiblePeak] = []
-        self.gathers: list[Row] = []
-        """Bytes of every gather of weights, in order."""
-        self.reductions: list[Row] = []
-        """Bytes of every reduction of weights' gradients, in order."""
-        self.kept: tuple[Row, ...] = ()
-        """What is left at the end of forward, by kind."""
+        self.gathers: list[int] = []
+        """The row of every gather of weights, in order."""
+        self.reductions: list[int] = []
+        """The row of every reduction of weights' gradients, in order."""
+        self.kept: list[int] = []
+        """The rows of what is left at the end of forward, by kind."""
         backward = next(place for place, phase in program.phases if phase == "backward")
         marks = iter([*program.moments, (len(program.work), "")])
         part, (next_place, next_part) = "", next(marks)
         grows = False
         for place, item in enumerate(program.work):
             if place == backward:
-                self.kept = tuple(map(_row, self._now))
+                self.kept = [self._row(live) for live in self._now]
             while place >= next_place:
                 part, (next_place, next_part) = next_part, next(marks)
             if isinstance(item, AllocOp | FreeOp):
@@ -146,27 +130,28 @@ class LiveBytes:
                 grows = isinstance(item, AllocOp)
                 self._change(item.nbytes, item.kind, 1 if grows else -1)
             elif isinstance(item, LaunchOp) and item.record.axis == GATHERED and item.record.op != "all_reduce":
+                size = cast(Term, item.record.nbytes)
+                if not any(structure.matrices(name.arguments[0]) for name in size.parts if name.arguments):
+                    continue  # vectors of norms are too small to count
                 if part and grows:
                     self._add(part)
                     grows = False
                 sent = self.gathers if item.record.op == "all_gather" else self.reductions
-                sent.append(tuple((self._column(name), times) for name, times in item.record.nbytes.parts.items()))  # type: ignore[attr-defined]
+                sent.append(self._row({self._column(name): times for name, times in size.parts.items()}))
         self._add(part)
-        self.values = SizeReader(list(self._columns))
-        rows = dict.fromkeys(row for one in self.moments for row in (one.complete, *one.others))
-        place = {row: index for index, row in enumerate(rows)}
-        self.readers = [compiled(row) for row in rows]
-        """A function for every different sum of sizes."""
-        self.read_gathers, self.read_reductions = (
-            list(map(compiled, self.gathers)),
-            list(map(compiled, self.reductions)),
-        )
-        self.live = [(place[one.complete], [place[row] for row in one.others]) for one in self.moments]
-        """Which of them are the bytes of complete gradients, and of all else, at each moment."""
-        """Reads the sizes that have these names."""
+        self._read = SizeReader(list(self._columns))
+        places = [(row, column, times) for parts, row in self._rows.items() for column, times in parts]
+        rows, columns, times = zip(*places, strict=True)
+        self._matrix = torch.zeros(len(self._rows), len(self._columns), dtype=torch.float64)  # exact up to 2^53 bytes
+        self._matrix[list(rows), list(columns)] = torch.tensor(times, dtype=torch.float64)
 
     def _column(self, name: Name) -> int:
         return self._columns.setdefault(name, len(self._columns))
+
+    def _row(self, live: Mapping[int, int]) -> int:
+        """Return the row of this sum."""
+        parts = tuple((column, times) for column, times in live.items() if times)
+        return self._rows.setdefault(parts, len(self._rows))
 
     def _change(self, size: Term | int, kind: MemoryKind, sign: int) -> None:
         if isinstance(size, Term):
@@ -180,7 +165,7 @@ class LiveBytes:
 
     def _add(self, part: str) -> None:
         """Add a moment, unless one that differs in nothing else needs at least as much of every size."""
-        key = part, (len(self.gathers), len(self.reductions)), _row(self._now[GRADIENTS])
+        key = part, (len(self.gathers), len(self.reductions)), self._row(self._now[GRADIENTS])
         if not self.moments or self.moments[-1][:3] != key:
             self.moments.append(PossiblePeak(*key, [], []))
             self._recent = []
@@ -192,12 +177,13 @@ class LiveBytes:
             last.others.pop()
             last.kinds.pop()
         self._recent.append(dict(self._others))
-        last.others.append(_row(self._others))
-        last.kinds.append(tuple(map(_row, self._now)))
+        last.others.append(self._row(self._others))
+        last.kinds.append([self._row(live) for live in self._now])
 
-
-def _row(live: dict[int, int]) -> Row:
-    return tuple((column, times) for column, times in live.items() if times)
+    def values(self, sizes: LocalSizes) -> list[int]:
+        """Return the bytes of every row for a candidate."""
+        numbers = torch.frombuffer(array("d", self._read(sizes)), dtype=torch.float64)
+        return (self._matrix @ numbers).long().tolist()
 
 
 def _covers(one: dict[int, int], other: dict[int, int]) -> bool:
@@ -221,12 +207,12 @@ def live_ends(structure: Structure) -> LiveBytes:
 
 @lru_cache(maxsize=4096)
 def _live_layers(structure: Structure) -> LiveBytes:
-    return LiveBytes(layers_program(structure, REHEARSED_LAYERS))
+    return LiveBytes(layers_program(structure, REHEARSED_LAYERS), structure)
 
 
 @lru_cache(maxsize=4096)
 def _live_ends(structure: Structure) -> LiveBytes:
-    return LiveBytes(ends_program(structure))
+    return LiveBytes(ends_program(structure), structure)
 
 
 # --- weights in flight
@@ -242,8 +228,7 @@ def bytes_in_flight(first: Sequence[int], cycle: Sequence[int], cycles: int, las
         if total and total + nbytes > bound:
             return total
         total += nbytes
-    whole = sum(cycle)
-    if cycles and whole:
+    if cycles and (whole := sum(cycle)):
         repeats = min(cycles, max(0, bound - total) // whole)
         total += repeats * whole
         if repeats < cycles:
@@ -259,26 +244,27 @@ def bytes_in_flight(first: Sequence[int], cycle: Sequence[int], cycles: int, las
 
 
 class _Part:
-    """Moments of a program that may be the peak, for one candidate."""
+    """The bytes of one candidate in a program."""
 
     def __init__(self, live: LiveBytes, sizes: LocalSizes) -> None:
-        self.moments, self.values, self._form = live.moments, live.values(sizes), live
-        self.kept = [evaluate(row, self.values) for row in live.kept]
+        self.moments, self.bytes_of = live.moments, live.values(sizes)
+        """Moments that may be the peak, and the bytes of each row."""
+        self.gathers = [self.bytes_of[row] for row in live.gathers]
+        self.reductions = [self.bytes_of[row] for row in live.reductions]
+        self.kept = [self.bytes_of[row] for row in live.kept]
+        self.gathering: dict[int, dict[int, int]] = {}
+        """Bytes gathered ahead, by how many layers follow and how many gathers went before."""
+        self.reducing: dict[tuple[int, int], dict[int, int]] = {}
+        """Bytes of reductions in flight, by the first moment, the layers before it and the reductions since."""
 
     @cached_property
-    def gathers(self) -> list[int]:
-        return [read(self.values) for read in self._form.read_gathers]
-
-    @cached_property
-    def reductions(self) -> list[int]:
-        return [read(self.values) for read in self._form.read_reductions]
-
-    @cached_property
-    def live(self) -> list[tuple[int, int]]:
-        """Bytes of complete gradients and of all else at each moment."""
-        values = self.values
-        sums = [read(values) for read in self._form.readers]
-        return [(sums[complete], max([sums[place] for place in others])) for complete, others in self._form.live]
+    def live(self) -> list[tuple[int, int, int, int]]:
+        """For each moment the gathers and reductions before it, the bytes of complete gradients and of all else."""
+        nbytes = self.bytes_of
+        return [
+            (*moment.after, nbytes[moment.complete], max([nbytes[row] for row in moment.others]))
+            for moment in self.moments
+        ]
 
     def begin(self, part: str) -> int:
         """Return the index of the first moment in a part of the model."""
@@ -344,8 +330,7 @@ class MemoryReading:
             self._largest(ends, embedding, None, gradients=gradients, above=layers, ahead=False),
             *(self._at_layer(done) for done in self._depths()),
         ]
-        # at backward's end whole gradients and this replica's rows of them are there
-        at_end = self._scattered(self.parameters)
+        at_end = self.parameters + (self.parameters // self.replicas if self.replicas > 1 else 0)
         return max(*found, _Peak(at_end, ends, gradients=at_end), key=lambda peak: peak.total)
 
     def memory(self) -> Memory:
@@ -353,11 +338,10 @@ class MemoryReading:
         peak = self._peak()
         kinds, at = dict.fromkeys(KINDS, 0), "optimizer"
         if peak.moment is not None:
-            largest = max(
-                range(len(peak.moment.others)), key=lambda index: evaluate(peak.moment.others[index], peak.of.values)
-            )
-            rows = zip(KINDS, peak.moment.kinds[largest], self.kept_layer, strict=True)
-            kinds = {kind: evaluate(row, peak.of.values) + peak.layers * kept for kind, row, kept in rows}
+            nbytes, moment = peak.of.bytes_of, peak.moment
+            largest = max(range(len(moment.others)), key=lambda index: nbytes[moment.others[index]])
+            rows = zip(KINDS, moment.kinds[largest], self.kept_layer, strict=True)
+            kinds = {kind: nbytes[row] + peak.layers * kept for kind, row, kept in rows}
             at = PARTS.get(peak.moment.part, peak.moment.part)
         return Memory(
             parameters=self.parameters,
@@ -387,11 +371,7 @@ class MemoryReading:
     @cached_property
     def _before_layers(self) -> int:
         """Bytes that stay until backward reaches the embedding again: ids, tables of rotary positions, masks."""
-        return self.ends.live[-1][1] + sum(half.mask_nbytes for half in self.sizes.halves)
-
-    def _scattered(self, gradients: int) -> int:
-        """Return the bytes of gradients with this replica's rows of their sums, which lie beside them for a while."""
-        return gradients + gradients // self.replicas if self.replicas > 1 else gradients
+        return self.ends.live[-1][-1] + sum(half.mask_nbytes for half in self.sizes.halves)
 
     def _largest(
         self, of: _Part, begin: int, end: int | None, *, layers: int = 0, below: int = 0, above: int = 0,
@@ -404,12 +384,13 @@ class MemoryReading:
         are in flight from this program, then from layers `above`, then the `last`.
         """
         found, sent = (-1, 0, 0, 0), of.moments[begin].after[1]
-        gathering: dict[int, int] = {}
-        reducing: dict[int, int] = {}
-        kept, replicas, least = before + layers * sum(self.kept_layer), self.replicas, self.least_gradients
-        moments = zip(of.moments[begin:end], of.live[begin:end], strict=True)
-        for index, (moment, (complete, others)) in enumerate(moments, start=begin):
-            gathered, reduced = moment.after
+        replicas, least = self.replicas, self.least_gradients
+        # so many layers fill what may be in flight; further ones change nothing
+        below = min(below, self.ahead // max(1, sum(self.cycle)) + 1)
+        above = min(above, self.behind // max(1, sum(self.reduced)) + 1)
+        gathering = of.gathering.setdefault(below if ahead else -1, {})
+        reducing = of.reducing.setdefault((begin, above), {})
+        for index, (gathered, reduced, complete, others) in enumerate(of.live[begin:end], start=begin):
             if gathered not in gathering:
                 gathering[gathered] = self._gathered_ahead(of.gathers[gathered:], below) if ahead else 0
             if reduced not in reducing:
@@ -417,14 +398,15 @@ class MemoryReading:
                 reducing[reduced] = bytes_in_flight(here, self.reduced, above, last, self.behind) if self.behind else 0
             in_flight = gathering[gathered] + reducing[reduced]
             complete += gradients
-            if replicas > 1:
-                complete += complete // replicas  # as `_scattered`, without a call: this is the search's inner loop
+            if replicas > 1:  # this replica's rows of the sums lie beside whole gradients until backward ends
+                complete += complete // replicas
             if complete < least:
                 complete = least
-            total = others + kept + complete + in_flight
+            total = others + complete + in_flight
             if total > found[0]:
                 found = total, index, in_flight, complete
         total, index, in_flight, complete = found
+        total += before + layers * sum(self.kept_layer)
         return _Peak(total, of, of.moments[index], in_flight, complete, layers, before)
 
     def _gathered_ahead(self, following: Sequence[int], below: int) -> int:
