@@ -26,19 +26,19 @@ soak: .venv/installed
 	FOURFOLD_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'slow or not slow'
 	$(BIN)/python tests/pages.py --shell README.md docs/*.md
 	$(BIN)/python tests/soak_package.py
-	$(BIN)/python tests/soak_demo.py
-	$(BIN)/python tests/soak_families.py
-	$(BIN)/python tests/soak_images.py
-	$(BIN)/python tests/soak_people.py
-	$(BIN)/python tests/soak_operations.py
-	$(BIN)/python tests/soak_checkpoint.py
-	$(BIN)/python tests/soak_kills.py
-	$(BIN)/python tests/soak_watch.py clean
-	$(BIN)/python tests/soak_watch.py faults
-	$(BIN)/python tests/soak_overlap.py
-	$(BIN)/python tests/soak_dry.py
-	$(BIN)/python tests/soak_curves.py
-	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_START=$(SOAK_START) $(BIN)/python tests/soak.py
+	$(BIN)/python tests/commands/soak_demo.py
+	$(BIN)/python tests/wrap/soak_families.py
+	$(BIN)/python tests/wrap/soak_images.py
+	$(BIN)/python tests/wrap/soak_people.py
+	$(BIN)/python tests/wrap/soak_operations.py
+	$(BIN)/python tests/checkpoint/soak_checkpoint.py
+	$(BIN)/python tests/watch/soak_kills.py
+	$(BIN)/python tests/watch/soak_watch.py clean
+	$(BIN)/python tests/watch/soak_watch.py faults
+	$(BIN)/python tests/core/soak_overlap.py
+	$(BIN)/python tests/planner/soak_dry.py
+	$(BIN)/python tests/train/soak_curves.py
+	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_START=$(SOAK_START) $(BIN)/python tests/core/soak.py
 
 # the documentation as a site in site/, warnings as errors (with --quiet mkdocs does not count them)
 docs: .venv/installed

@@ -2,7 +2,7 @@
 
 Importing torch and Fourfold takes a process 4 s, and what a test then does takes less. Commands, and the ranks that
 they start, are therefore forked from the harness's forkserver. All else is as it is for users: launcher, elastic agent,
-environment, signals, exit codes. `tests/test_train.py` starts some for real.
+environment, signals, exit codes. `tests/train/test_train.py` starts some for real.
 
     warm.Process(warm.command, *arguments)   # `fourfold` as a process of its own, much like subprocess.Popen
     with warm.ranks(): main(arguments)       # in this process, with such ranks

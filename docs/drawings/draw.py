@@ -1,7 +1,7 @@
 """The drawings of the docs: `python docs/drawings/draw.py` writes every SVG of this folder anew.
 
-Plain Python without a dependency, and the same bytes in every run: `tests/test_drawings.py` holds that the files are
-what this script writes now. Colours stand for axes, everywhere the same.
+Plain Python without dependencies; every run writes the same bytes, and `tests/docs/test_drawings.py` checks that the
+files are what this script writes. A colour stands for the same axis in every drawing.
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""Who can talk to a job: its store and its ranks listen at one address each, those of a local run on the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+import warm
+from fourfold import job
+from fourfold.environment import Environment
+from fourfold.train import launch as launching
+from runs import needs_proc
+
+PROBE = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, os.environ["TESTS"])
+from test_store import listening
+import fourfold as ff
+grid = ff.Grid(data=2, device="cpu")
+found = listening(os.getpid()) | listening(int(os.environ["AGENT"]))
+Path(os.environ["FOUND"] + str(grid.rank)).write_text("\\n".join({address for address, _ in found}))
+while not Path(os.environ["FOUND"] + "1").exists():  # rank 0 has the store
+    time.sleep(0.05)
+os._exit(0)
+"""
+"""Two ranks of a job, each of which writes where it and the agent that started it listen."""
+
+
+def listening(process: int) -> set[tuple[str, str]]:
+    """The addresses and ports at which a process takes connections."""
+    links = Path(f"/proc/{process}/fd")
+    inodes = {os.readlink(link).removeprefix("socket:[").removesuffix("]") for link in links.iterdir() if link.exists()}
+    found = set()
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in inodes:
+                address, _, port = local.partition(":")
+                raw = bytes.fromhex(address)
+                words = [raw[at : at + 4][::-1] for at in range(0, len(raw), 4)]  # each in the order of this machine
+                found.add((socket.inet_ntop(family, b"".join(words)), port))
+    return found
+
+
+@needs_proc
+def test_what_listens_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)):
+        assert {"127.0.0.1", "0.0.0.0"} <= {address for address, _ in listening(os.getpid())}
+
+
+@needs_proc
+def test_a_local_run_listens_on_the_loopback_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "RANK", PROBE)
+    monkeypatch.setenv("TESTS", str(Path(__file__).parent))
+    monkeypatch.setenv("FOUND", str(tmp_path / "rank-"))
+    monkeypatch.setenv("AGENT", str(os.getpid()))
+    with warm.ranks():
+        assert launching.launch(2, [], sys.stderr) == 0
+    for rank in range(2):
+        assert (tmp_path / f"rank-{rank}").read_text() == "127.0.0.1"
+    assert not set(launching.INTERFACES) & os.environ.keys()
+
+
+@needs_proc
+def test_ranks_that_were_told_an_address_find_the_store_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SLURM's are: rank 0 has it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    before = listening(os.getpid())
+    first, second = (job.join_store(Environment(rank, 2), None) for rank in range(2))
+    assert first is not None
+    assert second is not None
+    second.set("a", "b")
+    assert first.get("a") == b"b"
+    assert {address for address, _ in listening(os.getpid()) - before} == {"127.0.0.1"}
+    monkeypatch.setenv(job.AGENT_HAS_STORE, "True")
+    assert job.join_store(Environment(0, 2), None) is None, "torchrun's is there"
+
+
+@needs_proc
+def test_agents_of_several_nodes_listen_at_their_addresses_alone() -> None:
+    before = listening(os.getpid())
+    config = {"join_timeout": "5"}
+    params = RendezvousParameters("fourfold", "127.0.0.1:0", "name", 1, 1, local_addr="127.0.0.1", **config)
+    handler = get_rendezvous_handler(params)  # as torchrun finds it
+    info = handler.next_rendezvous()
+    assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")
+    assert {address for address, _ in listening(os.getpid()) - before} == {"127.0.0.1"}
+    handler.shutdown()
+
+
+def test_a_store_serves_those_who_reach_it() -> None:
+    served = job.serve(job.LOOPBACK)
+    client = dist.TCPStore(job.LOOPBACK, served.port)
+    client.set("a", "b")
+    assert served.get("a") == b"b"
+
+
+def test_a_name_that_means_the_loopback_is_no_use_to_other_nodes() -> None:
+    job.require_reachable("localhost", nodes=1)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR=localhost is .*127\.0\.0\.1.* set MASTER_ADDR"):
+        job.require_reachable("localhost", nodes=2)
