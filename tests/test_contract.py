@@ -29,6 +29,7 @@ ORDER = [
     "layout",
     "engine",
     "kernels",
+    "wire",
     "comm",
     "params",
     "optimizer_checks",
@@ -219,14 +220,14 @@ def ruff(code: str, name: str) -> str:
     return subprocess.run(command, input=code, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
 
 
-def test_ruff_bans_collectives_outside_comm() -> None:
+def test_ruff_bans_collectives_outside_wire() -> None:
     for code in (
         "import torch.distributed as dist\n\ndist.all_reduce(None)\n",
         "from torch.distributed import reduce_scatter_tensor\n\nreduce_scatter_tensor(None, None)\n",
         "import torch\n\ntorch.distributed.isend(None, 0)\n",
     ):
         assert "TID251" in ruff(code, "product.py")
-        assert "TID251" not in ruff(code, "comm.py")
+        assert "TID251" not in ruff(code, "wire.py")
 
 
 def test_readme_tree_names_every_file() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from fourfold import comm
+from fourfold import wire
 
 Boxed = torch.ScriptObject
 
@@ -96,9 +96,9 @@ class _Kernels:
     def _launch(self, output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
         if group.size() == 1:
             return lambda: output.copy_(whole.view_as(output))
-        link = comm.Link(group, tag=next(self.tags[group.group_name]))
-        finish = comm._launch_reduce_scatter(whole.reshape(group.size(), -1), link)
-        return lambda: output.copy_(finish().view_as(output))
+        link = wire.Link(group, tag=next(self.tags[group.group_name]))
+        finish = wire.reduce_scatter([whole.reshape(group.size(), -1)], link)
+        return lambda: output.copy_(finish()[0].view_as(output))
 
 
 def _finish(finishes: Sequence[Callable[[], object]], outputs: list[Tensor], done: Future[list[Tensor]]) -> None:

@@ -20,7 +20,7 @@ from benchmarks.cluster.trainer_base import Groups, adamw
 from benchmarks.cluster.trainers import make_trainer
 from benchmarks.shared.peers import Llama, init_weights
 from benchmarks.speed.gpu_ranks_lines import WORKLOADS
-from fourfold import comm
+from fourfold import wire
 
 pytestmark = pytest.mark.slow
 
@@ -109,9 +109,9 @@ def reduce_scatters() -> list[tuple[Tensor, int]]:
     whole = torch.arange(world * 3, dtype=torch.float32).reshape(world, 3) * (rank + 1)
     due = torch.arange(rank * 3, rank * 3 + 3) * float(world * (world + 1) // 2)
 
-    def launch(parts: Tensor, link: comm.Link) -> Any:
-        launched.append(parts)
-        return real(parts, link)
+    def launch(wholes: list[Tensor], link: wire.Link) -> Any:
+        launched.extend(wholes)
+        return real(wholes, link)
 
     def single(*, later: bool) -> Tensor:
         mine = torch.empty(3)
@@ -131,8 +131,8 @@ def reduce_scatters() -> list[tuple[Tensor, int]]:
         lists,
         lambda: functional_collectives.reduce_scatter_single(whole, "sum", 0, dist.group.WORLD).flatten() + 0,
     ]
-    real, found = comm._launch_reduce_scatter, []
-    comm._launch_reduce_scatter = launch
+    real, found = wire.reduce_scatter, []
+    wire.reduce_scatter = launch
     try:
         for way in ways:
             for inside in (True, False):
@@ -140,7 +140,7 @@ def reduce_scatters() -> list[tuple[Tensor, int]]:
                 with minimal_reduce_scatter() if inside else nullcontext():
                     found.append((way() - due, len(launched)))
     finally:
-        comm._launch_reduce_scatter = real
+        wire.reduce_scatter = real
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold import comm
+from fourfold import comm, wire
 from fourfold.grid import Grid, Shape
 from fourfold.layout import chunk
 from fourfold.ledger import Collective, Ledger
@@ -28,7 +28,7 @@ GRIDS = [(Shape(x=4), "x"), (Shape(x=2, z=2), "z"), (Shape(y=3), "y")]
 
 @contextmanager
 def path(name: str) -> Iterator[None]:
-    with patch.object(comm, "ONE_ROUND_NBYTES", PATHS[name]):
+    with patch.object(wire, "ONE_ROUND_NBYTES", PATHS[name]):
         yield
 
 
@@ -390,7 +390,7 @@ def send_large() -> tuple[dict[str, int], dict[str, int], int]:
             "all_reduce": sent_by(lambda: comm.all_reduce(whole, grid, "x").wait()),
         }
     group, part = grid.group("x"), torch.empty_like(shard)
-    gloos = sent_by(lambda: comm._reduce_scatter_single(part, whole, group=group))
+    gloos = sent_by(lambda: wire._reduce_scatter_single(part, whole, group=group))
     return sent, {record.op: record.wire_bytes for record in records}, gloos
 
 
