@@ -27,30 +27,32 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Awaited(Protocol[T_co]):
-    """Something in flight."""
+    """A message in flight, or anything else with a result to wait for."""
 
     def wait(self) -> T_co: ...
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass."""
+    """Return whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Buffers:
-    """Memory for gathered weights. On the CPU, where large allocations are dear, it is used again and again: what the
-    layers of a model take in turn stays, what was not taken for a while, such as the head's table, is freed. On a GPU
-    torch's allocator does the same for all that a step needs.
+    """A pool of memory for gathered weights.
+
+    On the CPU large allocations are expensive, so buffers are reused: those that the layers of a model take in turn
+    stay in the pool, and one that is rarely taken, such as the buffer of the head's table, is freed. On a GPU torch's
+    caching allocator does the same for everything that a step needs, and the pool keeps nothing.
     """
 
     PATIENCE = 32
-    """So many times buffers are taken or given back before one that lies idle is freed: about three blocks' worth."""
+    """An idle buffer is freed after the pool was used this often, which is about three transformer blocks."""
 
     def __init__(self) -> None:
         self._free: deque[tuple[int, Tensor]] = deque()
-        self._now = 0
+        self._now = 0  # counts uses of the pool
         self.made = 0
-        """How many were allocated."""
+        """The number of buffers that were allocated."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         self._pass_time()
@@ -60,7 +62,7 @@ class Buffers:
                 self._free = deque(other for other in self._free if other is not entry)
                 return buffer
         self.made += 1
-        with torch.inference_mode(False):  # training may be the next to use it
+        with torch.inference_mode(False):  # the buffer may be used for training next
             return torch.empty(*shape, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
@@ -76,33 +78,40 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class WeightGather(Generic[T]):
-    """Weights to be gathered: which, how, how many bytes (equal on all ranks), the state that they are in now, and
-    what is free again when the last half has used them."""
+    """A gather of weights that a pass wants."""
 
     key: Hashable
+    """Identifies the weights and the form in which they are wanted."""
     launch: Callable[[], Awaited[T]]
+    """Starts the gather."""
     nbytes: int
+    """The size of the gathered weights, equal on all ranks; 0 if nothing is sent."""
     version: Callable[[], Hashable]
+    """Returns the version counters of the weights; they change when somebody writes into a weight."""
     buffers: Callable[[T], Sequence[Tensor]]
+    """Returns the memory of the result that can be reused after its last use."""
 
 
 @dataclass(slots=True)
-class _Held(Generic[T]):
+class _InUse(Generic[T]):
+    """Gathered weights that further halves of the batch will use."""
+
     value: T
     uses_left: int
 
 
 BACKWARD = "backward"
-"""The kind of a backward pass, whatever forward pass it belongs to."""
+"""The kind of every backward pass, whatever its forward pass was."""
 
 
 class Prefetcher:
-    """Gathers launched ahead of use, in the order in which an earlier pass of the same kind used them.
+    """Launches gathers of weights before their use, in the order in which an earlier pass of the same kind used them.
 
-    In flight are at most so many bytes, but always the next one. A pass that differs from the recorded one gathers
-    where it uses and is recorded anew from there on. Where the forward pass before was followed by backward, the last
-    weights of forward are followed by the first of backward. What is in flight when a weight changes is gathered again,
-    if torch counts the change (a fused optimizer of torch's between forward and backward goes unseen).
+    The gathers in flight are bounded in bytes, but the next one is always launched. If a pass differs from the recorded
+    order, it gathers on use from there on, and its order is recorded instead. If the last forward pass of a kind was
+    followed by a backward pass, the end of this forward pass prefetches the first weights of backward. A gather that is
+    in flight while its weight changes is repeated, provided that torch counts the change (torch's fused optimizers do
+    not; `optim.AdamW` counts for them).
     """
 
     def __init__(
@@ -113,19 +122,19 @@ class Prefetcher:
         buffers: Buffers,
         in_backward: Callable[[], bool] = in_backward,
     ) -> None:
-        """`bound`: bytes that may be in flight, from those of the largest message so far."""
+        """`bound` maps the bytes of the largest message so far to the bytes that may be in flight."""
         self.on, self.bound, self.buffers, self.in_backward = on, bound, buffers, in_backward
-        self._orders: dict[Hashable, list[WeightGather]] = {BACKWARD: []}
-        self._followed: dict[Hashable, bool] = {}
-        self._kind: Hashable = None
-        self._cursor = 0
+        self._orders: dict[Hashable, list[WeightGather]] = {BACKWARD: []}  # the recorded order of each kind of pass
+        self._followed: dict[Hashable, bool] = {}  # whether the last pass of a kind was followed by backward
+        self._kind: Hashable = None  # the kind of the pass that runs now
+        self._cursor = 0  # the number of weights that the pass has used
         self._in_flight: dict[Hashable, tuple[WeightGather, Hashable, Awaited]] = {}
-        self._held: dict[Hashable, _Held] = {}
+        self._in_use: dict[Hashable, _InUse] = {}
         self._largest = 0
 
     def begin(self, kind: Hashable) -> None:
-        """A forward pass begins."""
-        if self._kind in self._followed:
+        """Begin a forward pass."""
+        if self._kind in self._followed:  # the pass before had no backward, or `_follow` would have changed the kind
             self._followed[self._kind] = False
         self.end()
         self._orders.setdefault(kind, [])
@@ -134,48 +143,44 @@ class Prefetcher:
         self._kind = kind
 
     def end(self) -> None:
-        """Nothing is used ahead of this: what is still in flight was launched for nothing."""
+        """End a pass: wait for gathers that nobody used, and free them."""
         for wanted, _, pending in self._in_flight.values():
             self._free(wanted, pending.wait())
         self._in_flight.clear()
-        self._held.clear()
+        self._in_use.clear()
         self._close_order()
         self._kind = None
 
     @contextmanager
     def using(self, wanted: WeightGather[T], *, uses: int, keep: bool = False) -> Iterator[T]:
-        """The gathered weights, for one of so many uses. With `keep` their memory is not used again."""
-        held = self._held.pop(wanted.key, None)
-        if held is None:
-            pending = self._take(wanted)
+        """Yield the gathered weights for one of `uses` uses; with `keep`, their memory is not reused afterwards."""
+        in_use = self._in_use.pop(wanted.key, None)
+        if in_use is None:
+            _, version, pending = self._in_flight.pop(wanted.key, (None, None, None))
+            if pending is not None and version != wanted.version():  # a weight changed since the launch
+                self._free(wanted, pending.wait())
+                pending = None
+            pending = pending or wanted.launch()
             if wanted.nbytes:
                 self._follow(wanted)
-                self._launch_next()
-            held = _Held(pending.wait(), uses)
-        yield held.value
-        held.uses_left -= 1
-        if held.uses_left:
-            self._held[wanted.key] = held
+                self._launch_next()  # before the wait: the next gathers travel while these weights are used
+            in_use = _InUse(pending.wait(), uses)
+        yield in_use.value
+        in_use.uses_left -= 1
+        if in_use.uses_left:
+            self._in_use[wanted.key] = in_use
         elif not keep:
-            self._free(wanted, held.value)
-
-    def _take(self, wanted: WeightGather[T]) -> Awaited[T]:
-        if wanted.key in self._in_flight:
-            _, version, pending = self._in_flight.pop(wanted.key)
-            if version == wanted.version():
-                return pending
-            self._free(wanted, pending.wait())
-        return wanted.launch()
+            self._free(wanted, in_use.value)
 
     def _follow(self, used: WeightGather) -> None:
-        """Move on in the recorded order, or record."""
+        """Advance in the recorded order of this kind of pass; record what is new."""
         if self._kind != BACKWARD and self.in_backward():
             self._close_order()
             if self._kind in self._followed:
                 self._followed[self._kind] = True
             self._kind = BACKWARD
         if self._kind is None:
-            return  # outside of any pass: layers that somebody calls one by one
+            return  # somebody calls layers one by one, outside of a pass
         order = self._orders[self._kind]
         if self._cursor < len(order) and order[self._cursor].key != used.key:
             del order[self._cursor :]
@@ -185,7 +190,7 @@ class Prefetcher:
         self._largest = max(self._largest, used.nbytes)
 
     def _close_order(self) -> None:
-        """What the pass did not use after all is not expected again."""
+        """End the record where this pass ended: weights that it did not use are no longer expected."""
         if self._cursor:
             del self._orders[self._kind][self._cursor :]
         self._cursor = 0
@@ -203,7 +208,7 @@ class Prefetcher:
         most = self.bound(self._largest)
         in_flight = sum(wanted.nbytes for wanted, _, _ in self._in_flight.values())
         for wanted in self._expected():
-            if wanted.key in self._held or wanted.key in self._in_flight:
+            if wanted.key in self._in_use or wanted.key in self._in_flight:
                 continue
             if in_flight and in_flight + wanted.nbytes > most:
                 return
@@ -215,29 +220,27 @@ class Prefetcher:
             self.buffers.give_back(buffer)
 
 
-T = TypeVar("T")
-
 Turns = Generator[None, None, T]
-"""Work that pauses wherever another half may use the device while its own message is on its way."""
+"""Computation on one half of a batch. It yields where its message is in flight, so that the other half can compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class HalfTurn:
-    """Whose turn it is: this half, of so many."""
+    """Which half of the batch computes now: number `index` of `of`."""
 
     index: int = 0
     of: int = 1
 
 
 class Engine:
-    """The overlap of one model: what its passes did in which order, and what is in flight."""
+    """The overlap engine of one model: it records the order of its passes and holds what is in flight."""
 
     def __init__(self, policy: Overlap, *, flights: bool, in_backward: Callable[[], bool] = in_backward) -> None:
-        """`flights`: whether backward has any over x or y, behind which products can run."""
+        """`flights` says whether backward sends messages over x or y, behind which dw's products can run."""
         self.policy, self.flights = policy, flights
         self.turn = HalfTurn()
         self.recomputing = False
-        """Whether a forward pass is run again in backward, for what backward reads of it."""
+        """Whether backward is running a part of the forward pass again (activation checkpointing)."""
         self.buffers = Buffers()
         self.prefetcher = Prefetcher(
             on=policy.prefetch, bound=policy.most_in_flight, buffers=self.buffers, in_backward=in_backward
@@ -247,30 +250,30 @@ class Engine:
         self.sums = HalfSums()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
-        return Engine(self.policy, flights=self.flights)  # what is in flight belongs to the original
+        return Engine(self.policy, flights=self.flights)  # messages in flight belong to the original
 
     def begin(self, kind: Hashable) -> None:
-        """A forward pass begins. Passes of one kind are expected to use the same weights in the same order."""
+        """Begin a forward pass. Passes of one kind are expected to use the same weights in the same order."""
         self.turn = HalfTurn()
         self.prefetcher.begin(kind)
 
     def finish_backward(self) -> None:
-        """What is left when a backward pass ends."""
+        """Complete everything that a backward pass has left undone, when it ends."""
         self.wgrad_queue.run_all()
-        self.deferred.land_all()
+        self.deferred.wait_all()
         self.prefetcher.end()
 
     def abandon(self) -> None:
-        """A pass failed: wait for what it launched and forget what it meant to do."""
+        """Give up a failed pass: wait for what it launched, drop what it had queued."""
         self.wgrad_queue.jobs.clear()
         self.sums.forget()
-        self.deferred.forget()
+        self.deferred.abandon()
         self.prefetcher.end()
 
     def take_turns(self, parts: Sequence[Turns[T]]) -> list[T]:
-        """Run all parts to their end, one pause after another.
+        """Run all parts to their end, switching wherever one yields.
 
-        The first leads by one: when it stands between two messages (a norm), the second has a product to run.
+        The first part is one step ahead: while it is between two messages (in a norm), the second runs a product.
         """
         if len(parts) == 1:
             return [self.alone(parts[0])]
@@ -296,7 +299,7 @@ class Engine:
         return [results[index] for index in range(len(parts))]
 
     def alone(self, part: Turns[T]) -> T:
-        """Run one part to its end, in whoever's turn it is."""
+        """Run one part to its end, as a part of the turn that runs now."""
         while True:
             try:
                 next(part)
@@ -305,9 +308,9 @@ class Engine:
 
 
 class DeferredReductions:
-    """Reductions that are waited for later, oldest first.
+    """Reductions that are waited for later, the oldest first.
 
-    In flight are at most so many bytes, but always the last one.
+    They are bounded in bytes, except that the last one launched is never waited for at once.
     """
 
     def __init__(self, policy: Overlap) -> None:
@@ -316,40 +319,43 @@ class DeferredReductions:
         self._nbytes = 0
         self._largest = 0
 
-    def defer(self, pending: Awaited[T], nbytes: int, land: Callable[[T], None]) -> None:
-        """`land` takes the result, some time before backward ends."""
-        self._queue.append((nbytes, pending, land))
+    def defer(self, pending: Awaited[T], nbytes: int, use: Callable[[T], None]) -> None:
+        """Call `use` with the result of a reduction, at some time before backward ends."""
+        self._queue.append((nbytes, pending, use))
         self._nbytes += nbytes
         self._largest = max(self._largest, nbytes)
         if not self.policy.defer:
-            self.land_all()
+            self.wait_all()
+        # by bytes, not by asking what has arrived: all ranks must launch in the same order
         while self._nbytes > self.policy.most_in_flight(self._largest) and len(self._queue) > 1:
-            self._land_oldest()
+            self._wait_oldest()
 
-    def land_all(self) -> None:
+    def wait_all(self) -> None:
         while self._queue:
-            self._land_oldest()
+            self._wait_oldest()
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
+        """Wait for all reductions without using their results."""
         for _, pending, _ in self._queue:
             pending.wait()
         self._queue.clear()
         self._nbytes = 0
 
-    def _land_oldest(self) -> None:
-        nbytes, pending, land = self._queue.popleft()
+    def _wait_oldest(self) -> None:
+        nbytes, pending, use = self._queue.popleft()
         self._nbytes -= nbytes
-        land(pending.wait())
+        use(pending.wait())
 
 
 class WgradQueue:
-    """Products of backward that nobody waits for, kept until something is in flight.
+    """Products of weight gradients that wait until a message is in flight.
 
-    Each flight takes the oldest one, so that the next flight finds one too; a few may stand in line, because what they
-    read stays in memory.
+    Nobody waits for a weight gradient, so its product can run behind the message that the input gradient needs. Each
+    message takes the oldest product, so that the next message finds one too.
     """
 
     MOST = 3
+    """Products in the queue: enough for the messages between two products, few because their inputs stay in memory."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -370,17 +376,17 @@ class WgradQueue:
 
 
 class HalfSums:
-    """Gradients of weights that several halves use, added up until the last half has given its part."""
+    """Weight gradients that are summed over the halves of a batch, until the last half has added its part."""
 
     def __init__(self) -> None:
         self._begun: dict[Hashable, tuple[list[Tensor], int]] = {}
 
     def begun(self, key: Hashable) -> list[Tensor] | None:
-        """What earlier halves gave, to be added to in place."""
+        """Return the sum of earlier halves, to be added to in place, or None."""
         return self._begun[key][0] if key in self._begun else None
 
     def add(self, key: Hashable, parts: list[Tensor], of: int) -> list[Tensor] | None:
-        """Count one more half; `parts` is the sum with its own part in it. Returns it when that was the last."""
+        """Count one more half, whose part `parts` includes; return the sum if that was the last half."""
         given = self._begun.pop(key, (parts, 0))[1] + 1
         if given == of:
             return parts

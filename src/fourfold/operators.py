@@ -6,9 +6,10 @@
     spread     reduce-scatter features y / all-gather        all-reduce y / identity
     collect    all-gather features y / reduce-scatter        identity / all-reduce y
 
-An operator returns a `AsyncResult`: launched now, read by `wait()` later. The two are a pair of autograd functions, and
-backward launches where forward landed and lands where forward launched, so whatever ran between the two runs between
-them in backward again. On an axis of size 1 nothing is launched and nothing recorded.
+An operator launches its collective and returns an `AsyncResult`; `wait()` returns the tensor. Launching and waiting are
+two autograd functions. Backward runs them in reverse order: it launches where forward waited and waits where forward
+launched, so a computation between the two is overlapped in both directions. On an axis of size 1 nothing is launched
+and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ from fourfold.policy import Policy
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of this name, which refuses `create_graph=True` where backward runs, not a pass later."""
+    """Decorate a backward as torch's function of this name does, but refuse `create_graph=True` in the pass itself.
+
+    torch would fail one pass later, with an error that names no cause.
+    """
     once = once_of_torch(backward)
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # autograd turns it on with create_graph alone
+        if torch.is_grad_enabled():  # in backward autograd enables it for create_graph alone
             raise RuntimeError(
                 "create_graph=True: gradients of gradients do not pass through layers on a grid; leave create_graph "
                 "out, or keep the module that needs it out of ff.parallelize and call it beside the model"
@@ -48,38 +52,40 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Body = Callable[[Tensor], Pending[Tensor]]
+"""One direction of an operator: launches the collective for a tensor."""
 
 
 def identity(tensor: Tensor) -> Pending[Tensor]:
-    return Pending(tensor.detach)  # autograd wants an output that is not its input
+    return Pending(tensor.detach)  # an autograd function must not return its input itself
 
 
 class AsyncResult:
-    """A tensor on its way through an operator with these two bodies."""
+    """The result of an operator whose collective is in flight."""
 
     travels = True
 
     def __init__(self, a: Tensor, there: Body, back: Body, engine: Engine) -> None:
+        """`there` launches the forward direction, `back` the backward direction."""
         self.there, self.back, self.engine = there, back, engine
         self.pending: Pending[Tensor] | None = None
         self._token: Tensor | None = Launch.apply(self, a)
 
     def wait(self) -> Tensor:
-        # the token's autograd node holds the flight: keeping it would keep what forward saved until Python looks for
-        # cycles
+        # The token's autograd node refers to this object: keeping the token would make a cycle, and what forward
+        # saved would stay in memory until Python's garbage collector runs.
         token, self._token = self._token, None
         return Land.apply(self, token)
 
     def take(self) -> Tensor:
-        """The result of the direction that is in flight."""
+        """Wait for the collective of the direction that runs now."""
         if self.pending is None:
-            raise RuntimeError("this flight has landed already; an operator's result is read once")
+            raise RuntimeError("this operator's result was read already; call wait() once")
         pending, self.pending = self.pending, None
         return pending.wait()
 
 
 class Ready:
-    """What never travelled: an operator on an axis of size 1."""
+    """The result of an operator on an axis of size 1, where nothing is sent."""
 
     travels = False
 
@@ -91,46 +97,47 @@ class Ready:
 
 
 class Launch(torch.autograd.Function):
-    """Forward launches `there`; backward waits for what `Land` launched, with a product of the backlog behind it.
+    """Forward launches the collective; backward waits for the one that `Land` launched.
 
-    The token stands for the tensor in flight, so that autograd knows what follows what.
+    The returned token stands for the tensor in flight: it makes `Land` depend on this node in autograd's graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, flight: AsyncResult, a: Tensor) -> Tensor:
-        ctx.flight = flight
-        flight.pending = flight.there(a)
+    def forward(ctx: Any, result: AsyncResult, a: Tensor) -> Tensor:
+        ctx.result = result
+        result.pending = result.there(a)
         return a.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        ctx.flight.engine.wgrad_queue.run_one()
-        return None, ctx.flight.take()
+        ctx.result.engine.wgrad_queue.run_one()  # a product behind the message, before waiting for it
+        return None, ctx.result.take()
 
 
 class Land(torch.autograd.Function):
-    """Forward waits for what `Launch` launched; backward launches `back`."""
+    """Forward waits for the collective that `Launch` launched; backward launches the one back."""
 
     @staticmethod
-    def forward(ctx: Any, flight: AsyncResult, _: Tensor) -> Tensor:
-        ctx.flight = flight
-        return changeable(flight.take())
+    def forward(ctx: Any, result: AsyncResult, _: Tensor) -> Tensor:
+        ctx.result = result
+        return changeable(result.take())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        ctx.flight.pending = ctx.flight.back(gradient)
+        ctx.result.pending = ctx.result.back(gradient)
         return None, gradient.new_empty(0)
 
 
 @dataclass(frozen=True, slots=True)
 class OpContext:
-    """Where an operator runs: the grid, the mode, the tokens of a (data, z) place, the label, the overlap."""
+    """The context in which an operator runs."""
 
     grid: Grid
     policy: Policy
     tokens: int
+    """The number of tokens of this (data, z) place."""
     label: str
     engine: Engine
 
@@ -143,18 +150,18 @@ class OpContext:
 
     @property
     def rows_at_rest(self) -> int:
-        """Tokens that a rank holds between sublayers."""
+        """The number of tokens that a rank holds between sublayers, padding included."""
         return -(-self.tokens // self.grid.size("x")) if self.sharded else self.tokens
 
     def launch(self, a: Tensor, axis: str, there: Body, back: Body) -> AsyncResult | Ready:
         return AsyncResult(a, there, back, self.engine) if self.grid.size(axis) > 1 else Ready(a)
 
     def gather_tokens(self, cut: Tensor) -> Pending[Tensor]:
-        """[ceil(m/x), f] -> [m, f]; the padding that `scatter_tokens` added is dropped."""
+        """Gather [ceil(m/x), f] -> [m, f]; the padding that `scatter_tokens` added is dropped."""
         return comm.all_gather(cut, self.grid, "x", label=self.label).then(lambda whole: whole[: self.tokens])
 
     def scatter_tokens(self, whole: Tensor) -> Pending[Tensor]:
-        """[m, f] {sum x} -> [ceil(m/x), f]; where x does not divide m zeros are added at the end."""
+        """Reduce-scatter [m, f] {sum x} -> [ceil(m/x), f]; if x does not divide m, zeros are added at the end."""
         missing = -self.tokens % self.grid.size("x")
         whole = functional.pad(whole, (0, 0, 0, missing)) if missing else whole
         return comm.reduce_scatter(whole, self.grid, "x", label=self.label)
@@ -163,7 +170,7 @@ class OpContext:
         return comm.all_reduce(owed, self.grid, "x", label=self.label)
 
     def gather_features(self, cut: Tensor, widths: Sequence[int], axis: str = "y") -> Pending[Tensor]:
-        """[m, sum w_i/y] -> [m, sum w_i]: one message, each of the w_i joined on its own."""
+        """Gather [m, sum w_i/y] -> [m, sum w_i] in one message; each of the w_i is joined by itself."""
         ranks = self.grid.size(axis)
 
         def join(joined: Tensor) -> Tensor:
@@ -175,7 +182,7 @@ class OpContext:
         return comm.all_gather(cut, self.grid, axis, label=self.label).then(join)
 
     def scatter_features(self, whole: Tensor, widths: Sequence[int], axis: str = "y") -> Pending[Tensor]:
-        """[m, sum w_i] {sum y} -> [m, sum w_i/y]: one message, each of the w_i cut on its own."""
+        """Reduce-scatter [m, sum w_i] {sum y} -> [m, sum w_i/y] in one message; each of the w_i is cut by itself."""
         ranks = self.grid.size(axis)
         if ranks > 1:
             parts = [part.unflatten(1, (ranks, -1)).movedim(1, 0) for part in whole.split(list(widths), dim=1)]
@@ -197,14 +204,14 @@ def leave(a: Tensor, site: OpContext) -> AsyncResult | Ready:
 
 
 def spread_bodies(site: OpContext, widths: Sequence[int]) -> tuple[Body, Body]:
-    """The two directions of `spread`."""
+    """Return the forward and the backward direction of `spread`."""
     if site.sharded:
         return partial(site.scatter_features, widths=widths), partial(site.gather_features, widths=widths)
     return site.sum_y, identity
 
 
 def spread(a: Tensor, site: OpContext, widths: Sequence[int]) -> AsyncResult | Ready:
-    """[m/z, n/x] {sum y} -> inner, for the outputs of these widths side by side"""
+    """[m/z, n/x] {sum y} -> inner, for outputs of these widths side by side"""
     return site.launch(a, "y", *spread_bodies(site, widths))
 
 
@@ -218,32 +225,32 @@ def collect(a: Tensor, site: OpContext, width: int) -> AsyncResult | Ready:
 
 
 def whole_over_y(a: Tensor, site: OpContext) -> AsyncResult | Ready:
-    """[m/z, w] {sum y} -> whole over y, for ranks that each read a part.
+    """[m/z, w] {sum y} -> whole over y, where each rank reads the part that the inner layout gives it.
 
-    Those ranks are the ones that the inner layout cuts features over. What they send back are sums that are owed over
-    exactly those axes.
+    The gradients of those parts are owed a sum over exactly the axes that cut the inner layout, so backward sums over y
+    if activations are sharded.
     """
     return site.launch(a, "y", site.sum_y, site.sum_y if site.sharded else identity)
 
 
 def whole_over_x(a: Tensor, site: OpContext, widths: Sequence[int]) -> AsyncResult | Ready:
-    """[m/z, sum w_i/x] -> whole over x too, where x cuts through a head."""
+    """[m/z, sum w_i/x] -> whole over x as well, for K and V where x would cut through a head"""
     whole = [width * site.grid.size("x") for width in widths]
     gather = partial(site.gather_features, widths=whole, axis="x")
     return site.launch(a, "x", gather, partial(site.scatter_features, widths=whole, axis="x"))
 
 
 def take_apart(a: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """Cut dim 1 into tensors of these widths that can each be changed in place.
+    """Split dim 1 into tensors of these widths that can each be changed in place.
 
-    Autograd does not allow that for the views that `split` gives, since they share a count of changes; what they hold
-    does not overlap, so here each has its own.
+    Autograd refuses that for the views that `split` returns, because they share one version counter. The parts do not
+    overlap, so here each has a counter of its own.
     """
     return list(TakeApart.apply(a, list(widths)))
 
 
 class TakeApart(torch.autograd.Function):
-    """`split` along dim 1; backward joins the gradients."""
+    """Forward splits along dim 1; backward joins the gradients."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, widths: list[int]) -> tuple[Tensor, ...]:  # noqa: ARG004
@@ -256,9 +263,9 @@ class TakeApart(torch.autograd.Function):
 
 
 def changeable(output: Tensor, *inputs: Tensor) -> Tensor:
-    """An autograd function's output that model code may change in place.
+    """Return an autograd function's output in a form that model code may change in place.
 
-    Autograd refuses that for views. One of a buffer that nobody else has is as good as a tensor of its own.
+    Autograd refuses that for views. A view of a buffer that belongs to nobody else is detached from it.
     """
     if not output._is_view():
         return output
@@ -267,7 +274,7 @@ def changeable(output: Tensor, *inputs: Tensor) -> Tensor:
 
 
 class Conjugate(torch.autograd.Function):
-    """An operator that is over where it begins: forward `there`, backward `back`."""
+    """An operator that waits where it launches: forward runs `there`, backward runs `back`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: Callable, back: Callable) -> Tensor:

@@ -1,7 +1,7 @@
-"""AdamW over the shards of a model, its state optionally cut over the data axis too (ZeRO-1).
+"""AdamW over the shards of a model, with optimizer state optionally sharded over the data axis (ZeRO-1).
 
-torch's own AdamW steps this rank's rows as plain tensors: no DTensor is dispatched. With
-`Policy(shard_optimizer=True)` each replica holds state for its rows alone, gradients arrive reduce-scattered
+torch's own AdamW steps this rank's rows as plain tensors, without DTensor's dispatch. With
+`Policy(shard_optimizer=True)` each replica keeps optimizer state for its own rows only: gradients are reduce-scattered
 over data, and the stepped rows are gathered over data, in the buckets of the gradients.
 """
 
@@ -27,16 +27,16 @@ Decay = Literal["cosine", "stable", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """What a step found of its gradients, on the device until somebody reads it."""
+    """What `clip_and_step` learned about the gradients; it stays on the device until somebody reads it."""
 
     norm: Tensor
-    """Of all gradients before clipping; where it is not finite the step was skipped."""
+    """The norm of all gradients before clipping. If it is not finite, the step was skipped."""
     grid: Grid
     names: tuple[str, ...]
     shards: list[Tensor]
 
     def first_not_finite(self) -> str | None:
-        """The first parameter whose gradient was not finite on any rank; all ranks ask together."""
+        """Return the first parameter whose gradient was not finite on some rank; all ranks must call this."""
         if not self.shards:
             return None
         flags = (~torch.stack(self.shards).isfinite()).float()
@@ -46,9 +46,9 @@ class Clipped:
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW with decay on matrices only: biases, norms and other vectors have none.
+    """AdamW with weight decay on matrices only, not on biases, norms and other vectors.
 
-    `param_groups` hold this rank's rows of the parameters, so torch's schedulers work as always.
+    `param_groups` hold this rank's rows of the parameters; torch's learning-rate schedulers work with them.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class AdamW(torch.optim.AdamW):
                 )
             part.grad = None if gradient is None else local_of(gradient)
         super().step()
-        for name in self.parts:  # torch's fused kernels do not count what they change
+        # torch's fused kernels do not count their changes, and the prefetcher relies on the count
+        for name in self.parts:
             torch.autograd.graph.increment_version(self.gradients.parameters[name][0])
         if self.gradients.policy.shard_optimizer:
             self._gather()
@@ -102,10 +103,10 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def clip_and_step(self, max_norm: float = inf, *, unless: Tensor | None = None) -> Clipped:
-        """A step with gradients scaled so that their norm is at most `max_norm`.
+        """Scale the gradients so that their norm is at most `max_norm`, and step.
 
-        Where the norm is not finite, or `unless` is true, which must be the same on all ranks, the step is skipped:
-        parameters and state stay as they are. The device decides, the host reads nothing.
+        The step is skipped if the norm is not finite or `unless`, which must be equal on all ranks, is true: parameters
+        and optimizer state stay unchanged. The decision is made on the device; the host does not wait for it.
         """
         names = [name for name in self.parts if self.gradients.parameters[name][0].grad is not None]
         parameters = [self.gradients.parameters[name][0] for name in names]
@@ -114,7 +115,7 @@ class AdamW(torch.optim.AdamW):
         self.found_inf = bad.float()
         if any(parameter.dtype == torch.float64 for parameter in parameters):
             scale_gradients(parameters, norm, max_norm)
-        else:  # torch's kernel scales as it goes, in fp32
+        else:  # the fused kernel scales gradients itself, in fp32, which saves a pass over them
             self.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0).float()
         try:
             self.step()
@@ -133,20 +134,20 @@ class AdamW(torch.optim.AdamW):
                 local_of(parameter.grad).zero_()
 
     def _gather(self) -> None:
-        """Give every replica the rows that the others stepped, the first layers first, for forward reads them first."""
+        """Give every replica the rows that the others stepped; the first layers go first, as forward needs them."""
         for bucket in reversed(self.gradients.buckets()):
             if unknown := [name for name in bucket.names if name not in self.parts]:
                 raise RuntimeError(f"{unknown[0]} was frozen when this optimizer was made; make it anew")
             arrival = Arrival(self, bucket)
             if self.gradients.policy.overlap.reduce_early:
                 for parameter in arrival.parameters:
-                    wait_on_use(parameter, arrival.settle)
+                    wait_on_use(parameter, arrival.wait)
             else:
-                arrival.settle()
+                arrival.wait()
 
 
 class Arrival:
-    """The stepped rows of a bucket's parameters on their way from all replicas."""
+    """The gather over data of a bucket's stepped rows, in flight."""
 
     def __init__(self, optimizer: AdamW, bucket: Bucket) -> None:
         gradients = optimizer.gradients
@@ -163,8 +164,8 @@ class Arrival:
         )
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Wait, and let the parameters be used; at the first use of any of them."""
+    def wait(self) -> None:
+        """Wait for the gather and put the plain shards back; the first use of any of the parameters calls this."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

@@ -1,7 +1,8 @@
 """Parameters that travel over z together: gathered in one message before their use, reduced in one after it.
 
-Gathers are handed to the overlap engine, which launches them ahead of use and keeps them until the last half has used
-them. Gradients are added up over the halves, reduced behind the rest of backward, and deposited.
+The overlap engine launches the gathers before their use and keeps the gathered weights until the last half of the batch
+has used them. Gradients are summed over the halves, reduce-scattered behind the rest of backward, and deposited in
+`Gradients`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from fourfold.policy import Policy
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, because tensors have no truth value
 class GroupMember:
-    """A parameter in compute layout: the length of its dim 0 on this rank, and its elements on the rank that has most,
-    the same number on all ranks."""
+    """A parameter and its sizes in compute layout."""
 
     parameter: nn.Parameter
     rows: int
+    """The length of dim 0 on this rank."""
     most: int
+    """The number of elements on the rank that holds most of them, so that all ranks know the same number."""
 
     @classmethod
     def of(cls, parameter: nn.Parameter, spec: Spec, grid: Grid) -> GroupMember:
@@ -47,7 +49,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """Parameters that are gathered over z in one message and given back in one."""
+    """Parameters that are gathered over z in one message, and whose gradients are reduced in one."""
 
     grid: Grid
     policy: Policy
@@ -55,15 +57,15 @@ class ParamGroup:
     label: str
     members: tuple[GroupMember, ...]
     during: ForwardPass
-    """The forward pass that uses the members; what it expects is counted there."""
+    """The forward pass that uses the members. It counts their uses and the gradients that came for them."""
 
     @property
-    def compute(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         own = self.members[0].parameter.dtype
         return self.policy.compute_dtype or own if own.is_floating_point else own
 
     @property
-    def reduce(self) -> torch.dtype:
+    def reduce_dtype(self) -> torch.dtype:
         return self.policy.reduce_dtype or self.members[0].parameter.dtype
 
     @property
@@ -71,7 +73,7 @@ class ParamGroup:
         return self.gradients.engine
 
     def using(self, *, turns: int) -> AbstractContextManager[list[Tensor]]:
-        """The members in compute layout and dtype, for one of so many halves."""
+        """Yield the members in compute layout and dtype, for one of `turns` halves of the batch."""
         return self.gathered("unit", self.gather, lambda wholes: wholes if self.even else (), turns=turns)
 
     def gathered(
@@ -83,19 +85,20 @@ class ParamGroup:
         turns: int,
         keep: bool = False,
     ) -> AbstractContextManager[T]:
-        """What `launch` gathers from the members, ahead of time where the engine can, for one of so many halves.
+        """Yield what `launch` gathers from the members, prefetched if the engine can, for one of `turns` halves.
 
-        Kinds of one unit differ in what they launch; `buffers` of the result are used again unless it is kept. In
-        forward this counts as a use of the members, each of which will deposit its gradient.
+        `kind` distinguishes what a group can launch. The `buffers` of the result are reused unless it is kept. In a
+        forward pass this counts as a use of the members, each of which will deposit a gradient.
         """
-        if not in_backward():  # recompute runs forward again in backward: the first run was counted
+        if not in_backward():  # activation checkpointing runs forward again in backward: the first run was counted
             for member in self.members:
                 self.during.use(member.parameter)
         travels = self.grid.size(GATHERED) > 1
         gathering = WeightGather(
             key=(kind, self.label, self.members),
             launch=launch,
-            nbytes=self.elements * self.compute.itemsize if travels else 0,
+            nbytes=self.elements * self.compute_dtype.itemsize if travels else 0,
+            # a DTensor and its local tensor count separately: torch's functions change one, ours the other
             version=lambda: tuple((m.parameter._version, local_of(m.parameter)._version) for m in self.members),
             buffers=buffers if travels else lambda _: (),
         )
@@ -103,34 +106,41 @@ class ParamGroup:
 
     @property
     def elements(self) -> int:
-        """In compute layout, the same number on all ranks."""
+        """The number of elements in compute layout, the same on all ranks."""
         return sum(member.most for member in self.members)
 
     @property
     def even(self) -> bool:
-        """Every rank on z holds as many rows as every other, so that they are gathered where they are used."""
+        """Whether all ranks along z hold the same number of rows, so that a gather needs no padding and no copy."""
         return all(member.rows % self.grid.size(GATHERED) == 0 for member in self.members)
 
-    def gather(self, into: Sequence[Tensor] | None = None) -> Pending[list[Tensor]]:
-        """Launch the gather of all members, into these buffers where given. Cast before the wire."""
-        z = self.grid.size(GATHERED)
-        if z > 1 and self.gradients.guarded:
-            self._require_company()
-        locals_ = [local_of(member.parameter) for member in self.members]
-        if z == 1 and into is not None:  # copying casts as well
-            return Pending(lambda: [place.copy_(held) for place, held in zip(into, locals_, strict=True)])
-        rows = [member.rows for member in self.members]
-        shards = [held.to(self.compute) for held in locals_]
-        if into is None and z > 1 and self.even:
+    @property
+    def rows(self) -> list[int]:
+        return [member.rows for member in self.members]
+
+    def gather(self) -> Pending[list[Tensor]]:
+        """Launch the gather of all members."""
+        shards, into = self.shards(), None
+        if self.grid.size(GATHERED) > 1 and self.even:
             into = [
                 self.engine.buffers.take((length, *shard.shape[1:]), shard.dtype, shard.device)
-                for shard, length in zip(shards, rows, strict=True)
+                for shard, length in zip(shards, self.rows, strict=True)
             ]
-        return comm.all_gather_together(shards, self.grid, GATHERED, rows=rows, into=into, label=self.label)
+        return comm.all_gather_together(shards, self.grid, GATHERED, rows=self.rows, into=into, label=self.label)
 
-    def _require_company(self) -> None:
-        """All ranks along z must be about to gather these parameters: a rank that is not would be sent them all the
-        same, in place of others."""
+    def shards(self, *, copied: bool = False) -> list[Tensor]:
+        """Return this rank's shards to be gathered, cast before the message so that it carries the narrower dtype.
+
+        With `copied` the caller copies them into a buffer where z is 1, and the copy casts.
+        """
+        alone = self.grid.size(GATHERED) == 1
+        if self.gradients.guarded and not alone:
+            self._require_same_group()
+        shards = [local_of(member.parameter) for member in self.members]
+        return shards if alone and copied else [shard.to(self.compute_dtype) for shard in shards]
+
+    def _require_same_group(self) -> None:
+        """Raise unless all ranks along z are about to gather this group; otherwise they would receive wrong weights."""
         name = zlib.crc32(self.label.encode())
         if not comm.equal_along(name, self.grid, (GATHERED,)):
             raise RuntimeError(
@@ -140,7 +150,7 @@ class ParamGroup:
             )
 
     def add(self, gradients: list[Tensor], *, turns: int) -> None:
-        """Gradients in compute layout from one of so many halves; the last one's call sends the sum of all."""
+        """Add gradients in compute layout from one of `turns` halves; the last half's call launches their reduction."""
         self.gradients.expect_end()
         begun = self.engine.sums.begun(self.members)
         if begun is not None:
@@ -152,11 +162,11 @@ class ParamGroup:
 
     def scatter(self, gradients: Sequence[Tensor], *, turns: int) -> None:
         """Sum gradients of all halves over z and deposit this rank's shards (`Gradients.scatter`)."""
-        wide = [gradient.to(self.reduce) for gradient in gradients]
+        wide = [gradient.to(self.reduce_dtype) for gradient in gradients]
         parameters = [member.parameter for member in self.members]
-        nbytes = self.elements * self.reduce.itemsize
+        nbytes = self.elements * self.reduce_dtype.itemsize
         self.gradients.scatter(parameters, wide, nbytes, label=self.label, during=self.during, uses=turns)
 
     def only(self, members: Sequence[GroupMember]) -> ParamGroup:
-        """A part of the unit, under the same label."""
+        """Return the group of some of the members, under the same label."""
         return replace(self, members=tuple(members))

@@ -1,12 +1,12 @@
 """Parameters on the grid: DTensors of which every rank holds a shard.
 
-Layers read their shards and nothing else. Whoever else computes with a parameter while autograd records (a weight
-penalty outside of the model, say) is given the whole tensor, so that plain tensors and parameters mix as in a plain
-model; the gradient of the whole goes back to the shards through `Gradients`. Where nothing is recorded, in optimizers
-and checkpoints, a parameter is an ordinary DTensor.
+Layers read their shards and nothing else. Any other computation with a parameter that autograd records, such as a
+weight penalty outside of the model, runs on the gathered tensor, so that plain tensors and parameters mix as in a plain
+model; the gradient returns to the shards through `Gradients`. Where autograd records nothing, in optimizers and
+checkpoints, a parameter is an ordinary DTensor.
 
-A shard that a collective is still writing is a `LazyTensor`: whoever touches it gets the finished value, never a stale
-one.
+A shard into which a collective is still writing is a `LazyTensor`: the first use waits for the collective, so nobody
+reads a stale value.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fourfold.layout import Spec
 
 
 class LazyTensor(Tensor):
-    """Stands for `held` until it is used for the first time; `settle` then waits for the collective."""
+    """Stands for the tensor `held` until its first use, which calls `wait` to wait for the collective."""
 
     held: Tensor
-    settle: Callable[[], None]
+    wait: Callable[[], None]
 
     @staticmethod
-    def __new__(cls, held: Tensor, settle: Callable[[], None]) -> LazyTensor:
+    def __new__(cls, held: Tensor, wait: Callable[[], None]) -> LazyTensor:
         new = Tensor._make_wrapper_subclass(
             cls, held.shape, strides=held.stride(), dtype=held.dtype, device=held.device
         )
-        new.held, new.settle = held, settle
+        new.held, new.wait = held, wait
         return new
 
     def arrived(self) -> Tensor:
-        self.settle()
+        self.wait()
         return self.held
 
     @classmethod
@@ -51,17 +51,18 @@ class LazyTensor(Tensor):
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; `to_local()` would record a node in the graph."""
+    """Return this rank's shard of a DTensor without a node in autograd's graph, which `to_local()` would record."""
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return local.arrived() if type(local) is LazyTensor else local
 
 
-def wait_on_use(tensor: Tensor, settle: Callable[[], None]) -> None:
-    """From now on the first use of this DTensor's shard calls `settle`, which must end in `restore`."""
-    tensor._local_tensor = LazyTensor(local_of(tensor), settle)  # type: ignore[attr-defined]
+def wait_on_use(tensor: Tensor, wait: Callable[[], None]) -> None:
+    """Make the first use of this DTensor's shard call `wait`, which must call `restore`."""
+    tensor._local_tensor = LazyTensor(local_of(tensor), wait)  # type: ignore[attr-defined]
 
 
 def restore(tensor: Tensor) -> None:
+    """Put the plain shard back after its collective has arrived."""
     local = tensor._local_tensor  # type: ignore[attr-defined]
     if type(local) is LazyTensor:
         tensor._local_tensor = local.held  # type: ignore[attr-defined]
@@ -73,7 +74,7 @@ ON_SHARDS = {
     *(aten.detach.default, aten.alias.default),
     *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
 }
-"""Operations through which autograd carries no gradient of a parameter: they give a DTensor in every case."""
+"""Operations through which no gradient reaches a parameter; they always return a DTensor and gather nothing."""
 
 
 class ShardedParameter(DTensor):
@@ -82,9 +83,9 @@ class ShardedParameter(DTensor):
     spec: Spec
     grid: Grid
     label: str = "parameter"
-    """Its name in the model, for the ledger."""
+    """Its name in the model, which the ledger shows."""
     gradients: Callable[[], Any] = staticmethod(lambda: None)
-    """Return the `Gradients` of its model, which it refers to weakly: those hold the parameter."""
+    """Returns the `Gradients` of its model: a weak reference, because those refer to the parameter."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -96,12 +97,12 @@ class ShardedParameter(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """This rank's shard as a DTensor that autograd does not follow."""
+        """The parameter as a DTensor that autograd does not follow."""
         return torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Copy other values into the shard: those of a DTensor that is cut alike, or of a whole tensor."""
+        """Copy values into the shard, from a DTensor of the same shape or from a whole tensor."""
         if value.shape != self.shape:
             raise ValueError(f"{self.label}: .data of shape {tuple(self.shape)} cannot become {tuple(value.shape)}")
         with torch.no_grad():
@@ -117,26 +118,27 @@ class ShardedParameter(DTensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        """Pickle the DTensor: a grid belongs to its process."""
+        """Pickle the plain DTensor, because a grid belongs to its process."""
         return self.detach().__reduce_ex__(proto)
 
 
 def leaf_of(parameter: nn.Parameter) -> torch.autograd.graph.Node:
-    """The node with which autograd would accumulate a trained parameter's gradient; autograd does not hold it."""
+    """Return autograd's AccumulateGrad node of a trained parameter; the caller must hold it, autograd does not."""
     with torch.enable_grad():
         return torch.ops.aten.alias(parameter).grad_fn.next_functions[0][0]
 
 
 def _recorded() -> bool:
-    """Whether autograd records this operation, or runs it as the backward of a recorded one."""
+    """Return whether autograd records this operation, or runs it as the backward of a recorded one."""
     if torch.is_grad_enabled():
         return True
     node = torch._C._current_autograd_node()
-    return node is not None and node.name() != "torch::autograd::AccumulateGrad"  # whose hooks may run an optimizer
+    # hooks of AccumulateGrad may run an optimizer, which steps shards
+    return node is not None and node.name() != "torch::autograd::AccumulateGrad"
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:
-    """Gather a parameter, or what was computed from shards, on every rank of a place."""
+    """Gather a parameter, or a DTensor that was computed from one, on every rank of a place."""
     if not isinstance(tensor, ShardedParameter):
         return tensor.full_tensor()
     spec = tensor.spec
@@ -144,7 +146,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
 
 
 def read_whole(tensor: DTensor) -> Tensor:
-    """Gather a tensor for an operation that autograd records: a trained parameter's gradient will come from there."""
+    """Gather a tensor for an operation that autograd records, and announce that the parameter gets a gradient."""
     owner = tensor.gradients() if isinstance(tensor, ShardedParameter) and not in_backward() else None
     if owner is not None:
         owner.forward_pass.read(tensor)
@@ -152,31 +154,32 @@ def read_whole(tensor: DTensor) -> Tensor:
 
 
 def adopt(parameter: nn.Parameter, spec: Spec, grid: Grid) -> None:
-    """Make a DTensor a parameter on the grid. `module.to(...)` leaves one in the place of each parameter."""
+    """Make a plain DTensor a parameter on the grid; `module.to(...)` replaces each parameter by a plain DTensor."""
     parameter.__class__ = ShardedParameter  # type: ignore[assignment,bad-argument-type]
     parameter.spec, parameter.grid = spec, grid  # type: ignore[attr-defined]
 
 
 def shard_parameter(local: Tensor, spec: Spec, grid: Grid) -> nn.Parameter:
-    """This rank's shard as a parameter of the global shape."""
+    """Return this rank's shard as a parameter of the global shape."""
     whole = torch.empty(spec.shape, dtype=local.dtype, device="meta")
     lies = DTensorSpec(
         grid.mesh, tuple(spec.storage.placements()), TensorMeta(whole.shape, whole.stride(), whole.dtype)
     )
-    trained = local.is_floating_point() or local.is_complex()  # torch has no gradients of whole numbers
-    # `.data` counts its own changes: views of one memory count together, and what is gathered ahead would be gathered
-    # again when a neighbour changes
+    trained = local.is_floating_point() or local.is_complex()  # integers have no gradients
+    # `.data` has a version counter of its own. Views of one memory share a counter, so a prefetched weight would be
+    # gathered again whenever a neighbour changes.
     parameter = ShardedParameter(own_storage(local).data, lies, requires_grad=trained)
     adopt(parameter, spec, grid)  # type: ignore[arg-type]
-    parameter._is_param = True  # what nn.Parameter does, but for a detach, of which torch would derive the layout anew
+    # as nn.Parameter does, but without its detach, for which torch would derive the layout again
+    parameter._is_param = True
     return parameter  # type: ignore[return-value]
 
 
 def own_storage(local: Tensor) -> Tensor:
-    """The same memory in a storage that holds nothing else.
+    """Return the same memory as a tensor with a storage of its own, at offset 0.
 
-    A DTensor takes over its local tensor's offset, and with one torch's deepcopy mistakes it for a tensor that has
-    memory of its own. The memory lives as long as any part of it is used.
+    A DTensor takes over the storage offset of its local tensor, and torch's deepcopy mistakes a DTensor with an offset
+    for a tensor with memory of its own. The memory stays allocated while any part of it is used.
     """
     storage = local.untyped_storage()
     if local.is_meta or local.numel() == 0 or storage.nbytes() == local.nbytes:

@@ -3,8 +3,9 @@
     Expand     rest  -> enter   -> product [m/z, n/x] {sum y} -> spread -> inner
     Contract   inner -> collect -> product [m/z, k/y] {sum x} -> leave  -> rest
 
-`Product` multiplies by weights that are gathered over z. It does not know in which layout it stands, which mode is on,
-or how large an axis is. Its backward finds da at once, for others wait for it, and leaves dw to the backlog.
+`Product` multiplies by weights that are gathered over z. It depends neither on the layout of its input, nor on the mode
+of activations, nor on the size of an axis. Its backward computes da at once, because the layers before wait for it, and
+puts dw into the `WgradQueue`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fourfold import kernels
+from fourfold import comm, kernels
 from fourfold.comm import Pending
 from fourfold.engine import Turns
 from fourfold.layout import GATHERED
@@ -28,11 +29,11 @@ from fourfold.param_group import GroupMember, ParamGroup
 from fourfold.params import local_of
 
 MEMORY = "_fourfold_memory"
-"""Attribute of the first of several weights that lie side by side: the memory of all of them. Copies do not have it."""
+"""Attribute of the first of several weights that lie side by side: their common memory. Copies do not have it."""
 
 
 class Gathered(NamedTuple):
-    """The weights of a product side by side, what is added to its output, and the memory that is free after use."""
+    """The weights of a product side by side, its bias, and the memory that can be reused afterwards."""
 
     w: Tensor
     bias: Tensor | None
@@ -41,23 +42,25 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """The weights of one product side by side, w[sum p_i, k], and what is added to its output.
-
-    `widths` are the p_i: rows of each weight on this rank, padded where a vocabulary does not divide.
-    `columns` are those that each bias covers, which may be a part of the output's; `adds` is off on ranks
-    whose partial sum must go without, because another rank's has it.
-    """
+    """The weights of one product side by side, w[sum p_i, k], and its biases."""
 
     unit: ParamGroup
     weights: tuple[GroupMember, ...]
     biases: tuple[GroupMember, ...]
     widths: tuple[int, ...]
+    """The p_i: rows of each weight on this rank, padded if a vocabulary does not divide evenly."""
     columns: tuple[range, ...]
+    """The columns of the output to which each bias is added; a rank may hold a part of a bias."""
     adds: bool
+    """Whether this rank adds the biases: of ranks whose outputs are partial sums, one does."""
     keep_weights: bool
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [member.parameter for member in self.unit.members]
+
     def using(self, *, biases: bool, turns: int) -> AbstractContextManager[Gathered]:
-        """The weights w[sum p_i, k], and with `biases` b[sum p_i], for one of so many halves."""
+        """Yield the weights w[sum p_i, k], and with `biases` b[sum p_i], for one of `turns` halves."""
         unit = self.unit if biases else self.unit.only(self.weights)
         launch = partial(self.gather, biases=biases)
         keep = biases and self.keep_weights
@@ -81,7 +84,12 @@ class Factor:
             bias = self._bias(w, vectors) if biases and self.adds else None
             return Gathered(w, bias, [w, *vectors] if joint is not None or unit.even else ())
 
-        return unit.gather(into).then(arrange)
+        if into is None:
+            return unit.gather().then(arrange)
+        shards = unit.shards(copied=True)
+        return comm.all_gather_together(shards, unit.grid, GATHERED, rows=unit.rows, into=into, label=unit.label).then(
+            arrange
+        )
 
     def _bias(self, w: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
         if not parts:
@@ -94,17 +102,18 @@ class Factor:
         return bias
 
     def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int) -> None:
-        """E3 and E4 of one of so many halves; the sum of all goes on its way over z."""
+        """Compute E3 and E4 of one of `turns` halves; the last half launches the reduction of the sum over z."""
         trained = self.unit.only([member for member in self.unit.members if member.parameter.requires_grad])
         sums = trained.engine.sums
-        key = ("product", trained.members)  # a tied table's rows are padded here and not in the embedding
+        # not the members alone: a tied table has padded rows here and none in the embedding
+        key = ("product", trained.members)
         begun = sums.begun(key) or []
         found: list[Tensor] = []
         with_weights = any(member in trained.members for member in self.weights)
         if with_weights:
             whole = a.wait()
             with self.multiplying("E3"):
-                found.append(matmul_into(dout.t(), whole, self.unit.reduce, onto=begun[0] if begun else None))
+                found.append(matmul_into(dout.t(), whole, self.unit.reduce_dtype, onto=begun[0] if begun else None))
         if any(member in trained.members for member in self.biases):
             parts = self.sums_over_tokens(dout)  # E4
             for total, part in zip(begun[with_weights:], parts, strict=False):
@@ -125,23 +134,23 @@ class Factor:
             torch._dynamo.mark_static(dout, 1)  # a kernel for any width would take twice the time
         widths = [len(columns) for columns in self.columns]
         if sum(widths) == dout.shape[1]:
-            return list(run(dout, self.unit.reduce).split(widths))
-        return [run(dout[:, columns.start : columns.stop], self.unit.reduce) for columns in self.columns]
+            return list(run(dout, self.unit.reduce_dtype).split(widths))
+        return [run(dout[:, columns.start : columns.stop], self.unit.reduce_dtype) for columns in self.columns]
 
     def _joined(self) -> Tensor | None:
-        """The weights as one tensor, where nothing need be gathered and they lie side by side already."""
+        """Return the weights as one tensor if they need no gather and lie side by side already."""
         if self.unit.grid.size(GATHERED) > 1 or [member.rows for member in self.weights] != list(self.widths):
             return None
         joined = side_by_side([member.parameter for member in self.weights])
-        return None if joined is None else joined.to(self.unit.compute)
+        return None if joined is None else joined.to(self.unit.compute_dtype)
 
     def _buffer(self, *, biases: bool = True) -> tuple[Tensor | None, list[Tensor] | None]:
-        """One buffer for weights that must lie side by side, and the place in it for each member."""
+        """Return one buffer for weights that must lie side by side, and each member's part of it."""
         rows = [member.rows for member in self.weights]
         if len(rows) == 1 and rows[0] == self.widths[0]:
             return None, None
         like = local_of(self.weights[0].parameter)
-        take = partial(self.unit.engine.buffers.take, dtype=self.unit.compute, device=like.device)
+        take = partial(self.unit.engine.buffers.take, dtype=self.unit.compute_dtype, device=like.device)
         w = take((sum(self.widths), like.shape[1]))
         into = []
         for place, length in zip(w.split(list(self.widths)), rows, strict=True):
@@ -153,7 +162,7 @@ class Factor:
 
 
 def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """Their shards joined along dim 0 without a copy, if they still lie where they were made, one after the other."""
+    """Return shards joined along dim 0 without a copy, if they still lie where they were made, one after the other."""
     parts = [local_of(parameter).detach() for parameter in parameters]
     if len(parts) == 1:
         return parts[0]
@@ -175,7 +184,8 @@ class Product(torch.autograd.Function):
         dout  [m/z, p]           E3   dw  = dout^T a         reduce-scattered over z
                                  E4   db  = sum over tokens of dout, in its columns
 
-    Instead of `a` it may keep the cut tensor that `a` was gathered from, and `reread` gathers it again, behind E2.
+    For backward it keeps `kept`: either `a`, or the cut tensor that `a` was gathered from; then `reread` gathers `a`
+    again, behind E2.
     """
 
     @staticmethod
@@ -191,9 +201,10 @@ class Product(torch.autograd.Function):
         factor: Factor = ctx.factor
         engine = factor.unit.engine
         kept, w = ctx.saved_tensors
-        reread = identity
+        reread = identity  # frozen weights need no `a`
         if any(member.parameter.requires_grad for member in factor.weights):
             reread = ctx.reread
+        # launched before E2, so that the message travels behind it
         reading = reread(kept) if engine.policy.wgrad_behind_messages else None
         da = None
         if ctx.needs_input_grad[2]:
@@ -207,8 +218,11 @@ class Product(torch.autograd.Function):
 
 
 def matmul_into(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:
-    """a b, or `onto` + a b in place, summed and written in the wider dtype where the device can: no rounding between,
-    no cast after."""
+    """Return a b, or `onto` + a b in place, in `dtype`.
+
+    A GPU accumulates and writes the product of narrower factors in fp32: nothing is rounded on the way, nothing is cast
+    afterwards.
+    """
     if a.is_cuda and a.dtype != dtype == torch.float32:
         if onto is None:
             return torch.mm(a, b, out_dtype=dtype)
@@ -216,14 +230,6 @@ def matmul_into(a: Tensor, b: Tensor, dtype: torch.dtype, onto: Tensor | None = 
     if onto is None:
         return (a @ b).to(dtype)
     return onto.addmm_(a, b) if a.dtype == dtype else onto.add_(a @ b)
-
-
-def multiply(factor: Factor, a: Tensor, cut: Tensor, reread: Body, *, keep_gathered: bool) -> Tensor:
-    """`Product` of a and the factor; `cut` is what an operator gathered `a` from, `reread` does so again."""
-    parameters = [member.parameter for member in factor.unit.members]
-    if keep_gathered:
-        return Product.apply(factor, identity, a, a.detach(), *parameters)
-    return Product.apply(factor, reread, a, cut.detach(), *parameters)
 
 
 def expand(factor: Factor, a: Tensor, site: OpContext) -> Turns[Tensor]:
@@ -236,8 +242,10 @@ def expand(factor: Factor, a: Tensor, site: OpContext) -> Turns[Tensor]:
     entering = enter(a, site)
     if entering.travels:
         yield
-    reread = site.gather_tokens if site.sharded else identity
-    return multiply(factor, entering.wait(), a, reread, keep_gathered=site.policy.keep_gathered)
+    whole = entering.wait()
+    if not site.sharded or site.policy.keep_gathered:
+        return Product.apply(factor, identity, whole, whole.detach(), *factor.parameters)
+    return Product.apply(factor, site.gather_tokens, whole, a.detach(), *factor.parameters)
 
 
 def contract(factor: Factor, a: Tensor, site: OpContext, width: int) -> Turns[Tensor]:
@@ -245,5 +253,8 @@ def contract(factor: Factor, a: Tensor, site: OpContext, width: int) -> Turns[Te
     collecting = collect(a, site, width)
     if collecting.travels:
         yield
-    reread = partial(site.gather_features, widths=[width]) if site.sharded else identity
-    return multiply(factor, collecting.wait(), a, reread, keep_gathered=site.policy.keep_gathered)
+    whole = collecting.wait()
+    if not site.sharded or site.policy.keep_gathered:
+        return Product.apply(factor, identity, whole, whole.detach(), *factor.parameters)
+    reread = partial(site.gather_features, widths=[width])
+    return Product.apply(factor, reread, whole, a.detach(), *factor.parameters)

@@ -52,34 +52,29 @@ class Link:
 
 def all_gather(shards: Sequence[Tensor], wholes: Sequence[Tensor], link: Link) -> Callable[[], None]:
     """Start writing every rank's shards into wholes of shape [ranks, *shard.shape]."""
-    if len(shards) == 1:
-        return _all_gather(shards[0], wholes[0], link)
-    if shards[0].is_cuda:
+    if shards[0].is_cuda and len(shards) > 1:
         with dist._coalescing_manager(link.group, async_ops=True) as together:
             for shard, whole in zip(shards, wholes, strict=True):
                 _all_gather_single(whole.view(-1), shard.reshape(-1), group=link.group, async_op=True)
         return lambda: (together.wait(), shards, None)[2]
-    packed = torch.cat([shard.reshape(-1) for shard in shards])
-    joined = packed.new_empty(link.group.size(), packed.numel())
-    finish = _all_gather(packed, joined, link)
+    sent, joined = shards[0].reshape(-1), wholes[0]
+    if len(shards) > 1:
+        sent = torch.cat([shard.reshape(-1) for shard in shards])
+        joined = sent.new_empty(len(wholes[0]), sent.numel())
+    if _takes_one_round(joined.nbytes, joined):
+        sent = sent.repeat(len(joined))
+        finish = link.watch(dist.all_to_all_single(joined.view(-1), sent, group=link.group, async_op=True))
+    else:
+        finish = link.watch(_all_gather_single(joined.view(-1), sent, group=link.group, async_op=True))
 
     def unpack() -> None:
         finish()
-        columns = joined.split([shard.numel() for shard in shards], dim=1)
-        for column, whole in zip(columns, wholes, strict=True):
-            whole.view(len(joined), -1).copy_(column)
+        if len(shards) > 1:
+            columns = joined.split([shard.numel() for shard in shards], dim=1)
+            for column, whole in zip(columns, wholes, strict=True):
+                whole.view(len(joined), -1).copy_(column)
 
-    return unpack
-
-
-def _all_gather(shard: Tensor, whole: Tensor, link: Link) -> Callable[[], None]:
-    if _takes_one_round(whole.nbytes, whole):
-        sent = shard.expand_as(whole).contiguous()
-        finish = link.watch(dist.all_to_all_single(whole, sent, group=link.group, async_op=True))
-    else:
-        sent = shard.reshape(-1)
-        finish = link.watch(_all_gather_single(whole.view(-1), sent, group=link.group, async_op=True))
-    return lambda: (finish(), sent, None)[2]
+    return lambda: (unpack(), sent, None)[2]
 
 
 def all_reduce(tensors: Sequence[Tensor], link: Link) -> Callable[[], None]:
@@ -108,7 +103,7 @@ def _all_reduce(total: Tensor, link: Link) -> Callable[[], None]:
         finish = link.watch(dist.all_reduce(total, group=link.group, async_op=True))
         return lambda: (finish(), total, None)[2]
     parts = total.new_empty((ranks, *total.shape))
-    gathered = _all_gather(total, parts, link)
+    gathered = all_gather([total], [parts], link)
     return lambda: (gathered(), total.copy_(_sum_in_order(parts)), None)[2]
 
 

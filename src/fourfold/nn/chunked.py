@@ -59,7 +59,7 @@ class ChunkedLoss(torch.autograd.Function):
         share = 1 / count
         with factor.using(biases=False, turns=ctx.turns) as gathered:
             w = gathered.w
-            dw = torch.zeros_like(w, dtype=factor.unit.reduce) if wants_dw else None
+            dw = torch.zeros_like(w, dtype=factor.unit.reduce_dtype) if wants_dw else None
             for first in range(0, len(a), spec.chunk):
                 part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
                 logits = spec.spread(part @ w.t()).wait()

@@ -153,7 +153,7 @@ class Kernel:
                 dw = self.geometry.find_dw(dout, whole, torch.Size(own), self.groups)
             gradients = [embed(dw, self.rows, weight.rows)]
         for bias in biases:
-            db = take(dout, self.columns).sum((0, *range(2, dout.dim())), dtype=self.unit.reduce)
+            db = take(dout, self.columns).sum((0, *range(2, dout.dim())), dtype=self.unit.reduce_dtype)
             gradients.append(embed(db, self.part, bias.rows))
         add_gradients(self.unit, gradients, turns)
 

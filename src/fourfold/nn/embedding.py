@@ -51,7 +51,9 @@ class Lookup(torch.autograd.Function):
         if ctx.unit.members[0].parameter.requires_grad:
             # Rows that other ranks hold point past the end, at the row that the kernel leaves out. Cast first:
             # a frequent token's sum must not be rounded at every term.
-            dw = torch.ops.aten.embedding_dense_backward(dout.to(ctx.unit.reduce), rows, ctx.held + 1, ctx.held, False)
+            dw = torch.ops.aten.embedding_dense_backward(
+                dout.to(ctx.unit.reduce_dtype), rows, ctx.held + 1, ctx.held, False
+            )
             ctx.unit.add([dw[: ctx.held]], turns=ctx.turns)
         return None, None, None, None, None
 
