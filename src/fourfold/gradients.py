@@ -37,7 +37,6 @@ from fourfold.comm import Pending
 from fourfold.engine import Engine, in_backward
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec, chunk
-from fourfold.optimizer_checks import refuse_unfit_optimizers
 from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
 from fourfold.policy import Policy
 
@@ -233,7 +232,6 @@ class Gradients:
         self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
         self._names = {p: name for name, (p, _) in self.parameters.items()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
-        refuse_unfit_optimizers()
         self.hooks = ParameterHooks({name: parameter for name, (parameter, _) in self.parameters.items()})
         self._left_out: set[nn.Parameter] = set()  # of this pass, by backward(inputs=...)
         self._new: set[nn.Parameter] = set()  # have had deposits since hooks were called

@@ -28,11 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fourfold.axes import AXES, BATCH
-from fourfold.dtensor_strategies import speed_up_strategies
 from fourfold.environment import Environment
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
 from fourfold.job import Channel, agree, first_fault, join_store, typed_errors
 from fourfold.ledger import Ledger
+from fourfold.torch_hooks import GRID, install_torch_hooks
 
 T = TypeVar("T")
 
@@ -288,8 +288,8 @@ class Grid:
         """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
         # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
         self.mesh._thread_id = -next(self._made)
-        speed_up_strategies()
-        self.mesh._fourfold_grid = self  # type: ignore[attr-defined]  # so that Grid.of finds the way back
+        install_torch_hooks()
+        setattr(self.mesh, GRID, self)  # for `Grid.of`
 
     def _mesh_ranks(self) -> torch.Tensor:
         """Return the ranks of the job by coordinates, one dim per axis."""
@@ -332,7 +332,7 @@ class Grid:
     @staticmethod
     def of(parameter: torch.Tensor) -> Grid:
         """The grid that a parameter lives on."""
-        grid = getattr(parameter.device_mesh, "_fourfold_grid", None) if isinstance(parameter, DTensor) else None
+        grid = getattr(parameter.device_mesh, GRID, None) if isinstance(parameter, DTensor) else None
         if grid is None:
             raise ValueError(
                 "expected a parameter of a Fourfold module (a DTensor on a grid's mesh), got "

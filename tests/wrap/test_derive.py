@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._ops import utils
 
 import fourfold as ff
-from fourfold import dtensor_strategies
+from fourfold import torch_hooks
 from fourfold.grid import Grid, Shape
 from fourfold.layout import EXPAND_WEIGHT, RESIDUAL_VECTOR, WHOLE, Layout, Spec
 from fourfold.nn.layer import shard_parameter
@@ -59,20 +59,20 @@ def try_operations(storage: Layout, other: Layout, names: list[str]) -> list[Any
 )
 def test_layouts_are_those_that_torch_derives(monkeypatch, storage: Layout, other: Layout, names: list[str]) -> None:
     quick = try_operations(storage, other, names)
-    quickly = getattr(utils, dtensor_strategies.NAME)
-    monkeypatch.setattr(utils, dtensor_strategies.NAME, quickly.__wrapped__)
+    quickly = getattr(utils, torch_hooks.NAME)
+    monkeypatch.setattr(utils, torch_hooks.NAME, quickly.__wrapped__)
     assert quick == try_operations(storage, other, names)
 
 
 def test_few_combinations_are_built(monkeypatch) -> None:
-    dtensor_strategies.speed_up_strategies()
-    torchs, built = getattr(utils, dtensor_strategies.NAME).__wrapped__, []
+    torch_hooks.speed_up_strategies()
+    torchs, built = getattr(utils, torch_hooks.NAME).__wrapped__, []
 
     def counting(mesh: Any, op_schema: Any, strategies: Any, **options: Any) -> Any:
         built.append(len(strategies) ** mesh.ndim)
         return torchs(mesh, op_schema, strategies, **options)
 
-    monkeypatch.setattr(utils, dtensor_strategies.NAME, dtensor_strategies._first_what_moves_nothing(counting))
+    monkeypatch.setattr(utils, torch_hooks.NAME, torch_hooks._own_placements_first(counting))
     try_operations(EXPAND_WEIGHT, EXPAND_WEIGHT, ["add_", "mul_", "addcdiv_", "foreach"])
     assert max(built) <= 3**4, built  # each dim of the mesh does what one of its three layouts says
 
@@ -80,11 +80,11 @@ def test_few_combinations_are_built(monkeypatch) -> None:
 def test_meshes_of_others_are_left_to_torch(monkeypatch) -> None:
     grid = Grid.alone("cpu")
     given: list[Any] = []
-    quick = dtensor_strategies._first_what_moves_nothing(lambda *args: given.append(args[2]))
+    quick = torch_hooks._own_placements_first(lambda *args: given.append(args[2]))
     spec = shard_parameter(torch.zeros(4), Spec((4,), RESIDUAL_VECTOR, Layout()), grid)._spec
     schema = OneOperand(spec)
     everything = [[Shard(0), Shard(0)], [Replicate(), Replicate()]]
-    monkeypatch.delattr(grid.mesh, dtensor_strategies.GRID)
+    monkeypatch.delattr(grid.mesh, torch_hooks.GRID)
     quick(grid.mesh, schema, everything)
     assert given == [everything]
 

@@ -24,9 +24,9 @@ from fourfold.grid import Grid
 from fourfold.layout import Spec
 from fourfold.nn.initial import key_of
 from fourfold.nn.layer import SPECS, Layer, reserve
-from fourfold.optimizer_checks import REPLACED
 from fourfold.params import shard_parameter
 from fourfold.product import MEMORY
+from fourfold.torch_hooks import REPLACED
 from fourfold.wrap.adapters import Adapter, ExpandAdapter, GatheredAdapter
 from fourfold.wrap.context import ModelContext
 from fourfold.wrap.grid_tensor import GridTensor, refuse_in_autograd_function

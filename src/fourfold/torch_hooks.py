@@ -1,0 +1,89 @@
+"""What a grid changes in torch, once per process: how DTensor operations find their layout, which optimizers may step.
+
+**Layouts.** For every operation, shape and layout, DTensor lists all combinations of what each dim of the mesh could
+do: hundreds to thousands on a mesh of four dims. Then it takes one that moves no data, if there is one. On a grid's
+mesh the list is first built from the operands' own placements alone, and in full only if none of those is possible. The
+choice is the same; an optimizer's first step takes a second instead of a minute. If this release of torch has no such
+function, nothing changes.
+
+**Optimizers.** One that treats each element by itself steps DTensors correctly. One that needs whole matrices, norms of
+rows or products of all gradients fails inside torch, or silently computes them from shards. Those are refused before
+their first step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._ops import utils
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+GRID = "_fourfold_grid"
+"""Attribute of a mesh that belongs to a grid: the grid."""
+REPLACED = "_fourfold_replaced"
+"""Attribute of a plain parameter that `parallelize` has replaced by shards in the model."""
+
+NAME = "expand_to_full_mesh_op_strategy"
+"""torch's function that lists the combinations: `(mesh, op_schema, strategies of one mesh dim, *, ...)`."""
+REFUSED = ("Adafactor", "LBFGS", "Muon", "Rprop")
+"""Optimizers of torch and transformers that cannot step shards. Rprop would be correct, but it indexes DTensors in
+place, which torch does not support."""
+HOMES = ("torch", "transformers")
+"""The packages whose classes `REFUSED` names."""
+
+
+@functools.cache
+def install_torch_hooks() -> None:
+    """Change torch for the rest of this process, for meshes and parameters of a grid."""
+    register_optimizer_step_pre_hook(_refuse_unfit)
+    speed_up_strategies()
+
+
+def speed_up_strategies() -> None:
+    """Replace torch's function that lists strategies by a faster one."""
+    expand = getattr(utils, NAME, None)
+    known = expand is not None and hasattr(OpSchema, "args_strategy") and hasattr(OpSchema, "kwargs_strategy")
+    if known and not hasattr(expand, "__wrapped__"):
+        setattr(utils, NAME, _own_placements_first(expand))
+
+
+def _own_placements_first(expand: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(expand)
+    def quick(mesh: Any, op_schema: OpSchema, strategies: Sequence[Sequence[Placement | None]], **options: Any) -> Any:
+        operands = [*op_schema.args_strategy, *op_schema.kwargs_strategy]
+        specs = [operand.strategies[0].output_spec for operand in operands]
+        if not hasattr(mesh, GRID) or any(spec.mesh != mesh for spec in specs):
+            return expand(mesh, op_schema, strategies, **options)
+        first = options.get("input_index", 1)  # a strategy lists the results, then the operands
+        by_dim = set(zip(*(spec.placements for spec in specs), strict=True))
+        kept = [each for each in strategies if tuple(entry for entry in each[first:] if entry is not None) in by_dim]
+        own = [spec.placements for spec in specs]
+        if kept:
+            found = expand(mesh, op_schema, kept, **options)
+            if any([spec.placements for spec in each.input_specs] == own for each in found.strategies):
+                return found
+        return expand(mesh, op_schema, strategies, **options)
+
+    return quick
+
+
+def _refuse_unfit(optimizer: Optimizer, *_: Any) -> None:
+    """Raise if this optimizer cannot step its parameters; torch calls this before every step of any optimizer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(hasattr(parameter, REPLACED) for parameter in parameters):
+        raise RuntimeError(
+            "this optimizer was made before ff.parallelize and steps parameters that the model no longer has; make it "
+            "after, from model.parameters()"
+        )
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED]
+    if not any(kind.__module__.partition(".")[0] in HOMES for kind in kinds):
+        return
+    if any(isinstance(each, DTensor) and hasattr(each.device_mesh, GRID) for each in parameters):
+        raise TypeError(
+            f"{kinds[0].__name__} cannot step parameters that are sharded over a grid; use an optimizer that treats "
+            "each element by itself, such as torch.optim.AdamW, SGD, RMSprop, Adagrad or RAdam"
+        )
