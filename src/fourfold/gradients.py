@@ -1,15 +1,15 @@
 """Gradients from a product's dw to a complete `parameter.grad`: owed sums, accumulation, norm and clip.
 
-Units hand in gradients that are already summed over z (`Gradients.deposit`). What is still owed over the other axes
-is summed in buckets that model and layout fix. A bucket is launched when no gradient of its parameters is to come:
-every use of a parameter in a forward pass is counted, and every deposit takes one away (`ForwardPass`). When a backward
-pass ends its callback completes all buckets, so that gradients are complete when `backward()` returns. Inside
-`accumulate`, and before the last pass of a step that `begin_step` announced, nothing is summed: the gradients keep this
-replica's own part and the last backward pass pays for all of them at once.
+Parameter groups deposit gradients that are already summed over z (`Gradients.deposit`). The sums that they still owe
+over other axes are computed in buckets, which depend on the model and its layout alone. A bucket is launched when no
+further gradient of its parameters will come: `ForwardPass` counts every use of a parameter in a forward pass, and every
+deposit takes one use away. At the end of a backward pass a callback of autograd completes all buckets, so gradients are
+complete when `backward()` returns. Inside `accumulate`, and before the last pass of a step that `begin_step` announced,
+nothing is summed over ranks: gradients stay this replica's own part, and the last backward pass sums them all.
 
-Invariant: a gradient is the average over places of what each place's loss gives, and a sum over the axes inside a place
-(E6). It is divided by the number of places once, as it is handed in; a sum that completes is never divided, since a
-later pass may add to it.
+Invariant: a gradient is the average over places of the gradient of each place's loss, and a sum over the axes inside a
+place (E6). It is divided by the number of places once, when it is deposited; a completed sum is never divided, because
+a later pass may add to it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fourfold.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that owe the same sums and travel in one message."""
+    """Gradients that owe sums over the same axes and are summed in one message."""
 
     owes: tuple[str, ...]
     names: tuple[str, ...]
@@ -61,8 +61,8 @@ class Bucket:
 def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int) -> list[Bucket]:
     """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
 
-    Gradients of one dtype that owe the same share one, last ones first, as backward makes them; a bucket is closed when
-    the next gradient would take it past `bucket_bytes`. Those that backward completes first come first.
+    A bucket holds gradients of one dtype that owe the same axes, the last layers first, as backward computes them. It is
+    closed when the next gradient would exceed `bucket_bytes`. The buckets that backward completes first come first.
     """
     buckets: list[Bucket] = []
     open_for: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
@@ -78,7 +78,7 @@ def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, in
 
 
 class DeferredHook:
-    """A hook in torch's table of them. Does nothing when autograd calls it; the user's handle removes it as ever."""
+    """A user's hook in torch's table of hooks. Autograd calls it in vain; the user's handle still removes it."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
@@ -88,18 +88,21 @@ class DeferredHook:
 
 
 class ParameterHooks:
-    """The hooks on the parameters of one model."""
+    """The users' hooks on the parameters of one model, called when gradients are complete.
+
+    Autograd would call them while a gradient is one rank's part, so they are replaced by `DeferredHook`s.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
         self.leaves: dict[nn.Parameter, Node] = {}
-        """Where autograd would leave the gradients of trained parameters. They are held here: autograd forgets such a
-        node, and its hooks, if nobody holds it."""
+        """The AccumulateGrad nodes of trained parameters. Autograd frees such a node, with our hook on it, unless
+        somebody refers to it."""
         self._earlier: dict[nn.Parameter, Tensor] = {}
-        """Complete gradients of earlier passes, which hooks on this pass's gradients do not see."""
+        """Complete gradients of earlier passes: as in torch, a hook sees the gradient of this pass alone."""
 
     def defer(self) -> None:
-        """A backward pass begins: autograd is about to call hooks."""
+        """Defer all hooks, at the beginning of a backward pass."""
         for parameter in self.parameters.values():
             for table in (on_gradient(parameter), after(parameter)):
                 for number, hook in table.items():
@@ -107,8 +110,10 @@ class ParameterHooks:
                         table[number] = DeferredHook(hook)
 
     def left_out(self) -> set[nn.Parameter]:
-        """Parameters to which the backward pass that runs now leads no gradient: `backward(inputs=...)` leaves some
-        out, `torch.autograd.grad(loss, inputs)` all."""
+        """Return the parameters to which the running backward pass computes no gradient.
+
+        `backward(inputs=...)` leaves out some parameters, `torch.autograd.grad(loss, inputs)` all of them.
+        """
         trained = [(p, leaf) for p, leaf in self.leaves.items() if p.requires_grad]
         try:
             return {parameter for parameter, leaf in trained if not torch._C._will_engine_execute_node(leaf)}
@@ -119,20 +124,20 @@ class ParameterHooks:
             ) from error
 
     def set_aside(self, parameter: nn.Parameter) -> bool:
-        """Keep what earlier passes gave a parameter whose gradient hooks will see; False where there are no hooks."""
+        """Put a parameter's gradient of earlier passes aside for its hooks; return False if it has no hooks."""
         if not on_gradient(parameter):
             return False
         self._earlier[parameter] = parameter.grad  # type: ignore[assignment]
         return True
 
     def forget(self, *parameters: nn.Parameter) -> None:
-        """What was set aside for these parameters, or for all: their gradients were cleared, or the pass failed."""
+        """Drop the gradients that were put aside, of these parameters or of all: they were cleared, or a pass failed."""
         for parameter in parameters or tuple(self._earlier):
             self._earlier.pop(parameter, None)
 
     @torch.no_grad()
     def call(self, complete: Iterable[nn.Parameter]) -> None:
-        """The gradients of these parameters are complete."""
+        """Call the hooks of these parameters, whose gradients are complete, in the order of the model on all ranks."""
         known = set(complete)
         for name, parameter in self.parameters.items():
             if parameter not in known:
@@ -140,7 +145,7 @@ class ParameterHooks:
             for deferred in list(on_gradient(parameter).values()):
                 given = deferred.hook(parameter.grad)
                 if given is not None:
-                    parameter.grad = _laid_alike(given, parameter.grad, name)
+                    parameter.grad = _same_placements(given, parameter.grad, name)
             if (earlier := self._earlier.pop(parameter, None)) is not None:
                 local_of(earlier).add_(local_of(parameter.grad))  # type: ignore[arg-type]
                 parameter.grad = earlier
@@ -149,16 +154,16 @@ class ParameterHooks:
 
 
 def on_gradient(parameter: nn.Parameter) -> dict[int, Any]:
-    """torch's own table of what `register_hook` was given."""
+    """Return torch's table of the hooks that `register_hook` added."""
     return parameter._backward_hooks or {}
 
 
 def after(parameter: nn.Parameter) -> dict[int, Any]:
-    """torch's own table of what `register_post_accumulate_grad_hook` was given."""
+    """Return torch's table of the hooks that `register_post_accumulate_grad_hook` added."""
     return parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
-def _laid_alike(given: Tensor, gradient: Tensor | None, name: str) -> Tensor:
+def _same_placements(given: Tensor, gradient: Tensor | None, name: str) -> Tensor:
     if not isinstance(given, DTensor) or not isinstance(gradient, DTensor) or given.shape != gradient.shape:
         raise TypeError(
             f"a hook on {name} returned {type(given).__name__} of shape {tuple(given.shape)} for a gradient that is "
@@ -168,36 +173,36 @@ def _laid_alike(given: Tensor, gradient: Tensor | None, name: str) -> Tensor:
 
 
 REPLICA = "data"
-"""The axis over which every parameter and every complete gradient is equal."""
+"""The axis over which every parameter and every complete gradient is replicated."""
 
 
 class ForwardPass:
-    """The gradients that one forward pass has yet to give: uses of parameters without a deposit so far.
+    """Counts the gradients that one forward pass will still produce: uses of parameters minus deposits.
 
-    The autograd graph of the pass holds this object, so a pass whose graph is dropped without a backward pass expects
-    nothing any more.
+    The autograd graph of the pass refers to this object and `Gradients` refers to it weakly. So a pass whose graph is
+    freed without a backward pass expects no gradients any more.
     """
 
     def __init__(self) -> None:
         self._uses: Counter[nn.Parameter] = Counter()
         self._reads: set[nn.Parameter] = set()
         self.deposited = False
-        """Whether the backward pass that runs now deposited gradients of this pass."""
+        """Whether the running backward pass has deposited gradients of this pass."""
 
     def use(self, parameter: nn.Parameter) -> None:
         """Count a use of the parameter that will deposit its own gradient."""
         self._uses[parameter] += 1
 
     def read(self, parameter: nn.Parameter) -> None:
-        """Note that autograd itself follows the parameter: it deposits the gradients of all such reads at once."""
+        """Note a use that autograd itself records; autograd deposits the gradients of all such uses at once."""
         self._reads.add(parameter)
 
     def expects(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient of this parameter is to come."""
+        """Return whether a gradient of this parameter will still come."""
         return self._uses[parameter] > 0 or parameter in self._reads
 
     def take(self, parameter: nn.Parameter, uses: int) -> None:
-        """Take away the uses whose gradient came; 0: it is that of autograd's own reads."""
+        """Take away `uses` uses, whose gradient has come; 0 means all uses that autograd itself recorded."""
         if uses:
             self._uses[parameter] = max(0, self._uses[parameter] - uses)
         else:
@@ -205,18 +210,19 @@ class ForwardPass:
         self.deposited = True
 
     def end(self) -> None:
-        """Write off uses that got no gradient: they were detached, discarded, or left out by autograd."""
+        """Write off uses that got no gradient: their outputs were detached or discarded, or autograd left them out."""
         self._uses.clear()
         self._reads.clear()
         self.deposited = False
 
 
 class Gradients:
-    """The gradients of one model, on their way to `parameter.grad`.
+    """The gradients of one model, from their deposit to a complete `parameter.grad`.
 
-    While a gradient is owed a sum its placement on that axis is Partial, so nobody takes it for complete:
-    torch sums it on use, our own functions refuse it. Gradients reach parameters beside autograd's own path: hooks on
-    parameters are called when a pass ends (hooks.py), and what `backward(inputs=...)` leaves out is asked of autograd.
+    While a gradient owes a sum over an axis, its placement on that axis is Partial, so nobody takes it for complete:
+    torch sums it on use, our own functions refuse it. Gradients do not reach parameters through autograd's own
+    accumulation. Therefore hooks on parameters are called here (`ParameterHooks`), and autograd is asked which
+    parameters `backward(inputs=...)` leaves out.
     """
 
     def __init__(self, grid: Grid, parameters: Mapping[str, tuple[nn.Parameter, Spec]], policy: Policy) -> None:
@@ -226,52 +232,52 @@ class Gradients:
         self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1)
         self.accumulating = False
         self.guarded = False
-        """Whether ranks make sure, in a model's first pass, that they gather the same parameters."""
+        """Whether ranks check before every gather that they gather the same parameters, as in a model's first pass."""
         self._owed = {p: (spec.owes, spec_like(p, owes=spec.owes)) for p, spec in self.parameters.values()}
         cut = policy.shard_optimizer
         self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
         self._names = {p: name for name, (p, _) in self.parameters.items()}
         self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
         self.hooks = ParameterHooks({name: parameter for name, (parameter, _) in self.parameters.items()})
-        self._left_out: set[nn.Parameter] = set()  # of this pass, by backward(inputs=...)
-        self._new: set[nn.Parameter] = set()  # have had deposits since hooks were called
-        self._passes: set[int] = set()  # backward passes under way whose end will call _finish
+        self._left_out: set[nn.Parameter] = set()  # parameters that backward(inputs=...) leaves out
+        self._new: set[nn.Parameter] = set()  # parameters with deposits since their hooks were called
+        self._passes: set[int] = set()  # ids of running backward passes, one inside another; `_finish` removes them
         self.forward_pass = ForwardPass()
         """The forward pass that began last."""
         self._numbers = itertools.count()
         self._alive = weakref.WeakValueDictionary({next(self._numbers): self.forward_pass})
-        """Forward passes whose graphs exist, in their order; the graphs hold them."""
-        self._to_begin = self._to_finish = 0  # passes of the step that `begin_step` announced
+        """The forward passes whose autograd graphs exist, in their order."""
+        self._to_begin = self._to_finish = 0  # passes left of the step that `begin_step` announced
         self._unannounced = False
-        """Whether this backward pass deposited a gradient of which no use was counted, as a second backward pass over
-        a retained graph does: more may come, so buckets wait for its end."""
+        """Whether the running backward pass has deposited a gradient whose use was not counted, as a second backward
+        pass over a retained graph does. More may come, so buckets wait for the end of the pass."""
         self._sums: dict[str, BucketSum] = {}
         self._in_order: Iterator[Bucket] = iter(())
         self._bucket: Bucket | None = None  # the next to be launched
         self._watch_leaves()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
-        """The gradients of a copied model; nothing of the original's is in flight there."""
+        """Return the gradients of a copied model, with nothing in flight."""
         new = Gradients(self.grid, copy.deepcopy(self.parameters, memo), self.policy)
-        new.engine = copy.deepcopy(self.engine, memo)  # which the copied clock has too
+        new.engine = copy.deepcopy(self.engine, memo)  # through the memo: the copied `StepRng` shares it
         return new
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether it is a parameter of the model as it was built."""
+        """Return whether this is a parameter of the model as it was built."""
         return parameter in self._names
 
     def begin_step(self, passes: int) -> None:
-        """Announce that the next `passes` forward and backward passes make one step.
+        """Announce that the next `passes` forward and backward passes belong to one step.
 
-        Their gradients are summed over ranks once: each bucket after the last forward pass has begun and no gradient of
-        its parameters is to come from any pass.
+        Their gradients are summed over ranks once: each bucket is launched when the last forward pass has begun and no
+        pass will still produce a gradient of its parameters.
         """
         self._to_begin = self._to_finish = passes
 
     def begin_forward(self, kind: Hashable, *, guarded: bool = False) -> None:
-        """A model's forward pass begins; `kind` tells passes apart that use other weights."""
+        """Begin a forward pass of the model; passes of one `kind` use the same weights in the same order."""
         self.guarded = guarded
-        if self._passes and not in_backward():  # a pass failed, and its callback with it
+        if self._passes and not in_backward():  # a backward pass failed, so autograd did not call its callback
             self._passes.clear()
             self._new.clear()
             self.hooks.forget()
@@ -282,13 +288,13 @@ class Gradients:
         if torch.is_grad_enabled():
             self._alive[next(self._numbers)] = self.forward_pass
             self._to_begin = max(0, self._to_begin - 1)
-        self._watch_leaves()  # a parameter may be trained that was frozen before
+        self._watch_leaves()  # a parameter that was frozen may be trained now
         self.engine.begin(kind)
 
     def _watch_leaves(self) -> None:
-        """Take what autograd itself finds for a parameter, where somebody computed with it beside its layer."""
+        """Take over the gradients that autograd computes for parameters used outside of their layer."""
         for name, (parameter, spec) in self.parameters.items():
-            if type(parameter) is not ShardedParameter:  # the model was moved or cast since
+            if type(parameter) is not ShardedParameter:  # model.to(...) has replaced it by a plain DTensor
                 adopt(parameter, spec, self.grid)
                 self.hooks.leaves.pop(parameter, None)
             if parameter.requires_grad and parameter not in self.hooks.leaves:
@@ -298,12 +304,13 @@ class Gradients:
                 leaf.register_prehook(partial(_hand_over, weakref.ref(self), name, parameter, spec))
 
     def expect_end(self) -> None:
-        """Called inside a backward pass: something is on its way that must have arrived when it ends."""
+        """Make the running backward pass complete all gradients at its end; does nothing outside of one."""
         this_pass = torch._C._current_graph_task_id()
         if this_pass in self._passes or not in_backward():
             return
         left_out = self.hooks.left_out()
-        self._left_out = self._left_out & left_out if self._passes else left_out  # one inside leads to others
+        # a backward pass inside another one (activation checkpointing) reaches other parameters than the outer one
+        self._left_out = self._left_out & left_out if self._passes else left_out
         if not self._passes:
             self.hooks.defer()
             self._sums.clear()
@@ -323,10 +330,10 @@ class Gradients:
     ) -> None:
         """Add this rank's parts of gradients, summed over z, in the shapes of the local shards and in any dtype.
 
-        They are the gradients of so many uses during a forward pass (0: of all that autograd itself followed; None:
-        during the oldest pass that expects any). The tensors are changed in place and kept.
+        They are the gradients of `uses` uses in the forward pass `during` (0 uses: of all that autograd itself recorded;
+        no pass: of the oldest pass that expects a gradient). The tensors are changed in place and kept.
         """
-        if self.grid.shape.places > 1:  # before the cast: a parameter's dtype may be the narrower one
+        if self.grid.shape.places > 1:  # divide before the cast, because the parameter's dtype may be narrower
             torch._foreach_div_(list(gradients), self.grid.shape.places)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self._take(parameter, during, uses)
@@ -342,11 +349,11 @@ class Gradients:
         during: ForwardPass | None = None,
         uses: int = 1,
     ) -> None:
-        """Add a place's gradient of a whole parameter, which all of its ranks have found alike."""
+        """Add a place's gradient of a whole parameter, which is equal on all ranks of the place."""
         self.expect_end()
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if any(self.grid.coords[axis] for axis in spec.owes if axis not in BATCH):
-            gradient = torch.zeros_like(gradient)  # the sum that it owes counts it once
+            gradient = torch.zeros_like(gradient)  # all ranks of the place have it; the owed sum must count it once
         part = spec.storage.compute.take(gradient, self.grid)
         own = part.to(self.policy.reduce_dtype or parameter.dtype, copy=True).contiguous()
         if GATHERED not in spec.storage.axes:
@@ -366,10 +373,10 @@ class Gradients:
         during: ForwardPass | None = None,
         uses: int = 1,
     ) -> None:
-        """Sum gradients that are whole over z, and deposit this rank's shards some time before backward ends.
+        """Sum gradients over z and deposit this rank's shards of them at some time before backward ends.
 
-        `nbytes` is what the rank with the most sends, the same number on all ranks, so that they wait alike. The
-        tensors must be the caller's own: `deposit` changes them in place.
+        `nbytes` is the size on the rank that sends most, the same number on all ranks, so that all ranks wait for
+        deferred reductions at the same points. `deposit` changes the tensors in place.
         """
         if self.grid.size(GATHERED) == 1:
             self.deposit(parameters, gradients, during=during, uses=uses)
@@ -378,7 +385,7 @@ class Gradients:
         self.engine.deferred.defer(pending, nbytes, partial(self.deposit, parameters, during=during, uses=uses))
 
     def _take(self, parameter: nn.Parameter, during: ForwardPass | None, uses: int) -> None:
-        """Count that a gradient came, for the pass that used the parameter."""
+        """Count a gradient that has come for the forward pass that used the parameter."""
         if during is None or not during.expects(parameter):
             during = next((each for each in self._alive.values() if each.expects(parameter)), None)
         if during is None:
@@ -396,7 +403,7 @@ class Gradients:
         if parameter in self._left_out:
             return
         name = self._names[parameter]
-        if name in self._sums:  # it seemed final, as in every pass before: that sum counts as an earlier pass's
+        if name in self._sums:  # its bucket was launched too early: treat that sum as the sum of an earlier pass
             self._sums[name].complete()
         before = parameter.grad
         if before is not None and is_owed(before):
@@ -406,7 +413,7 @@ class Gradients:
                 self.hooks.forget(parameter)
             elif parameter in self._new or not self.hooks.set_aside(parameter):
                 self._add_complete(gradient, local_of(before), owed[0])
-            # from_local takes a millisecond
+            # DTensor.from_local would take a millisecond
             parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)
         self._new.add(parameter)
         while self._bucket is not None and self._final(self._bucket):
@@ -414,19 +421,23 @@ class Gradients:
             self._next_bucket()
 
     def _next_bucket(self) -> None:
-        """Buckets are launched one after the other, in the same order on all ranks, whatever each of them used."""
+        """Advance to the next bucket. All ranks launch buckets in one order, whichever parameters each has used."""
         self._bucket = next(self._in_order, None)
 
     def _final(self, bucket: Bucket) -> bool:
-        """Whether no pass of this step is to begin and none of those alive expects a gradient of its parameters."""
+        """Return whether no pass of this step will still produce a gradient of the bucket's parameters."""
         if self.accumulating or self._to_begin or self._unannounced or not self.policy.overlap.reduce_early:
             return False
-        last_first = [self.parameters[name][0] for name in reversed(bucket.names)]  # the one that comes last decides
+        # the gradient that comes last decides, so ask for it first
+        last_first = [self.parameters[name][0] for name in reversed(bucket.names)]
         return not any(each.expects(parameter) for each in self._alive.values() for parameter in last_first)
 
     def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
-        """Add an earlier pass's sum to a part that will be summed again, so that the sum counts it once: the
-        first rank of those that hold copies adds it, and where replicas are cut each adds its own rows."""
+        """Add the complete gradient of earlier passes to a part that will be summed, so that the sum counts it once.
+
+        Of the ranks that hold the same complete gradient the first one adds it; if gradients are sharded over replicas,
+        each replica adds its own rows.
+        """
         cut = self.policy.shard_optimizer
         if all(self.grid.coords[axis] == 0 for axis in owes if not (cut and axis == REPLICA)):
             if gradient.dim():
@@ -435,11 +446,11 @@ class Gradients:
             gradient.add_(before)
 
     def _finish(self, this_pass: int) -> None:
-        """Runs when a backward pass ends."""
+        """Complete all gradients, when a backward pass ends."""
         self.engine.finish_backward()
         self._passes.discard(this_pass)
         if self._passes:
-            return  # it ran inside another one
+            return  # this pass ran inside another one, which is still running
         for each in self._alive.values():
             if each.deposited:
                 each.end()
@@ -447,7 +458,7 @@ class Gradients:
         if self.accumulating or self._to_finish:
             return
         begun = list({id(total): total for total in self._sums.values()}.values())
-        self._sums.clear()  # they hold gradients
+        self._sums.clear()  # frees the gradients that they refer to
         if self._bucket is not None:
             begun += [BucketSum(self, bucket) for bucket in (self._bucket, *self._in_order)]
         again = [total.bucket for total in begun if total.late]
@@ -458,7 +469,7 @@ class Gradients:
 
     @staticmethod
     def _advance(sums: list[BucketSum]) -> None:
-        while sums:  # all of them move on before any is waited for again
+        while sums:  # every bucket launches its next message before any is waited for again
             sums = [total for total in sums if total.advance()]
 
     def buckets(self) -> list[Bucket]:
@@ -472,7 +483,7 @@ class Gradients:
         return self._buckets[1]
 
     def own_rows(self, shard: Tensor) -> range:
-        """The rows of a shard whose optimizer state this replica keeps."""
+        """Return the rows of a shard whose optimizer state this replica keeps."""
         if not self.policy.shard_optimizer:
             return range(shard.shape[0])
         return chunk(shard.shape[0], self.grid.size(REPLICA), self.grid.coords[REPLICA])
@@ -481,7 +492,7 @@ class Gradients:
 def _hand_over(
     owner: weakref.ref[Gradients], name: str, parameter: nn.Parameter, spec: Spec, found: tuple[Tensor | None, ...]
 ) -> tuple[None] | None:
-    """Stand before autograd's own accumulation: `Gradients` adds the gradient, in place of autograd."""
+    """Deposit a gradient that autograd computed, in place of autograd's own accumulation."""
     gradients, (gradient,) = owner(), found
     if gradients is None or gradient is None:
         return None
@@ -495,18 +506,18 @@ def _hand_over(
 
 
 class BucketSum:
-    """A bucket on its way to completion: the axes that it owes, one message after another.
+    """The sums of one bucket, one message for each axis that it owes, one after another.
 
-    Every rank sends the same message whatever it used. A parameter that took no part here counts as -0.0, which is
-    the one number that changes no sum: where the sum is -0.0 throughout nobody used the parameter, and it keeps no
-    gradient; where it is not, some place did, and all places get the sum.
+    Every rank sends the same message, whichever parameters it used. A parameter without a gradient on this rank
+    contributes -0.0, the only number that changes no sum. If the sum is -0.0 throughout, no rank used the parameter, and
+    it gets no gradient; otherwise some place used it, and all places get the sum.
     """
 
     def __init__(self, gradients: Gradients, bucket: Bucket) -> None:
         self.gradients, self.bucket = gradients, bucket
         self.parameters = [gradients.parameters[name][0] for name in bucket.names]
         self.late = False
-        """A gradient came after it was complete."""
+        """Whether a gradient came after the bucket was launched."""
         self.own = [None if p.grad is None or not is_owed(p.grad) else local_of(p.grad) for p in self.parameters]
         self.sums = [
             self._of_earlier_passes(parameter) if gradient is None else gradient
@@ -517,7 +528,7 @@ class BucketSum:
         self._launch()
 
     def _of_earlier_passes(self, parameter: nn.Parameter) -> Tensor:
-        """What a parameter that took no part adds to the sum: its complete gradient, which counts once, or nothing."""
+        """Return what a parameter without a new gradient contributes: its gradient of earlier passes, or -0.0."""
         nothing = torch.full_like(local_of(parameter), -0.0)
         if parameter.grad is not None:
             self.gradients._add_complete(nothing, local_of(parameter.grad), self.bucket.owes)
@@ -532,7 +543,7 @@ class BucketSum:
             self._pending = comm.all_reduce_together(sums, grid, axis, label=label).then(lambda _: sums)
 
     def advance(self) -> bool:
-        """Wait for the message in flight and launch the next; False once there is none."""
+        """Wait for the message in flight and launch the next one; return False if that was the last."""
         if self._pending is None:
             return False
         self.sums = self._pending.wait()
@@ -550,12 +561,12 @@ class BucketSum:
         return False
 
     def _used_elsewhere(self, total: Tensor) -> bool:
-        """Whether another rank sent a gradient; the host waits for the sum, but only of a parameter unused here."""
+        """Return whether another rank sent a gradient. This makes the host wait, so it is asked only if necessary."""
         alone = all(self.gradients.grid.size(axis) == 1 for axis in self.bucket.owes)
         return not alone and not total.is_meta and not bool((total.signbit() & (total == 0)).all())
 
     def complete(self) -> None:
-        """For a gradient that comes late: this sum counts as an earlier pass's, and another one follows."""
+        """Complete the sum now, because a late gradient has come; `Gradients` will sum the bucket again."""
         self.late = True
         while self.advance():
             pass
@@ -567,9 +578,10 @@ class BucketSum:
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside keep their gradients to this replica; the first one outside sums them all.
+    """Accumulate gradients of backward passes inside the block without summing them over ranks.
 
-    Give every micro-step the count of the whole batch's targets, so that the sum is the batch's gradient:
+    The first backward pass outside of the block sums them all. Give every micro-step the number of targets in the whole
+    batch, so that the sum is the gradient of the batch:
 
         count = ff.count_targets(targets, grid)
         with ff.accumulate(model):
@@ -593,12 +605,12 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together, equal on every rank and to that of one process."""
+    """Return the 2-norm of all gradients together, equal on every rank and to that of one process."""
     return measure_norms(parameters)[0]
 
 
 def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-    """`grad_norm`, and the norm of this rank's shard of each gradient that is there."""
+    """Return `grad_norm` and, for each parameter that has a gradient, the norm of this rank's shard of it."""
     gradients = _complete_gradients(parameters)
     if not gradients:
         return torch.zeros(()), []
@@ -617,9 +629,9 @@ def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tens
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients so that their norm is at most `max_norm`, and return the norm before scaling.
 
-    Like torch's function of the same name, for parameters on a grid.
+    This is torch's function of the same name for parameters on a grid.
     """
     parameters = list(parameters)
     norm = grad_norm(parameters)
@@ -635,10 +647,10 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
 
 
 def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Parameters with this rank's shard of their gradients."""
+    """Return the parameters that have a gradient, each with this rank's shard of it; refuse incomplete ones."""
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in found:
-        Grid.of(parameter)  # refuses what is no parameter of a Fourfold module
+        Grid.of(parameter)  # raises for a parameter that is not on a grid
     if any(is_owed(gradient) for _, gradient in found):
         raise RuntimeError(
             "gradients are still owed a sum over other ranks: the last backward() ran inside ff.accumulate; "
@@ -648,7 +660,7 @@ def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Par
 
 
 def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False) -> DTensorSpec:
-    """How a gradient lies that lies as the parameter does, still owed over some axes, or cut over replicas too."""
+    """Return the DTensor spec of a parameter's gradient: owed over some axes, or also sharded over replicas."""
     spec: DTensorSpec = parameter._spec  # type: ignore[attr-defined]
     placements = dict(zip(AXES, spec.placements, strict=True))
     placements |= dict.fromkeys(owes, Partial())
@@ -666,5 +678,8 @@ def _cuts(tensor: Tensor | None, axis: str) -> bool:
 
 
 def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
-    """Of the ranks that hold equal copies, the first counts; replicas each count their own."""
+    """Return whether this rank's shard counts for the norm: of ranks with equal copies only the first one does.
+
+    Replicas are no exception: the norm is not summed over them unless gradients are sharded over them.
+    """
     return all(axis == REPLICA or _cuts(parameter, axis) or grid.coords[axis] == 0 for axis in AXES)
