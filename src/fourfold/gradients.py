@@ -61,8 +61,8 @@ class Bucket:
 def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, int]], bucket_bytes: int) -> list[Bucket]:
     """Cut the gradients (name, axes owed, dtype, bytes on this rank) into buckets.
 
-    A bucket holds gradients of one dtype that owe the same axes, the last layers first, as backward computes them. It is
-    closed when the next gradient would exceed `bucket_bytes`. The buckets that backward completes first come first.
+    A bucket holds gradients of one dtype that owe the same axes, the last layers first, as backward computes them. It
+    is closed when the next gradient would exceed `bucket_bytes`. The buckets that backward completes first come first.
     """
     buckets: list[Bucket] = []
     open_for: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
@@ -131,7 +131,7 @@ class ParameterHooks:
         return True
 
     def forget(self, *parameters: nn.Parameter) -> None:
-        """Drop the gradients that were put aside, of these parameters or of all: they were cleared, or a pass failed."""
+        """Drop the gradients that were put aside, of these parameters or of all, because they were cleared."""
         for parameter in parameters or tuple(self._earlier):
             self._earlier.pop(parameter, None)
 
@@ -330,8 +330,8 @@ class Gradients:
     ) -> None:
         """Add this rank's parts of gradients, summed over z, in the shapes of the local shards and in any dtype.
 
-        They are the gradients of `uses` uses in the forward pass `during` (0 uses: of all that autograd itself recorded;
-        no pass: of the oldest pass that expects a gradient). The tensors are changed in place and kept.
+        They are the gradients of `uses` uses in the forward pass `during`. 0 uses stands for all uses that autograd
+        itself recorded, no pass for the oldest one that expects a gradient. The tensors are changed in place and kept.
         """
         if self.grid.shape.places > 1:  # divide before the cast, because the parameter's dtype may be narrower
             torch._foreach_div_(list(gradients), self.grid.shape.places)
@@ -509,8 +509,8 @@ class BucketSum:
     """The sums of one bucket, one message for each axis that it owes, one after another.
 
     Every rank sends the same message, whichever parameters it used. A parameter without a gradient on this rank
-    contributes -0.0, the only number that changes no sum. If the sum is -0.0 throughout, no rank used the parameter, and
-    it gets no gradient; otherwise some place used it, and all places get the sum.
+    contributes -0.0, the only number that changes no sum. If the sum is -0.0 throughout, no rank used the parameter,
+    and it gets no gradient; otherwise some place used it, and all places get the sum.
     """
 
     def __init__(self, gradients: Gradients, bucket: Bucket) -> None:

@@ -1,11 +1,11 @@
 """The grid of devices: shape arithmetic, rank order, process groups.
 
-`Shape` is pure arithmetic and needs no process: which rank sits at which coordinates, and who shares an
-axis with whom. `Grid` is a shape with this process placed on it: torch's DeviceMesh, a process group for
-each axis, the device, and the ledger of what was communicated. Nothing here issues a collective.
+`Shape` is pure arithmetic and needs no process: it maps ranks to coordinates and back. `Grid` is a shape with this
+process placed on it: torch's DeviceMesh, process groups for each axis, the device, and the ledger of collectives.
+Nothing here issues a collective.
 
-Invariant: a mesh has one dim per axis, in the order of `AXES`, whatever the order of the ranks is; nothing
-but `AXES` says how many axes there are.
+Invariant: a mesh has one dim per axis, in the order of `AXES`, whatever the order of the ranks is; only `AXES` says how
+many axes there are.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from fourfold.torch_hooks import GRID, install_torch_hooks
 T = TypeVar("T")
 
 CORES_FOR_TWO_LANES = 4
-"""Cores that a rank must have before an axis that is alone gets two communicators on a GPU: over a network each keeps
-threads busy while anything is in flight, and with fewer cores the two are slower than one."""
+"""CPU cores that a rank needs before the only axis of a grid of GPUs gets two communicators. Over a network each
+communicator keeps threads busy while a message is in flight; with fewer cores two are slower than one."""
 
 
 @dataclass(frozen=True, init=False)
 class Shape:
-    """Sizes of the axes and the order in which ranks walk them (fastest-varying axis first).
+    """The sizes of the axes, and the order in which ranks walk them (fastest-varying axis first).
 
     `Shape(x=2, data=4)`; axes that are not named have one rank. With the default order,
     rank = x + X * (y + Y * (z + Z * data)). The size of an axis is an attribute: `shape.x`.
@@ -113,7 +113,7 @@ class Shape:
         return Shape(*self._sizes, order=order)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where a rank sits: its coordinate on every axis."""
+        """Return the coordinate of a rank on every axis."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is not on the grid {self}, which has ranks 0 to {self.world - 1}")
         found = {}
@@ -122,26 +122,26 @@ class Shape:
         return found
 
     def rank(self, coords: Mapping[str, int]) -> int:
-        """The rank at these coordinates; the inverse of `coords`."""
+        """Return the rank at these coordinates; the inverse of `coords`."""
         rank = 0
         for axis in reversed(self.order):
             rank = rank * self.sizes[axis] + coords[axis]
         return rank
 
     def place(self, rank: int) -> int:
-        """The number of the place that a rank is in; data is the outer cut of a batch, z the inner."""
+        """Return the number of the place that a rank is in, with the outer cut of a batch (data) slowest."""
         coords, place = self.coords(rank), 0
         for axis in BATCH:
             place = place * self.sizes[axis] + coords[axis]
         return place
 
     def ranks_along(self, axis: str, rank: int) -> list[int]:
-        """The ranks that share every coordinate with `rank` except the one on `axis`."""
+        """Return the ranks that share every coordinate with `rank` except the one on `axis`."""
         here = self.coords(rank)
         return [self.rank({**here, axis: place}) for place in range(self.sizes[axis])]
 
     def mesh_ranks(self) -> torch.Tensor:
-        """Ranks by coordinates, one dim per axis in the order of AXES."""
+        """Return the ranks by coordinates, one dim per axis in the order of AXES."""
         slowest_first = tuple(reversed(self.order))
         ranks = torch.arange(self.world).reshape([self.sizes[axis] for axis in slowest_first])
         return ranks.permute([slowest_first.index(axis) for axis in AXES]).contiguous()
@@ -169,7 +169,7 @@ def sizes_by_axis(sizes: Sequence[int], named: Mapping[str, int]) -> dict[str, i
 
 
 def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
-    """Every way to factor `world` ranks into a grid, powers of two or not."""
+    """Yield every way to factor `world` ranks into a grid, powers of two or not."""
     if world < 1:
         raise ValueError(f"a grid of {world} ranks: there must be at least one")
 
@@ -186,10 +186,10 @@ def shapes_of(world: int, order: Sequence[str] = AXES) -> Iterator[Shape]:
 
 
 class Grid:
-    """This process's place on a grid of devices.
+    """A grid of devices, with this process placed on it.
 
-    Takes torchrun's or SLURM's environment, or the process group that is already there; without any of
-    them it is a grid of one rank. Every rank must make the same grids in the same order.
+    It reads torchrun's or SLURM's environment, or takes the process group that exists already; without any of them it
+    has one rank. Every rank must make the same grids in the same order.
     """
 
     _made = itertools.count(1)
@@ -283,10 +283,10 @@ class Grid:
         self.channel = Channel("grid", self.ranks)
         self.ledger = Ledger()
         self.tags = {axis: itertools.count() for axis in AXES}
-        """Numbers for messages; the ranks along an axis launch in the same order and so count alike."""
+        """The next message tag of each axis. All ranks along an axis launch in the same order, so their tags match."""
         self.muted = False
-        """Whether collectives are recorded only and nothing travels; `comm.muted` sets it."""
-        # torch caches by mesh how operations on DTensors are cut, and takes meshes of equal shape for the same
+        """Whether collectives are recorded without being sent; `comm.muted` sets it."""
+        # torch caches the placements of DTensor operations by mesh, and takes meshes of equal shape for the same one
         self.mesh._thread_id = -next(self._made)
         install_torch_hooks()
         setattr(self.mesh, GRID, self)  # for `Grid.of`
@@ -300,8 +300,9 @@ class Grid:
     ) -> dict[tuple[str, str], dist.ProcessGroup]:
         """Make the group of each lane along each axis, on all ranks of the job in the same order.
 
-        On a GPU their kernels go before computation, which otherwise keeps them from starting; the mesh's own groups
-        have no such streams and are left to DTensors. On the CPU gathers take the mesh's.
+        On a GPU their streams have high priority: otherwise running computation keeps a collective's kernel from
+        starting. The mesh's own groups have no such streams; DTensors use them. On the CPU gathers use the mesh's
+        groups.
         """
         groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         on_gpu = self.device.type == "cuda" and dist.get_backend() != "fake"
@@ -310,7 +311,7 @@ class Grid:
             two = ()
         for axis in AXES:
             group = self.mesh.get_group(axis) if member else None
-            if timeout is not None and group is not None:  # the mesh makes its groups with torch's default
+            if timeout is not None and group is not None:  # the mesh made its groups with torch's default timeout
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
             if on_gpu and self.size(axis) > 1:
                 group = self._new_group(axis, timeout)
@@ -331,7 +332,7 @@ class Grid:
 
     @staticmethod
     def of(parameter: torch.Tensor) -> Grid:
-        """The grid that a parameter lives on."""
+        """Return the grid that a parameter is on."""
         grid = getattr(parameter.device_mesh, GRID, None) if isinstance(parameter, DTensor) else None
         if grid is None:
             raise ValueError(
@@ -347,10 +348,10 @@ class Grid:
         return f"Grid({self}, rank={self.rank} of {self.shape.world}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Grid:
-        return self  # a copy of a model lives on the same grid
+        return self  # a copy of a model is on the same grid
 
     def __reduce__(self) -> NoReturn:
-        """Every DTensor on the grid leads here, through its mesh, when it is pickled."""
+        """Refuse to be pickled; pickling any DTensor on the grid comes here, through its mesh."""
         raise TypeError(
             "torch.save and pickle would write this rank's shards alone, which fit nowhere else; on all ranks call "
             "state = fourfold.wrap.whole_tensors(model, 'state') and save that on one of them (load_state_dict "
@@ -368,12 +369,15 @@ class Grid:
         agree(self.channel, what, text)
 
     def broadcast_text(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
+        """Return rank 0's text on every rank."""
         return self.channel.decide(text, lambda texts: texts[0])
 
     def run_together(self, what: str, act: Callable[[], T], *, same: str = "") -> T:
-        """Act on every rank. When it fails on one, all raise, since none may go on to wait for the others: that rank
-        what it met, the others whose fault it was. All must hold the `same` text too."""
+        """Call `act` on every rank and return its result; if it fails on one rank, raise on all of them.
+
+        Otherwise the other ranks would wait for the failed one. The failed rank raises its own error, the others an
+        error that names the rank and its reason. All ranks must also hold the `same` text.
+        """
         result, fault = None, None
         try:
             result = act()
@@ -392,11 +396,11 @@ class Grid:
         return result  # type: ignore[return-value]
 
     def run_on_rank0(self, what: str, act: Callable[[], object]) -> None:
-        """Act on rank 0 while the others wait; when it fails there, all raise."""
+        """Call `act` on rank 0 while the other ranks wait; if it fails, raise on all ranks."""
         self.run_together(what, act if self.rank == 0 else lambda: None)
 
     def close(self) -> None:
-        """Give back the process groups of this grid. The process group that it joined stays."""
+        """Destroy the process groups of this grid; the default process group stays."""
         if self.shape.world > 1:
             for group in {id(group): group for group in self._groups.values()}.values():
                 if group is not dist.group.WORLD:
@@ -407,7 +411,7 @@ Grid.__signature__ = _signature(order=AXES, device=None, timeout=None)  # type: 
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, else this process's GPU, else the CPU; a GPU always with its index."""
+    """Return the given device, else this process's GPU, else the CPU; a GPU always with its index."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -417,7 +421,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _checked_shape(sizes: Sequence[int], named: Mapping[str, int], order: Sequence[str]) -> Shape | Exception:
-    """The shape, or why it is none: all ranks hear of a fault before any of them raises."""
+    """Return the shape, or the error to raise once all ranks know about it."""
     try:
         shape = Shape(*sizes, order=order, **named)
     except (TypeError, ValueError) as error:
@@ -465,7 +469,7 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
 
 
 def _cores_per_rank(channel: Channel) -> float:
-    """Cores of the rank that has fewest: ranks that may run on the same cores of one host share them."""
+    """Return the number of cores of the rank that has fewest; ranks with the same cores of one host share them."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return float(channel.decide(f"{socket.gethostname()}: {','.join(map(str, cores))}", _fewest_cores))
 

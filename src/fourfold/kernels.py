@@ -1,7 +1,8 @@
 """Local computation between collectives: pure functions on plain tensors.
 
-Nothing here knows of grids, ledgers or parameters, so `region` may compile each function as one kernel or a few.
-Statistics and sums are taken in the wider of fp32 and the input's dtype, results are cast back.
+Nothing here depends on grids, ledgers or parameters, so `region` can compile each function into one kernel or a few.
+Statistics and sums are computed in the wider of fp32 and the input's dtype, and results are cast back. "Local features"
+are those that this rank holds.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.nn import functional
 
 
 def region(function: Callable[..., Any], like: Tensor, *, compiled: bool) -> Callable[..., Any]:
-    """The function, compiled if asked for; a dry run on the meta device has nothing to compile."""
+    """Return the function, compiled if `compiled`; a dry run on the meta device has nothing to compile."""
     return _compiled(function) if compiled and not like.is_meta else function
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # One norm serves rows and heads, training and evaluation, several batches: more kinds of input than torch's 8.
+    # One norm sees rows and heads, training and evaluation, several batch sizes: more kinds of input than torch's 8.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(function, fullgraph=True)
 
@@ -32,7 +33,7 @@ def widen(a: Tensor) -> Tensor:
 
 
 def sum_tokens(dout: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradients of biases."""
+    """Return the gradients of biases."""
     return dout.sum(0, dtype=dtype)
 
 
@@ -40,14 +41,15 @@ def sum_tokens(dout: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def layer_statistics(a: Tensor) -> Tensor:
-    """[2, ..., 1]: mean and M2 of the features at hand."""
+    """Return [2, ..., 1]: mean and sum of squared deviations (M2) of the local features."""
     wide = widen(a)
     mean = wide.mean(-1, keepdim=True)
     return torch.stack([mean, (wide - mean).square().sum(-1, keepdim=True)])
 
 
 def sum_of_squares(a: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(widen(a), dim=-1, keepdim=True).square()  # one pass, no squares in memory
+    # a norm needs one pass and does not write the squares to memory
+    return torch.linalg.vector_norm(widen(a), dim=-1, keepdim=True).square()
 
 
 def normalize(a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,14 +59,14 @@ def normalize(a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias
 
 
 def layer_norm(a: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm where all features are at hand: out, mean, rstd."""
+    """Return out, mean and rstd of a LayerNorm whose features are all local."""
     mean, m2 = layer_statistics(a).unbind(0)
     rstd = torch.rsqrt(m2 / a.shape[-1] + eps)
     return normalize(a, mean, rstd, weight, bias), mean, rstd
 
 
 def rms_norm(a: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm where all features are at hand: out, rstd."""
+    """Return out and rstd of an RMSNorm whose features are all local."""
     rstd = torch.rsqrt(sum_of_squares(a) / a.shape[-1] + eps)
     return normalize(a, None, rstd, weight, None), rstd
 
@@ -72,39 +74,39 @@ def rms_norm(a: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def add_layer_norm(
     a: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """a + delta, then its `layer_norm`."""
+    """Return a + delta and its `layer_norm`."""
     total = a + delta
     return total, *layer_norm(total, weight, bias, eps)
 
 
 def add_rms_norm(a: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """a + delta, then its `rms_norm`."""
+    """Return a + delta and its `rms_norm`."""
     total = a + delta
     return total, *rms_norm(total, weight, eps)
 
 
 def norm_weight_sums(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """dw and db, sums over tokens."""
+    """Return dw and db, sums over tokens."""
     return _over_tokens(widen(dout), _unit(a, mean, rstd))
 
 
 def norm_sums(
     dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With g = dout w: the sums over features of g x^ (and g), then dw and db, sums over tokens."""
+    """Return, with g = dout w, the sums over local features of g x^ (and g), then dw and db, sums over tokens."""
     unit, wide = _unit(a, mean, rstd), widen(dout)
     return _over_features(wide * weight, unit, mean), *_over_tokens(wide, unit)
 
 
 def norm_da(dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, means: Tensor) -> Tensor:
-    """da = (g - x^ mean(g x^) - mean(g)) rstd, from the means over all features."""
+    """Return da = (g - x^ mean(g x^) - mean(g)) rstd, from the means over all features."""
     return _da(widen(dout) * weight, _unit(a, mean, rstd), rstd, means).to(a.dtype)
 
 
 def norm_backward(
     dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """da, dw, db where all features are at hand; `dtotal` is what reaches `a` beside the norm."""
+    """Return da, dw and db of a norm whose features are all local; `dtotal` is the gradient that bypasses the norm."""
     unit, wide = _unit(a, mean, rstd), widen(dout)
     g = wide * weight
     da = _da(g, unit, rstd, _over_features(g, unit, mean) / a.shape[-1]).to(a.dtype)
@@ -146,7 +148,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, the first half of a head against the second.
+    """Apply rotary position embeddings, which rotate the first half of a head against the second.
 
     a [rows, seq, heads, head_dim], tables [seq, 1, head_dim] or [rows, seq, 1, head_dim]
     """
@@ -154,14 +156,14 @@ def rotate(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (a * cos + torch.cat([-second, first], dim=-1) * sin).to(a.dtype)
 
 
-# --- loss: `held` columns of the logits stand for the ids from `first` on, the rest is padding
+# --- loss: the first `held` columns of the logits belong to the ids from `first` on, the others are padding
 
 
 def loss_statistics(logits: Tensor, targets: Tensor, first: int, held: int) -> Tensor:
-    """[3, m]: max, sum of exp(l - max) and the target's logit (or 0) over the columns at hand."""
+    """Return [3, m] over the local columns: max, sum of exp(l - max), and the target's logit or 0."""
     logits = logits[:, :held]
     if held == 0:
-        # finite, so that merging with other ranks never meets inf - inf
+        # a finite number, because merging with other ranks would compute inf - inf
         nothing = widen(logits.new_zeros(3, len(targets)))
         nothing[0] = torch.finfo(nothing.dtype).min
         return nothing
@@ -172,7 +174,7 @@ def loss_statistics(logits: Tensor, targets: Tensor, first: int, held: int) -> T
 
 
 def dlogits(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: int, held: int) -> Tensor:
-    """(exp(l - lse) - onehot_t) scale for each token, 0 in padding: one pass once compiled."""
+    """Return (exp(l - lse) - onehot_t) scale for each token, 0 in padding; one pass when compiled."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     hot = columns[None] == (targets - first)[:, None]
     found = ((logits - lse[:, None]).exp() - hot.to(lse.dtype)) * scale[:, None]
@@ -180,25 +182,25 @@ def dlogits(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: 
 
 
 def dlogits_eager(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, first: int, held: int) -> Tensor:
-    """The same with one wide buffer and no mask of the size of the logits, for when each operation is a pass."""
+    """Return `dlogits`, with one wide buffer and no mask of the size of the logits: eager operations are passes."""
     found = (logits[:, :held] - lse[:, None]).exp_()
     if held:
         column, here = _column(targets, first, held)
         found.scatter_add_(1, column[:, None], -here.to(found.dtype)[:, None])
     found.mul_(scale[:, None])
     if padding := logits.shape[1] - held:
-        found = functional.pad(found, (0, padding))  # a copy, also where there is nothing to pad
+        found = functional.pad(found, (0, padding))  # copies even if there is nothing to pad, hence the check
     return found.to(logits.dtype)
 
 
 def dlogits_normalized(logp: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
-    """The same from log-probabilities over the whole vocabulary."""
+    """Return `dlogits` from log-probabilities over the whole vocabulary."""
     found = logp.exp().mul_(scale[:, None])
     return found.scatter_add_(1, targets.clamp(min=0, max=logp.shape[1] - 1)[:, None], -scale[:, None])
 
 
 def _column(targets: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
-    """The column of each target (0 where it has none here), and whether it has one."""
+    """Return the local column of each target, 0 if another rank holds it, and whether this rank holds it."""
     column = targets - first
     here = (column >= 0) & (column < held)
     return column.masked_fill(~here, 0), here

@@ -1,9 +1,10 @@
-"""What was communicated: one record per collective, the same record that the planner predicts.
+"""The ledger of a grid: one record per collective, the same record that the planner predicts.
 
-The ledger hangs on the grid. It always counts (calls, wire bytes by axis) and keeps the records themselves
-only while somebody watches, so that a run of weeks does not grow.
+The ledger always counts calls and bytes by axis. It keeps the records themselves only inside `watch` and `events`, so
+that its memory does not grow over a run of weeks.
 
-Invariant: a record describes the logical operation, equal on gloo, NCCL, fake groups and meta tensors.
+Invariant: a record describes the logical operation. It is the same with gloo, NCCL, a fake process group and meta
+tensors.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import torch
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 _WIRE_SHARES: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""How often (g-1)/g of the buffer is sent; an all-reduce is a reduce-scatter and a gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as one rank saw it. `nbytes` is the larger of its input and output buffer."""
+    """One collective on one rank. `nbytes` is the size of the larger of its input and output buffers."""
 
     op: Op
     axis: str
@@ -34,7 +36,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """What this rank sends, at the least: (g-1)/g of the buffer, twice that for an all-reduce."""
+        """The least number of bytes that this rank must send: (g-1)/g of the buffer, twice that for an all-reduce."""
         return -(-_WIRE_SHARES[self.op] * (self.ranks - 1) * self.nbytes // self.ranks)
 
     def __str__(self) -> str:
@@ -42,14 +44,14 @@ class Collective:
 
 
 class Event(NamedTuple):
-    """What the host did: launched a collective, waited for one, or ran a product."""
+    """Something that the host did: it launched a collective, waited for one, or ran a product."""
 
     kind: Literal["launch", "wait", "product"]
     what: Collective | str
 
 
 class Listener(Protocol):
-    """Hears of every collective that travels when it is launched, when it is waited for and when that is over."""
+    """Is called for every collective that is sent: at its launch, before the wait for it, and after the wait."""
 
     def launched(self, record: Collective) -> None: ...
     def waits(self, record: Collective) -> None: ...
@@ -57,12 +59,12 @@ class Listener(Protocol):
 
 
 class Ledger:
-    """Counts of all collectives since the start, and the records of those that somebody watched."""
+    """Counts all collectives of a grid, and records them while somebody watches."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.wire_bytes: Counter[str] = Counter()
-        """What this rank has sent over each axis."""
+        """The bytes that this rank has sent over each axis."""
         self.listener: Listener | None = None
         self._watchers: list[list[Collective]] = []
         self._events: list[Event] | None = None
@@ -80,7 +82,10 @@ class Ledger:
 
     @contextmanager
     def waiting(self, record: Collective, *, on_gpu: bool) -> Iterator[None]:
-        """Around a wait. The host's wait is timed on the CPU; on a GPU the stream's, once `time_stalls` was called."""
+        """Time the wait for a collective inside the block: the host's wait on the CPU, the stream's on a GPU.
+
+        A GPU's is timed only after `time_stalls`, because the events that measure it cost time themselves.
+        """
         if self._events is not None:
             self._events.append(Event("wait", record))
         if self.listener is not None:
@@ -102,7 +107,7 @@ class Ledger:
 
     @contextmanager
     def multiplying(self, label: str) -> Iterator[None]:
-        """Around a product: E1 of a layer, or E2 or E3 of its backward."""
+        """Record the product that runs inside the block: E1 of a layer, or E2 or E3 of its backward."""
         if self._events is not None:
             self._events.append(Event("product", label))
         with span(f"product {label}"):
@@ -110,7 +115,7 @@ class Ledger:
 
     @contextmanager
     def events(self) -> Iterator[list[Event]]:
-        """Collect what the host does inside the block, in its order."""
+        """Collect what the host does inside the block, in order."""
         before, self._events = self._events, []
         try:
             yield self._events
@@ -118,11 +123,14 @@ class Ledger:
             self._events = before
 
     def time_stalls(self) -> None:
-        """From now on measure on a GPU too how long its stream stands still for collectives."""
+        """Start measuring, on a GPU, how long its stream stands still for collectives."""
         self._stalls = [] if self._stalls is None else self._stalls
 
     def take_exposed(self) -> Callable[[], dict[str, float]]:
-        """Seconds of waiting by axis since the last call, to be asked for once a GPU has done the work until now."""
+        """Return a function that returns the seconds of waiting by axis since the last call of `take_exposed`.
+
+        On a GPU call that function after a synchronisation, because it reads events.
+        """
         exposed, stalls = self._exposed, self._stalls or []
         self._exposed, self._stalls = defaultdict(float), None if self._stalls is None else []
 
@@ -135,11 +143,11 @@ class Ledger:
         return seconds
 
     def time_links(self) -> None:
-        """From now on measure on the CPU how long each collective takes from its launch until it has arrived."""
+        """Start measuring, on the CPU, how long each collective takes from its launch to its arrival."""
         self._links = []
 
     def begin_flight(self, record: Collective) -> Callable[[], None] | None:
-        """Called where something travels; what it returns is called on arrival, from whatever thread sees that."""
+        """Note that a collective is sent; return the function to call on its arrival, on any thread, or None."""
         if self.listener is not None:
             self.listener.launched(record)
         if self._links is None:
@@ -148,7 +156,7 @@ class Ledger:
         return lambda: links.append((record.axis, time.perf_counter() - began))
 
     def take_link_seconds(self) -> dict[str, float]:
-        """Seconds that collectives were on the link by axis since `time_links`, which ends here."""
+        """Return the seconds that collectives were in flight by axis since `time_links`, and stop measuring."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for axis, flight in self._links or ():
             seconds[axis] += flight
@@ -157,7 +165,7 @@ class Ledger:
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
-        """What is launched inside the block is not counted, and not told to whoever watches."""
+        """Neither count nor record what is launched inside the block."""
         kept = self.calls.copy(), self.wire_bytes.copy(), self._watchers
         self._watchers = []
         try:
@@ -173,10 +181,10 @@ class Ledger:
         try:
             yield records
         finally:
-            # by identity: two watchers may hold equal lists
+            # compare by identity, because two watchers may hold equal lists
             self._watchers = [kept for kept in self._watchers if kept is not records]
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Shows in a profile, and costs nothing where none is taken."""
+    """Return a context that names its block in torch's profiles; it costs nothing while no profile is taken."""
     return torch.profiler.record_function(f"fourfold::{name}") if torch.autograd._profiler_enabled() else nullcontext()

@@ -1,6 +1,6 @@
-"""The policies of a model: what is cut, kept and cast, and how much communication runs behind computation.
+"""The policies of a model: what is sharded, kept and cast, and how much communication overlaps with computation.
 
-Policies are frozen dataclasses without behaviour. Only the two dtypes and the number of halves may change a result.
+Policies are frozen dataclasses. Only the two dtypes and the number of halves may change a result.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ Recompute = Literal["none", "attention", "block"]
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How much communication runs behind computation. Only `halves` may change a result, by rounding."""
+    """How much communication overlaps with computation. Only `halves` may change a result, by rounding."""
 
     prefetch: bool = True
-    """Gather weights over z ahead of their use, in the order recorded in the first pass."""
+    """Gather weights over z before their use, in the order recorded in the first pass."""
     defer: bool = True
-    """Reduce dw over z behind the rest of backward."""
+    """Reduce weight gradients over z behind the rest of backward."""
     wgrad_behind_messages: bool = True
-    """In backward run dw's product while the collective that da needs is in flight."""
+    """In backward compute a weight gradient while the collective that the input gradient needs is in flight."""
     halves: int | None = None
-    """Parts of the local batch that take turns, so that one's collectives over x and y run behind the other's
-    products; None: 2 where that is worth it, else 1."""
+    """Number of parts of the local batch that take turns, so that the collectives of one over x and y overlap with the
+    products of the other. None chooses 2 if that pays off, else 1."""
     reduce_early: bool = True
-    """Sum gradients over data as soon as they are final; gather what the sharded optimizer stepped behind the next
-    forward. Who reads a parameter meanwhile waits for it; tensors that were taken from it before the step do not."""
+    """Sum gradients over data as soon as they are final, and with a sharded optimizer gather the stepped parameters
+    behind the next forward. Reading such a parameter waits for it; tensors taken from it before the step do not."""
     bytes_in_flight: int | None = None
-    """Bound on weights gathered ahead, and on gradients being reduced; None: twice the largest message."""
+    """Bound on the bytes of prefetched weights, and on those of gradients being reduced. None stands for twice the
+    largest message."""
 
     def __post_init__(self) -> None:
         if self.halves is not None and self.halves not in (1, 2):
@@ -40,34 +41,34 @@ class Overlap:
             raise ValueError(f"bytes_in_flight={self.bytes_in_flight} must be at least 1, or None")
 
     def most_in_flight(self, largest: int) -> int:
-        """Bytes that may be in flight: two messages keep a link busy, one travels while the other is used."""
+        """Return the bytes that may be in flight. Two messages keep a link busy: one travels while one is used."""
         return 2 * largest if self.bytes_in_flight is None else self.bytes_in_flight
 
     @classmethod
     def off(cls, *, halves: int = 1) -> Overlap:
-        """Every collective is waited for where it is launched."""
+        """Return the policy without overlap: every collective is waited for where it is launched."""
         return cls(prefetch=False, defer=False, wgrad_behind_messages=False, halves=halves, reduce_early=False)
 
 
 class Halves(NamedTuple):
-    """Into how many parts a batch is cut, and why."""
+    """The number of parts that a batch is cut into, and the reason for it in words."""
 
     number: int
     reason: str
 
 
 WORTH_HIDING_NBYTES = 1 << 20
-"""A message of half a batch below this takes its time for latency, which two of them pay twice."""
+"""If the message of half a batch is smaller than this, latency dominates, and two messages would pay it twice."""
 
 
 def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
-    """Cut `rows` rows, whose messages over x or y have up to `nbytes` bytes (0 where nothing travels)?"""
+    """Choose whether to cut a batch of `rows` rows whose messages over x or y have up to `nbytes` bytes."""
     if rows < 2:
         return Halves(1, f"{rows} row cannot be cut")
     if policy.halves is not None:
         return Halves(policy.halves, f"the policy says halves={policy.halves}")
     if nbytes == 0:
-        return Halves(1, "nothing travels over x or y")
+        return Halves(1, "nothing is sent over x or y")
     if nbytes // 2 < WORTH_HIDING_NBYTES:
         return Halves(1, f"messages over x or y of at most {nbytes} bytes are too small to be cut")
     return Halves(2, f"messages over x or y of {nbytes} bytes are worth hiding")
@@ -75,32 +76,33 @@ def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is kept, what is cut, and in which precision. Only the two dtypes and halves change a result."""
+    """What is sharded, what is kept for backward, and in which precision."""
 
     activations: Activations = "sharded"
-    """`sharded` cuts activations fully; `replicated` is the published algorithm, whole where ours are cut."""
+    """`sharded` cuts activations over all axes; `replicated` is the published algorithm, which cuts them less."""
     keep_gathered: bool = False
-    """Keep a product's gathered input for backward; otherwise keep the cut one and gather it again."""
+    """Keep the gathered input of a product for backward, instead of gathering it again."""
     keep_weights: bool = False
-    """Keep weights gathered over z from forward to backward; otherwise gather them again."""
+    """Keep weights gathered over z from forward to backward, instead of gathering them again."""
     recompute: Recompute = "none"
-    """What is forgotten in forward and computed again in backward: nothing, attention's inside, whole blocks."""
+    """What backward computes again instead of keeping it: nothing, the inside of attention, or whole blocks."""
     compute_dtype: torch.dtype | None = None
-    """Dtype of gathered weights, activations and their messages; None: that of the parameters."""
+    """Dtype of gathered weights, activations and their messages; None stands for that of the parameters."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients of weights are reduced over z; None: that of the parameters."""
+    """Dtype in which weight gradients are reduced over z; None stands for that of the parameters."""
     loss_chunk: int = 0
-    """Tokens of a place whose logits exist at once, so that a large vocabulary does not set the peak; 0: all."""
+    """Number of tokens per place whose logits exist at the same time; 0 stands for all. Limits the memory that a large
+    vocabulary needs."""
     shard_optimizer: bool = False
-    """Cut gradients and optimizer state over data as well (ZeRO-1); `optim.AdamW` then gathers parameters."""
+    """Shard gradients and optimizer state over data as well (ZeRO-1); `optim.AdamW` then gathers parameters."""
     bucket_bytes: int = 25 << 20
-    """Gradients that owe the same sums travel together in messages of about this size."""
+    """About the size of the messages in which gradients are summed; 25 MiB as in torch's DDP."""
     compile: bool = False
     """Compile the computation between collectives, region by region."""
     overlap: Overlap = Overlap()
-    """How much communication runs behind computation."""
+    """How much communication overlaps with computation."""
     check_inputs: bool = False
-    """Check token ids on a device too, which reads them back; on the CPU they are always checked."""
+    """Check token ids on a GPU as well, which makes the host wait for them; on the CPU they are always checked."""
 
     def __post_init__(self) -> None:
         if self.activations not in get_args(Activations):

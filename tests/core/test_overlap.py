@@ -129,7 +129,7 @@ def test_halves_are_chosen_where_messages_are_worth_hiding() -> None:
         1,
         f"messages over x or y of at most {large - 2} bytes are too small to be cut",
     )
-    assert choose_halves(Overlap(), 8, 0).reason == "nothing travels over x or y"
+    assert choose_halves(Overlap(), 8, 0).reason == "nothing is sent over x or y"
     assert choose_halves(Overlap(halves=2), 1, large) == (1, "1 row cannot be cut")
     assert choose_halves(Overlap(halves=2), 2, 0).number == 2
 
