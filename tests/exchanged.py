@@ -16,7 +16,7 @@ from fourfold.grid import Grid, Shape
 from fourfold.layout import boxed
 from fourfold.models import ModelConfig
 from fourfold.models.generate import evaluating
-from fourfold.nn.initial import key_of
+from fourfold.nn.rng import key_of
 from fourfold.train.config import ModelSection, read_config
 from fourfold.train.config import TrainConfig as RunConfig
 from harness import grid_of

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fourfold.layout import Init
 from fourfold.models import ModelConfig
-from fourfold.nn.initial import fill_
+from fourfold.nn.rng import fill_
 
 
 class RMSNorm(nn.Module):

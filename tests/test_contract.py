@@ -55,9 +55,8 @@ ORDER = [
 
 INSIDE = {
     "nn": [
-        "initial", "rng", "recompute", "layer", "linear", "norm", "loss",
-        "embedding", "chunked", "dropout", "attention", "mlp", "channels", "convolve", "conv", "channel_norm",
-        "batch_norm", "__init__",
+        "rng", "layer", "linear", "norm", "loss", "embedding", "dropout", "attention",
+        "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
     "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
     "data": ["__init__", "rows", "tokenizer", "token_files", "text", "open", "order", "loader"],
@@ -93,7 +92,7 @@ def modules() -> list[Path]:
 def place(path: Path) -> tuple[int, int]:
     """Where a file stands in the order."""
     first, *rest = path.relative_to(PACKAGE).with_suffix("").parts
-    return ORDER.index(first), INSIDE[first].index(rest[0]) if rest else 0
+    return ORDER.index(first), INSIDE[first].index("/".join(rest)) if rest else 0
 
 
 def imported(path: Path) -> set[Path]:

@@ -30,7 +30,7 @@ from benchmarks.shared.peers import Llama, Rope, apply_rope, init_of, rows_of
 from benchmarks.shared.workloads import Workload
 from fourfold.layout import chunk
 from fourfold.models import ModelConfig
-from fourfold.nn.initial import fill_
+from fourfold.nn.rng import fill_
 
 try:
     from megatron.core import ModelParallelConfig, parallel_state

@@ -24,7 +24,7 @@ from fourfold.layout import Init, Spec
 from fourfold.ledger import Collective
 from fourfold.models import ModelConfig
 from fourfold.nn import layer
-from fourfold.nn.initial import key_of
+from fourfold.nn.rng import key_of
 
 SGD_LEARNING_RATE = 0.1
 """Large enough that the loss on a repeated batch falls visibly, in bf16 too."""

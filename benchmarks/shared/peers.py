@@ -35,7 +35,7 @@ from benchmarks.shared.models import BenchmarkModel, ShardInit, local_shard
 from benchmarks.shared.workloads import Workload
 from fourfold.layout import Init, chunk
 from fourfold.models import ModelConfig
-from fourfold.nn.initial import fill_, key_of
+from fourfold.nn.rng import fill_, key_of
 
 Rope = tuple[Tensor, Tensor]
 PREFETCHED_BLOCKS = 2

@@ -26,7 +26,7 @@ from fourfold.checkpoint.training_state import LocalShard, LocalShards, model_sh
 from fourfold.errors import FailedElsewhereError
 from fourfold.grid import Grid, Shape
 from fourfold.layout import PRODUCT, Layout, Spec, boxed
-from fourfold.nn.initial import key_of
+from fourfold.nn.rng import key_of
 from harness import DEVICE, Largest, grid_of, join_shards
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53, qk_norm=True, tied=False)

@@ -18,11 +18,9 @@ import fourfold as ff
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid, Shape, shapes_of
 from fourfold.ledger import Collective
-from fourfold.nn.batch_norm import BatchNorm
-from fourfold.nn.channel_norm import GroupNorm
-from fourfold.nn.channels import Channels, convert
-from fourfold.nn.conv import Conv, GroupedConv
-from fourfold.nn.convolve import Geometry
+from fourfold.nn.images.channel_norm import BatchNorm, GroupNorm
+from fourfold.nn.images.channels import Channels, convert
+from fourfold.nn.images.conv import Conv, Geometry, GroupedConv
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy

@@ -121,12 +121,11 @@ def attention_masks(mode: str) -> tuple[dict, Tensor]:
     grid = grid_of(GRID)
     policy = Policy(activations=mode)
     attention = ff.nn.Attention(
-        grid, policy, 8, heads=4, kv_heads=4, head_dim=8, bias=False, qk_norm=False, dropout=0.5,
-        eps=1e-5, init=INIT, out_init=INIT,
-    )  # fmt: skip
+        grid, policy, 8, heads=4, kv_heads=4, head_dim=8, bias=False, dropout=0.5, init=INIT, out_init=INIT
+    )
     ff.nn.assemble(attention, grid, policy)
     q = torch.zeros(1, 8, 1, 8)
-    return grid.coords, attention._attend(q, q, torch.eye(8).view(1, 8, 1, 8))
+    return grid.coords, attention._mix(q, q, torch.eye(8).view(1, 8, 1, 8), ff.nn.Batch(1, 8))
 
 
 def test_attention_dropout_follows_the_cut_of_heads(ranks) -> None:

@@ -17,8 +17,8 @@ from benchmarks.planner import memory_on_gpu
 from dry_peak import Case, Found, dry_peaks
 from fourfold import comm
 from fourfold.grid import Grid, Shape
-from fourfold.nn.initial import BLOCK_ELEMENTS
 from fourfold.nn.layer import specs_of
+from fourfold.nn.rng import BLOCK_ELEMENTS
 from fourfold.params import local_of
 from fourfold.planner.memory import Memory, kept_for_backward, peak_memory
 from fourfold.planner.sizes import LocalSizes

@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
 
-from fourfold.nn.initial import key_of
+from fourfold.nn.rng import key_of
 
 ROUNDS = 8
 """Rounds of the Feistel network. Four are the least that look random; the number is even, so that the two halves of the

@@ -23,7 +23,7 @@ from fourfold import comm
 from fourfold.axes import AXES, BATCH
 from fourfold.layout import chunk
 from fourfold.models.transformer import Transformer
-from fourfold.nn.initial import key_of
+from fourfold.nn.rng import key_of
 
 NO_CHOICE = -1
 """Stands in for the token of a row with logits that are not finite. No token has a negative id."""

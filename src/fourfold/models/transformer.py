@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,19 +23,15 @@ from fourfold.grid import Grid
 from fourfold.layout import Init
 from fourfold.models.config import ModelConfig, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
-from fourfold.nn.chunked import chunked_share, count_first, show_sum
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.embedding import Embedding, Head, Positions
-from fourfold.nn.initial import key_of
-from fourfold.nn.layer import Layer, assemble
-from fourfold.nn.loss import IGNORE_INDEX, cross_entropy, sum_over_batch
-from fourfold.nn.mlp import MLP
+from fourfold.nn.layer import Layer, assemble, recompute
+from fourfold.nn.linear import MLP
+from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halves, sum_of_places, sum_over_batch
 from fourfold.nn.norm import Norm
-from fourfold.nn.recompute import recompute
+from fourfold.nn.rng import key_of
 from fourfold.operators import AsyncResult, Ready
 from fourfold.policy import Halves, Policy
-
-Rope = tuple[Tensor, Tensor] | None
 
 
 class ResidualStream:
@@ -67,7 +64,6 @@ class Half:
     targets: Tensor
     """Empty if the model is to return logits."""
     batch: Batch
-    rope: Rope
 
 
 class TransformerBlock(Layer):
@@ -87,9 +83,8 @@ class TransformerBlock(Layer):
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             bias=config.bias,
-            qk_norm=config.qk_norm,
             dropout=config.dropout,
-            eps=config.norm_eps,
+            head_norm_eps=config.norm_eps if config.qk_norm else None,
             init=init,
             out_init=out_init,
         )
@@ -107,33 +102,29 @@ class TransformerBlock(Layer):
         )
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
 
-    def forward(self, a: Tensor, delta: Tensor | None, batch: Batch, rope: Rope) -> tuple[Tensor, Tensor | None]:
-        (stream,) = self._together([ResidualStream(a, None if delta is None else Ready(delta))], [batch], [rope])
+    def forward(self, a: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        (stream,) = self._together([ResidualStream(a, None if delta is None else Ready(delta))], [batch])
         return stream.read()
 
-    def together(self, streams: Streams, batches: Sequence[Batch], ropes: Sequence[Rope]) -> Streams:
+    def together(self, streams: Streams, batches: Sequence[Batch]) -> Streams:
         """Run all halves of a batch through the block; with recompute, they are recomputed together."""
         if self.hooked:
-            halves = zip(streams, batches, ropes, strict=True)
-            return self.engine.take_turns([self.turns(*half) for half in halves])
-        return self._together(streams, batches, ropes)
+            return self.engine.take_turns([self.turns(*half) for half in zip(streams, batches, strict=True)])
+        return self._together(streams, batches)
 
-    def _together(self, streams: Streams, batches: Sequence[Batch], ropes: Sequence[Rope]) -> Streams:
-        if self.policy.recompute == "block":
-            return recompute(self._take_turns, self.clock, streams, batches, ropes)
-        return self._take_turns(streams, batches, ropes)
+    def _together(self, streams: Streams, batches: Sequence[Batch]) -> Streams:
+        def take_turns(streams: Streams) -> Streams:
+            return self.engine.take_turns([self._compute(*half) for half in zip(streams, batches, strict=True)])
 
-    def _take_turns(self, streams: Streams, batches: Sequence[Batch], ropes: Sequence[Rope]) -> Streams:
-        halves = zip(streams, batches, ropes, strict=True)
-        return self.engine.take_turns([self._compute(*half) for half in halves])
+        return recompute(take_turns, self.clock, streams) if self.policy.recompute == "block" else take_turns(streams)
 
-    def turns(self, stream: ResidualStream, batch: Batch, rope: Rope) -> Turns[ResidualStream]:
-        """Run one half through the block, with a `yield` wherever the other half can go on."""
+    def turns(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
+        """Run one half through the block, with a `yield` wherever the other half can continue."""
         if self.hooked:
-            return call_module(self, stream, batch, rope)
-        return (yield from self._compute(stream, batch, rope))
+            return call_module(self, stream, batch)
+        return (yield from self._compute(stream, batch))
 
-    def _compute(self, stream: ResidualStream, batch: Batch, rope: Rope) -> Turns[ResidualStream]:
+    def _compute(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
         self.refuse_hooks(self.attention_norm, self.mlp_norm)
         if stream.delta is not None:
             yield
@@ -141,9 +132,9 @@ class TransformerBlock(Layer):
             stream.add_now()  # recompute then keeps one tensor instead of two
         a, normed = self.attention_norm.add(*stream.read())
         if self.attention.hooked:
-            leaving = Ready(self.attention(normed, batch, rope))
+            leaving = Ready(self.attention(normed, batch))
         else:
-            leaving = self.attention.out.leave((yield from self.attention.turns(normed, batch, rope)), batch.tokens)
+            leaving = self.attention.out.leave((yield from self.attention.turns(normed, batch)), batch.tokens)
         yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
         a, normed = self.mlp_norm.add(a, self.attention_dropout(leaving.wait()))
         if self.mlp.hooked:
@@ -159,9 +150,9 @@ class TransformerBlock(Layer):
         return ResidualStream(a, leaving)
 
 
-def call_module(layer: nn.Module, stream: ResidualStream, batch: Batch, rope: Rope) -> ResidualStream:
+def call_module(layer: nn.Module, stream: ResidualStream, batch: Batch) -> ResidualStream:
     """Run a block through its `__call__`: it was hooked or wrapped, so its inside cannot take turns."""
-    a, delta = layer(*stream.read(), batch, rope)
+    a, delta = layer(*stream.read(), batch)
     return ResidualStream(a, None if delta is None else Ready(delta))
 
 
@@ -212,20 +203,20 @@ class Transformer(Layer):
         targets = None if targets is None else targets.long()
         self.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
         halves = self._cut(tokens, targets, positions)
+        aims = [half.targets for half in halves]
         if targets is None:
             faults = sum_over_batch(torch.full((), float(bool(fault)), device=tokens.device), self.grid, "faults")
-            parts = self._run(halves, self._logits)
-            whole = [self.head.whole(part) for part in parts]
+            whole = [self.head.whole(logits) for logits in self._run(halves, self._logits)]
             result = (whole[0] if len(whole) == 1 else torch.cat(whole)).unflatten(0, tokens.shape)
         elif self.policy.loss_chunk:
-            aims = [half.targets for half in halves]
-            total, faults = count_first(self.head, aims, ignore_index, count=count, faults=int(bool(fault)))
-            shares = self._run(halves, lambda stream, half: self._share(stream, half, ignore_index, total))
-            result = show_sum(shares, self.grid, self.compute)
+            self.refuse_hooks(self.head)
+            total, faults = count_first(aims, ignore_index, self.grid, count=count, faults=int(bool(fault)))
+            shares = self._run(halves, lambda a, half: self.head.loss_share(a, half.targets, ignore_index, total))
+            result = sum_of_places(sum_halves(shares), self.grid, "loss")
+            result = result.to(torch.promote_types(self.compute, torch.float32))
         else:
             logits = self._run(halves, self._logits)
             vocabulary = self.head.vocabulary(ignore_index)
-            aims = [half.targets for half in halves]
             result, faults = cross_entropy(logits, aims, vocabulary, count=count, faults=int(bool(fault)))
         if self._reads(tokens) and faults:
             raise ValueError(fault or "the batch of another place was refused; see the error of its ranks")
@@ -241,38 +232,38 @@ class Transformer(Layer):
         return self.policy.compute_dtype or self.embedding.member("weight").parameter.dtype
 
     def _cut(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Half]:
-        number = self.halves(*tokens.shape).number
+        number, seq = self.halves(*tokens.shape).number, tokens.shape[1]
         rows = tokens.chunk(number)
         aims = (tokens[:, :0] if targets is None else targets).chunk(number)
         places = [None] * number if positions is None else positions.chunk(number)
-        batches = [Batch.of(*half) for half in zip(rows, places, strict=True)]
-        ropes: list[Rope] = [None] * number
+        ropes: Sequence[tuple[Tensor, Tensor] | None] = [None] * number
         if self.positions is None:
-            read = batches[:1] if positions is None else batches
-            ropes = [self._rope(batch, tokens.device) for batch in read] * (number // len(read))
-        return [Half(*half) for half in zip(rows, aims, batches, ropes, strict=True)]
+            sizes = seq, self.config.head_dim, self.config.rope_theta
+            tables = partial(rope_tables, *sizes, dtype=self.compute, device=tokens.device)
+            # Without packed documents, all halves share one pair of tables.
+            ropes = [tables(None)] * number if positions is None else [tables(part) for part in places]
+        batches = [Batch.of(*half) for half in zip(rows, places, ropes, strict=True)]
+        return [Half(*half) for half in zip(rows, aims, batches, strict=True)]
 
-    def _rope(self, batch: Batch, device: torch.device) -> Rope:
-        return rope_tables(batch, self.config.head_dim, self.config.rope_theta, dtype=self.compute, device=device)
-
-    def _run(self, halves: Sequence[Half], read: Callable[[ResidualStream, Half], Turns[Tensor]]) -> list[Tensor]:
-        """Run every half from its tokens through all blocks, and return what `read` makes of the stream."""
+    def _run(self, halves: Sequence[Half], read: Callable[[Tensor, Half], Turns[Tensor]]) -> list[Tensor]:
+        """Run every half from its tokens through all blocks, and return what `read` makes of the normed stream."""
         if self.policy.recompute != "block" or not all(isinstance(layer, TransformerBlock) for layer in self.layers):
             return self.engine.take_turns([self._through(half, read) for half in halves])
-        batches, ropes = [half.batch for half in halves], [half.rope for half in halves]
+        batches = [half.batch for half in halves]
         streams = self.engine.take_turns([self._embed(half) for half in halves])
         for layer in self.layers:
-            streams = cast(TransformerBlock, layer).together(streams, batches, ropes)
-        return self.engine.take_turns([read(*half) for half in zip(streams, halves, strict=True)])
+            streams = cast(TransformerBlock, layer).together(streams, batches)
+        ends = zip(streams, halves, strict=True)
+        return self.engine.take_turns([self._finish(stream, half, read) for stream, half in ends])
 
-    def _through(self, half: Half, read: Callable[[ResidualStream, Half], Turns[Tensor]]) -> Turns[Tensor]:
+    def _through(self, half: Half, read: Callable[[Tensor, Half], Turns[Tensor]]) -> Turns[Tensor]:
         stream = yield from self._embed(half)
         for layer in self.layers:
             if isinstance(layer, TransformerBlock) and self.policy.recompute != "block":
-                stream = yield from layer.turns(stream, half.batch, half.rope)
+                stream = yield from layer.turns(stream, half.batch)
             else:
-                stream = call_module(layer, stream, half.batch, half.rope)
-        return (yield from read(stream, half))
+                stream = call_module(layer, stream, half.batch)
+        return (yield from self._finish(stream, half, read))
 
     def _embed(self, half: Half) -> Turns[ResidualStream]:
         """Embed the tokens: the stream that the first block reads, in rest."""
@@ -284,19 +275,18 @@ class Transformer(Layer):
             a = self.positions(a, half.batch.seq, half.batch.positions)
         return ResidualStream(self.dropout(a))
 
-    def _logits(self, stream: ResidualStream, half: Half) -> Turns[Tensor]:
+    def _finish(
+        self, stream: ResidualStream, half: Half, read: Callable[[Tensor, Half], Turns[Tensor]]
+    ) -> Turns[Tensor]:
         self.refuse_hooks(self.norm)
         yield
         _, a = self.norm.add(*stream.read())
+        return (yield from read(a, half))
+
+    def _logits(self, a: Tensor, half: Half) -> Turns[Tensor]:
         if self.head.hooked:
             return self.head(a, half.batch.tokens)
         return (yield from self.head.turns(a, half.batch.tokens))
-
-    def _share(self, stream: ResidualStream, half: Half, ignore_index: int, count: Tensor) -> Turns[Tensor]:
-        self.refuse_hooks(self.norm, self.head)
-        yield
-        _, a = self.norm.add(*stream.read())
-        return (yield from chunked_share(self.head, a, half.targets, ignore_index, count))
 
     def _reads(self, tokens: Tensor) -> bool:
         """Tell whether ids are checked: always on the CPU; on a GPU only on request, since the host must wait."""

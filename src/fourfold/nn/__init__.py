@@ -4,9 +4,8 @@ from fourfold.nn.attention import Attention, Batch
 from fourfold.nn.dropout import Dropout
 from fourfold.nn.embedding import Embedding, Head, Positions
 from fourfold.nn.layer import Layer, assemble
-from fourfold.nn.linear import Contract, Expand, expand_together
+from fourfold.nn.linear import MLP, Contract, Expand, expand_together
 from fourfold.nn.loss import count_targets, cross_entropy, global_mean
-from fourfold.nn.mlp import MLP
 from fourfold.nn.norm import HeadNorm, Norm
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Causal attention on whole sequences, heads cut over the grid.
 
-The query heads of rank (x, y) are block x*Y + y, or block x where activations are replicated. Key and value
-heads follow them where their number divides as well. Where it does not, K and V are made whole over the
-axes in the way and every rank takes the heads that its queries read.
+The query heads of rank (x, y) are block x*Y + y, or block x if activations are replicated. Key and value heads are cut
+in the same way if their number divides as well. Otherwise K and V are made whole over the axes that cut too finely, and
+every rank selects the heads that its queries read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,35 +19,36 @@ from torch.nn import functional
 from fourfold import kernels
 from fourfold.engine import Turns
 from fourfold.grid import Grid
-from fourfold.layout import Init, inner
-from fourfold.nn.layer import Layer
+from fourfold.layout import FEATURES, Init, Layout, inner
+from fourfold.nn.layer import Layer, recompute
 from fourfold.nn.linear import Contract, Expand, expand_in_turns, label_of, read
 from fourfold.nn.norm import HeadNorm
-from fourfold.nn.recompute import recompute
 from fourfold.nn.rng import seeded
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
 from fourfold.policy import Policy
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: tensors do not compare
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: == of tensors is no bool
 class Batch:
-    """The rows of a (data, z) place; where documents are packed also the place of each token in its own."""
+    """What attention must know about the rows of a (data, z) place."""
 
     rows: int
     seq: int
     positions: Tensor | None = None
-    """[rows, seq], 0 at the first token of every document."""
+    """[rows, seq], 0 at the first token of every document; None if a row is one document."""
     mask: Tensor | None = None
     """[rows, 1, seq, seq], true where a token may read another: an earlier one of the same document."""
+    rope: tuple[Tensor, Tensor] | None = None
+    """The tables of rotary positions (`rope_tables`)."""
 
     @classmethod
-    def of(cls, tokens: Tensor, positions: Tensor | None = None) -> Batch:
+    def of(cls, tokens: Tensor, positions: Tensor | None = None, rope: tuple[Tensor, Tensor] | None = None) -> Batch:
         rows, seq = tokens.shape
         if positions is None:
-            return cls(rows, seq)
+            return cls(rows, seq, rope=rope)
         document = (positions == 0).cumsum(1)
         causal = torch.ones(seq, seq, dtype=torch.bool, device=tokens.device).tril()
-        return cls(rows, seq, positions, (causal & (document[:, :, None] == document[:, None]))[:, None])
+        return cls(rows, seq, positions, (causal & (document[:, :, None] == document[:, None]))[:, None], rope)
 
     @property
     def tokens(self) -> int:
@@ -55,50 +57,43 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Which heads this rank computes and which it gets from the product."""
+    """The heads that this rank computes, and the KV heads that it gets from the product."""
 
     queries: range
     keys: range
     """KV heads in this rank's K and V before it selects."""
     shared: bool
-    """K and V are made whole over y, because their heads do not follow the queries' cut."""
+    """Whether K and V are made whole over y, because their heads do not divide as the queries' do."""
     over_x: bool
-    """... and over x too, because x cuts through a head."""
+    """Whether K and V are made whole over x too, because x cuts through a head."""
 
     @classmethod
     def of(cls, heads: int, kv_heads: int, grid: Grid, policy: Policy) -> Heads:
-        cuts = [axis for axis in ("x", "y") if axis in inner(policy.activations).axes]
-        block, parts = 0, 1
-        for axis in cuts:
-            block, parts = block * grid.size(axis) + grid.coords[axis], parts * grid.size(axis)
-        held = heads // parts
-        queries = range(block * held, (block + 1) * held)
-        shared = kv_heads % parts != 0
+        axes = inner(policy.activations).over(FEATURES)
+
+        def held(count: int, axes: Sequence[str]) -> range:
+            return Layout.along(0, axes).box((count,), grid.shape.sizes, grid.coords)[0]
+
+        shared = kv_heads % prod(grid.size(axis) for axis in axes) != 0
         over_x = kv_heads % grid.size("x") != 0
-        if not shared:
-            keys = range(block * kv_heads // parts, (block + 1) * kv_heads // parts)
-        elif over_x:
-            keys = range(kv_heads)
-        else:
-            held = kv_heads // grid.size("x")
-            keys = range(grid.coords["x"] * held, (grid.coords["x"] + 1) * held)
-        return cls(queries, keys, shared, over_x)
+        shared_axes = () if over_x else ("x",)
+        return cls(held(heads, axes), held(kv_heads, shared_axes if shared else axes), shared, over_x)
 
 
 def rope_tables(
-    batch: Batch, head_dim: int, theta: float, *, dtype: torch.dtype, device: torch.device
+    seq: int, head_dim: int, theta: float, positions: Tensor | None, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq, 1, head_dim], or [rows, seq, 1, head_dim] of packed documents, at least fp32."""
+    """Return cos and sin, [seq, 1, head_dim] or for packed documents [rows, seq, 1, head_dim], in fp32 or wider."""
     dtype = torch.promote_types(dtype, torch.float32)
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
-    angles = torch.outer(torch.arange(batch.seq, device=device, dtype=dtype), frequencies).repeat(1, 2)
-    if batch.positions is not None:
-        angles = angles[batch.positions]
+    angles = torch.outer(torch.arange(seq, device=device, dtype=dtype), frequencies).repeat(1, 2)
+    if positions is not None:
+        angles = angles[positions]
     return angles.cos()[..., None, :], angles.sin()[..., None, :]
 
 
 class Attention(Layer):
-    """rest -> q, k, v read together -> attention on whole sequences -> Contract -> rest"""
+    """rest -> q, k, v in one product -> attention on whole sequences -> Contract -> rest"""
 
     side_by_side = (("q.weight", "k.weight", "v.weight"),)
 
@@ -112,95 +107,82 @@ class Attention(Layer):
         kv_heads: int,
         head_dim: int,
         bias: bool,
-        qk_norm: bool,
         dropout: float,
-        eps: float,
         init: Init,
         out_init: Init,
+        head_norm_eps: float | None = None,
     ) -> None:
+        """`head_norm_eps`: the eps of an RMSNorm of every query and key head; None for no such norm."""
         super().__init__(grid, policy)
         self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, head_dim, dropout
         self.q = Expand(grid, policy, features, heads * head_dim, bias=bias, init=init)
         self.k = Expand(grid, policy, features, kv_heads * head_dim, bias=bias, init=init)
         self.v = Expand(grid, policy, features, kv_heads * head_dim, bias=bias, init=init)
         self.out = Contract(grid, policy, heads * head_dim, features, bias=bias, init=out_init)
-        self.q_norm = HeadNorm(grid, policy, head_dim, eps=eps) if qk_norm else None
-        self.k_norm = HeadNorm(grid, policy, head_dim, eps=eps) if qk_norm else None
+        normed = head_norm_eps is not None
+        self.q_norm = HeadNorm(grid, policy, head_dim, eps=head_norm_eps) if normed else None
+        self.k_norm = HeadNorm(grid, policy, head_dim, eps=head_norm_eps) if normed else None
 
-    def forward(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        return self.out.leave(self.engine.alone(self.turns(a, batch, rope)), batch.tokens).wait()
+    def forward(self, a: Tensor, batch: Batch) -> Tensor:
+        return self.out.leave(self.engine.alone(self.turns(a, batch)), batch.tokens).wait()
 
-    def turns(self, a: Tensor, batch: Batch, rope: tuple[Tensor, Tensor] | None) -> Turns[Tensor]:
-        """Until `out.leave` brings it to rest."""
+    def turns(self, a: Tensor, batch: Batch) -> Turns[Tensor]:
+        """Compute everything up to `out.leave`, which brings the result to rest."""
         self.refuse_hooks(self.q, self.k, self.v, self.out)
-        q, k, v = yield from self._read(a, batch)
+        held = Heads.of(self.heads, self.kv_heads, self.grid, self.policy)
+        flat = yield from read_heads([self.q, self.k, self.v], a, batch.tokens, held)
+        q, k, v = (part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in flat)
+        if held.shared:
+            queries_per_key = self.heads // self.kv_heads
+            wanted = Counter(query // queries_per_key - held.keys.start for query in held.queries)
+            k, v = select_heads(k, wanted), select_heads(v, wanted)
         if self.policy.recompute == "attention":
-            mixed = recompute(self._mix, self.clock, q, k, v, rope, batch.mask)
+            mixed = recompute(self._mix, self.clock, q, k, v, batch)
         else:
-            mixed = self._mix(q, k, v, rope, batch.mask)
-        flat = mixed.transpose(1, 2).reshape(batch.tokens, -1)
-        return (yield from self.out.turns(flat, batch.tokens))
+            mixed = self._mix(q, k, v, batch)
+        return (yield from self.out.turns(mixed.transpose(1, 2).reshape(batch.tokens, -1), batch.tokens))
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """What lies between the two products; [rows, seq, heads, head_dim] -> [rows, heads, seq, head_dim]."""
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Compute what lies between the two products: [rows, seq, heads, head_dim] -> [rows, heads, seq, head_dim]."""
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
+        if batch.rope is not None:
             rotate = kernels.region(kernels.rotate, q, compiled=self.policy.compile)
-            q, k = rotate(q, *rope), rotate(k, *rope)
-            v = v.contiguous()  # lets go of the product's output, of which v would be a third or less
-        return self._attend(q, k, v, mask)
-
-    def _read(self, a: Tensor, batch: Batch) -> Turns[tuple[Tensor, Tensor, Tensor]]:
-        """q, k, v as [rows, seq, heads, head_dim]."""
-        held = Heads.of(self.heads, self.kv_heads, self.grid, self.policy)
-        q, k, v = yield from read_heads([self.q, self.k, self.v], a, batch.tokens, held)
-        q, k, v = (self._by_head(part, batch) for part in (q, k, v))
-        if held.shared:
-            group = self.heads // self.kv_heads
-            wanted = Counter(query // group - held.keys.start for query in held.queries)
-            k, v = select_heads(k, wanted), select_heads(v, wanted)
-        return q, k, v
-
-    def _by_head(self, a: Tensor, batch: Batch) -> Tensor:
-        return a.reshape(batch.rows, batch.seq, -1, self.head_dim)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            q, k = rotate(q, *batch.rope), rotate(k, *batch.rope)
+            v = v.contiguous()  # frees the output of the product, of which v is a third or less
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        dropout = self.dropout if self.training else 0.0
-        options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], dropout_p=dropout)
-        if q.is_meta:  # a dry run keeps what the fused kernel keeps; torch would take the unfused one there
+        mask, dropout = batch.mask, self.dropout if self.training else 0.0
+        if q.is_meta:  # a dry run keeps what the fused kernel keeps; torch would choose the unfused one on meta
             fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             return fused(q, k, v, dropout, mask is None, attn_mask=mask)[0]
+        options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], dropout_p=dropout)
         if dropout == 0:
             return functional.scaled_dot_product_attention(q, k, v, **options)
         with seeded(self.clock.key(self.label, self.grid, inner(self.policy.activations)), q.device):
             return functional.scaled_dot_product_attention(q, k, v, **options)
 
 
-def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) -> Turns[tuple[Tensor, Tensor, Tensor]]:
-    """q, k and v of a rank, [m/z, heads * head_dim] each: K and V of `held.keys`, whole where they are shared."""
+def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) -> Turns[Sequence[Tensor]]:
+    """Return this rank's q, k and v, [m/z, heads * head_dim] each; K and V have the heads `held.keys`."""
     if not held.shared:
-        q, k, v = yield from expand_in_turns(layers, a, tokens)
-        return q, k, v
+        return (yield from expand_in_turns(layers, a, tokens))
     query, key, value = layers
     site = query.site(tokens).named(label_of(layers))
     widths = [key.width, value.width]
     out = yield from read(layers, a, tokens)
     q, kv = take_apart(out, [query.width, sum(widths)])
     spreading, sharing = spread(q, site, [query.width]), whole_over_y(kv, site)
-    yield
+    yield  # both messages are in flight
     q, kv = spreading.wait(), sharing.wait()
     if held.over_x:
         kv = whole_over_x(kv, site, widths).wait()
-    k, v = take_apart(kv, [kv.shape[1] // 2] * 2)
-    return q, k, v
+    return q, *take_apart(kv, [kv.shape[1] // 2] * 2)
 
 
 def select_heads(a: Tensor, wanted: Counter[int]) -> Tensor:
-    """The KV heads that are read, each once where all are read equally often, else once per query."""
+    """Return the KV heads that are read: each once if all are read equally often, otherwise once per query."""
     heads = sorted(wanted)
     if len(set(wanted.values())) == 1:
         return a[:, :, heads[0] : heads[-1] + 1]
-    # expanded and joined, not indexed: backward is then a plain sum, the same in every run
+    # Expanded and joined rather than indexed: backward is then a plain sum, in the same order in every run.
     return torch.cat([a[:, :, head : head + 1].expand(-1, -1, wanted[head], -1) for head in heads], dim=2)

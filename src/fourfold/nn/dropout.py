@@ -1,4 +1,4 @@
-"""Dropout whose masks are independent wherever a tensor is cut and equal wherever it is replicated."""
+"""Dropout with masks that are independent wherever a tensor is cut and equal wherever it is replicated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dropout(Layer):
 
     @property
     def acts(self) -> bool:
-        """Whether it must be called: it drops something, or somebody looks at it."""
+        """Whether the layer must be called: it drops something, or it has a hook."""
         return self.active or self.hooked
 
     def forward(self, a: Tensor) -> Tensor:

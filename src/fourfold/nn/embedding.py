@@ -1,11 +1,12 @@
-"""Embedding of tokens, learned positions, and the head that reads logits out.
+"""The layers at both ends of a language model: embedding, learned positions, and the head with its chunked loss.
 
-The table `w[V/x, h/y]` is cut like an Expand weight, so embedding and head can share one. Its global shape
-is the vocabulary's true one; ranks on x hold ceil(V/x) rows or fewer. Padding lives in logits only.
+The table `w[V/x, h/y]` is cut like an Expand weight, so embedding and head can share one. Its global shape has the true
+size of the vocabulary; ranks on x hold ceil(V/x) rows or fewer. Only logits are padded.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,21 +14,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold import comm
+from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, HEAD_BIAS, OUTPUT_OF_HEAD, POSITIONS, PRODUCT, Init, Spec, chunk, inner, rest
 from fourfold.nn.layer import Layer
-from fourfold.nn.linear import Expand, require_divisible
-from fourfold.nn.loss import IGNORE_INDEX, Vocabulary
-from fourfold.operators import AsyncResult, Conjugate, Ready, leave, once_differentiable
+from fourfold.nn.linear import Expand, join, require_divisible
+from fourfold.nn.loss import IGNORE_INDEX, Vocabulary, gradient_of_logits, log_sum_exp
+from fourfold.operators import AsyncResult, Body, Conjugate, Ready, enter, leave, once_differentiable, spread_bodies
 from fourfold.param_group import GroupMember, ParamGroup
 from fourfold.policy import Policy
+from fourfold.product import Factor, matmul_into
 
 
 class Lookup(torch.autograd.Function):
-    """out[i] = w[id_i - first] where this rank holds that row, else 0; dw[r] = sum of dout over ids of row r.
+    """out[i] = w[id_i - first] if this rank holds that row, else 0; dw[r] = sum of dout over ids of row r.
 
-    w [r, h/y] gathered over z, ids [m/z]; out [m/z, h/y] {sum x} where x cuts the rows. The row of the id `untrained`
-    gets no gradient.
+    w [r, h/y] gathered over z, ids [m/z]; out [m/z, h/y] {sum x} if x cuts the rows. The row of the id `untrained` gets
+    no gradient.
     """
 
     @staticmethod
@@ -49,11 +52,10 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (rows,) = ctx.saved_tensors
         if ctx.unit.members[0].parameter.requires_grad:
-            # Rows that other ranks hold point past the end, at the row that the kernel leaves out. Cast first:
-            # a frequent token's sum must not be rounded at every term.
-            dw = torch.ops.aten.embedding_dense_backward(
-                dout.to(ctx.unit.reduce_dtype), rows, ctx.held + 1, ctx.held, False
-            )
+            # Rows of other ranks point past the end, at the row that the kernel leaves out. The cast comes first, since
+            # the sum of a frequent token must not be rounded at every term.
+            wide = dout.to(ctx.unit.reduce_dtype)
+            dw = torch.ops.aten.embedding_dense_backward(wide, rows, ctx.held + 1, ctx.held, False)
             ctx.unit.add([dw[: ctx.held]], turns=ctx.turns)
         return None, None, None, None, None
 
@@ -71,9 +73,9 @@ class Embedding(Layer):
         init: Init = Init(std=0.02),
         untrained: int | None = None,
     ) -> None:
-        """`untrained`: an id whose row gets no gradient from here, such as that of padding."""
+        """`untrained`: an id with a row that gets no gradient from this layer, such as padding."""
         super().__init__(grid, policy)
-        require_divisible(self, "features", features, y=grid.size("y"))
+        require_divisible(self, "features", features, ("y",))
         self.vocab, self.untrained = vocab, untrained
         self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, init))
 
@@ -87,26 +89,26 @@ class Embedding(Layer):
 
 
 class Positions(Layer):
-    """Adds w[position] to tokens at rest, a learned vector for each place in a sequence."""
+    """Adds w[position] to tokens at rest: a learned vector for each position in a sequence."""
 
     def __init__(self, grid: Grid, policy: Policy, length: int, features: int, *, init: Init = Init(std=0.02)) -> None:
         super().__init__(grid, policy)
         self.declare("weight", Spec((length, features), POSITIONS, rest(policy.activations), init))
 
     def forward(self, a: Tensor, seq: int, positions: Tensor | None = None) -> Tensor:
-        """`positions` [rows, seq] are those of packed documents; otherwise every row counts from 0."""
+        """`positions` [rows, seq] are those of packed documents; without them every row counts from 0."""
         first = self.grid.coords["x"] * a.shape[0] if "x" in rest(self.policy.activations).axes else 0
         tokens = torch.arange(first, first + a.shape[0], device=a.device)
-        # what x pads reads any place
-        places = tokens % seq if positions is None else positions.flatten()[tokens.clamp(max=positions.numel() - 1)]
-        return a + Lookup.apply(self.unit("weight"), places, 0, None, self.weight)
+        # The tokens that pad the last rank on x may read any position; their results are dropped.
+        ids = tokens % seq if positions is None else positions.flatten()[tokens.clamp(max=positions.numel() - 1)]
+        return a + Lookup.apply(self.unit("weight"), ids, 0, None, self.weight)
 
 
 class Head(Expand):
-    """Logits: an Expand layer over a vocabulary of any size, with the embedding's table or one of its own.
+    """Logits: an Expand layer over a vocabulary of any size, with the embedding's table or its own.
 
-    rest -> enter -> [m/z, k/y] -> product [m/z, p] {sum y} -> spread -> [m/z, p/y], where p is ceil(V/x)
-    padded until y divides it; `columns` says which ids a rank's columns stand for.
+    rest -> enter -> [m/z, k/y] -> product [m/z, p] {sum y} -> spread -> [m/z, p/y], where p is ceil(V/x) padded until y
+    divides it. `columns` are the ids that a rank's columns stand for.
     """
 
     def __init__(
@@ -124,49 +126,54 @@ class Head(Expand):
         self.tied_to = (tied_to,)  # in a tuple, so that torch does not register the embedding here again
         if tied_to is None:
             self.declare("weight", Spec((vocab, features), EXPAND_WEIGHT, PRODUCT, Init(std=0.02)))
-        if bias:
-            self.declare("bias", Spec((vocab,), HEAD_BIAS, OUTPUT_OF_HEAD))
-        else:
-            self.register_parameter("bias", None)
+        self.declare("bias", Spec((vocab,), HEAD_BIAS, OUTPUT_OF_HEAD) if bias else None)
 
     @property
     def weight_member(self) -> GroupMember:
         return self.member("weight") if self.tied_to[0] is None else self.tied_to[0].member("weight")
 
     @property
+    def columns_held(self) -> int:
+        """Columns of logits on every rank, padding included."""
+        most = -(-self.vocab // self.grid.size("x"))  # rows of the table on the first rank of x
+        return -(-most // self._cuts)
+
+    @property
     def width(self) -> int:
-        most = -(-self.vocab // self.grid.size("x"))
-        ranks = self.grid.size("y") if self.policy.activations == "sharded" else 1
-        return -(-most // ranks) * ranks
+        return self.columns_held * self._cuts
+
+    @property
+    def _cuts(self) -> int:
+        """Into how many parts `spread` cuts the columns of the product."""
+        return self.grid.size("y") if self.policy.activations == "sharded" else 1
+
+    @property
+    def _rows(self) -> range:
+        """The rows of the table on this rank, by id."""
+        return chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])
 
     @property
     def bias_columns(self) -> range:
-        return range(len(chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])))
+        return range(len(self._rows))
 
     @property
     def adds_bias(self) -> bool:
-        """The first rank on y adds all of it to its partial sum, since padding may lie between the ids of two ranks."""
+        # The first rank on y adds the whole bias to its partial sum: padding may lie between the ids of two ranks.
         return self.grid.coords["y"] == 0
 
     def vocabulary(self, ignore_index: int = IGNORE_INDEX, *, of_place: bool = False) -> Vocabulary:
-        """What the loss must know of this rank's logits."""
+        """Return what the loss must know about this rank's logits."""
         cut = inner(self.policy.activations)
-        return Vocabulary(self.grid, cut, self.columns(), ignore_index, "loss", self.policy.compile, of_place)
-
-    @property
-    def columns_held(self) -> int:
-        """Columns of logits on every rank, padding included."""
-        return self.width // self.grid.size("y") if self.policy.activations == "sharded" else self.width
+        return Vocabulary(self.grid, cut, self.columns(), ignore_index, self.policy.compile, of_place)
 
     def columns(self) -> range:
-        """The ids that this rank's columns stand for; further columns are padding."""
-        held = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])
-        sharded = self.policy.activations == "sharded"
-        first = held.start + (self.grid.coords["y"] * self.columns_held if sharded else 0)
-        return range(min(first, held.stop), min(first + self.columns_held, held.stop))
+        """Return the ids that this rank's columns stand for; further columns are padding."""
+        rows, index = self._rows, self.grid.coords["y"] if self._cuts > 1 else 0
+        first = rows.start + index * self.columns_held
+        return range(min(first, rows.stop), min(first + self.columns_held, rows.stop))
 
     def whole(self, logits: Tensor) -> Tensor:
-        """inner -> [m/z, V] on every rank of the place, for use that is repeated there."""
+        """inner -> [m/z, V] on every rank of the place, for a computation that those ranks repeat."""
         return Conjugate.apply(logits, self.join, self.cut)
 
     def join(self, logits: Tensor) -> Tensor:
@@ -175,13 +182,83 @@ class Head(Expand):
             logits = comm.all_gather(logits, self.grid, "y", dim=1, label=self.label).wait()
         ranks = self.grid.size("x")
         blocks = comm.all_gather(logits, self.grid, "x", dim=1, label=self.label).wait().chunk(ranks, dim=1)
-        held = [block[:, : len(chunk(self.vocab, ranks, x))] for x, block in enumerate(blocks)]
-        return torch.cat(held, dim=1)
+        return torch.cat([block[:, : len(chunk(self.vocab, ranks, x))] for x, block in enumerate(blocks)], dim=1)
 
     def cut(self, dlogits: Tensor) -> Tensor:
         """[m/z, V] -> inner, outside of autograd."""
-        held = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"])
-        mine = functional.pad(dlogits[:, held.start : held.stop], (0, self.width - len(held)))
+        rows = self._rows
+        own = functional.pad(dlogits[:, rows.start : rows.stop], (0, self.width - len(rows)))
         if self.policy.activations == "sharded":
-            mine = mine.chunk(self.grid.size("y"), dim=1)[self.grid.coords["y"]]
-        return mine.contiguous()
+            own = own.chunk(self.grid.size("y"), dim=1)[self.grid.coords["y"]]
+        return own.contiguous()
+
+    def loss_share(self, a: Tensor, targets: Tensor, ignore_index: int, count: Tensor) -> Turns[Tensor]:
+        """Return a half's share of the loss in fp64 from `a` at rest; the logits of one chunk are all that ever exists.
+
+        `count` is the number of targets of the whole batch.
+        """
+        site, factor = self.site(targets.numel()), join([self])
+        spec = ChunkedHead(
+            factor, self.vocabulary(ignore_index), *spread_bodies(site, [self.width]), self.policy.loss_chunk
+        )
+        entering = enter(a, site)
+        if entering.travels:
+            yield
+        return ChunkedLoss.apply(spec, entering.wait(), targets.flatten(), count, factor.weights[0].parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedHead:
+    """The table, the vocabulary, the two directions of `spread`, and the tokens of a chunk."""
+
+    factor: Factor
+    vocabulary: Vocabulary
+    spread: Body
+    unspread: Body
+    chunk: int
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """share = sum over a half's tokens of nll / count, with a [m/z, k/y] and w [p, k/y] gathered over z.
+
+    For each chunk c of tokens: l_c = spread(a_c w^T); nll by E9; dl_c by E10; dout_c = unspread(dl_c);
+    da_c = dout_c w (E2); dw += dout_c^T a_c (E3).
+
+    The count of targets is known beforehand, so the gradient of a chunk's logits follows from the chunk alone. Forward
+    computes da and dw as well, and backward only scales them: the table and the input are gathered once, and no product
+    is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spec: ChunkedHead, a: Tensor, targets: Tensor, count: Tensor, _: nn.Parameter) -> Tensor:
+        factor = spec.factor
+        ctx.factor, ctx.turns = factor, factor.unit.engine.turn.of
+        wants_da, wants_dw = ctx.needs_input_grad[1], ctx.needs_input_grad[4]
+        da = torch.empty_like(a) if wants_da else None
+        nll = torch.zeros((), dtype=torch.float64, device=a.device)
+        share = 1 / count
+        with factor.using(biases=False, turns=ctx.turns) as gathered:
+            w = gathered.w
+            dw = torch.zeros_like(w, dtype=factor.unit.reduce_dtype) if wants_dw else None
+            for first in range(0, len(a), spec.chunk):
+                part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
+                logits = spec.spread(part @ w.t()).wait()
+                kept, lse, chunk_nll = log_sum_exp(spec.vocabulary, logits, aims)
+                nll += chunk_nll
+                if da is not None or dw is not None:
+                    dout = spec.unspread(gradient_of_logits(spec.vocabulary, kept, aims, lse, share)).wait()
+                    if da is not None:
+                        torch.mm(dout, w, out=da[first : first + spec.chunk])
+                    if dw is not None:
+                        matmul_into(dout.t(), part, dw.dtype, onto=dw)
+        ctx.save_for_backward(da, dw)
+        return nll * share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dshare: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        da, dw = ctx.saved_tensors
+        if dw is not None:
+            (member,) = ctx.factor.weights
+            ctx.factor.unit.add([dw[: member.rows] * dshare.to(dw.dtype)], turns=ctx.turns)
+        return None, None if da is None else da * dshare.to(da.dtype), None, None, None

@@ -1,39 +1,43 @@
-"""What every layer on the grid has: declared parameters, the grid, the policy, a name.
+"""The base class of all layers on the grid, and `assemble`, which gives a model its shards.
 
-A layer declares its parameters on the meta device (`Layer.declare`). `assemble` then names all layers of a
-model, makes the shards of this rank with their initial values and registers the gradients. A parameter is
-a DTensor whose global shape is the unpadded model's on every grid.
+A layer declares its parameters on the meta device (`Layer.declare`). `assemble` then names all layers of a model, makes
+this rank's shards with their initial values, and registers the gradients. A parameter is a DTensor, and on every grid
+its global shape is the unpadded model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fourfold.engine import Engine
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import Spec
-from fourfold.nn.initial import fill_
-from fourfold.nn.rng import StepRng
+from fourfold.nn.rng import StepRng, fill_
 from fourfold.operators import OpContext
 from fourfold.param_group import GroupMember, ParamGroup
 from fourfold.params import shard_parameter
 from fourfold.policy import Policy
 from fourfold.product import MEMORY
 
+T = TypeVar("T")
+
 
 class Layer(nn.Module):
-    """A module whose parameters are cut over the grid."""
+    """A module with parameters that are cut over the grid."""
 
     gradients: Gradients
     clock: StepRng
     side_by_side: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Weights below this layer that are read together and therefore stored one after the other."""
+    """Groups of weights below this layer that one product reads together. Each group is stored in one piece of memory,
+    so that the product needs no copy."""
 
     def __init__(self, grid: Grid, policy: Policy) -> None:
         super().__init__()
@@ -43,29 +47,28 @@ class Layer(nn.Module):
         self.specs: dict[str, Spec] = {}
         self._members: dict[str, GroupMember] = {}
 
-    def declare(self, name: str, spec: Spec) -> None:
-        """Register a parameter without memory."""
+    def declare(self, name: str, spec: Spec | None) -> None:
+        """Register a parameter without memory; with no spec, register that the layer has no such parameter."""
+        if spec is None:
+            self.register_parameter(name, None)
+            return
         self.specs[name] = spec
         self.register_parameter(name, nn.Parameter(torch.empty(spec.shape, device="meta")))
 
-    def neighbours(self, prefix: str, specs: Mapping[str, Spec]) -> list[tuple[str, ...]]:
-        """`side_by_side` by the names in the model, of those parameters that there are."""
-        full = [tuple(f"{prefix}.{name}" if prefix else name for name in names) for names in self.side_by_side]
-        return [names for group in full if len(names := tuple(name for name in group if name in specs)) > 1]
-
     def member(self, name: str) -> GroupMember:
-        """The parameter as products take it."""
+        """Return the parameter of this name as a member of parameter groups."""
         parameter, known = getattr(self, name), self._members.get(name)
+        # Loading or wrapping a model may have replaced the parameter.
         if known is None or known.parameter is not parameter:
             known = self._members[name] = GroupMember.of(parameter, self.specs[name], self.grid)
         return known
 
     def unit(self, *names: str) -> ParamGroup:
-        """These parameters of the layer as one message."""
+        """Return these parameters of the layer as a group that is gathered in one message."""
         return self.unit_of(*(self.member(name) for name in names))
 
     def unit_of(self, *members: GroupMember, label: str = "") -> ParamGroup:
-        """These members as one message, used during the forward pass that began last."""
+        """Return these members as a group that the latest forward pass uses."""
         gradients = self.gradients
         return ParamGroup(self.grid, self.policy, gradients, label or self.label, members, gradients.forward_pass)
 
@@ -75,11 +78,11 @@ class Layer(nn.Module):
 
     @property
     def hooked(self) -> bool:
-        """Somebody looks at what goes in or comes out, so it is called as a module, without pausing inside."""
+        """Whether a hook reads what goes in or comes out; the layer is then called as a module and cannot pause."""
         return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
 
     def refuse_hooks(self, *layers: Layer | None) -> None:
-        """For layers that are run as parts of this one, without being called."""
+        """Raise an error if a layer that runs as a part of this one, without being called, has a hook."""
         for layer in layers:
             if layer is not None and layer.hooked:
                 raise ValueError(
@@ -100,29 +103,32 @@ def assemble(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> None:
-    """Name the layers, make this rank's shards, register the gradients.
+    """Name the layers of a model, make this rank's shards, and register the gradients.
 
-    On the meta device nothing is drawn and the model can be run dry.
+    On the meta device no values are drawn, and the model can run dry.
     """
     device = grid.device if device is None else device
-    parameters: dict[str, tuple[nn.Parameter, Spec]] = {}
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Layer)]
     for prefix, layer in layers:
         layer.label = prefix or layer.label
     specs = specs_of(model)
-    memory: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
     joined: dict[str, Tensor] = {}
     for prefix, layer in layers:
-        for names in layer.neighbours(prefix, specs):
-            joined[names[0]], parts = reserve(names, specs, grid, dtype, device)
-            memory |= parts
+        for group in layer.side_by_side:
+            full = [f"{prefix}.{name}" if prefix else name for name in group]
+            names = [name for name in full if name in specs]
+            if len(names) > 1:
+                joined[names[0]], parts = reserve(names, specs, grid, dtype, device)
+                shards |= parts
+    parameters: dict[str, tuple[nn.Parameter, Spec]] = {}
     for name, spec in specs.items():
-        if name not in memory:
-            memory |= reserve([name], specs, grid, dtype, device)[1]
+        if name not in shards:
+            shards |= reserve([name], specs, grid, dtype, device)[1]
         owner, _, own_name = name.rpartition(".")
-        if not memory[name].is_meta:
-            fill_(memory[name], spec.box(grid), spec.shape, spec.init, seed, name)
-        parameter = shard_parameter(memory[name], spec, grid)
+        if not shards[name].is_meta:
+            fill_(shards[name], spec.box(grid), spec.shape, spec.init, seed, name)
+        parameter = shard_parameter(shards[name], spec, grid)
         if name in joined:
             setattr(parameter, MEMORY, joined[name])
         setattr(model.get_submodule(owner), own_name, parameter)
@@ -139,7 +145,7 @@ SPECS = "_fourfold_specs"
 
 
 def specs_of(model: nn.Module) -> dict[str, Spec]:
-    """The spec of every parameter, by its name in the model."""
+    """Return the spec of every parameter, by its name in the model."""
     return {
         f"{prefix}.{name}" if prefix else name: spec
         for prefix, module in model.named_modules()
@@ -150,8 +156,37 @@ def specs_of(model: nn.Module) -> dict[str, Spec]:
 def reserve(
     names: Sequence[str], specs: Mapping[str, Spec], grid: Grid, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Memory for this rank's shards of these parameters, one after the other."""
-    shapes = {name: [len(part) for part in specs[name].box(grid)] for name in names}
-    whole = torch.empty(sum(prod(shape) for shape in shapes.values()), dtype=dtype, device=device)
-    parts = whole.split([prod(shape) for shape in shapes.values()])
-    return whole, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    """Return memory for this rank's shards of these parameters, one after the other, and a view of each shard."""
+    shapes = [[len(part) for part in specs[name].box(grid)] for name in names]
+    whole = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device)
+    parts = whole.split([prod(shape) for shape in shapes])
+    return whole, {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+
+
+def recompute(function: Callable[..., T], clock: StepRng, *args: Any) -> T:
+    """Return `function(*args)`, and let backward compute it again instead of keeping what it computed.
+
+    Collectives are repeated as well, except a last one with a result that backward does not read
+    (`Engine.recomputing`). The results are bitwise the same as without recompute.
+    """
+    point = clock.now
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # draws depend on the clock, not on the state of torch's generators
+        context_fn=lambda: (nullcontext(), clock.recomputing(point)),
+    )
+
+
+def add_gradients(unit: ParamGroup, gradients: Sequence[Tensor | None], turns: int) -> None:
+    """Add the gradients of those members that are trained, computed from one of `turns` halves."""
+    trained = []
+    for member, gradient in zip(unit.members, gradients, strict=False):
+        if gradient is None:
+            # Autograd found that nothing depends on the parameter: the forward pass must not wait for its gradient.
+            unit.during.take(member.parameter, 1)
+        elif member.parameter.requires_grad:
+            trained.append((member, gradient))
+    if trained:
+        unit.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)

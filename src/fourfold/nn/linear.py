@@ -1,44 +1,33 @@
-"""Linear layers on the grid: Expand leads from rest to inner, Contract leads back.
+"""Linear layers on the grid, and the MLP that is made of them: Expand leads from rest to inner, Contract leads back.
 
-Layers that read the same tensor are read together: one `enter`, one product, one `spread`.
+Layers that read the same tensor run together: one `enter`, one product, one `spread`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import prod
 from typing import ClassVar
 
 from torch import Tensor
 
+from fourfold import kernels, layout
 from fourfold.engine import Turns
 from fourfold.grid import Grid
-from fourfold.layout import (
-    CONTRACT_WEIGHT,
-    EXPAND_BIAS,
-    EXPAND_WEIGHT,
-    FEATURES,
-    GATHERED,
-    OUTPUT_OF_CONTRACT,
-    PRODUCT,
-    RESIDUAL_VECTOR,
-    Init,
-    Layout,
-    Spec,
-    chunk,
-    inner,
-)
+from fourfold.layout import FEATURES, GATHERED, Init, Layout, Spec, chunk
 from fourfold.nn.layer import Layer
 from fourfold.operators import AsyncResult, Ready, leave, spread, take_apart
 from fourfold.param_group import GroupMember
-from fourfold.policy import Policy
+from fourfold.policy import Activations, Policy
 from fourfold.product import Factor, contract, expand
 
 
-class Linear(Layer, ABC):
-    """What Expand and Contract share: a weight [out, in] and a bias, each cut in its own way."""
+class Linear(Layer):
+    """The base class of Expand and Contract: a weight [out, in] and a bias, each cut in its own way."""
 
+    reads: ClassVar[Callable[[Activations], Layout]]
+    """The layout of the input."""
     weight_storage: ClassVar[Layout]
     bias_storage: ClassVar[Layout]
     bias_use: ClassVar[Layout]
@@ -55,23 +44,33 @@ class Linear(Layer, ABC):
     ) -> None:
         super().__init__(grid, policy)
         self.in_features, self.out_features = in_features, out_features
-        self.check()
-        self.declare("weight", Spec((out_features, in_features), self.weight_storage, PRODUCT, init))
-        if bias:
-            self.declare("bias", Spec((out_features,), self.bias_storage, self.bias_use))
-        else:
-            self.register_parameter("bias", None)
+        require_divisible(self, "in_features", in_features, self.reads(policy.activations).over(FEATURES))
+        require_divisible(self, "out_features", out_features, self.weight_storage.compute.over(0))
+        self.declare("weight", Spec((out_features, in_features), self.weight_storage, layout.PRODUCT, init))
+        self.declare("bias", Spec((out_features,), self.bias_storage, self.bias_use) if bias else None)
 
-    @abstractmethod
-    def check(self) -> None:
-        """Raise unless the grid can cut the features."""
+    @property
+    def width(self) -> int:
+        """Columns of the product on this rank."""
+        return self.out_features // self.weight_storage.compute.parts(self.grid.shape.sizes, 0)
 
-    def require_divisible(self, what: str, *axes: str) -> None:
-        require_divisible(self, what, getattr(self, what), **{axis: self.grid.size(axis) for axis in axes})
+    @property
+    def weight_member(self) -> GroupMember:
+        return self.member("weight")
+
+    @property
+    def bias_columns(self) -> range:
+        """The columns of the product to which this rank's bias belongs."""
+        raise NotImplementedError
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds its bias to its partial sum."""
+        raise NotImplementedError
 
 
 class Expand(Linear):
-    """rest -> inner.
+    """A linear layer from rest to inner.
 
     w[n/x, k/y] stored cut over z, b[n/(xy)] likewise:
 
@@ -80,24 +79,11 @@ class Expand(Linear):
     Rank y adds its part of the bias to its partial sum, so that `spread` carries it to where it belongs.
     """
 
-    weight_storage, bias_storage, bias_use = EXPAND_WEIGHT, EXPAND_BIAS, PRODUCT
-
-    def check(self) -> None:
-        self.require_divisible("in_features", "y")
-        self.require_divisible("out_features", "x")
-
-    @property
-    def width(self) -> int:
-        """Columns of the product on this rank."""
-        return self.out_features // self.grid.size("x")
-
-    @property
-    def weight_member(self) -> GroupMember:
-        return self.member("weight")
+    reads = staticmethod(layout.rest)
+    weight_storage, bias_storage, bias_use = layout.EXPAND_WEIGHT, layout.EXPAND_BIAS, layout.PRODUCT
 
     @property
     def bias_columns(self) -> range:
-        """Those of the product that this rank's bias covers."""
         return chunk(self.width, self.grid.size("y"), self.grid.coords["y"])
 
     @property
@@ -113,52 +99,91 @@ class Expand(Linear):
 
 
 class Contract(Linear):
-    """inner -> rest.
+    """A linear layer from inner to rest.
 
     w[k/y, n/x] stored cut over z, b[k/y] likewise:
 
         a [m/z, n/(xy)] -> collect -> [m/z, n/x] -> a w^T -> [m/z, k/y] {sum x} -> leave -> [m/(zx), k/y]
 
-    The bias joins the partial sum of the first rank on x; every rank on x finds its whole gradient.
+    The bias joins the partial sum of the first rank on x; every rank on x computes the bias's whole gradient.
     """
 
-    weight_storage, bias_storage, bias_use = CONTRACT_WEIGHT, RESIDUAL_VECTOR, OUTPUT_OF_CONTRACT
+    reads = staticmethod(layout.inner)
+    weight_storage, bias_storage = layout.CONTRACT_WEIGHT, layout.RESIDUAL_VECTOR
+    bias_use = layout.OUTPUT_OF_CONTRACT
 
-    def check(self) -> None:
-        self.require_divisible("in_features", *inner(self.policy.activations).over(FEATURES))
-        self.require_divisible("out_features", "y")
+    @property
+    def bias_columns(self) -> range:
+        return range(self.width)
+
+    @property
+    def adds_bias(self) -> bool:
+        return self.grid.coords["x"] == 0
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
         return self.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
 
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
-        """The product alone; `leave` brings it to rest."""
-        weight = self.member("weight")
-        biases = () if self.bias is None else (self.member("bias"),)
-        width = weight.rows
-        factor = Factor(
-            unit=self.unit_of(weight, *biases),
-            weights=(weight,),
-            biases=biases,
-            widths=(width,),
-            columns=(range(width),) * len(biases),
-            adds=self.grid.coords["x"] == 0,
-            keep_weights=keeps_weights(self, weight),
-        )
-        return (yield from contract(factor, a, self.site(tokens), self.in_features // self.grid.size("x")))
+        """Compute the product, which is still owed over x; `leave` brings it to rest."""
+        width = self.in_features // self.grid.size("x")
+        return (yield from contract(join([self]), a, self.site(tokens), width))
 
     def leave(self, out: Tensor, tokens: int) -> AsyncResult | Ready:
         return leave(out, self.site(tokens))
 
 
+class MLP(Layer):
+    """The MLP of a transformer block. The activation runs on hidden units that are fully cut.
+
+    `gelu`: down(gelu(up(a))). `swiglu`: down(silu(gate(a)) * up(a)), where gate and up run together.
+    """
+
+    side_by_side = (("gate.weight", "up.weight"),)
+
+    def __init__(
+        self,
+        grid: Grid,
+        policy: Policy,
+        features: int,
+        hidden: int,
+        *,
+        kind: str,
+        bias: bool,
+        init: Init,
+        out_init: Init,
+    ) -> None:
+        super().__init__(grid, policy)
+        if kind not in ("gelu", "swiglu"):
+            raise ValueError(f"mlp={kind!r} is none of 'gelu', 'swiglu'")
+        gated = kind == "swiglu"
+        self.gate = Expand(grid, policy, features, hidden, bias=bias, init=init) if gated else None
+        self.up = Expand(grid, policy, features, hidden, bias=bias, init=init)
+        self.down = Contract(grid, policy, hidden, features, bias=bias, init=out_init)
+
+    def forward(self, a: Tensor, tokens: int) -> Tensor:
+        return self.down.leave(self.engine.alone(self.turns(a, tokens)), tokens).wait()
+
+    def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
+        """Compute everything up to `down.leave`, which brings the result to rest."""
+        self.refuse_hooks(self.gate, self.up, self.down)
+        layers = [self.up] if self.gate is None else [self.gate, self.up]
+        outputs = yield from expand_in_turns(layers, a, tokens)
+        function = kernels.gelu if self.gate is None else kernels.swiglu
+        hidden = kernels.region(function, a, compiled=self.policy.compile)(*outputs)
+        return (yield from self.down.turns(hidden, tokens))
+
+
 def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
-    """Where z is 1 and nothing is cast they are whole already: keeping a second copy would save nothing."""
+    """Return whether the gathered weights are kept for backward.
+
+    If z is 1 and nothing is cast, the weights are whole already, and a second copy would save nothing.
+    """
     casts = layer.policy.compute_dtype not in (None, weight.parameter.dtype)
     return layer.policy.keep_weights and (layer.grid.size(GATHERED) > 1 or casts)
 
 
-def join(layers: Sequence[Expand]) -> Factor:
-    """The weights of layers that read the same tensor, as one factor."""
+def join(layers: Sequence[Linear]) -> Factor:
+    """Return the weights and biases of layers that read the same tensor as one factor of a product."""
     first = layers[0]
     widths = [layer.width for layer in layers]
     columns = [
@@ -180,50 +205,44 @@ def join(layers: Sequence[Expand]) -> Factor:
 
 
 def read(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[Tensor]:
-    """One `enter` and one product for all: [m/(zx), k/y] -> [m/z, sum n_i/x] {sum y}."""
-    site = layers[0].site(tokens)
-    return (yield from expand(join(layers), a, site.named(label_of(layers))))
+    """Run one `enter` and one product for all layers: [m/(zx), k/y] -> [m/z, sum n_i/x] {sum y}."""
+    return (yield from expand(join(layers), a, layers[0].site(tokens).named(label_of(layers))))
 
 
 def expand_together(layers: Sequence[Expand], a: Tensor, tokens: int) -> list[Tensor]:
-    """The outputs of layers that read the same tensor, in as few messages as one layer's."""
+    """Return the outputs of layers that read the same tensor, in as few messages as one layer needs."""
     return layers[0].engine.alone(expand_in_turns(layers, a, tokens))
 
 
 def expand_in_turns(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[list[Tensor]]:
-    """`read`, and one `spread` that carries all the outputs: each of them [m/z, n_i/(xy)]."""
+    """Run `read` and one `spread` that carries the outputs of all layers, each [m/z, n_i/(xy)]."""
     widths = [layer.width for layer in layers]
     site = layers[0].site(tokens).named(label_of(layers))
     spreading = spread((yield from read(layers, a, tokens)), site, widths)
-    yield  # also where nothing travels: the other half's messages need a product between them
+    yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
     out = spreading.wait()
     if len(layers) == 1:
-        return [out]  # taking a tensor apart costs a copy in backward, also where there is one part
+        return [out]  # taking a tensor apart costs a copy in backward, even if there is only one part
     cuts = sum(widths) // out.shape[1]
     return take_apart(out, [width // cuts for width in widths])
 
 
 def label_of(layers: Sequence[Layer]) -> str:
-    """`layers.0.attention.q+k+v`"""
+    """Return the label of layers that run together: `layers.0.attention.q+k+v`."""
     prefix, _, first = layers[0].label.rpartition(".")
     names = "+".join([first, *(layer.label.rpartition(".")[2] for layer in layers[1:])])
     return f"{prefix}.{names}" if prefix else names
 
 
-def require_divisible(layer: Layer, what: str, value: int, **axes: int) -> None:
-    """Raise unless the product of these axes divides the value."""
-    cuts = 1
-    for size in axes.values():
-        cuts *= size
+def require_divisible(layer: Layer, what: str, value: int, axes: Sequence[str]) -> None:
+    """Raise an error unless the product of the sizes of these axes divides the value."""
+    sizes = [layer.grid.size(axis) for axis in axes]
+    cuts = prod(sizes)
     if value % cuts == 0:
         return
+    divisors = [str(size) for size in range(1, value + 1) if value % size == 0]
+    choices = ", ".join([*divisors[:12], *(["..."] if len(divisors) > 12 else [])])
     raise ValueError(
-        f"{type(layer).__name__}: {what}={value} is not divisible by "
-        f"{'*'.join(axes)} = {'*'.join(str(size) for size in axes.values())}; "
-        f"pad it to {-(-value // cuts) * cuts} or choose {'*'.join(axes)} from {divisors(value)}"
+        f"{type(layer).__name__}: {what}={value} is not divisible by {'*'.join(axes)} = {'*'.join(map(str, sizes))}; "
+        f"pad it to {-(-value // cuts) * cuts} or choose {'*'.join(axes)} from {choices}"
     )
-
-
-def divisors(value: int, most: int = 12) -> str:
-    found = [size for size in range(1, value + 1) if value % size == 0]
-    return ", ".join(str(size) for size in found[:most]) + (", ..." if len(found) > most else "")

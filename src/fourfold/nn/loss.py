@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that is cut, and means over a batch that is cut.
 
-Gradients are averaged over places (E6): what a place computes from its own rows has the gradient that it has under DDP.
-The losses here are global. The value that they show is the mean over the whole batch's unmasked tokens, equal on all
+Gradients are averaged over places (E6): a loss that a place computes from its own rows has the gradient that it has
+under DDP. The losses here are global. They return the mean over the unmasked tokens of the whole batch, equal on all
 ranks, and their gradient is scaled by the number of places, so that the average is exactly the gradient of that mean.
 """
 
@@ -21,24 +21,26 @@ from fourfold.layout import FEATURES, Layout
 from fourfold.operators import Conjugate, once_differentiable
 
 IGNORE_INDEX = -100
+"""The target of a masked token, as in torch."""
+LABEL = "loss"
+"""The label of the loss's messages in the ledger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Which ids the columns of this rank's logits stand for; columns past them are padding."""
+    """How logits are cut, and the ids that the columns of this rank's logits stand for; further columns are padding."""
 
     grid: Grid
     cut: Layout
     ids: range
     ignore_index: int
-    label: str
     compiled: bool = False
     of_place: bool = False
-    """Whether the loss is that of this place's rows alone, not the global one."""
+    """Whether the loss is over the rows of this place alone, not over the whole batch."""
 
     @property
     def whole(self) -> bool:
-        """No axis cuts the vocabulary."""
+        """Whether every rank has the logits of all ids."""
         return all(self.grid.size(axis) == 1 for axis in self.cut.over(FEATURES))
 
 
@@ -48,8 +50,8 @@ class CrossEntropy(torch.autograd.Function):
         E9   lse = log sum over all ranks of exp(l), from (max, sum of exp, l_t) of each rank, merged
         E10  dl  = (exp(l - lse) - onehot_t) dloss places / count, for this rank's columns
 
-    `count` is that of the whole batch; without one it is counted here. The faults of all places are summed
-    in the same message and come back beside the loss.
+    `count` is the number of targets of the whole batch; if it is None, it is counted here. The faults of all places
+    are summed in the same message and returned beside the loss.
     """
 
     @staticmethod
@@ -60,10 +62,10 @@ class CrossEntropy(torch.autograd.Function):
         nll = sum_halves([nll for _, _, nll in halves])
         sums = [nll, nll.new_full((), faults)]
         if count is None:
-            sums.append(sum_halves([(aims != vocabulary.ignore_index).sum().double() for aims in targets]))
+            sums.append(count_halves(targets, vocabulary.ignore_index))
         total = torch.stack(sums)
         if not vocabulary.of_place:
-            total = sum_over_batch(total, vocabulary.grid, vocabulary.label)
+            total = sum_over_batch(total, vocabulary.grid, LABEL)
         count = total[2].clamp(min=1) if count is None else count
         ctx.vocabulary = vocabulary
         ctx.save_for_backward(count, *targets, *(kept for kept, _, _ in halves), *(lse for _, lse, _ in halves))
@@ -86,25 +88,29 @@ def sum_halves(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
 
 
+def count_halves(targets: Sequence[Tensor], ignore_index: int) -> Tensor:
+    """Return the number of unmasked targets of this place, in fp64 to travel in one message with other sums."""
+    return sum_halves([(half != ignore_index).sum().double() for half in targets])
+
+
 def gradient_of_logits(
     vocabulary: Vocabulary, kept: Tensor, targets: Tensor, lse: Tensor | None, share: Tensor
 ) -> Tensor:
-    """E10, with `share` = dloss places / count; 0 in columns of padding. Takes what `log_sum_exp` gave."""
-    dtype = kernels.widen(kept[:0]).dtype
-    scale = share.to(dtype) * (targets != vocabulary.ignore_index)
+    """Return E10, 0 in columns of padding, from the results of `log_sum_exp` and `share` = dloss places / count."""
+    scale = share.to(kernels.widen(kept[:0]).dtype) * (targets != vocabulary.ignore_index)
     if lse is None:
         return kernels.dlogits_normalized(kept, targets, scale)
-    place = vocabulary.ids.start, len(vocabulary.ids)
+    columns = vocabulary.ids.start, len(vocabulary.ids)
     if vocabulary.compiled and not kept.is_meta:
-        return kernels.region(kernels.dlogits, kept, compiled=True)(kept, targets, lse, scale, *place)
-    return kernels.dlogits_eager(kept, targets, lse, scale, *place)
+        return kernels.region(kernels.dlogits, kept, compiled=True)(kept, targets, lse, scale, *columns)
+    return kernels.dlogits_eager(kept, targets, lse, scale, *columns)
 
 
 def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What backward keeps, E9 for each token, and the sum over unmasked tokens of (lse - target's logit) in fp64.
+    """Return what backward keeps, E9 for each token, and the fp64 sum of (lse - target's logit) over unmasked tokens.
 
-    Backward keeps the logits. Where nothing cuts the vocabulary and no cast is needed it keeps log-probabilities
-    in their place, which torch finds in one pass; their E9 is 0 and not written down.
+    Backward keeps the logits. If every rank has the whole vocabulary and no cast is needed, it keeps log-probabilities
+    instead, which torch computes in one pass; their E9 is 0, which None stands for.
     """
     masked = targets == vocabulary.ignore_index
     if vocabulary.whole and not vocabulary.compiled and logits.dtype.itemsize >= 4:
@@ -113,20 +119,14 @@ def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tupl
         return logp, None, -found.masked_fill(masked, 0).sum().double()
     statistics = kernels.region(kernels.loss_statistics, logits, compiled=vocabulary.compiled)
     stats = statistics(logits.detach(), targets, vocabulary.ids.start, len(vocabulary.ids))
-    top, total, target = merge(stats, vocabulary)
+    for axis in reversed(vocabulary.cut.over(FEATURES)):  # merge the innermost cut first
+        parts = comm.all_gather(stats[None], vocabulary.grid, axis, label=LABEL).wait()
+        tops, totals, found = parts.unbind(1)
+        top = tops.amax(0)
+        stats = torch.stack([top, (totals * (tops - top).exp()).sum(0), found.sum(0)])
+    top, total, target = stats.unbind(0)
     lse = top + total.log()
     return logits, lse, (lse - target).masked_fill(masked, 0).sum().double()
-
-
-def merge(stats: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the stats of the ranks that cut the vocabulary, the inner cut first."""
-    for axis in reversed(vocabulary.cut.over(FEATURES)):
-        parts = comm.all_gather(stats[None], vocabulary.grid, axis, label=vocabulary.label).wait()
-        tops, totals, targets = parts.unbind(1)
-        top = tops.amax(0)
-        stats = torch.stack([top, (totals * (tops - top).exp()).sum(0), targets.sum(0)])
-    top, total, target = stats.unbind(0)
-    return top, total, target
 
 
 def cross_entropy(
@@ -137,24 +137,35 @@ def cross_entropy(
     count: Tensor | int | None = None,
     faults: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy over the whole batch's unmasked tokens, from the logits of its halves in inner layout.
+    """Return the mean cross-entropy over the whole batch's unmasked tokens, from the logits of its halves in inner.
 
-    Also returns the faults that all places reported, so that every rank hears of one without a message more.
-    A batch without any unmasked token has loss 0.
+    Also return the number of faults that all places reported, so that every rank learns of one without another
+    message. A batch without any unmasked token has loss 0.
     """
     known = None if count is None else on_device(count, logits[0].device).clamp(min=1)
-    return CrossEntropy.apply(vocabulary, [aims.flatten() for aims in targets], known, faults, *logits)
+    return CrossEntropy.apply(vocabulary, [half.flatten() for half in targets], known, faults, *logits)
+
+
+def count_first(
+    targets: Sequence[Tensor], ignore_index: int, grid: Grid, *, count: Tensor | int | None, faults: int
+) -> tuple[Tensor, Tensor]:
+    """Return the number of targets of the whole batch, which a chunked loss needs first, and all places' faults."""
+    sums = [on_device(faults, targets[0].device)]
+    if count is None:
+        sums.append(count_halves(targets, ignore_index))
+    total = sum_over_batch(torch.stack(sums), grid, LABEL)
+    return (total[1] if count is None else on_device(count, targets[0].device)).clamp(min=1), total[0]
 
 
 def on_device(number: Tensor | int | float, device: torch.device) -> Tensor:
-    """A number in fp64 on the device, without making the host wait for it."""
+    """Return a number in fp64 on the device, without making the host wait for it."""
     if isinstance(number, Tensor):
         return number.to(device, torch.float64, non_blocking=True)
     return torch.full((), number, dtype=torch.float64, device=device)
 
 
 def sum_over_batch(tensor: Tensor, grid: Grid, label: str) -> Tensor:
-    """Sum over the axes that cut the rows of a batch."""
+    """Return the sum over the axes that cut the rows of a batch."""
     for axis in AXES:
         if axis in BATCH:
             tensor = comm.all_reduce(tensor, grid, axis, label=label).wait()
@@ -162,9 +173,9 @@ def sum_over_batch(tensor: Tensor, grid: Grid, label: str) -> Tensor:
 
 
 def count_targets(targets: Tensor, grid: Grid, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Unmasked targets of the whole batch, from the rows that each (data, z) place holds.
+    """Return the number of unmasked targets of the whole batch, from the rows of each (data, z) place.
 
-    Takes the rows of all micro-steps at once, in any shape.
+    Pass the rows of all micro-steps at once, in any shape.
     """
     return sum_over_batch((targets != ignore_index).sum().double(), grid, "count targets")
 
@@ -172,9 +183,8 @@ def count_targets(targets: Tensor, grid: Grid, *, ignore_index: int = IGNORE_IND
 def global_mean(loss: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     """Turn a mean over this place's `count` tokens into the mean over the whole batch.
 
-    For losses of one's own whose counts differ between places: gradients are averaged over places, and the average of
-    local means is not the mean over all tokens where places have unequal counts. Every rank of a (data, z) place must
-    have computed the same.
+    Use it for your own loss if places have different counts: gradients are averaged over places, and the average of
+    local means is then not the mean over all tokens. Every rank of a (data, z) place must have computed the same loss.
     """
     own = on_device(count, loss.device)
     total = sum_over_batch(own.clone(), grid, "global mean").clamp(min=1)
@@ -182,9 +192,10 @@ def global_mean(loss: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
 
 
 def sum_of_places(share: Tensor, grid: Grid, label: str) -> Tensor:
-    """Sum the places' shares of a global loss, and show the sum on all ranks.
+    """Return the sum of the places' shares of a global loss, on all ranks.
 
-    Gradients are averaged over places, so that of a share is the sum's times the number of places (E6).
+    Gradients are averaged over places, so the gradient of a share is the gradient of the sum times the number of places
+    (E6).
     """
     places = grid.shape.places
     return Conjugate.apply(

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with statistics over the whole feature dim, also where it is cut.
+"""LayerNorm and RMSNorm with statistics over the whole feature dim, even if it is cut.
 
 Statistics are taken in the wider of fp32 and the input's dtype. With k features cut over y:
 
@@ -9,7 +9,7 @@ Statistics are taken in the wider of fp32 and the input's dtype. With k features
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fourfold import comm, kernels
 from fourfold.grid import Grid
 from fourfold.layout import RESIDUAL_VECTOR, WHOLE, Init, Spec, inner, rest
-from fourfold.nn.layer import Layer
+from fourfold.nn.layer import Layer, add_gradients
 from fourfold.nn.linear import require_divisible
 from fourfold.operators import once_differentiable
 from fourfold.param_group import ParamGroup
@@ -28,7 +28,7 @@ from fourfold.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """How to normalise: the weights, the number of features, the axis that cuts them."""
+    """How to normalise: the weights, the kind, the number of features and the axis that cuts them."""
 
     unit: ParamGroup
     kind: str
@@ -36,25 +36,25 @@ class NormSpec:
     axis: str | None
     eps: float
     shift: float = 0.0
-    """Added to the weight: 1 where a weight of 0 stands for none."""
+    """Added to the weight. It is 1 for models such as Gemma, which store the weight minus 1."""
 
     def shifted(self, weight: Tensor) -> Tensor:
         return kernels.widen(weight) + self.shift if self.shift else weight
 
     @property
     def whole(self) -> bool:
-        """All features are on this rank."""
+        """Whether all features are on this rank."""
         return self.axis is None or self.unit.grid.size(self.axis) == 1
 
     def run(self, function: Callable[..., Any], a: Tensor, *args: Any) -> Any:
-        # detached: what is computed in a function of its own needs no variant for tensors that want gradients
+        # Detached, so that torch.compile needs no second variant for tensors that require gradients.
         return kernels.region(function, a, compiled=self.unit.policy.compile)(a.detach(), *args)
 
     def sum(self, parts: Tensor) -> Tensor:
         return comm.all_reduce(parts, self.unit.grid, self.axis or "y", label=self.unit.label, owned=True).wait()
 
     def statistics(self, a: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Mean (of LayerNorm) and 1 / deviation over the features of all ranks."""
+        """Return the mean (for LayerNorm) and 1 / deviation over the features of all ranks."""
         if self.kind == "rms":
             return None, torch.rsqrt(self.sum(self.run(kernels.sum_of_squares, a)) / self.features + self.eps)
         parts = self.run(kernels.layer_statistics, a)
@@ -67,7 +67,7 @@ class NormSpec:
     def forward_whole(
         self, a: Tensor, weight: Tensor, bias: Tensor | None, delta: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """a + delta, out, mean, rstd; by torch's own kernel where it has a good one."""
+        """Return a + delta, out, mean and rstd, from torch's fused kernel where it is exact enough."""
         if self._fused(a):
             total = a if delta is None else a + delta
             if self.kind == "layer":
@@ -86,7 +86,7 @@ class NormSpec:
     def backward_whole(
         self, dout: Tensor, a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dtotal: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """da, dw, db."""
+        """Return da, dw and db."""
         if not self._fused(a):
             return self.run(kernels.norm_backward, dout, a, mean, rstd, weight, dtotal)
         wide = a.dtype.itemsize >= 4  # in half precision the kernel would round the sums over tokens
@@ -102,17 +102,18 @@ class NormSpec:
         return da if dtotal is None else da.add_(dtotal), dw, db
 
     def _fused(self, a: Tensor) -> bool:
-        """Whether torch's kernel is used: not for half precision on the CPU, whose statistics it would round."""
-        if self.unit.policy.compile or self.shift:  # a shifted weight is wider than what it multiplies
+        """Return whether torch's kernel is used: not for half precision on the CPU, where it rounds the statistics."""
+        if self.unit.policy.compile or self.shift:  # a shifted weight is in fp32, wider than its input
             return False
         return a.is_cuda or (self.kind == "layer" and a.dtype.itemsize >= 4)
 
 
 class NormFunction(torch.autograd.Function):
-    """total = a + delta; x^ = (total - mean) rstd; out = x^ w + b. a [m, k/y] or [..., k]; w, b [k/y] gathered over z.
+    """The sum of the residual stream and the norm that reads it, as one function, since both only pass over memory.
 
-    The residual stream's sum and the norm that reads it are one function, since both only pass over memory.
-    Without a delta, total is a itself.
+        total = a + delta; x^ = (total - mean) rstd; out = x^ w + b
+
+    a is [m, k/y] or [..., k]; w and b are [k/y], gathered over z. Without a delta, total is a itself.
     """
 
     @staticmethod
@@ -138,7 +139,7 @@ class NormFunction(torch.autograd.Function):
         spec: NormSpec = ctx.spec
         total, mean, rstd = ctx.saved_tensors
         dtotal, dout = (None, *gradients) if len(gradients) == 1 else gradients
-        dout = torch.zeros_like(total) if dout is None else dout  # the norm's output was not used
+        dout = torch.zeros_like(total) if dout is None else dout  # only the sum was used, not its norm
         with spec.unit.only(spec.unit.members[:1]).using(turns=ctx.turns) as (weight,):
             weight = spec.shifted(weight)
             if spec.whole:
@@ -151,20 +152,8 @@ class NormFunction(torch.autograd.Function):
         return (None, da, None if len(gradients) == 1 else da, *[None] * len(spec.unit.members))
 
 
-def add_gradients(unit: ParamGroup, gradients: Sequence[Tensor | None], turns: int) -> None:
-    """The gradients of those members that are trained, from one of so many halves."""
-    trained = []
-    for member, gradient in zip(unit.members, gradients, strict=False):
-        if gradient is None:
-            unit.during.take(member.parameter, 1)  # autograd found that nothing depends on it: none will come
-        elif member.parameter.requires_grad:
-            trained.append((member, gradient))
-    if trained:
-        unit.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)
-
-
 class Norm(Layer):
-    """LayerNorm or RMSNorm of tokens at rest, features cut over y."""
+    """LayerNorm or RMSNorm of tokens at rest, with features cut over y."""
 
     def __init__(
         self,
@@ -178,7 +167,7 @@ class Norm(Layer):
         shift: float = 0.0,
     ) -> None:
         super().__init__(grid, policy)
-        require_divisible(self, "features", features, y=grid.size("y"))
+        require_divisible(self, "features", features, ("y",))
         if kind not in ("rms", "layer"):
             raise ValueError(f"kind={kind!r} is none of 'rms', 'layer'")
         if kind == "rms" and bias:
@@ -186,14 +175,13 @@ class Norm(Layer):
         self.features, self.kind, self.eps, self.shift = features, kind, eps, shift
         use = rest(policy.activations)
         self.declare("weight", Spec((features,), RESIDUAL_VECTOR, use, Init(mean=1.0)))
-        if bias:
-            self.declare("bias", Spec((features,), RESIDUAL_VECTOR, use))
+        self.declare("bias", Spec((features,), RESIDUAL_VECTOR, use) if bias else None)
 
     def forward(self, a: Tensor) -> Tensor:
         return NormFunction.apply(self._spec(), a, None, *self.parameters())
 
     def add(self, a: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """a + delta, and its norm."""
+        """Return a + delta, and its norm."""
         if delta is None:
             return a, self(a)
         return NormFunction.apply(self._spec(), a, delta, *self.parameters())
@@ -203,7 +191,7 @@ class Norm(Layer):
 
 
 class HeadNorm(Layer):
-    """RMSNorm of each head by itself, inside attention: one weight per head dim, shared by all heads."""
+    """RMSNorm of each head by itself, inside attention. Its weight has head_dim elements and serves all heads."""
 
     def __init__(self, grid: Grid, policy: Policy, head_dim: int, *, eps: float = 1e-5, shift: float = 0.0) -> None:
         super().__init__(grid, policy)

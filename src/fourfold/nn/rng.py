@@ -1,36 +1,78 @@
-"""Randomness that is a function of where and when, with no state to save.
+"""Random numbers that are a function of where and when they are drawn, so that there is no state to save.
 
-A draw depends on (seed, step, micro-step, half, module name, coordinates of the axes that cut the tensor): equal
-on ranks that hold equal copies, independent on ranks that hold different parts, and the same when a
-forward pass is run again.
+Initial weights depend on the seed and the parameter's name only, never on the grid. A tensor is drawn in blocks of
+rows, and each block has its own generator, seeded by (seed, name, block). A rank draws the blocks that its shard
+touches and keeps its columns of them, so no rank ever holds a whole large weight.
+
+A draw of a forward pass (dropout) depends on (seed, step, micro-step, half, module name, coordinates of the axes that
+cut the tensor). It is equal on ranks that hold equal copies, independent on ranks that hold different parts, and the
+same when the forward pass is recomputed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fourfold.axes import AXES
 from fourfold.engine import Engine, HalfTurn
 from fourfold.grid import Grid
-from fourfold.layout import Layout
-from fourfold.nn.initial import key_of
+from fourfold.layout import Init, Layout
+
+BLOCK_ELEMENTS = 1 << 18
+"""Elements of one block of an initial weight: 1 MiB in fp32, which bounds what a rank draws beyond its own shard."""
+
+
+def key_of(*parts: object) -> int:
+    """Return a seed of 63 bits made from texts and numbers, the same in every process."""
+    digest = hashlib.blake2b("\0".join(str(part) for part in parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch takes a seed as a signed 64-bit integer
+
+
+@torch.no_grad()
+def fill_(local: Tensor, box: Sequence[range], shape: Sequence[int], init: Init, seed: int, name: str) -> None:
+    """Fill a shard with its part `box` of the initial tensor of this global shape."""
+    if init.std == 0:
+        local.fill_(init.mean)
+        return
+    if local.numel() == 0:
+        return
+    block_rows = max(1, BLOCK_ELEMENTS // prod(shape[1:]))
+    columns = tuple(slice(part.start, part.stop) for part in box[1:])
+    generator = torch.Generator("cpu")
+    for block in range(box[0].start // block_rows, -(-box[0].stop // block_rows)):
+        first = block * block_rows
+        generator.manual_seed(key_of(seed, name, block))
+        rows = min(block_rows, shape[0] - first)
+        # In fp32 on the CPU, whatever the dtype and device of the shard: the values must not depend on either.
+        drawn = torch.randn(rows, *shape[1:], generator=generator, dtype=torch.float32, device="cpu")
+        start, stop = max(first, box[0].start), min(first + block_rows, box[0].stop)
+        part = drawn[(slice(start - first, stop - first), *columns)]
+        local[start - box[0].start : stop - box[0].start].copy_(part.mul_(init.std).add_(init.mean))
 
 
 class RngPoint(NamedTuple):
+    """A point in training at which random numbers are drawn."""
+
     step: int
     micro_step: int
     turn: HalfTurn
 
 
 class StepRng:
-    """When it is. A model's training forward advances the micro-step; a trainer sets the step; the overlap engine knows
-    which half of a batch has its turn."""
+    """The seeds of a model's random draws at the current step, micro-step and half of the batch.
+
+    A training forward pass advances the micro-step, a trainer sets the step, and the overlap engine knows which half of
+    the batch is running.
+    """
 
     def __init__(self, seed: int, engine: Engine) -> None:
         self.seed = seed
@@ -49,17 +91,17 @@ class StepRng:
         self.step, self.micro_step = step, 0
 
     @contextmanager
-    def at(self, moment: RngPoint) -> Iterator[None]:
-        """Inside the block it is that moment again."""
-        now = self.now
-        self.step, self.micro_step, self.engine.turn = moment
+    def recomputing(self, point: RngPoint) -> Iterator[None]:
+        """Return to the point of the first run while a forward pass is recomputed, so that it draws the same masks."""
+        now, before = self.now, self.engine.recomputing
+        (self.step, self.micro_step, self.engine.turn), self.engine.recomputing = point, True
         try:
             yield
         finally:
-            self.step, self.micro_step, self.engine.turn = now
+            (self.step, self.micro_step, self.engine.turn), self.engine.recomputing = now, before
 
     def key(self, name: str, grid: Grid, cut: Layout) -> int:
-        """The seed of what `name` draws now, for this rank's part of a tensor that is cut like this."""
+        """Return the seed of what module `name` draws now for this rank's part of a tensor in layout `cut`."""
         place = [f"{axis}={grid.coords[axis]}" for axis in AXES if axis in cut.axes]
         half = [f"half={self.engine.turn.index}"] if self.engine.turn.of > 1 else []
         return key_of(self.seed, self.step, self.micro_step, name, *place, *half)
@@ -67,7 +109,7 @@ class StepRng:
 
 @contextmanager
 def seeded(key: int, device: torch.device) -> Iterator[None]:
-    """Inside the block torch's own generator of that device draws from `key`; afterwards it is as before."""
+    """Seed torch's default generator of the device with `key` inside the block, and restore its state afterwards."""
     generator = torch.default_generator
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -82,15 +124,15 @@ def seeded(key: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def seeded_outside_torch(key: int) -> Iterator[None]:
-    """Inside the block Python's `random` draws from `key`, and numpy's where it is imported; afterwards as before.
+    """Seed Python's `random`, and numpy's if it is imported, inside the block, and restore both afterwards.
 
-    Model code may use them, and ranks that compute parts of one tensor must draw the same.
+    Model code may use them, and ranks that compute parts of one tensor must draw the same numbers.
     """
     numpy = sys.modules.get("numpy")
     state, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
     random.seed(key)
     if numpy is not None:
-        numpy.random.seed(key % (1 << 32))
+        numpy.random.seed(key % (1 << 32))  # numpy takes seeds of 32 bits
     try:
         yield
     finally:

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map_only
 from fourfold import comm
 from fourfold.layout import CONTRACT_WEIGHT, EXPAND_WEIGHT, REPEATED, WHOLE, Layout, Spec
 from fourfold.nn.embedding import Embedding
-from fourfold.nn.layer import Layer
+from fourfold.nn.layer import Layer, add_gradients
 from fourfold.nn.linear import Contract, Expand
-from fourfold.nn.norm import HeadNorm, Norm, add_gradients
+from fourfold.nn.norm import HeadNorm, Norm
 from fourfold.operators import collect, enter, leave, once_differentiable, spread
 from fourfold.param_group import ParamGroup
 from fourfold.params import local_of

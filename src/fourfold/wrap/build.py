@@ -12,10 +12,8 @@ from fourfold import nn as on_grid
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, Spec, inner, rest
-from fourfold.nn.batch_norm import BatchNorm
-from fourfold.nn.channel_norm import GroupNorm
-from fourfold.nn.conv import Conv, GroupedConv
-from fourfold.nn.convolve import Geometry
+from fourfold.nn.images.channel_norm import BatchNorm, GroupNorm
+from fourfold.nn.images.conv import Conv, Geometry, GroupedConv
 from fourfold.nn.layer import SPECS
 from fourfold.nn.rng import StepRng
 from fourfold.policy import Policy

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 from fourfold import comm
 from fourfold.grid import Grid
 from fourfold.layout import Spec
-from fourfold.nn.initial import key_of
 from fourfold.nn.layer import SPECS, Layer, reserve
+from fourfold.nn.rng import key_of
 from fourfold.params import shard_parameter
 from fourfold.product import MEMORY
 from fourfold.torch_hooks import REPLACED

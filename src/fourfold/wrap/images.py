@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from fourfold.axes import BATCH
 from fourfold.layout import Spec
-from fourfold.nn.batch_norm import BatchNorm
-from fourfold.nn.channel_norm import ChannelNorm, GroupNorm
-from fourfold.nn.conv import Conv, GroupedConv
+from fourfold.nn.images.channel_norm import BatchNorm, ChannelNorm, GroupNorm
+from fourfold.nn.images.conv import Conv, GroupedConv
 from fourfold.wrap.adapters import LayerAdapter
 from fourfold.wrap.context import ModelContext
 from fourfold.wrap.convert import uses_forward_of

@@ -24,8 +24,7 @@ from fourfold.data.rows import local_rows
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED
-from fourfold.nn.initial import key_of
-from fourfold.nn.rng import seeded
+from fourfold.nn.rng import key_of, seeded
 from fourfold.wrap.context import ModelContext
 from fourfold.wrap.grid_tensor import ShardedPlacement, distribute
 from fourfold.wrap.ops import rule

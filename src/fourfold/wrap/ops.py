@@ -16,8 +16,7 @@ from torch import Size, Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fourfold.nn.initial import key_of
-from fourfold.nn.rng import seeded
+from fourfold.nn.rng import key_of, seeded
 from fourfold.operators import Conjugate
 from fourfold.wrap.grid_tensor import RULES, GridTensor, ShardedPlacement, grid_tensors_in, is_in_place, to_whole
 from fourfold.wrap.placements import ChunkPlacement, FusedPlacement, SharedHeadsPlacement, conjugate, fuse, same

@@ -27,10 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fourfold.axes import BATCH
 from fourfold.comm import equal_along
 from fourfold.layout import REPEATED, inner
-from fourfold.nn.initial import key_of
+from fourfold.nn.layer import recompute
 from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
-from fourfold.nn.recompute import recompute
-from fourfold.nn.rng import seeded, seeded_outside_torch
+from fourfold.nn.rng import key_of, seeded, seeded_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.params import whole_tensor
 from fourfold.wrap.adapters import Adapter, lost_change_error
@@ -149,7 +148,7 @@ def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict
     if by_id and not context.is_cut:
         input = named["input"]
         ids = range(input.shape[1])
-        vocabulary = Vocabulary(context.grid, inner(context.policy.activations), ids, named["ignore_index"], "loss")
+        vocabulary = Vocabulary(context.grid, inner(context.policy.activations), ids, named["ignore_index"])
         loss = cross_entropy([input], [named["target"].long()], vocabulary, count=count)[0]
         return _average_gradient(context, loss)
     named = tree_map_only(GridTensor, GridTensor.whole, named)

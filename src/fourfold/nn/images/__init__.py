@@ -1,0 +1,1 @@
+"""Layers for images: convolutions, and norms of channels that are cut over the grid."""
