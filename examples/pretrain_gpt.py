@@ -16,7 +16,7 @@ from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.commands.parser import grid as axes
 from fourfold.data.loader import Loader
-from fourfold.data.open import open_source
+from fourfold.data.sources import open_source
 from fourfold.data.tokenizer import load_tokenizer
 
 EVERY = 20

@@ -60,7 +60,7 @@ INSIDE = {
         "batch_norm", "__init__",
     ],
     "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
-    "data": ["__init__", "rows", "tokenizer", "token_files", "text", "open", "order", "loader"],
+    "data": ["__init__", "tokenizer", "token_files", "sources", "sampling", "loader"],
     "wrap": [
         "context", "grid_tensor", "placements", "ops", "ops_dims", "detect", "shared_input", "adapters", "rows",
         "param_access", "integrations", "passes", "plan", "convert", "multihead", "lora", "images", "structure",

@@ -35,8 +35,8 @@ from fourfold.checkpoint.load import read_full_tensor, verify_checkpoint
 from fourfold.checkpoint.save import write_full_tensors
 from fourfold.cli import _failed
 from fourfold.commands import train
-from fourfold.data.order import SampleOrder, cut_windows
-from fourfold.data.text import prepare
+from fourfold.data.sampling import SampleOrder, cut_windows
+from fourfold.data.sources import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import LAUNCHED
 from fourfold.errors import Failure

@@ -35,7 +35,7 @@ from fourfold import models
 from fourfold.axes import AXES
 from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.training_state import model_shards
-from fourfold.data.text import prepare
+from fourfold.data.sources import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
