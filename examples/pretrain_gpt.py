@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fourfold as ff
-from fourfold.checkpoint.folder import Checkpoints
-from fourfold.checkpoint.load import load_training
+from fourfold.checkpoint.load import Checkpoints, load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.commands.parser import grid as axes
 from fourfold.data.loader import Loader

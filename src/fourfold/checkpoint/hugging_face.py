@@ -15,15 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.folder import write_bytes
-from fourfold.checkpoint.format import Record, TensorFile, TensorTypes, write_tensor_file
+from fourfold.atomic import write_bytes
+from fourfold.checkpoint.format import Record, TensorFile, TensorType, TensorTypes, write_tensor_file
 from fourfold.checkpoint.load import read_full_tensor, require_same_names, show_names
 from fourfold.checkpoint.save import write_full_tensors
 from fourfold.checkpoint.training_state import MODEL
@@ -312,11 +311,11 @@ def import_weights(
     mappings = tensor_mappings(config, model_type, shapes)
     with _open_files(source) as files:
         names = match_names(mappings, model_type, files, source)
-        types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        types: dict[str, TensorType] = {}
         for mapping in mappings:
             name = names[mapping.theirs]
             dtype = _checked_dtype(files[name], name, mapping.shape(shapes))
-            types |= {MODEL + ours: (dtype, shapes[ours]) for ours in mapping.ours}
+            types |= {MODEL + ours: TensorType(dtype, shapes[ours]) for ours in mapping.ours}
         if config.tied and HEAD in names:
             _require_tied(files, names, mappings)
 
@@ -326,7 +325,7 @@ def import_weights(
                 yield from mapping.cut(files[name].read(name))
 
         write_full_tensors(folder, types, tensors(), state)
-        return types[MODEL + "embedding.weight"][0]
+        return types[MODEL + "embedding.weight"].dtype
 
 
 @contextmanager
@@ -437,19 +436,23 @@ def export_weights(
     _require_model(checkpoint, record, shapes)
     family = FAMILIES[model_type]
     mappings = {family.file_name(mapping.theirs): mapping for mapping in tensor_mappings(config, model_type, shapes)}
-    types = {name: (dtype or _dtype(record, mapping), mapping.shape(shapes)) for name, mapping in mappings.items()}
+    types: dict[str, TensorType] = {}
+    for name, mapping in mappings.items():
+        # Without a dtype, one that holds all of our tensors in theirs.
+        own = reduce(torch.promote_types, (record.tensors[MODEL + part].dtype for part in mapping.ours))
+        types[name] = TensorType(dtype or own, mapping.shape(shapes))
     groups = _group_by_file(types, max_file_bytes)
     files = [WEIGHTS]
     if len(groups) > 1:
         files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     for file, names in zip(files, groups, strict=True):
-        tensors = (_read_theirs(checkpoint, record, name, mappings[name], types[name][0]) for name in names)
+        tensors = (_read_theirs(checkpoint, record, name, mappings[name], types[name].dtype) for name in names)
         write_tensor_file(to / file, {name: types[name] for name in names}, tensors)
-    nbytes = sum(_nbytes(*of_tensor) for of_tensor in types.values())
+    nbytes = sum(kind.nbytes for kind in types.values())
     if len(groups) > 1:
         where = {name: file for file, names in zip(files, groups, strict=True) for name in names}
         write_json(to / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": where})
-    return ExportedWeights(len(groups), nbytes, next(iter(types.values()))[0])
+    return ExportedWeights(len(groups), nbytes, next(iter(types.values())).dtype)
 
 
 def _require_model(checkpoint: Path, record: Record, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -460,11 +463,6 @@ def _require_model(checkpoint: Path, record: Record, shapes: Mapping[str, tuple[
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ValueError(f"{name!r} has shape {found[name]} in {checkpoint}, and by the config {shape}")
-
-
-def _dtype(record: Record, mapping: TensorMapping) -> torch.dtype:
-    """Return the dtype that holds all of our tensors in one of theirs."""
-    return reduce(torch.promote_types, (record.tensors[MODEL + name].dtype for name in mapping.ours))
 
 
 def _read_theirs(checkpoint: Path, record: Record, name: str, mapping: TensorMapping, dtype: torch.dtype) -> Tensor:
@@ -480,14 +478,10 @@ def _group_by_file(types: TensorTypes, max_file_bytes: int) -> list[list[str]]:
     """Divide the names, in order, into files that are as full as possible."""
     groups: list[list[str]] = []
     filled = 0
-    for name, of_tensor in types.items():
-        if not groups or filled + _nbytes(*of_tensor) > max_file_bytes:
+    for name, kind in types.items():
+        if not groups or filled + kind.nbytes > max_file_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(name)
-        filled += _nbytes(*of_tensor)
+        filled += kind.nbytes
     return groups
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return prod(shape) * dtype.itemsize

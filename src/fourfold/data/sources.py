@@ -7,13 +7,12 @@ that begin with a dot. A file that is named directly is text whatever its suffix
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -168,10 +167,7 @@ def prepare(
         raise ValueError(f"{out}: there is no input; name files, folders or {STANDARD_LIBRARY}")
     total, done = sum(file.size for file in files), 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        _naming_the_full_disk(out),
-        TokenWriter(out, vocab=tokenizer.vocab, eod=tokenizer.eod, tokenizer=tokenizer.description) as writer,
-    ):
+    with TokenWriter(out, vocab=tokenizer.vocab, eod=tokenizer.eod, tokenizer=tokenizer.description) as writer:
         for group in _groups(chunk for file in files for chunk in _chunks(file.path)):
             for chunk, ids in zip(group, tokenizer.encode_many([chunk.text for chunk in group]), strict=True):
                 writer.append(ids)
@@ -182,17 +178,6 @@ def prepare(
                 progress(done, total)
     empty = sum(file.size == 0 for file in files)
     return Prepared(out, writer.tokens, writer.documents, len(files), empty, total, tokenizer.vocab)
-
-
-@contextmanager
-def _naming_the_full_disk(out: Path) -> Iterator[None]:
-    """Add the name of the file to an error about a full disk, which does not have it."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise OSError(error.errno, f"cannot write {out} ({error.strerror}); make room there") from error
 
 
 def text_files(name: str | Path) -> list[TextFile]:

@@ -37,7 +37,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from fourfold.atomic import flush
+from fourfold.atomic import flush, name_in_errors
 
 DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "uint16": torch.uint16}
 DTYPES |= {"int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64}
@@ -159,27 +159,30 @@ class TokenWriter:
                 f"{self.path}: the tokenizer gave ids from {int(ids.min())} to {int(ids.max())}, but its file "
                 f"says that there are {vocab}; repair the tokenizer's file or use another one"
             )
-        _write(self._file, ids, self._dtype)
+        with name_in_errors(self.path):
+            _write(self._file, ids, self._dtype)
         self.tokens += len(ids)
 
     def end_document(self) -> None:
         """Write the end-of-document token, unless the current document has no tokens."""
         if self.tokens > self._start:
             self.append(torch.tensor([self.header["eod"]], device="cpu"))
-            _write(self._starts, torch.tensor([self._start], device="cpu"), "int64")
+            with name_in_errors(self.path):
+                _write(self._starts, torch.tensor([self._start], device="cpu"), "int64")
             self._start = self.tokens
             self.documents += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._finish()
+                self.end_document()
+                with name_in_errors(self.path):
+                    self._finish()
         finally:
             self._starts.close()
             self._discard()
 
     def _finish(self) -> None:
-        self.end_document()
         if not self.tokens:
             raise ValueError(f"{self.path} would have no tokens; give text that is not empty")
         self._file.write(bytes(-self._file.tell() % 8))
