@@ -21,17 +21,14 @@ from fourfold import models
 from fourfold.atomic import AtomicFolder, write_bytes
 from fourfold.checkpoint.format import RECORD, Record, read_record
 from fourfold.checkpoint.hugging_face import (
-    ARCHITECTURES,
     ExportedWeights,
-    config_keys,
     export_weights,
     import_weights,
-    model_type_of,
     write_json,
 )
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
-from fourfold.models.hugging_face import read_config_json, read_keys
+from fourfold.models.hugging_face import ARCHITECTURES, config_keys, model_type_of, read_config_json, read_keys
 from fourfold.report.units import count, nbytes
 from fourfold.train.config import (
     BatchSection,
