@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
-from fourfold.data.rows import place_sampler
+from fourfold.data.sampling import place_sampler
 
 ROWS, SEQ, VOCAB, MICRO_STEPS = 8, 16, 64, 2
 

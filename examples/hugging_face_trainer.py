@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import fourfold as ff
-from fourfold.data.rows import place_sampler
+from fourfold.data.sampling import place_sampler
 
 SEQ, VOCAB = 16, 64
 

@@ -59,14 +59,14 @@ INSIDE = {
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
     "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
-    "data": ["__init__", "rows", "tokenizer", "token_files", "text", "open", "order", "loader"],
+    "data": ["__init__", "tokenizer", "token_files", "sources", "sampling", "loader"],
     "wrap": [
         "context", "grid_tensor", "placements", "ops", "ops_dims", "detect", "shared_input", "adapters", "rows",
         "param_access", "integrations", "passes", "plan", "convert", "multihead", "lora", "images", "structure",
         "build", "__init__",
     ],
     "checkpoint": [
-        "__init__", "format", "folder", "training_state", "save", "load", "hugging_face", "dcp",
+        "__init__", "format", "training_state", "load", "save", "hugging_face", "dcp",
     ],
     "planner": [
         "__init__", "machine", "seconds", "sizes", "program", "transformer", "memory", "trace", "simulate",

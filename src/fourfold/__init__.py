@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fourfold import models, nn, optim
     from fourfold.compare import compare_serial
-    from fourfold.data.rows import local_rows
+    from fourfold.data.sampling import local_rows
     from fourfold.gradients import accumulate, clip_grad_norm_
     from fourfold.grid import Grid, Shape
     from fourfold.nn.loss import count_targets, global_mean
@@ -51,7 +51,7 @@ _HOMES = {
     "count_targets": "nn.loss",
     "explain": "wrap",
     "global_mean": "nn.loss",
-    "local_rows": "data.rows",
+    "local_rows": "data.sampling",
     "parallelize": "wrap",
     "whole_batch": "wrap.rows",
 }

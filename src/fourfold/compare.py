@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.data.rows import local_rows
+from fourfold.data.sampling import local_rows
 from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of
 from fourfold.grid import Grid
 from fourfold.nn.dropout import Dropout

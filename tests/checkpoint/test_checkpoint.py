@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ import torch
 
 from checkpoints import SHAPES, everything, made, resumed, take, trained
 from disks import small_disk
-from fourfold.checkpoint import folder as folders
+from fourfold.atomic import AtomicFolder
 from fourfold.checkpoint import save as saving
-from fourfold.checkpoint.folder import AtomicFolder, Checkpoints
-from fourfold.checkpoint.load import load_training, verify_checkpoint
+from fourfold.checkpoint.load import Checkpoints, load_training, verify_checkpoint
 from fourfold.checkpoint.save import Saver
 from fourfold.grid import Grid, Shape
 from harness import DEVICE, grid_of
@@ -93,7 +93,7 @@ def draws_again(root: Path) -> bool:
 def test_the_file_holds_the_step_it_names_while_training_goes_on(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = made("gpt-tiny", alone(), sharded=False)
     take(model, optimizer, 1)
-    gate, real = saving.Future(), saving.write_tensor_file
+    gate, real = Future(), saving.write_tensor_file
     monkeypatch.setattr(saving, "write_tensor_file", lambda *given: (gate.result(), real(*given))[1])
     saver = Saver(alone(), tmp_path)
     saved = everything(model, optimizer)
@@ -198,7 +198,7 @@ def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(tmp_path: P
         shutil.copytree(tmp_path / "first", root)
         try:
             with monkeypatch.context() as patch:
-                for owner, name in ((os, "fsync"), (os, "rename"), (os, "open"), (folders.shutil, "rmtree")):
+                for owner, name in ((os, "fsync"), (os, "rename"), (os, "open"), (shutil, "rmtree")):
                     patch.setattr(owner, name, crashing(getattr(owner, name), left))
                 saver = Saver(alone(), root, keep_last=1, asynchronous=False)
                 saver.save(2, model, optimizer, {})

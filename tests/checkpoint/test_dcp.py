@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import fourfold as ff
 from fourfold.checkpoint import dcp as module
 from fourfold.checkpoint.dcp import from_dcp, to_dcp
-from fourfold.checkpoint.format import read_record
+from fourfold.checkpoint.format import TensorType, read_record
 from fourfold.checkpoint.load import load_training, load_weights, read_full_tensor
 from fourfold.checkpoint.save import Saver, save_weights, write_full_tensors
 from fourfold.grid import Shape
@@ -36,7 +36,7 @@ STATE = {"step": 4, "config": {"model": {"name": "gpt-tiny"}}, "data": [1, 2.5, 
 
 
 def write(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any] = STATE) -> Path:
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    layout = {name: TensorType.of(tensor) for name, tensor in tensors.items()}
     write_full_tensors(folder, layout, tensors.values(), state)
     return folder
 

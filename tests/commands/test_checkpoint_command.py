@@ -15,7 +15,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fourfold import cli
-from fourfold.checkpoint.format import RECORD, Record, TensorInfo, rank_file, write_record, write_tensor_file
+from fourfold.checkpoint.format import (
+    RECORD,
+    Record,
+    TensorInfo,
+    TensorType,
+    rank_file,
+    write_record,
+    write_tensor_file,
+)
 from fourfold.grid import Shape
 from fourfold.layout import Layout, boxed
 
@@ -39,7 +47,7 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
         for name in record.written_by(GRID.coords(rank)):
             box = record.tensors[name].box(GRID, GRID.coords(rank))
             own[name] = boxed(TENSORS[name][0], box)
-        types = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+        types = {name: TensorType.of(tensor) for name, tensor in own.items()}
         files[rank_file(rank)] = write_tensor_file(folder / rank_file(rank), types, own.values())
     write_record(folder, Record(GRID, state, record.tensors, files))
     return folder

@@ -15,8 +15,7 @@ import pytest
 import tokenizers
 import torch
 
-from fourfold.data.open import open_source
-from fourfold.data.text import prepare, text_files
+from fourfold.data.sources import open_source, prepare, text_files
 from fourfold.data.token_files import HEADER_BYTES, MegatronPair, NanoGPTFile, TokenFile, TokenSource, TokenWriter
 from fourfold.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -289,7 +288,7 @@ def test_prepared_text_comes_back(corpus: Path, words: Path, tmp_path: Path, kin
 
 
 def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.data.text.CHUNK_BYTES", 64)
+    monkeypatch.setattr("fourfold.data.sources.CHUNK_BYTES", 64)
     text = "".join(f"line {number} äöü\n" for number in range(100)) + "no end"
     (tmp_path / "long").write_text(text)
     calls: list[tuple[int, int]] = []
@@ -395,7 +394,7 @@ def test_files_need_torch_alone(corpus: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['numpy', 'tokenizers']))\n"
         "from pathlib import Path\n"
-        "from fourfold.data.open import open_source\n"
+        "from fourfold.data.sources import open_source\n"
         "from fourfold.data.tokenizer import load_tokenizer\n"
         "path, cache = map(Path, sys.argv[1:])\n"
         "print(open_source(path, tokenizer=load_tokenizer('bytes'), cache=cache).read(0, 4).tolist())\n"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
-from fourfold.data.rows import local_rows
+from fourfold.data.sampling import local_rows
 from fourfold.data.token_files import NanoGPTFile, TokenFile, TokenSource, TokenWriter
 from fourfold.grid import Shape, shapes_of
 from harness import grid_of

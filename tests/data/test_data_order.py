@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fourfold.axes import AXES
-from fourfold.data.order import Permutation, SampleOrder, SourceWindows, cut_windows
-from fourfold.data.rows import rows_of
+from fourfold.data.sampling import Permutation, SampleOrder, SourceWindows, cut_windows, rows_of
 from fourfold.grid import Shape, shapes_of
 
 
@@ -115,8 +114,8 @@ def test_order_goes_on_from_a_stored_position() -> None:
     [
         (parts(7, 11), None, 6, "seed was 5, is 6;"),
         (parts(7, 12), None, 5, "tokens of source 1 was 45, is 49; trained windows of source 1 was 11, is 12;"),
-        (parts(7), None, 5, "there were 2 sources, now 1;"),
-        (parts(7, 11), [1, 2], 5, r"weights were \[1, 1\], are \[1, 2\];"),
+        (parts(7), None, 5, "sources was 2, is 1;"),
+        (parts(7, 11), [1, 2], 5, r"weights was \[1, 1\], is \[1, 2\];"),
         ([cut_windows("other", 29, 4), parts(7, 11)[1]], None, 5, "name of source 0 was source-0, is other;"),
         ([cut_windows("source-0", 29, 2), cut_windows("source-1", 45, 2)], None, 5, "seq was 4, is 2;"),
         ([parts(7)[0], cut_windows("source-1", 45, 4, 0.1)], None, 5, "trained windows of source 1 was 11, is 10;"),

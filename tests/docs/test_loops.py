@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from fourfold.data.rows import place_sampler
+from fourfold.data.sampling import place_sampler
 from fourfold.grid import Shape
 from harness import grid_of
 

@@ -29,14 +29,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import warm
 from curves import bound, config_of, write_texts
 from fourfold.checkpoint import save as saving
-from fourfold.checkpoint.folder import Checkpoints
-from fourfold.checkpoint.format import Record, read_record, write_record
-from fourfold.checkpoint.load import read_full_tensor, verify_checkpoint
+from fourfold.checkpoint.format import Record, TensorType, read_record, write_record
+from fourfold.checkpoint.load import Checkpoints, read_full_tensor, verify_checkpoint
 from fourfold.checkpoint.save import write_full_tensors
 from fourfold.cli import _failed
 from fourfold.commands import train
-from fourfold.data.order import SampleOrder, cut_windows
-from fourfold.data.text import prepare
+from fourfold.data.sampling import SampleOrder, cut_windows
+from fourfold.data.sources import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import LAUNCHED
 from fourfold.errors import Failure
@@ -378,7 +377,7 @@ def copy_weights(source: Path, to: Path) -> None:
     """A job: the parameters of a checkpoint by themselves."""
     record = read_record(source)
     names = [name for name in record.tensors if name.startswith("model/")]
-    layout = {name: (record.tensors[name].dtype, record.tensors[name].shape) for name in names}
+    layout = {name: TensorType(record.tensors[name].dtype, record.tensors[name].shape) for name in names}
     write_full_tensors(to, layout, (read_full_tensor(source, record, name) for name in names), {"step": 0})
 
 

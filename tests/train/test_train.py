@@ -35,7 +35,7 @@ from fourfold import models
 from fourfold.axes import AXES
 from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.training_state import model_shards
-from fourfold.data.text import prepare
+from fourfold.data.sources import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
@@ -478,7 +478,7 @@ def test_preparing_text_on_a_full_disk_names_the_file(tmp_path: Path, monkeypatc
     out = tmp_path / "a.tokens"
     with monkeypatch.context() as patched:
         patched.setattr("fourfold.data.token_files._write", full)
-        with pytest.raises(OSError, match=f"cannot write {re.escape(str(out))} .No space left on device.; make room"):
+        with pytest.raises(OSError, match=f"cannot write {re.escape(str(out))} .No space left on device"):
             prepare([tmp_path / "a.txt"], out, load_tokenizer("bytes"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 

@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fourfold.checkpoint.folder import AtomicFolder, require_free
-from fourfold.checkpoint.format import DTYPE_CODES, Record, TensorFile, read_record
+from fourfold.atomic import AtomicFolder, require_free
+from fourfold.checkpoint.format import DTYPE_CODES, Record, TensorFile, TensorType, read_record
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.checkpoint.save import write_full_tensors
 from fourfold.checkpoint.training_state import MODEL, OPTIMIZER, RANDOM
@@ -204,7 +204,7 @@ def from_dcp(
             done += tensor.nbytes
             progress(done, total)
 
-    types = {name: (tensor.dtype, tensor.shape) for name, (_, tensor) in taken.items()}
+    types = {name: TensorType(tensor.dtype, tensor.shape) for name, (_, tensor) in taken.items()}
     write_full_tensors(target, types, tensors(), state)
     return Converted(len(taken), total, tuple(left_out))
 

@@ -30,18 +30,19 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapreplace
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from fourfold.atomic import name_in_errors, write_bytes
 from fourfold.axes import AXES
 from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError
 from fourfold.grid import Shape
@@ -78,8 +79,27 @@ MAX_RANKS = 1 << 17
 """The largest grid that a record may claim: the arithmetic over its ranks takes time and memory in proportion, and a
 record may be anybody's."""
 
-TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape by key, in the order in which the tensors are written."""
+
+class TensorType(NamedTuple):
+    """The dtype and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+TensorTypes = Mapping[str, TensorType]
+"""The type of every tensor by key, in the order in which the tensors are written."""
 
 
 # Tensor files
@@ -93,46 +113,30 @@ class FileInfo:
     header: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file, as the file's header describes it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    checksum: str
-    """Empty where the file has none, as files of other programs do."""
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 def write_tensor_file(path: Path, types: TensorTypes, tensors: Iterable[Tensor]) -> FileInfo:
     """Write tensors in the order of `types`, each before the next is asked for, and flush them to the disk."""
     # A checksum of zeros holds the place: the real ones are known at the end and are as long.
     header = _header(types, dict.fromkeys(types, _crc_text(0)))
     checksums: dict[str, str] = {}
     try:
-        with _name_in_errors(path):
+        with name_in_errors(path):
             file = path.open("wb", buffering=0)
         with file:
-            with _name_in_errors(path):
-                _append(file, memoryview(header))
-            for (key, (dtype, shape)), tensor in zip(types.items(), tensors, strict=True):
-                if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-                    raise ValueError(
-                        f"{key!r} was announced as {dtype} {shape} and is {tensor.dtype} {tuple(tensor.shape)}"
-                    )
-                tensor = tensor.detach().to("cpu").contiguous()
-                with _name_in_errors(path):
-                    checksums[key] = _append(file, _bytes_of(tensor))
+            _append(file, header)
+            for (key, announced), tensor in zip(types.items(), tensors, strict=True):
+                if (found := TensorType.of(tensor)) != announced:
+                    raise ValueError(f"{key!r} was announced as {announced} and is {found}")
+                tensor = (
+                    tensor.detach().to("cpu").contiguous()
+                )  # this name keeps the bytes alive while they are written
+                checksums[key] = _append(file, _bytes_of(tensor))
             header = _header(types, checksums)
-            with _name_in_errors(path):
-                file.seek(0)
-                _append(file, memoryview(header))
+            file.seek(0)
+            _append(file, header)
+            with name_in_errors(path):
                 # The folder is renamed once all files are complete; a power cut must not undo a file after that.
                 os.fsync(file.fileno())
-                return FileInfo(os.fstat(file.fileno()).st_size, _crc_text(zlib.crc32(header)))
+            return FileInfo(os.fstat(file.fileno()).st_size, _crc_text(zlib.crc32(header)))
     except BaseException:
         with suppress(OSError):
             path.unlink()
@@ -143,33 +147,26 @@ def _header(types: TensorTypes, checksums: Mapping[str, str]) -> bytes:
     """Return the length of the header and the header itself."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **checksums}}  # some readers refuse a file without format
     offset = 0
-    for key, (dtype, shape) in types.items():
-        if dtype not in DTYPE_CODES:
-            raise ValueError(f"{key!r} has dtype {dtype}; a checkpoint holds {', '.join(map(str, DTYPE_CODES))}")
-        end = offset + prod(shape) * dtype.itemsize
-        table[key] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+    for key, kind in types.items():
+        if kind.dtype not in DTYPE_CODES:
+            raise ValueError(f"{key!r} has dtype {kind.dtype}; a checkpoint holds {', '.join(map(str, DTYPE_CODES))}")
+        end = offset + kind.nbytes
+        table[key] = {"dtype": DTYPE_CODES[kind.dtype], "shape": list(kind.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
     return len(text).to_bytes(8, "little") + text
 
 
-def _append(file: FileIO, content: memoryview) -> str:
+def _append(file: FileIO, content: bytes | memoryview) -> str:
     """Write bytes and return their checksum."""
     crc = 0
-    for start in range(0, len(content), CHUNK_BYTES):
-        left = content[start : start + CHUNK_BYTES]
-        crc = zlib.crc32(left, crc)
-        while left:  # an unbuffered file may write less than it is given
-            left = left[file.write(left) :]
-    return _crc_text(crc)
-
-
-def checksum(tensor: Tensor) -> str:
-    """Return the checksum of the bytes of a contiguous tensor on the CPU."""
-    crc, content = 0, _bytes_of(tensor)
-    for start in range(0, len(content), CHUNK_BYTES):
-        crc = zlib.crc32(content[start : start + CHUNK_BYTES], crc)
+    with name_in_errors(Path(str(file.name))):
+        for start in range(0, len(content), CHUNK_BYTES):
+            left = memoryview(content)[start : start + CHUNK_BYTES]
+            crc = zlib.crc32(left, crc)
+            while left:  # an unbuffered file may write less than it is given
+                left = left[file.write(left) :]
     return _crc_text(crc)
 
 
@@ -182,15 +179,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-@contextmanager
-def _name_in_errors(path: Path) -> Iterator[None]:
-    """Add the file's name to the errors of the file system, which lack it for an open file."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
 
 
 class TensorFile:
@@ -217,14 +205,13 @@ class TensorFile:
             raise DamagedCheckpointError(
                 f"{path} is {what} ({error}); copy it again from where it was saved"
             ) from error
-        checksums = self._content.metadata() or {}
-        self.tensors: dict[str, StoredTensor] = {}
+        self._checksums = self._content.metadata() or {}  # files of other programs have none
+        self.tensors: dict[str, TensorType] = {}
         for key in self._content.keys():  # noqa: SIM118  # not a mapping
             found = self._content.get_slice(key)
             if found.get_dtype() not in _DTYPES_BY_CODE:
                 raise ValueError(f"{path}: {key!r} has dtype {found.get_dtype()}, which no checkpoint holds")
-            dtype, shape = _DTYPES_BY_CODE[found.get_dtype()], tuple(found.get_shape())
-            self.tensors[key] = StoredTensor(dtype, shape, checksums.get(key, ""))
+            self.tensors[key] = TensorType(_DTYPES_BY_CODE[found.get_dtype()], tuple(found.get_shape()))
 
     def __enter__(self) -> Self:
         return self
@@ -238,10 +225,11 @@ class TensorFile:
 
     def verify(self, key: str) -> None:
         """Raise unless the bytes of a tensor are the ones that were written."""
-        expected, found = self.tensors[key].checksum, checksum(self._content.get_tensor(key))
+        tensor = self._content.get_tensor(key)  # kept in a variable, since the checksum reads its memory
+        expected, found = self._checksums.get(key, "none"), _crc_text(zlib.crc32(_bytes_of(tensor)))
         if found != expected:
             raise DamagedCheckpointError(
-                f"{self.path} is damaged: {key!r} has checksum {found} and was written with {expected or 'none'}; "
+                f"{self.path} is damaged: {key!r} has checksum {found} and was written with {expected}; "
                 "copy the file again from where it was saved, or use another checkpoint"
             )
 
@@ -356,14 +344,7 @@ def write_record(folder: Path, record: Record) -> None:
         },
         "files": {name: {"bytes": info.nbytes, "header": info.header} for name, info in record.files.items()},
     }
-    path = folder / RECORD
-    try:
-        with path.open("w") as file:
-            json.dump({**content, "digest": _digest(content)}, file)
-            file.flush()
-            os.fsync(file.fileno())  # before the folder gets its final name
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path} ({error.strerror})") from error
+    write_bytes(folder / RECORD, json.dumps({**content, "digest": _digest(content)}).encode())
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -15,15 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fourfold.checkpoint.folder import write_bytes
-from fourfold.checkpoint.format import Record, TensorFile, TensorTypes, write_tensor_file
+from fourfold.atomic import write_bytes
+from fourfold.checkpoint.format import Record, TensorFile, TensorType, TensorTypes, write_tensor_file
 from fourfold.checkpoint.load import read_full_tensor, require_same_names, show_names
 from fourfold.checkpoint.save import write_full_tensors
 from fourfold.checkpoint.training_state import MODEL
@@ -227,75 +226,6 @@ def match_names(
     return names
 
 
-# config.json
-
-NEEDS: dict[str, dict[str, Any]] = {
-    "gpt2": dict(norm="layer", mlp="gelu", positions="learned", bias=True, qk_norm=False),
-    "gpt_neox": dict(norm="layer", mlp="gelu", positions="rope", bias=True, qk_norm=False),
-    "llama": dict(norm="rms", mlp="swiglu", positions="rope", qk_norm=False),
-    "qwen3": dict(norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=True),
-}
-"""The types that models are exported as, and the choices that each type fixes."""
-ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
-
-def model_type_of(config: ModelConfig) -> str:
-    """Return the type that computes the same as a model of this config; raise where there is none and say why."""
-    faults = {model_type: _misfits(config, model_type) for model_type in NEEDS}
-    nearest_type = min(faults, key=lambda name: len(faults[name]))
-    if faults[nearest_type]:
-        raise ValueError(
-            f"no type of models that Hugging Face has and Fourfold knows computes this one; {nearest_type} comes "
-            f"nearest, and needs {', '.join(faults[nearest_type])}"
-        )
-    return nearest_type
-
-
-def _misfits(config: ModelConfig, model_type: str) -> list[str]:
-    """Return what a type needs and the model has otherwise."""
-    found = [
-        f"{name}={value!r} instead of {getattr(config, name)!r}"
-        for name, value in NEEDS[model_type].items()
-        if getattr(config, name) != value
-    ]
-    if model_type in ("gpt2", "gpt_neox"):
-        if config.kv_heads != config.heads:
-            found.append(f"kv_heads={config.heads} instead of {config.kv_heads}")
-        if config.heads * config.head_dim != config.hidden:
-            found.append(f"heads*head_dim={config.hidden} instead of {config.heads}*{config.head_dim}")
-    elif model_type == "llama" and config.hidden % config.heads:
-        found.append(f"hidden divisible by heads={config.heads} instead of {config.hidden}")
-    return found
-
-
-def config_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Return the keys of a config.json that determine what is computed."""
-    common = dict(model_type=model_type, architectures=[ARCHITECTURES[model_type]], vocab_size=config.vocab)
-    common["tie_word_embeddings"] = config.tied
-    if model_type == "gpt2":
-        keys = dict(n_embd=config.hidden, n_head=config.heads, n_layer=config.layers, n_inner=config.mlp_hidden)
-        keys |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-        keys |= dict(n_positions=config.seq, layer_norm_epsilon=config.norm_eps, activation_function="gelu_new")
-        return {**common, **keys}
-    keys = dict(hidden_size=config.hidden, num_hidden_layers=config.layers, num_attention_heads=config.heads)
-    keys |= dict(intermediate_size=config.mlp_hidden, max_position_embeddings=config.seq)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if model_type == "gpt_neox":
-        keys |= dict(hidden_act="gelu_new", use_parallel_residual=False, attention_bias=True)
-        keys |= dict(hidden_dropout=config.dropout, attention_dropout=config.dropout, layer_norm_eps=config.norm_eps)
-        keys |= dict(rotary_pct=1.0, rotary_emb_base=config.rope_theta)  # older versions of transformers read these
-        return {**common, **keys, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
-    keys |= dict(hidden_act="silu", num_key_value_heads=config.kv_heads, head_dim=config.head_dim)
-    keys |= dict(attention_bias=config.bias, attention_dropout=0.0, rms_norm_eps=config.norm_eps)
-    keys |= dict(mlp_bias=config.bias) if model_type == "llama" else dict(use_sliding_window=False)
-    return {**common, **keys, "rope_theta": config.rope_theta, "rope_parameters": rope}
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file as transformers does, and flush it to the disk."""
     write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
@@ -312,11 +242,11 @@ def import_weights(
     mappings = tensor_mappings(config, model_type, shapes)
     with _open_files(source) as files:
         names = match_names(mappings, model_type, files, source)
-        types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        types: dict[str, TensorType] = {}
         for mapping in mappings:
             name = names[mapping.theirs]
             dtype = _checked_dtype(files[name], name, mapping.shape(shapes))
-            types |= {MODEL + ours: (dtype, shapes[ours]) for ours in mapping.ours}
+            types |= {MODEL + ours: TensorType(dtype, shapes[ours]) for ours in mapping.ours}
         if config.tied and HEAD in names:
             _require_tied(files, names, mappings)
 
@@ -326,7 +256,7 @@ def import_weights(
                 yield from mapping.cut(files[name].read(name))
 
         write_full_tensors(folder, types, tensors(), state)
-        return types[MODEL + "embedding.weight"][0]
+        return types[MODEL + "embedding.weight"].dtype
 
 
 @contextmanager
@@ -437,19 +367,23 @@ def export_weights(
     _require_model(checkpoint, record, shapes)
     family = FAMILIES[model_type]
     mappings = {family.file_name(mapping.theirs): mapping for mapping in tensor_mappings(config, model_type, shapes)}
-    types = {name: (dtype or _dtype(record, mapping), mapping.shape(shapes)) for name, mapping in mappings.items()}
+    types: dict[str, TensorType] = {}
+    for name, mapping in mappings.items():
+        # Without a dtype, one that holds all of our tensors in theirs.
+        own = reduce(torch.promote_types, (record.tensors[MODEL + part].dtype for part in mapping.ours))
+        types[name] = TensorType(dtype or own, mapping.shape(shapes))
     groups = _group_by_file(types, max_file_bytes)
     files = [WEIGHTS]
     if len(groups) > 1:
         files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     for file, names in zip(files, groups, strict=True):
-        tensors = (_read_theirs(checkpoint, record, name, mappings[name], types[name][0]) for name in names)
+        tensors = (_read_theirs(checkpoint, record, name, mappings[name], types[name].dtype) for name in names)
         write_tensor_file(to / file, {name: types[name] for name in names}, tensors)
-    nbytes = sum(_nbytes(*of_tensor) for of_tensor in types.values())
+    nbytes = sum(kind.nbytes for kind in types.values())
     if len(groups) > 1:
         where = {name: file for file, names in zip(files, groups, strict=True) for name in names}
         write_json(to / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": where})
-    return ExportedWeights(len(groups), nbytes, next(iter(types.values()))[0])
+    return ExportedWeights(len(groups), nbytes, next(iter(types.values())).dtype)
 
 
 def _require_model(checkpoint: Path, record: Record, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -460,11 +394,6 @@ def _require_model(checkpoint: Path, record: Record, shapes: Mapping[str, tuple[
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ValueError(f"{name!r} has shape {found[name]} in {checkpoint}, and by the config {shape}")
-
-
-def _dtype(record: Record, mapping: TensorMapping) -> torch.dtype:
-    """Return the dtype that holds all of our tensors in one of theirs."""
-    return reduce(torch.promote_types, (record.tensors[MODEL + name].dtype for name in mapping.ours))
 
 
 def _read_theirs(checkpoint: Path, record: Record, name: str, mapping: TensorMapping, dtype: torch.dtype) -> Tensor:
@@ -480,14 +409,10 @@ def _group_by_file(types: TensorTypes, max_file_bytes: int) -> list[list[str]]:
     """Divide the names, in order, into files that are as full as possible."""
     groups: list[list[str]] = []
     filled = 0
-    for name, of_tensor in types.items():
-        if not groups or filled + _nbytes(*of_tensor) > max_file_bytes:
+    for name, kind in types.items():
+        if not groups or filled + kind.nbytes > max_file_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(name)
-        filled += _nbytes(*of_tensor)
+        filled += kind.nbytes
     return groups
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return prod(shape) * dtype.itemsize

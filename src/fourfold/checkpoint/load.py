@@ -2,13 +2,17 @@
 
 Everything is checked first: names, shapes, dtypes, files, and the checksum of every tensor, the bytes divided among the
 ranks. The first tensor changes only after all ranks have found everything in order.
+
+The checkpoints of a run are found here too: a run has one folder per step, and only a folder with a record is complete.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.checkpoint.folder import AtomicFolder
-from fourfold.checkpoint.format import RECORD, Record, TensorFile, rank_file, read_record
+from fourfold.atomic import AtomicFolder
+from fourfold.checkpoint.format import CHECKPOINT_FILE, RECORD, Record, TensorFile, TensorType, rank_file, read_record
 from fourfold.checkpoint.training_state import (
     MODEL,
     OPTIMIZER,
@@ -38,8 +42,93 @@ from fourfold.layout import Box, boxed, overlap
 from fourfold.optim import AdamW
 from fourfold.spelling import nearest
 
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+"""The name of a checkpoint's folder in a run."""
+CHECKPOINTS = "checkpoints"
+"""The folder inside a run's folder that holds its checkpoints."""
+WHAT_TO_GIVE = "give the folder of a run, or the folder of one checkpoint"
+"""The end of the errors of commands that take either."""
 MOST_NAMES_SHOWN = 3
 """How many missing or unknown tensors an error names."""
+
+
+# The checkpoints of a run
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The checkpoints of a run, by step: `ROOT/step-00000100`."""
+
+    root: Path
+
+    def path(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
+    def all(self) -> list[tuple[int, Path]]:
+        """Return the step and folder of every checkpoint, the newest last, also of those that lost their record."""
+        if not self.root.is_dir():
+            return []
+        found = [(STEP_FOLDER.fullmatch(folder.name), folder) for folder in self.root.iterdir()]
+        return sorted((int(match[1]), folder) for match, folder in found if match)
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """Return the step and folder of every complete checkpoint, the newest last."""
+        return [(step, folder) for step, folder in self.all() if (folder / RECORD).is_file()]
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint."""
+        complete = self.complete()
+        return complete[-1][1] if complete else None
+
+    def prune(self, keep_last: int, keep_every: int) -> None:
+        """Remove all but the last few and, with `keep_every`, the multiples of it. The newest is never removed."""
+        for step, folder in self.complete()[: -max(1, keep_last)]:
+            if not (keep_every and step % keep_every == 0):
+                with suppress(OSError):  # what cannot be removed now is tried again after the next save
+                    remove_checkpoint(folder)
+
+    def remove_leftovers(self) -> None:
+        """Remove what saves and removals that died have left."""
+        for folder in self.root.glob(".step-*.*") if self.root.is_dir() else ():
+            if folder.suffix in (".partial", ".removed"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint. It gets another name first, so that nobody takes a half-removed one for a checkpoint."""
+    removed = folder.with_name(f".{folder.name}.removed")
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is the folder of a checkpoint, complete or not."""
+    return path.is_dir() and any(CHECKPOINT_FILE.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def checkpoints_of(path: Path) -> Checkpoints:
+    """Return the checkpoints of a run, given its folder or the folder that holds its checkpoints."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a folder; {WHAT_TO_GIVE}")
+    return Checkpoints(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """Return the folder of a checkpoint: `path` itself if it is one, else of a run the one of a step or the newest."""
+    if is_checkpoint(path):
+        if step is not None:
+            raise ValueError(f"{path} is one checkpoint; leave out --step {step}, or give the run's folder")
+        return path
+    complete = dict(checkpoints_of(path).complete())
+    if not complete:
+        raise FileNotFoundError(f"{path} has no complete checkpoint; {WHAT_TO_GIVE}")
+    if step is not None and step not in complete:
+        steps = ", ".join(map(str, complete))
+        raise FileNotFoundError(f"{path} has no complete checkpoint of step {step}; it has those of {steps}")
+    return complete[max(complete) if step is None else step]
+
+
+# Loading
 
 
 def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
@@ -57,8 +146,12 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
         chosen.update(model_shards(model))
         chosen.update(new_optimizer_shards(optimizer, with_state))
         require_same_names(chosen, [name for name in record.tensors if not name.startswith(RANDOM)], folder)
-        if with_state:
-            _require_same_dtypes(chosen, record, folder)
+        for name, shard in chosen.items() if with_state else ():
+            if record.tensors[name].dtype != shard.local.dtype:
+                raise ValueError(
+                    f"{name!r} is {record.tensors[name].dtype} in {folder} and {shard.local.dtype} here; resume with "
+                    "the dtype of the saved run"
+                )
         if record.grid == grid.shape:
             for name, state in random_states(grid).items():
                 # another version of torch may have a state of another length
@@ -105,28 +198,6 @@ def show_names(names: Sequence[str], others: Sequence[str]) -> str:
     return f"{shown} and {left} more" if left > 0 else shown
 
 
-def _require_same_dtypes(shards: LocalShards, record: Record, folder: object) -> None:
-    for name, shard in shards.items():
-        if record.tensors[name].dtype != shard.local.dtype:
-            raise ValueError(
-                f"{name!r} is {record.tensors[name].dtype} in {folder} and {shard.local.dtype} here; resume with the "
-                "dtype of the saved run"
-            )
-
-
-# Into the shards of a grid
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """One copy from a file: a slice of a part that some rank wrote, into a slice of this rank's shard."""
-
-    name: str
-    part: Box
-    source: tuple[slice, ...]
-    target: tuple[slice, ...]
-
-
 def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Record], LocalShards]) -> Record:
     """Read into the shards that `choose` picks by the record, in place, cast to their dtypes.
 
@@ -135,7 +206,7 @@ def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Re
     source = Path(folder).resolve()
     grid.agree("the folder to read", str(source))
 
-    def check() -> tuple[Record, LocalShards, dict[str, list[_Read]]]:
+    def check() -> tuple[Record, LocalShards, dict[str, Box], PartsByFile]:
         replaced = AtomicFolder(source).replaced
         if replaced.exists() and not source.exists():
             raise MissingCheckpointError(
@@ -143,52 +214,60 @@ def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Re
             )
         record = read_record(source)
         shards = choose(record)
-        reads = _plan_reads(shards, record, grid, source)
+        for name, shard in shards.items():
+            if record.tensors[name].shape != shard.shape:
+                raise ValueError(
+                    f"{name!r} has shape {record.tensors[name].shape} in {source} and {shard.shape} here; build the "
+                    "model as saved"
+                )
+        own = {name: shard.require_box(name, grid) for name, shard in shards.items()}
+        parts = checked_parts(source, record, {name: box for name, box in own.items() if all(box)})
         verify_share(source, record, grid.rank, grid.shape.world)
-        return record, shards, reads
+        return record, shards, own, parts
 
     def copy() -> None:
-        for name, wanted in reads.items():
-            with TensorFile(source / name) as file:
-                for read in wanted:
-                    shards[read.name].local[read.target].copy_(file.read(read.name, read.source))
+        for file_name, held in parts.items():
+            with TensorFile(source / file_name) as file:
+                for name, part in held:
+                    common = [overlap(a, b) for a, b in zip(own[name], part, strict=True)]
+                    shards[name].local[_slices(common, own[name])].copy_(file.read(name, _slices(common, part)))
 
     # Two rounds: no rank may change a tensor before every rank has found everything in order.
-    record, shards, reads = grid.run_together(f"reading {source}", check)
+    record, shards, own, parts = grid.run_together(f"reading {source}", check)
     grid.run_together(f"reading {source}, with tensors half changed by then,", copy)
     return record
-
-
-def _plan_reads(shards: LocalShards, record: Record, grid: Grid, folder: Path) -> dict[str, list[_Read]]:
-    """Return what this rank will read from each file, with everything checked but the values."""
-    reads: dict[str, list[_Read]] = {}
-    for name, shard in shards.items():
-        saved = record.tensors[name]
-        if saved.shape != shard.shape:
-            raise ValueError(
-                f"{name!r} has shape {saved.shape} in {folder} and {shard.shape} here; build the model as saved"
-            )
-        own = shard.require_box(name, grid)
-        for rank, part in record.parts(name, own) if all(own) else ():
-            common = [overlap(a, b) for a, b in zip(own, part, strict=True)]
-            read = _Read(name, part, _slices(common, part), _slices(common, own))
-            reads.setdefault(rank_file(rank), []).append(read)
-    for name, wanted in reads.items():
-        with open_checked(folder, record, name) as file:
-            for read in wanted:
-                found, expected = file.tensors.get(read.name), tuple(map(len, read.part))
-                if found is None or (found.shape, found.dtype) != (expected, record.tensors[read.name].dtype):
-                    what = "nothing" if found is None else f"{found.dtype} {found.shape}"
-                    raise DamagedCheckpointError(
-                        f"{file.path} holds {what} for {read.name!r}, but {RECORD} says "
-                        f"{record.tensors[read.name].dtype} {expected}; copy them again"
-                    )
-    return reads
 
 
 def _slices(box: Sequence[range], outer: Sequence[range]) -> tuple[slice, ...]:
     """Return the slices of a tensor that fills `outer` which select `box`."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+
+
+# Files of a checkpoint, each compared with the record
+
+PartsByFile = dict[str, list[tuple[str, Box]]]
+"""Parts of tensors, each as (tensor, box), by the file that holds them."""
+
+
+def checked_parts(folder: Path, record: Record, boxes: Mapping[str, Box | None]) -> PartsByFile:
+    """Return the parts that overlap these boxes of tensors (None: all of the tensor); raise unless files hold them.
+
+    Only headers are read. So nobody allocates memory for a shape that the record claims and the files do not have.
+    """
+    parts: PartsByFile = {}
+    for name, box in boxes.items():
+        for rank, part in record.parts(name, box):
+            parts.setdefault(rank_file(rank), []).append((name, part))
+    for file_name, held in parts.items():
+        with open_checked(folder, record, file_name) as file:
+            for name, part in held:
+                found, expected = file.tensors.get(name), TensorType(record.tensors[name].dtype, tuple(map(len, part)))
+                if found != expected:
+                    raise DamagedCheckpointError(
+                        f"{file.path} does not hold its part of {name!r}: {RECORD} says {expected}, and the file has "
+                        f"{found or 'nothing'}; copy the checkpoint again"
+                    )
+    return parts
 
 
 @contextmanager
@@ -224,40 +303,24 @@ def verify_share(
                 offset += tensor.nbytes
 
 
-# For one process
-
-
 def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda _: None) -> Record:
     """Read a checkpoint from end to end and compare every byte with its checksum; raise where something is wrong.
 
-    `progress` is called with the bytes of each tensor.
+    For one process. `progress` is called with the bytes of each tensor.
     """
     record = read_record(folder)
     verify_share(folder, record, progress=progress)
-    needed = {(rank_file(rank), name) for name in record.tensors for rank, _ in record.parts(name)}
-    for file_name in record.files:
-        with open_checked(folder, record, file_name) as file:
-            needed -= {(file_name, key) for key in file.tensors}
-    if needed:
-        file_name, name = min(needed)
-        raise DamagedCheckpointError(
-            f"{folder / file_name} does not hold its part of {name!r}; copy the checkpoint again"
-        )
+    checked_parts(folder, record, dict.fromkeys(record.tensors))
     return record
 
 
 def read_full_tensor(folder: Path, record: Record, name: str) -> Tensor:
-    """Return a tensor joined from its parts, each compared with its checksum."""
-    info, parts = record.tensors[name], list(record.parts(name))
-    for rank, box in parts:  # before memory is allocated for a shape that nobody but the record claims
-        with open_checked(folder, record, rank_file(rank)) as file:
-            if name not in file.tensors or file.tensors[name].shape != tuple(map(len, box)):
-                raise DamagedCheckpointError(
-                    f"{file.path} does not hold its part of {name!r}; copy the checkpoint again"
-                )
-    full = torch.empty(info.shape, dtype=info.dtype)
-    for rank, box in parts:
-        with open_checked(folder, record, rank_file(rank)) as file:
+    """Return a tensor joined from its parts, each compared with its checksum; for one process."""
+    parts = checked_parts(folder, record, {name: None})
+    full = torch.empty(record.tensors[name].shape, dtype=record.tensors[name].dtype)
+    for file_name, held in parts.items():
+        with open_checked(folder, record, file_name) as file:
             file.verify(name)
-            boxed(full, box).copy_(file.read(name))
+            for _, box in held:
+                boxed(full, box).copy_(file.read(name))
     return full

@@ -11,27 +11,30 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.checkpoint.folder import AtomicFolder, Checkpoints
+from fourfold.atomic import AtomicFolder
 from fourfold.checkpoint.format import (
+    CHECKPOINT_FILE,
     FileInfo,
     Record,
     TensorInfo,
+    TensorType,
     TensorTypes,
     rank_file,
     write_record,
     write_tensor_file,
 )
+from fourfold.checkpoint.load import Checkpoints
 from fourfold.checkpoint.training_state import LocalShards, model_shards, training_shards
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid, Shape
@@ -57,8 +60,8 @@ def write_full_tensors(folder: Path, types: TensorTypes, tensors: Iterable[Tenso
 
     For one process. It asks for a tensor when the one before is written, so the model is never in memory as a whole.
     """
-    with AtomicFolder(folder.resolve()).fill() as partial:
-        infos = {name: TensorInfo(shape, dtype, Layout()) for name, (dtype, shape) in types.items()}
+    with AtomicFolder(folder.resolve(), CHECKPOINT_FILE).fill() as partial:
+        infos = {name: TensorInfo(kind.shape, kind.dtype, Layout()) for name, kind in types.items()}
         files = {rank_file(0): write_tensor_file(partial / rank_file(0), types, tensors)} if types else {}
         write_record(partial, Record(Shape(), state, infos, files))
 
@@ -248,7 +251,7 @@ class PendingSave:
         `previous` is an earlier save, perhaps of the same tensors. Rank 0 calls `before` when nothing is written yet,
         and `after` once the folder is complete.
         """
-        self.grid, self.folder, self._after = grid, AtomicFolder(Path(folder).resolve()), after
+        self.grid, self.folder, self._after = grid, AtomicFolder(Path(folder).resolve(), CHECKPOINT_FILE), after
         self.record = Record(grid.shape, state, {name: shard.info for name, shard in shards.items()})
         self._what = f"writing {self.folder.target}"
         self._copy: HostCopy | None = None
@@ -272,10 +275,10 @@ class PendingSave:
             raise
         # Made here, where all ranks make the same saves in the same order; the thread that writes uses it alone.
         self._channel = grid.channel.open("write", seconds=SLOWEST_RANK_SECONDS, fresh=True, own_connection=True)
-        self._done: Future[None] = Future()
-        own = {name: shards[name].local for name in self.own}
-        # Not a daemon, so that an interpreter that ends lets the checkpoint be finished.
-        Thread(target=self._run, args=(own,), name="fourfold-save").start()
+        # The interpreter waits for an executor's thread when it ends, so the checkpoint is finished even then.
+        thread = ThreadPoolExecutor(1, "fourfold-save")
+        self._done = thread.submit(self._write, {name: shards[name].local for name in self.own})
+        thread.shutdown(wait=False)  # the thread ends when the file is written
 
     def _own_names(self, shards: LocalShards, previous: PendingSave | None) -> list[str]:
         """Return the tensors that this rank writes its part of: the same as last time if the tensors are the same."""
@@ -289,12 +292,6 @@ class PendingSave:
         """Order whatever follows after the copy, so that it may change the tensors that are being saved."""
         if self._copy is not None:
             self._copy.wait_for_staging()
-
-    def _run(self, own: dict[str, Tensor]) -> None:
-        try:
-            self._done.set_result(self._write(own))
-        except BaseException as error:
-            self._done.set_exception(error)
 
     def _write(self, own: dict[str, Tensor]) -> None:
         """Write this rank's file and report it to rank 0, which publishes the folder once all ranks have reported."""
@@ -319,7 +316,7 @@ class PendingSave:
                 f"{self.folder.partial}, which rank 0 has made, is not there on rank {self.grid.rank}; "
                 "write to a file system that all nodes share"
             )
-        types = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
+        types = {name: TensorType.of(tensor) for name, tensor in own.items()}
         return write_tensor_file(self.folder.partial / rank_file(self.grid.rank), types, own.values())
 
     def _publish(self, reports: list[dict[str, Any]]) -> None:

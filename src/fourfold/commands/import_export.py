@@ -18,19 +18,17 @@ from typing import Any
 import torch
 
 from fourfold import models
-from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint, new_folder, write_bytes
+from fourfold.atomic import AtomicFolder, write_bytes
 from fourfold.checkpoint.format import RECORD, Record, read_record
 from fourfold.checkpoint.hugging_face import (
-    ARCHITECTURES,
     ExportedWeights,
-    config_keys,
     export_weights,
     import_weights,
-    model_type_of,
     write_json,
 )
+from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
-from fourfold.models.hugging_face import read_config_json, read_keys
+from fourfold.models.hugging_face import ARCHITECTURES, config_keys, model_type_of, read_config_json, read_keys
 from fourfold.report.units import count, nbytes
 from fourfold.train.config import (
     BatchSection,
@@ -73,7 +71,7 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; give the folder of a Hugging Face model, with its {CONFIG}")
     model_type, model, notes = _read_model(path)
-    with new_folder(out) as folder:
+    with AtomicFolder(out.resolve()).fill() as folder:
         data, more = _import_tokenizer(source, folder, model.vocab, eod)
         config = TrainConfig(
             model=ModelSection(source.resolve().name, **dataclasses.asdict(model)),
@@ -167,7 +165,7 @@ def export_model(
         notes.append(
             f"dropout={model.dropout} is left out, because {model_type} has no dropout; it only affects training"
         )
-    with new_folder(to) as folder:
+    with AtomicFolder(to.resolve()).fill() as folder:
         tokenizer, more = _export_tokenizer(data, checkpoint, folder, model.seq)
         weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)
         keys = config_keys(model, model_type)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fourfold import comm
-from fourfold.checkpoint.folder import CHECKPOINTS
+from fourfold.checkpoint.load import CHECKPOINTS
 from fourfold.commands.local_ranks import chosen_device, default_folder, grid_options, require_world, wanted_ranks
 from fourfold.commands.probe import Budget, FolderMark, bytes_of, free_bytes, look_at, myself, product_flops, within
 from fourfold.environment import Environment, inside_a_job

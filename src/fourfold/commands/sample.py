@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fourfold.checkpoint.folder import find_checkpoint
-from fourfold.checkpoint.load import load_weights
+from fourfold.checkpoint.load import find_checkpoint, load_weights
 from fourfold.commands.local_ranks import chosen_device, close
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import inside_a_job

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from fourfold.data.order import SampleOrder, SourceWindows, cut_windows
-from fourfold.data.rows import rows_of
+from fourfold.data.sampling import SampleOrder, cut_windows, rows_of
 from fourfold.data.token_files import BLOCK, TokenSource
 from fourfold.grid import Grid
 from fourfold.nn.loss import IGNORE_INDEX
@@ -70,7 +68,7 @@ class Loader:
         self.device = grid.device if device is None else device
         self._rows = rows
         self._local_rows = rows_of(grid.shape, grid.rank, rows, micro_steps)
-        self._reader = window_reader(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
+        self._reader = WindowReader(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
         self._order = SampleOrder(self._reader.windows, weights, seed)  # where reading stands, a step ahead of _state
         self._state = self._order.state()
         grid.agree("the data", str((self._state["of"], rows, documents)))
@@ -158,7 +156,7 @@ class Evaluation:
         self.device = grid.device if device is None else device
         (self._local_rows,) = rows_of(grid.shape, grid.rank, rows)
         self._rows = rows
-        self._reader = window_reader(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
+        self._reader = WindowReader(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
         self._held_out = sum(windows.held_out for windows in self._reader.windows)
         self.windows = self._held_out if batches is None else min(self._held_out, batches * rows)
 
@@ -180,14 +178,30 @@ class Evaluation:
         raise IndexError(f"the evaluation has {self.windows} windows")
 
 
-@dataclass(frozen=True, slots=True)
 class WindowReader:
     """Reads windows of its sources as rows. With `documents`, rows also have positions that keep documents apart."""
 
-    sources: Sequence[TokenSource]
-    windows: Sequence[SourceWindows]
-    vocab: int
-    documents: bool
+    def __init__(
+        self, sources: Sequence[TokenSource], *, seq: int, held_out: float, vocab: int, documents: bool
+    ) -> None:
+        for source in sources:
+            if source.vocab is not None and source.vocab > vocab:
+                raise ValueError(
+                    f"the source {source.name} has ids 0 to {source.vocab - 1}, but the model has vocab={vocab}; build "
+                    f"the model with vocab={source.vocab} or more, or prepare the text with the model's tokenizer"
+                )
+            if source.eod is not None and not 0 <= source.eod < vocab:
+                raise ValueError(
+                    f"the source {source.name} has eod={source.eod}, but the ids of a model with vocab={vocab} are 0 "
+                    f"to {vocab - 1}; give another eod or build the model with a larger vocab"
+                )
+            if documents and not source.has_documents:
+                raise ValueError(
+                    f"documents=True, but the source {source.name} does not say where documents start; "
+                    "give the id that ends them with eod=, or use documents=False"
+                )
+        self.sources, self.seq, self.vocab, self.documents = tuple(sources), seq, vocab, documents
+        self.windows = tuple(cut_windows(source.name, source.tokens, seq, held_out) for source in sources)
 
     def batch(self, picks: Sequence[tuple[int, int] | None]) -> TokenBatch:
         """Return a row for each (source, window), and a row without targets for each None."""
@@ -201,52 +215,26 @@ class WindowReader:
         Positions start at 0 at the first token of the window, of each document and of the padding. The first token of a
         document is not a target, since no token before it belongs to its document.
         """
-        source, seq = self.sources[number], self.windows[number].seq
-        start = window * seq
-        stop = min(start + seq + 1, source.tokens)
+        source, start = self.sources[number], window * self.seq
+        stop = min(start + self.seq + 1, source.tokens)
         ids = source.read(start, stop)
         check_ids(source, start, ids, self.vocab)
         count = len(ids) - 1
-        tokens, targets, positions = self._blank(seq, source.eod or 0)
+        tokens, targets, positions = self._blank(source.eod or 0)
         tokens[:count], targets[:count] = ids[:-1], ids[1:]
         if self.documents:
             starts = source.document_starts(start + 1, stop) - start
             targets[starts - 1] = IGNORE_INDEX
-            first = torch.zeros(seq + 1, dtype=torch.int64, device="cpu")
+            first = torch.zeros(self.seq + 1, dtype=torch.int64, device="cpu")
             first[starts] = starts
             first[count] = count  # where the padding begins, or one behind the window
-            positions -= first[:seq].cummax(0).values  # the start of each token's own document
+            positions -= first[:-1].cummax(0).values  # the start of each token's own document
         return tokens, targets, positions
 
-    def _blank(self, seq: int | None = None, fill: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        seq = seq or self.windows[0].seq
-        full = torch.full((2, seq), fill, dtype=torch.int64, device="cpu")
-        full[1] = IGNORE_INDEX
-        return full[0], full[1], torch.arange(seq, device="cpu")
-
-
-def window_reader(
-    sources: Sequence[TokenSource], *, seq: int, held_out: float, vocab: int, documents: bool
-) -> WindowReader:
-    """Check that the sources fit the model and the options, and return their reader."""
-    for source in sources:
-        if source.vocab is not None and source.vocab > vocab:
-            raise ValueError(
-                f"the source {source.name} has ids 0 to {source.vocab - 1}, but the model has vocab={vocab}; build the "
-                f"model with vocab={source.vocab} or more, or prepare the text with the model's tokenizer"
-            )
-        if source.eod is not None and not 0 <= source.eod < vocab:
-            raise ValueError(
-                f"the source {source.name} has eod={source.eod}, but the ids of a model with vocab={vocab} are 0 to "
-                f"{vocab - 1}; give another eod or build the model with a larger vocab"
-            )
-        if documents and not source.has_documents:
-            raise ValueError(
-                f"documents=True, but the source {source.name} does not say where documents start; "
-                "give the id that ends them with eod=, or use documents=False"
-            )
-    windows = [cut_windows(source.name, source.tokens, seq, held_out) for source in sources]
-    return WindowReader(tuple(sources), tuple(windows), vocab, documents)
+    def _blank(self, fill: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a row that consists of this token and has no targets."""
+        tokens = torch.full((self.seq,), fill, dtype=torch.int64, device="cpu")
+        return tokens, torch.full_like(tokens, IGNORE_INDEX), torch.arange(self.seq, device="cpu")
 
 
 def check_ids(source: TokenSource, start: int, ids: Tensor, vocab: int) -> None:

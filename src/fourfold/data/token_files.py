@@ -37,7 +37,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from fourfold.atomic import flush
+from fourfold.atomic import flush, name_in_errors
 
 DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "uint16": torch.uint16}
 DTYPES |= {"int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64}
@@ -159,27 +159,30 @@ class TokenWriter:
                 f"{self.path}: the tokenizer gave ids from {int(ids.min())} to {int(ids.max())}, but its file "
                 f"says that there are {vocab}; repair the tokenizer's file or use another one"
             )
-        _write(self._file, ids, self._dtype)
+        with name_in_errors(self.path):
+            _write(self._file, ids, self._dtype)
         self.tokens += len(ids)
 
     def end_document(self) -> None:
         """Write the end-of-document token, unless the current document has no tokens."""
         if self.tokens > self._start:
             self.append(torch.tensor([self.header["eod"]], device="cpu"))
-            _write(self._starts, torch.tensor([self._start], device="cpu"), "int64")
+            with name_in_errors(self.path):
+                _write(self._starts, torch.tensor([self._start], device="cpu"), "int64")
             self._start = self.tokens
             self.documents += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._finish()
+                self.end_document()
+                with name_in_errors(self.path):
+                    self._finish()
         finally:
             self._starts.close()
             self._discard()
 
     def _finish(self) -> None:
-        self.end_document()
         if not self.tokens:
             raise ValueError(f"{self.path} would have no tokens; give text that is not empty")
         self._file.write(bytes(-self._file.tell() % 8))
@@ -216,8 +219,8 @@ class TokenFile(TokenSource):
     """A `.tokens` file, mapped."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        header = read_header(path)
-        view = map_file(path)
+        header = _read_header(path)
+        view = _map_file(path)
         self.path = path
         self.name = name or path.name
         self.tokens: int = header["tokens"]
@@ -232,44 +235,28 @@ class TokenFile(TokenSource):
         return self._starts.read(bisect_left(self._starts, start), bisect_left(self._starts, stop))
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> dict[str, Any]:
     """Return the header of a `.tokens` file after checking that the whole file is there."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(HEADER_BYTES)
-    if head[: len(MAGIC)] != MAGIC:
-        raise ValueError(
-            f"{path} is not a token file: it starts with {head[: len(MAGIC)]!r}, not {MAGIC!r}; {PREPARE_AGAIN}, "
-            "or rename it if it is text"
-        )
-    if len(head) < HEADER_BYTES:
-        raise ValueError(
-            f"{path} is cut off: {len(head)} of the {HEADER_BYTES} bytes of its header are there; {PREPARE_AGAIN}"
-        )
-    version, length = struct.unpack_from("<II", head, 8)
+    head = _read_head(path, "a token file", MAGIC, HEADER_BYTES, f"{PREPARE_AGAIN}, or rename it if it is text")
+    version, length = struct.unpack_from("<II", head, len(MAGIC))
     if version != VERSION:
         raise ValueError(
             f"{path} has version {version}, this Fourfold reads version {VERSION}; {PREPARE_AGAIN}, or install the "
             "Fourfold that wrote it"
         )
-    header = _parse_header(path, head[16 : 16 + length])
-    expected = _starts_offset(header) + 8 * header["documents"]
+    try:
+        header = json.loads(head[16 : 16 + length])
+        valid = all(isinstance(header[key], kind) for key, kind in HEADER_FIELDS.items())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has a damaged header ({type(error).__name__}: {error}); {PREPARE_AGAIN}") from error
+    if not valid or header["dtype"] not in ("uint16", "uint32") or header["tokens"] < 1 or header["documents"] < 1:
+        raise ValueError(f"{path} has a damaged header, {header}; {PREPARE_AGAIN}")
+    size, expected = path.stat().st_size, _starts_offset(header) + 8 * header["documents"]
     if size != expected:
         raise ValueError(
             f"{path} is not complete: {header['tokens']} tokens of {header['dtype']} and {header['documents']} "
             f"documents take {expected} bytes, the file has {size}; copy it again or {PREPARE_AGAIN}"
         )
-    return header
-
-
-def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-        wrong = [key for key, kind in HEADER_FIELDS.items() if not isinstance(header[key], kind)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} has a damaged header ({type(error).__name__}: {error}); {PREPARE_AGAIN}") from error
-    if wrong or header["dtype"] not in ("uint16", "uint32") or header["tokens"] < 1 or header["documents"] < 1:
-        raise ValueError(f"{path} has a damaged header, {header}; {PREPARE_AGAIN}")
     return header
 
 
@@ -289,7 +276,7 @@ class MegatronPair(TokenSource):
             if not path.is_file():
                 raise FileNotFoundError(f"{other} has no {path.name} beside it; a Megatron pair needs both files")
         dtype, sequences, marks = _read_index_head(index)
-        view = map_file(index)
+        view = _map_file(index)
         lengths = MappedArray(view, "int32", MEGATRON_HEAD.size, sequences)
         self._begins = MappedArray(view, "int64", MEGATRON_HEAD.size + 4 * sequences, sequences)
         self._marks = MappedArray(view, "int64", MEGATRON_HEAD.size + 12 * sequences, marks)
@@ -304,7 +291,7 @@ class MegatronPair(TokenSource):
                 f"{tokens} has {size} bytes, but {index.name} lists {self.tokens} tokens of {dtype}, "
                 f"{self.tokens * self._itemsize} bytes (at least one token); copy both again or {PREPROCESS_AGAIN}"
             )
-        self._ids = MappedArray(map_file(tokens), dtype)
+        self._ids = MappedArray(_map_file(tokens), dtype)
 
     def document_starts(self, start: int, stop: int) -> Tensor:
         marks = range(len(self._marks))
@@ -319,26 +306,14 @@ class MegatronPair(TokenSource):
 
 def _read_index_head(index: Path) -> tuple[str, int, int]:
     """Return the dtype, the number of sequences and the number of document marks of a Megatron index."""
-    size = index.stat().st_size
-    with index.open("rb") as file:
-        head = file.read(MEGATRON_HEAD.size)
-    if head[: len(MEGATRON_MAGIC)] != MEGATRON_MAGIC:
-        found = head[: len(MEGATRON_MAGIC)]
-        raise ValueError(
-            f"{index} is not a Megatron index: it starts with {found!r}, not {MEGATRON_MAGIC!r}; {PREPROCESS_AGAIN}"
-        )
-    if len(head) < MEGATRON_HEAD.size:
-        raise ValueError(
-            f"{index} is cut off: {len(head)} of the {MEGATRON_HEAD.size} bytes of its header are there; "
-            f"{PREPROCESS_AGAIN}"
-        )
+    head = _read_head(index, "a Megatron index", MEGATRON_MAGIC, MEGATRON_HEAD.size, PREPROCESS_AGAIN)
     _, version, code, sequences, marks = MEGATRON_HEAD.unpack(head)
     if version != MEGATRON_VERSION:
         raise ValueError(f"{index} has version {version}, only {MEGATRON_VERSION} can be read; {PREPROCESS_AGAIN}")
     if code not in MEGATRON_DTYPES:
         known = ", ".join(f"{number} {name}" for number, name in MEGATRON_DTYPES.items())
         raise ValueError(f"{index} has the dtype code {code}, but tokens have one of {known}; {PREPROCESS_AGAIN}")
-    expected = MEGATRON_HEAD.size + 12 * sequences + 8 * marks
+    size, expected = index.stat().st_size, MEGATRON_HEAD.size + 12 * sequences + 8 * marks
     if size != expected:
         raise ValueError(
             f"{index} is not complete: {sequences} sequences and {marks} document marks take {expected} bytes, the "
@@ -383,7 +358,7 @@ class NanoGPTFile(TokenSource):
             )
         self.name = path.name
         self.eod = eod
-        self._ids = MappedArray(map_file(path), "uint16")
+        self._ids = MappedArray(_map_file(path), "uint16")
         self.tokens = len(self._ids)
 
     @property
@@ -400,7 +375,18 @@ class NanoGPTFile(TokenSource):
         return torch.cat([begin, ends + 1])
 
 
-def map_file(path: Path) -> mmap.mmap:
+def _read_head(path: Path, kind: str, magic: bytes, length: int, remedy: str) -> bytes:
+    """Return the first bytes of a file of this kind; raise unless they begin with its magic and are all there."""
+    with path.open("rb") as file:
+        head = file.read(length)
+    if not head.startswith(magic):
+        raise ValueError(f"{path} is not {kind}: it starts with {head[: len(magic)]!r}, not {magic!r}; {remedy}")
+    if len(head) < length:
+        raise ValueError(f"{path} is cut off: {len(head)} of the {length} bytes of its header are there; {remedy}")
+    return head
+
+
+def _map_file(path: Path) -> mmap.mmap:
     """Map the bytes of a file for reading. The file must not be empty."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -1,9 +1,9 @@
-"""Reads Hugging Face's config.json as fields of `ModelConfig`, for the model types that they can express exactly.
+"""Reads and writes Hugging Face's config.json, for the model types that a `ModelConfig` can express exactly.
 
-The file is read with json alone. A value that is not in the file has the default of its model type; sizes that have no
-default must be there. Rotary scaling and sliding windows change which numbers are computed but not what a step costs
-here: attention runs, and is priced, over whole sequences. An `exact` reading, for weights that come with the file,
-refuses everything that would change a number.
+The file is read as fields of `ModelConfig`, with json alone. A value that is not in the file has the default of its
+model type; sizes that have no default must be there. Rotary scaling and sliding windows change which numbers are
+computed but not what a step costs here: attention runs, and is priced, over whole sequences. An `exact` reading, for
+weights that come with the file, refuses everything that would change a number.
 """
 
 from __future__ import annotations
@@ -13,8 +13,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fourfold.models.config import ModelConfig
 from fourfold.spelling import nearest
 
+CHOICES: dict[str, dict[str, Any]] = {
+    "gpt2": dict(norm="layer", mlp="gelu", positions="learned", bias=True, qk_norm=False),
+    "gpt_neox": dict(norm="layer", mlp="gelu", positions="rope", bias=True, qk_norm=False),
+    "llama": dict(norm="rms", mlp="swiglu", positions="rope", qk_norm=False),
+    "mistral": dict(norm="rms", mlp="swiglu", positions="rope", qk_norm=False),
+    "qwen3": dict(norm="rms", mlp="swiglu", positions="rope", bias=False, qk_norm=True),
+}
+"""The fields of `ModelConfig` that each type fixes."""
+SIZE_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "mlp_hidden": "intermediate_size",
+    "vocab": "vocab_size",
+    "seq": "max_position_embeddings",
+}
+"""The keys of sizes in all types but gpt2."""
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The types that models are exported as, and the classes of transformers that compute them."""
 GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu", "gelu_fast", "gelu_python")
 """Names of GELU and its approximations, which all cost one elementwise pass."""
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -113,7 +138,7 @@ def read_config_json(path: Path, *, exact: bool = False) -> tuple[dict[str, Any]
     for key, why in INEXACT.items() if exact else ():
         if keys.get(key):
             raise source.refuse(key, why)
-    fields = READERS[source.kind](source)
+    fields = {**CHOICES[source.kind], **READERS[source.kind](source)}
     left = [key for key in source.keys if key not in source.read]
     neutral, unknown = ([key for key in left if (key in NEUTRAL) is known] for known in (True, False))
     notes = []
@@ -155,20 +180,14 @@ def _gpt2(source: ConfigJson) -> dict[str, Any]:
 
 
 def _gpt_neox(source: ConfigJson) -> dict[str, Any]:
-    hidden, heads = source.need("hidden_size"), source.need("num_attention_heads")
+    sizes = {field: source.need(key) for field, key in SIZE_KEYS.items()}
     source.expect("use_parallel_residual", True, (False,), "attention and MLP run one after the other")
     source.expect("hidden_act", "gelu", *_gelu(source))
     source.expect("attention_bias", True, (True,), "biases are on all layers or on none")
     return dict(
-        layers=source.need("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=_head_dim(source, hidden, heads),
-        mlp_hidden=source.need("intermediate_size"),
-        vocab=source.need("vocab_size"),
-        seq=source.need("max_position_embeddings"),
-        positions="rope",
+        **sizes,
+        kv_heads=sizes["heads"],
+        head_dim=_head_dim(source, sizes["hidden"], sizes["heads"]),
         rope_theta=_rope(source, "rotary_emb_base", "rotary_pct", 0.25),
         tied=source.get("tie_word_embeddings", False),
         dropout=_dropout(source, 0.0, "hidden_dropout", "attention_dropout"),
@@ -176,9 +195,10 @@ def _gpt_neox(source: ConfigJson) -> dict[str, Any]:
     )
 
 
-def _llama(source: ConfigJson, *, eps: float = 1e-6, head_dim: int | None = None, **choices: Any) -> dict[str, Any]:
+def _llama(source: ConfigJson, head_dim: int | None = None) -> dict[str, Any]:
     """Read Llama, and the types that differ from it only in a default or two."""
-    hidden, heads = source.need("hidden_size"), source.need("num_attention_heads")
+    sizes = {field: source.need(key) for field, key in SIZE_KEYS.items()}
+    hidden, heads = sizes["hidden"], sizes["heads"]
     source.expect("hidden_act", "silu", ("silu", "swish"), "the MLP is computed with SwiGLU")
     biases = {name: source.get(name, False) for name in ("attention_bias", "mlp_bias")}
     if len(set(biases.values())) > 1:
@@ -191,22 +211,13 @@ def _llama(source: ConfigJson, *, eps: float = 1e-6, head_dim: int | None = None
     if source.exact:
         _require_whole_sequences(source)
     return dict(
-        layers=source.need("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
+        **sizes,
         kv_heads=_kv_heads(source, heads),
         head_dim=source.get("head_dim", head_dim) or _head_dim(source, hidden, heads),
-        mlp_hidden=source.need("intermediate_size"),
-        vocab=source.need("vocab_size"),
-        seq=source.need("max_position_embeddings"),
-        norm="rms",
-        mlp="swiglu",
-        positions="rope",
         rope_theta=_rope(source, "rope_theta", "partial_rotary_factor", 1.0),
         bias=biases["mlp_bias"],
         tied=source.get("tie_word_embeddings", False),
-        norm_eps=source.get("rms_norm_eps", eps),
-        **choices,
+        norm_eps=source.get("rms_norm_eps", 1e-6),
     )
 
 
@@ -267,7 +278,7 @@ READERS: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "gpt_neox": _gpt_neox,
     "llama": _llama,
     "mistral": _llama,
-    "qwen3": lambda source: _llama(source, head_dim=128, qk_norm=True),
+    "qwen3": lambda source: _llama(source, head_dim=128),
 }
 REFUSED = {
     "qwen2": "it has biases on q, k and v but on no other layer",
@@ -276,3 +287,62 @@ REFUSED = {
     "gemma3_text": "it also norms the outputs of sublayers, and scales embeddings",
 }
 """Types that a `ModelConfig` cannot express, and why."""
+
+
+# Writing
+
+
+def model_type_of(config: ModelConfig) -> str:
+    """Return the type that computes the same as a model of this config; raise, with the reason, if no type does."""
+    faults = {model_type: _misfits(config, model_type) for model_type in ARCHITECTURES}
+    nearest_type = min(faults, key=lambda name: len(faults[name]))
+    if faults[nearest_type]:
+        raise ValueError(
+            f"no type of models that Hugging Face has and Fourfold knows computes this one; {nearest_type} comes "
+            f"nearest, and needs {', '.join(faults[nearest_type])}"
+        )
+    return nearest_type
+
+
+def _misfits(config: ModelConfig, model_type: str) -> list[str]:
+    """Return the fields in which the model differs from what a type can express."""
+    found = [
+        f"{name}={value!r} instead of {getattr(config, name)!r}"
+        for name, value in CHOICES[model_type].items()
+        if getattr(config, name) != value
+    ]
+    if model_type in ("gpt2", "gpt_neox"):
+        if config.kv_heads != config.heads:
+            found.append(f"kv_heads={config.heads} instead of {config.kv_heads}")
+        if config.heads * config.head_dim != config.hidden:
+            found.append(f"heads*head_dim={config.hidden} instead of {config.heads}*{config.head_dim}")
+    elif model_type == "llama" and config.hidden % config.heads:
+        found.append(f"hidden divisible by heads={config.heads} instead of {config.hidden}")
+    return found
+
+
+def config_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Return the keys of a config.json that determine what is computed."""
+    common = dict(model_type=model_type, architectures=[ARCHITECTURES[model_type]], tie_word_embeddings=config.tied)
+    if model_type == "gpt2":
+        keys = dict(
+            vocab_size=config.vocab,
+            n_embd=config.hidden,
+            n_head=config.heads,
+            n_layer=config.layers,
+            n_inner=config.mlp_hidden,
+        )
+        keys |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        keys |= dict(n_positions=config.seq, layer_norm_epsilon=config.norm_eps, activation_function="gelu_new")
+        return {**common, **keys}
+    keys = {key: getattr(config, field) for field, key in SIZE_KEYS.items()}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if model_type == "gpt_neox":
+        keys |= dict(hidden_act="gelu_new", use_parallel_residual=False, attention_bias=True)
+        keys |= dict(hidden_dropout=config.dropout, attention_dropout=config.dropout, layer_norm_eps=config.norm_eps)
+        keys |= dict(rotary_pct=1.0, rotary_emb_base=config.rope_theta)  # older versions of transformers read these
+        return {**common, **keys, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
+    keys |= dict(hidden_act="silu", num_key_value_heads=config.kv_heads, head_dim=config.head_dim)
+    keys |= dict(attention_bias=config.bias, attention_dropout=0.0, rms_norm_eps=config.norm_eps)
+    keys |= dict(mlp_bias=config.bias) if model_type == "llama" else dict(use_sliding_window=False)
+    return {**common, **keys, "rope_theta": config.rope_theta, "rope_parameters": rope}

@@ -18,9 +18,8 @@ from typing import IO, Any
 from torch import nn
 
 from fourfold.atomic import write_json
-from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint, remove_checkpoint
 from fourfold.checkpoint.format import RECORD, read_record
-from fourfold.checkpoint.load import load_training
+from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint, load_training, remove_checkpoint
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training_state import OPTIMIZER
 from fourfold.data.loader import Loader

@@ -23,7 +23,7 @@ from torch import Tensor
 import fourfold
 from fourfold.atomic import write_json, write_text
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
-from fourfold.data.open import open_source
+from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import is_watched

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from fourfold.atomic import replacing
-from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
+from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints
 from fourfold.errors import End
 from fourfold.train.config import LogSection, TrainConfig
 from fourfold.train.schema import to_table

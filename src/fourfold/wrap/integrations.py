@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fourfold import comm
 from fourfold.axes import BATCH
-from fourfold.data.rows import local_rows
+from fourfold.data.sampling import local_rows
 from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED

@@ -1,9 +1,11 @@
-"""Which window of which source is sample k of a run: integer arithmetic, the same on every machine and grid.
+"""Which samples a step trains on, and which of its rows a rank reads: integer arithmetic, equal on every machine.
 
 A source of N tokens is cut into windows of `seq` tokens. Window i has the tokens [i*seq, (i+1)*seq + 1), the last one
 as a target only, so every token but the first is a target once. The last windows are held out for evaluation. An epoch
 of a source visits each of its training windows once, in a different order in each epoch. Several sources take turns in
-proportion to their weights.
+proportion to their weights. None of this depends on the grid.
+
+Of the rows of a step a rank reads those of its place, so all ranks of a place read the same rows.
 """
 
 from __future__ import annotations
@@ -14,13 +16,22 @@ from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
 
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from fourfold.axes import BATCH
+from fourfold.grid import Grid, Shape
 from fourfold.nn.rng import key_of
 
 ROUNDS = 8
-"""Rounds of the Feistel network. Four are the least that look random; the number is even, so that the two halves of the
-bits end in their own places."""
+"""Rounds of the Feistel network. Four rounds are the fewest that look random. The number must be even, so that the two
+halves of the bits end in their own places."""
 
 MASK = (1 << 64) - 1
+"""Keeps the low 64 bits of a number, since Python's integers do not overflow as the hash needs them to."""
+
+
+# The order of samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +93,11 @@ class Permutation:
     def _permuted(self, index: int) -> int:
         left, right = divmod(index, 1 << self._low)
         for key, mask in self._rounds:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
+            left, right = right, left ^ (_hash(right ^ key) & mask)
         return left << self._low | right
 
 
-def _mixed(value: int) -> int:
+def _hash(value: int) -> int:
     """Return a hash in which every bit depends on every bit of the value (the finalizer of splitmix64)."""
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
@@ -138,15 +149,17 @@ class SampleOrder:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a position that was saved with the same sources, seq, seed and weights."""
+        # A position comes from a file that anybody may have written, so every type is checked before it is relied on.
         try:
-            sample, given, of = state["sample"], list(state["given"]), state["of"]
-        except (KeyError, TypeError) as error:
+            sample, given, saved = state["sample"], list(state["given"]), _flat(state["of"])
+            if not all(type(count) is int and count >= 0 for count in (sample, *given)):
+                raise TypeError("a count is not a whole number")
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"this is not a saved position in the data: {state!r} lacks {error}; pass what state() returned"
+                f"this is not a saved position in the data: {state!r} ({error}); pass what state() returned"
             ) from error
-        if not _is_position(sample, given, of):
-            raise ValueError(f"this is not a saved position in the data: {state!r}; pass what state() returned")
-        differing = _differences(of, self._identity())
+        here = _flat(self._identity())
+        differing = [f"{key} was {saved.get(key)}, is {here[key]}" for key in here if saved.get(key) != here[key]]
         if differing:
             raise ValueError(
                 f"the data differs from the data of the saved position: {'; '.join(differing)}; give the same data to "
@@ -163,6 +176,14 @@ class SampleOrder:
             "weights": list(self.weights),
             "sources": [{"name": s.name, "tokens": s.tokens, "trained windows": s.train} for s in self.sources],
         }
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return an identity as one table, with the values of its sources under keys such as `tokens of source 0`."""
+    flat = {**identity, "sources": len(identity["sources"])}
+    for number, source in enumerate(identity["sources"]):
+        flat |= {f"{key} of source {number}": value for key, value in source.items()}
+    return flat
 
 
 def _integer_weights(sources: tuple[SourceWindows, ...], weights: Sequence[float] | None) -> tuple[int, ...]:
@@ -183,22 +204,45 @@ def _integer_weights(sources: tuple[SourceWindows, ...], weights: Sequence[float
     return tuple(weight // gcd(*whole) for weight in whole)
 
 
-def _is_position(sample: Any, given: list[Any], of: Any) -> bool:
-    """Tell whether these have the types that `SampleOrder.state` writes; the file may come from anybody."""
-    if not isinstance(of, dict) or not isinstance(sources := of.get("sources"), list):
-        return False
-    counts = all(type(count) is int and count >= 0 for count in (sample, *given))
-    return counts and all(isinstance(source, dict) for source in sources)
+# The rows of a rank
 
 
-def _differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    found = [f"{key} was {saved.get(key)}, is {here[key]}" for key in ("seed", "seq") if saved.get(key) != here[key]]
-    before, now = saved["sources"], here["sources"]
-    if len(before) != len(now):
-        return [*found, f"there were {len(before)} sources, now {len(now)}"]
-    for number, (old, new) in enumerate(zip(before, now, strict=True)):
-        changed = [key for key in new if old.get(key) != new[key]]
-        found += [f"{key} of source {number} was {old.get(key)}, is {new[key]}" for key in changed]
-    if saved.get("weights") != here["weights"]:
-        found.append(f"weights were {saved.get('weights')}, are {here['weights']}")
-    return found
+def local_rows(batch: Tensor, grid: Grid) -> Tensor:
+    """Return the rows of the whole batch that belong to this rank's place."""
+    (rows,) = rows_of(grid.shape, grid.rank, batch.shape[0])
+    return batch[rows.start : rows.stop]
+
+
+def rows_of(shape: Shape, rank: int, rows: int, micro_steps: int = 1) -> list[range]:
+    """Return, for each micro-step, which of the `rows` of a whole step the rank reads.
+
+    The batch is cut into places first and into micro-steps inside each place. So a place reads the same rows
+    whatever the number of micro-steps is.
+    """
+    parts = shape.places * micro_steps
+    if rows < 1 or rows % parts:
+        sizes = {axis: shape.sizes[axis] for axis in BATCH}
+        if micro_steps > 1:
+            sizes["micro_steps"] = micro_steps
+        raise ValueError(
+            f"a batch of {rows} rows cannot be cut over {'*'.join(sizes)} = {'*'.join(map(str, sizes.values()))}; "
+            f"use a multiple of {parts} rows, such as {max(1, -(-rows // parts)) * parts}"
+        )
+    first = shape.place(rank) * micro_steps
+    count = rows // parts
+    return [range(part * count, (part + 1) * count) for part in range(first, first + micro_steps)]
+
+
+def place_sampler(
+    dataset: Dataset, grid: Grid, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+) -> DistributedSampler:
+    """Return a sampler for a DataLoader over any dataset: all ranks of a place read the same rows.
+
+    The places take turns over the rows. Set the DataLoader's batch_size to the rows of one place; the batches of all
+    places together are then the batches that one process reads with the sampler of a grid of one rank. Call
+    `set_epoch` to shuffle differently in each epoch.
+    """
+    shape = grid.shape
+    return DistributedSampler(
+        dataset, shape.places, shape.place(grid.rank), shuffle=shuffle, seed=seed, drop_last=drop_last
+    )

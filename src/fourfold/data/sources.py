@@ -1,4 +1,4 @@
-"""Text into tokens: which files of a folder are text, what a document is, and `prepare`, which writes a token file.
+"""Opens a path as a source of tokens, whatever kind of file it is; text is tokenized once, into a cached token file.
 
 A file is one document. In a `.jsonl` file each line is one document, its text under the key "text". In a folder, the
 files with a suffix of `TEXT_SUFFIXES` are read, in the order of their paths and including all subfolders, except names
@@ -7,23 +7,22 @@ that begin with a dot. A file that is named directly is text whatever its suffix
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from fourfold.data.token_files import TokenWriter
+from fourfold.data.token_files import MegatronPair, NanoGPTFile, TokenFile, TokenSource, TokenWriter
 from fourfold.data.tokenizer import Tokenizer
 
 STANDARD_LIBRARY = "standard-library"
-"""A corpus that is on every machine, about 11 MB: the source of Python's standard library."""
+"""The name of a corpus that is on every machine, about 11 MB: the source of Python's standard library."""
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
 """Folders beside the standard library that are not on every machine, or are not part of the library proper."""
@@ -33,10 +32,90 @@ RECORDS = (".json", ".jsonl", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".ini", 
 CODE = (".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".ts", ".go")
 MORE_CODE = (".rs", ".swift", ".hs", ".rb", ".php", ".lua", ".pl", ".r", ".jl", ".sh")
 TEXT_SUFFIXES = PROSE + RECORDS + CODE + MORE_CODE
+"""Suffixes of the files that are read from a folder; other files there are often binary."""
 
 CHUNK_BYTES = 4 << 20
 """Bytes of text that are read and tokenized at once: enough to keep all cores busy, little enough for any memory. A
 longer file is cut at the end of the line that passes this size."""
+
+# Opening a path
+
+
+def open_source(
+    path: str | Path,
+    *,
+    tokenizer: Tokenizer | None,
+    eod: int | None = None,
+    cache: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> TokenSource:
+    """Open a token file, a Megatron pair (by its prefix or either file), nanoGPT's `.bin`, or text.
+
+    Text (a file, a folder, `standard-library`) is tokenized into a token file in `cache`, which is used again until the
+    text or the tokenizer changes. A token file must have been made by `tokenizer`, unless that is None. `eod` is the id
+    that ends documents in files that do not say so themselves.
+    """
+    if str(path) != STANDARD_LIBRARY:
+        path = Path(path).expanduser()
+        source = _open_tokens(path, tokenizer, eod)
+        if source is not None:
+            return source
+    if eod is not None and (tokenizer is None or eod != tokenizer.eod):
+        raise ValueError(f"eod={eod} is for .bin files; in the text {path} the tokenizer decides how documents end")
+    files = text_files(path)
+    if tokenizer is None:
+        raise ValueError(f"{path} is text: give a tokenizer, bytes or a tokenizer.json")
+    name = Path(path).resolve().name
+    # The key changes when a file or the tokenizer does, so a cached file is never of another text.
+    content = [[[file.name, file.size, file.changed] for file in files], tokenizer.description, tokenizer.eod]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    cached = cache / f"{name}-{key}.tokens"
+    with suppress(FileNotFoundError, ValueError):  # not there yet, or damaged since it was written
+        return TokenFile(cached, name)
+    prepare([path], cached, tokenizer, progress=progress)
+    return TokenFile(cached, name)
+
+
+def _open_tokens(path: Path, tokenizer: Tokenizer | None, eod: int | None) -> TokenSource | None:
+    """Open a path that has tokens; return None for text. The prefix of a Megatron pair is not a file itself."""
+    pair = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    index = Path(f"{pair}.idx")
+    if index.is_file() and (path.suffix in (".bin", ".idx") or not path.exists()):
+        return MegatronPair(pair, eod)
+    if not path.exists():
+        raise _missing(path)
+    if not path.is_file() or path.suffix not in (".bin", ".tokens"):
+        return None
+    if path.suffix == ".bin":
+        return NanoGPTFile(path, eod)
+    source = TokenFile(path)
+    if eod not in (None, source.eod):
+        raise ValueError(f"{path} ends documents with {source.eod}, not eod={eod}; omit eod")
+
+    def identity(description: dict[str, str]) -> str | None:
+        return description.get("sha256") or description.get("name")  # a file may be renamed; its content decides
+
+    # Under another tokenizer the same ids mean another text.
+    if tokenizer is not None and identity(tokenizer.description) != identity(source.tokenizer):
+        raise ValueError(
+            f"{path} was made by the tokenizer {source.tokenizer}, not by {tokenizer.description}; give that "
+            "tokenizer, or prepare the text again with this one"
+        )
+    return source
+
+
+def _missing(path: Path) -> FileNotFoundError:
+    """Return the error for a path that does not exist, with the most similar names in the nearest folder that does."""
+    folder = path.parent
+    while not folder.is_dir():
+        path, folder = folder, folder.parent
+    names = [entry.name for entry in folder.iterdir()]
+    near = get_close_matches(path.name, [*names, STANDARD_LIBRARY], n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else f"{STANDARD_LIBRARY} is text that every machine has"
+    return FileNotFoundError(f"there is no {path.name!r} in {folder.absolute()} ({len(names)} entries); {hint}")
+
+
+# Text into tokens
 
 
 class TextFile(NamedTuple):
@@ -81,23 +160,14 @@ def prepare(
     `progress(bytes_done, bytes_total)` is called every few megabytes.
     """
     files = [file for name in inputs for file in text_files(name)]
-    return prepare_files(files, Path(out).expanduser(), tokenizer, progress=progress)
-
-
-def prepare_files(
-    files: list[TextFile], out: Path, tokenizer: Tokenizer, *, progress: Callable[[int, int], None] | None = None
-) -> Prepared:
-    """Tokenize these files into one token file, as `prepare` does."""
+    out = Path(out).expanduser()
     if out.suffix != ".tokens":
         raise ValueError(f"{out}: the name of a token file ends in .tokens; write {out.with_suffix('.tokens')}")
     if not files:
         raise ValueError(f"{out}: there is no input; name files, folders or {STANDARD_LIBRARY}")
     total, done = sum(file.size for file in files), 0
     out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        _naming_the_full_disk(out),
-        TokenWriter(out, vocab=tokenizer.vocab, eod=tokenizer.eod, tokenizer=tokenizer.description) as writer,
-    ):
+    with TokenWriter(out, vocab=tokenizer.vocab, eod=tokenizer.eod, tokenizer=tokenizer.description) as writer:
         for group in _groups(chunk for file in files for chunk in _chunks(file.path)):
             for chunk, ids in zip(group, tokenizer.encode_many([chunk.text for chunk in group]), strict=True):
                 writer.append(ids)
@@ -108,17 +178,6 @@ def prepare_files(
                 progress(done, total)
     empty = sum(file.size == 0 for file in files)
     return Prepared(out, writer.tokens, writer.documents, len(files), empty, total, tokenizer.vocab)
-
-
-@contextmanager
-def _naming_the_full_disk(out: Path) -> Iterator[None]:
-    """Add the name of the file to an error about a full disk, which does not have it."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise OSError(error.errno, f"cannot write {out} ({error.strerror}); make room there") from error
 
 
 def text_files(name: str | Path) -> list[TextFile]:
@@ -140,7 +199,7 @@ def text_files(name: str | Path) -> list[TextFile]:
     elif path.exists():
         found = [_text_file(path, path.parent)]
     else:
-        raise missing(path)
+        raise _missing(path)
     if not any(file.size for file in found):
         raise ValueError(f"{path} is empty: there are 0 bytes of text in {len(found)} files; give text to train on")
     return found
@@ -160,23 +219,6 @@ def _walk(folder: Path, suffixes: tuple[str, ...], wanted: Callable[[str], bool]
 def _text_file(path: Path, folder: Path) -> TextFile:
     state = path.stat()
     return TextFile(path, path.relative_to(folder).as_posix(), state.st_size, state.st_mtime_ns)
-
-
-def digest(files: Iterable[TextFile], tokenizer: Tokenizer) -> str:
-    """Return a short key that changes when a file or the tokenizer does."""
-    parts = [[file.name, file.size, file.changed] for file in files]
-    return hashlib.sha256(json.dumps([parts, tokenizer.description, tokenizer.eod]).encode()).hexdigest()[:16]
-
-
-def missing(path: Path) -> FileNotFoundError:
-    """Return the error for a path that does not exist, with the most similar names in the nearest folder that does."""
-    folder = path.parent
-    while not folder.is_dir():
-        path, folder = folder, folder.parent
-    names = [entry.name for entry in folder.iterdir()]
-    near = get_close_matches(path.name, [*names, STANDARD_LIBRARY], n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}?" if near else f"{STANDARD_LIBRARY} is text that every machine has"
-    return FileNotFoundError(f"there is no {path.name!r} in {folder.absolute()} ({len(names)} entries); {hint}")
 
 
 def _chunks(path: Path) -> Iterator[TextChunk]:
