@@ -16,8 +16,9 @@ from typing import Any
 
 from fourfold.grid import Grid, Shape
 from fourfold.params import local_of
-from fourfold.train.config import TrainConfig, read_config, resolve
+from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.loop import Run
+from fourfold.train.planning import resolve
 from fourfold.train.run_folder import MemorySink
 from harness import Ranks, grid_of
 

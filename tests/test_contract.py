@@ -75,8 +75,8 @@ INSIDE = {
     "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
     "report": ["units", "page", "run_data", "run_figures", "run_page", "plan_text", "plan_page", "__init__"],
     "train": [
-        "__init__", "schema", "process", "rendezvous", "launch", "auto_grid", "config", "run_folder", "metrics",
-        "prediction", "profile", "progress", "run_log", "bad_steps", "stop", "guard", "checkpoints", "loop",
+        "__init__", "signals", "rendezvous", "launch", "schema", "config", "run_folder", "planning", "metrics",
+        "progress", "guard", "checkpoints", "loop",
     ],
     "commands": [
         "__init__", "parser", "options", "completion", "local_ranks", "probe", "preflight", "doctor", "train", "sample",
@@ -163,7 +163,7 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors", "fourfold.spelling"}
     commands = ("fourfold.cli", "fourfold.commands", "fourfold.train")
     assert not [name for name in loaded if not name.startswith(commands) and name not in torch_free]
-    assert set(loaded) & {"fourfold.train", "fourfold.train.process"} == {name for name in loaded if ".train" in name}
+    assert set(loaded) & {"fourfold.train", "fourfold.train.signals"} == {name for name in loaded if ".train" in name}
 
 
 def test_importing_a_module_of_a_package_keeps_the_public_names() -> None:

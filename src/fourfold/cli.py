@@ -16,7 +16,7 @@ from importlib import import_module
 from fourfold.commands.options import parser
 from fourfold.environment import inside_a_job
 from fourfold.errors import Failure, failure_of
-from fourfold.train.process import INTERRUPTED, READABLE, ignore_signals
+from fourfold.train.signals import INTERRUPTED, READABLE, ignore_signals
 
 WAYS_OUT = {
     errno.ENOENT: "check the path, or make its folder first",

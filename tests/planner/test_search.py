@@ -25,7 +25,8 @@ from fourfold.planner.program import LaunchOp
 from fourfold.planner.search import Space, search, search_built
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
-from fourfold.train.config import read_config, resolve
+from fourfold.train.config import read_config
+from fourfold.train.planning import resolve
 from share import share
 
 SMALL = ff.models.config("llama-3-8b", layers=2)

@@ -18,9 +18,9 @@ from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Shape
 from fourfold.optim import AdamW
 from fourfold.params import local_of
-from fourfold.train.bad_steps import MIN_LOSSES, WINDOW, Spikes, StepJudge
 from fourfold.train.checkpoints import PASSED_OVER
 from fourfold.train.config import WatchSection
+from fourfold.train.guard import MIN_LOSSES, WINDOW, StepJudge, spike_limit
 from fourfold.train.loop import Run
 from harness import grid_of
 
@@ -35,29 +35,26 @@ def noisy(steps: int, seed: int = 0) -> list[float]:
 
 def test_no_clean_run_has_a_spike() -> None:
     for seed in range(50):
-        spikes = Spikes(8.0)
-        for loss in noisy(500, seed):
-            assert loss <= spikes.limit
-            spikes.add(loss)
+        losses = noisy(500, seed)
+        for step, loss in enumerate(losses):
+            assert loss <= spike_limit(losses[max(0, step - WINDOW) : step], 8.0)
 
 
 def test_a_jump_is_one_and_a_few_do_not_move_the_limit() -> None:
-    spikes = Spikes(8.0, noisy(300)[-WINDOW:])
-    limit = spikes.limit
+    losses = noisy(300)[-WINDOW:]
+    limit = spike_limit(losses, 8.0)
     assert 2.2 < limit < 3.2
-    for _ in range(5):
-        spikes.add(40.0)
-    assert spikes.limit < 1.2 * limit
+    assert spike_limit([*losses[5:], *[40.0] * 5], 8.0) < 1.2 * limit
 
 
 def test_nothing_is_a_spike_at_first_nor_where_they_are_off() -> None:
-    assert Spikes(8.0, noisy(MIN_LOSSES - 1)).limit == inf
-    assert Spikes(8.0, noisy(MIN_LOSSES)).limit < inf
-    assert Spikes(0.0, noisy(MIN_LOSSES)).limit == inf
+    assert spike_limit(noisy(MIN_LOSSES - 1), 8.0) == inf
+    assert spike_limit(noisy(MIN_LOSSES), 8.0) < inf
+    assert spike_limit(noisy(MIN_LOSSES), 0.0) == inf
 
 
 def test_losses_that_do_not_vary_have_a_limit_above_them() -> None:
-    assert Spikes(8.0, [1.0] * MIN_LOSSES).limit == pytest.approx(1.08)
+    assert spike_limit([1.0] * MIN_LOSSES, 8.0) == pytest.approx(1.08)
 
 
 # --- what becomes of it

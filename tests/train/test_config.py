@@ -16,7 +16,6 @@ from fourfold import models
 from fourfold.commands.parser import grid, setting
 from fourfold.planner.machine import load_machine
 from fourfold.policy import Overlap
-from fourfold.train.auto_grid import Hardware
 from fourfold.train.config import (
     DataSection,
     GridSection,
@@ -26,9 +25,8 @@ from fourfold.train.config import (
     TrainConfig,
     TrainSection,
     read_config,
-    resolve,
 )
-from fourfold.train.prediction import predict
+from fourfold.train.planning import Hardware, predict, resolve
 from fourfold.train.schema import parse, to_table
 
 SECTIONS = {field.name: type(getattr(TrainConfig(), field.name)) for field in dataclasses.fields(TrainConfig)}

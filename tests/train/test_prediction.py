@@ -16,10 +16,9 @@ from fourfold.grid import Shape
 from fourfold.planner.machine import Timed, load_machine, to_toml
 from fourfold.report import write_report
 from fourfold.report.run_data import read_run
-from fourfold.train.auto_grid import Hardware, locate
 from fourfold.train.config import PlanSection, TrainConfig
 from fourfold.train.loop import Run
-from fourfold.train.prediction import COMPARED, WHOLE_PROCESS, PredictionCheck, predict
+from fourfold.train.planning import COMPARED, WHOLE_PROCESS, Hardware, PredictionCheck, locate, predict
 from fourfold.train.progress import compared, predicted
 from fourfold.train.run_folder import JsonLines, scalars
 from harness import grid_of
@@ -244,12 +243,12 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_on_the_cpu_share_its_cores_and_its_memory() -> None:
     packaged = load_machine("laptop")
     for cores, part in ((4, 1.0), (2, 0.5), (8, 2.0)):
-        found = locate("auto", job(4, cores=cores), torch.float32).machine
+        found = locate("auto", job(4, cores=cores), torch.float32)[0]
         assert found.gemm["fp32"] == part * packaged.gemm["fp32"]
         assert found.memory_bandwidth == part * packaged.memory_bandwidth
         assert found.memory == (1 << 34) // 4
-    assert locate("auto", job(12), torch.float32).machine.devices_per_node == 12  # processes, as many as there are
-    named = locate("laptop", job(4, cores=1), torch.float32).machine
+    assert locate("auto", job(12), torch.float32)[0].devices_per_node == 12  # processes, as many as there are
+    named = locate("laptop", job(4, cores=1), torch.float32)[0]
     assert named == packaged  # asked for by name it is what its file says
 
 
@@ -262,20 +261,20 @@ def test_ranks_on_the_cpu_share_its_cores_and_its_memory() -> None:
     ],
 )
 def test_a_gpu_is_found_by_its_name(device: str, name: str, note: str) -> None:
-    found = locate("auto", job(device=device), torch.bfloat16)
-    assert found.machine.name == name
-    assert found.machine.memory == 1 << 34  # that of the device which is there
-    assert note in " ".join(found.notes)
-    assert found.notes[-1] == f"{name}: estimates; `fourfold calibrate` measures this machine"
-    assert len(found.notes) == (2 if note else 1)
+    machine, notes = locate("auto", job(device=device), torch.bfloat16)
+    assert machine.name == name
+    assert machine.memory == 1 << 34  # that of the device which is there
+    assert note in " ".join(notes)
+    assert notes[-1] == f"{name}: estimates; `fourfold calibrate` measures this machine"
+    assert len(notes) == (2 if note else 1)
 
 
 def test_nodes_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert locate("auto", job(4, "NVIDIA A100-SXM4-40GB"), torch.bfloat16).machine.devices_per_node == 2
-    found = locate("auto", job(4), torch.float32)
-    assert "laptop has no network between nodes: priced as one node" in found.notes
-    assert found.machine.devices_per_node >= 4
+    assert locate("auto", job(4, "NVIDIA A100-SXM4-40GB"), torch.bfloat16)[0].devices_per_node == 2
+    machine, notes = locate("auto", job(4), torch.float32)
+    assert "laptop has no network between nodes: priced as one node" in notes
+    assert machine.devices_per_node >= 4
 
 
 def test_a_measured_machine_is_not_called_an_estimate(tmp_path: Path) -> None:
@@ -284,14 +283,14 @@ def test_a_measured_machine_is_not_called_an_estimate(tmp_path: Path) -> None:
     measured = replace(machine, name="here", measured=(Timed(64, 64, 64, "fp32", 1e-3),), sources=sources)
     path = tmp_path / "here.toml"
     path.write_text(to_toml(measured))
-    assert locate(str(path), job(), torch.float32).notes == ()
-    (note,) = locate(str(path), job(device="NVIDIA H200"), torch.float32).notes
+    assert locate(str(path), job(), torch.float32)[1] == []
+    (note,) = locate(str(path), job(device="NVIDIA H200"), torch.float32)[1]
     assert note == "here was measured on cpu, and this is NVIDIA H200"
 
 
 def test_a_dtype_that_a_file_lacks_is_priced_by_fp32(tmp_path: Path) -> None:
-    found = locate("perlmutter", job(device="NVIDIA A100-SXM4-40GB"), torch.float64)
-    assert found.machine.gemm["fp64"] == load_machine("perlmutter").gemm["fp32"] / 2
-    assert found.notes[0] == "perlmutter has no FLOP/s for fp64: priced with half of those of fp32"
+    machine, notes = locate("perlmutter", job(device="NVIDIA A100-SXM4-40GB"), torch.float64)
+    assert machine.gemm["fp64"] == load_machine("perlmutter").gemm["fp32"] / 2
+    assert notes[0] == "perlmutter has no FLOP/s for fp64: priced with half of those of fp32"
     config = config_of("gpt-tiny", "fp64", 1, tmp_path, Shape(x=2), {"plan.machine": "perlmutter"})
     assert predict(config, job(2)).price.seconds > 0

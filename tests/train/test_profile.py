@@ -20,7 +20,7 @@ from fourfold.ledger import Collective
 from fourfold.report import write_report
 from fourfold.train.config import TrainConfig
 from fourfold.train.loop import Run
-from fourfold.train.profile import covered, export, link_seconds, summarize
+from fourfold.train.metrics import covered, export, link_seconds, summarize
 from harness import grid_of
 
 # --- which steps

@@ -43,12 +43,12 @@ from fourfold.grid import Shape
 from fourfold.job import Channel
 from fourfold.report.run_data import read_run
 from fourfold.train import launch as launching
-from fourfold.train import stop as stopping
+from fourfold.train import signals as stopping
 from fourfold.train.checkpoints import any_restarted, find_start, start_from, what_was_lost
 from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
-from fourfold.train.process import listen_to_signals
 from fourfold.train.run_folder import FolderLock, JsonLines, rewind
+from fourfold.train.signals import raise_on_signals
 from harness import Ranks, grid_of
 from runs import (
     Job,
@@ -520,7 +520,7 @@ def test_one_rank_saves_and_ends_at_sigterm(one: Ranks, tokens: str, tmp_path: P
 def stops(asked: Sequence[int]) -> tuple[int, int]:
     """A job: the step after which this rank stops when rank 1 gets signals after some steps; keys left in the store."""
     grid = grid_of(Shape(z=2))
-    stopping.SECONDS = 0.01
+    stopping.ASK_EVERY_SECONDS = 0.01
     store = dist.distributed_c10d._get_default_store()
     before, stop = store.num_keys(), stopping.Stop(grid)
     with stop.listening():
@@ -601,7 +601,7 @@ def test_a_rank_that_fails_is_not_interrupted_while_it_says_why(tmp_path: Path) 
     child = os.fork()
     if child == 0:
         os.environ["RANK"] = "1"
-        listen_to_signals()
+        raise_on_signals()
 
         def told(why: str, kind: Failure) -> None:
             os.kill(os.getpid(), signal.SIGTERM)

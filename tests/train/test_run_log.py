@@ -13,8 +13,8 @@ import pytest
 
 from fourfold.cli import main
 from fourfold.grid import Grid
+from fourfold.train.progress import EVENTS, LOG, RANK_LOGS, RankLog, RunLog, note
 from fourfold.train.run_folder import deny_others_write, make_folder
-from fourfold.train.run_log import EVENTS, LOG, RANK_LOGS, RankLog, RunLog, note
 
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d ")
 STEP = {

@@ -13,7 +13,7 @@ from disks import small_disk
 from fourfold.errors import FailedElsewhereError, NotSavedError, ReplicasDifferError
 from fourfold.grid import Shape
 from fourfold.params import local_of
-from fourfold.train import stop as stopping
+from fourfold.train import signals as stopping
 from fourfold.train.config import TrainConfig
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import MemorySink, RunEvent
@@ -38,7 +38,7 @@ def nothing(_: Run, __: int) -> None: ...
 
 def faulty(config: TrainConfig, folder: Path, rank: int, fault: Any) -> list[RunEvent]:
     """A job: what was recorded of a run with a fault in one rank."""
-    stopping.SECONDS, seconds = 0.2, stopping.SECONDS  # ranks tell of their steps where they ask each other
+    stopping.ASK_EVERY_SECONDS, seconds = 0.2, stopping.ASK_EVERY_SECONDS
     StepWindows.MIN_STEPS, least = 3, StepWindows.MIN_STEPS
     run = Run(config, grid_of(config.grid.shape), folder)
     kept, launch = MemorySink(), run._launch
@@ -55,7 +55,7 @@ def faulty(config: TrainConfig, folder: Path, rank: int, fault: Any) -> list[Run
     except (ReplicasDifferError, FailedElsewhereError, NotSavedError) as error:
         return [{"error": str(error)}]
     finally:
-        stopping.SECONDS, StepWindows.MIN_STEPS = seconds, least
+        stopping.ASK_EVERY_SECONDS, StepWindows.MIN_STEPS = seconds, least
     return kept.events
 
 

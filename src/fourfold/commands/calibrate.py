@@ -21,7 +21,7 @@ from fourfold.grid import Grid
 from fourfold.planner.calibrate import Calibration
 from fourfold.planner.machine import Machine, parse_machine, to_toml
 from fourfold.train.launch import cores, launch, share_cores
-from fourfold.train.process import listen_to_signals
+from fourfold.train.signals import raise_on_signals
 
 
 def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def wanted_ranks(asked: int | None, device: str) -> int:
 def _measure(options: argparse.Namespace, device: str) -> int:
     """Measure as one rank of the job."""
     line = join(device, options.ranks)
-    listen_to_signals()
+    raise_on_signals()
     line.run_on_rank0("opening the machine file", lambda: check_writable(options.out))
     with showing(sys.stderr, line.rank == 0, f"measuring for about {options.seconds:g} s") as progress:
         found = Calibration(

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.planner.machine import load_machine
-from fourfold.train.auto_grid import AUTO
-from fourfold.train.config import TrainConfig, read_config
+from fourfold.train.config import AUTO, TrainConfig, read_config
 from fourfold.train.launch import kill_seconds
 from fourfold.train.rendezvous import BACKEND, PORT
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 
 from fourfold.environment import inside_a_job
-from fourfold.train.process import INTERRUPTED, signals_interrupt
+from fourfold.train.signals import INTERRUPTED, signals_interrupt
 
 NEEDS = {"safetensors": "train", "plotly": "report"}
 """Packages that the commands of the tour need, with the extra that installs each."""

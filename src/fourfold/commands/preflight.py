@@ -33,10 +33,9 @@ from fourfold.environment import Environment, inside_a_job
 from fourfold.errors import LateRanksError, LostStoreError
 from fourfold.grid import Grid, Shape
 from fourfold.job import Channel, find_store, ranks_text
-from fourfold.train.auto_grid import Hardware, memory_bytes
-from fourfold.train.config import TrainConfig, read_config, resolve
+from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.launch import launch, share_cores
-from fourfold.train.prediction import predict
+from fourfold.train.planning import Hardware, memory_bytes, predict, resolve
 from fourfold.train.progress import output
 from fourfold.train.run_folder import strict
 from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
@@ -266,7 +265,7 @@ class Preflight:
             found = within(self.budget.left(PLAN_SECONDS), lambda: predict(config, job))
         except Exception as error:  # what cannot be priced can still run
             return replace(needs, unknown=" ".join(str(error).split()))
-        return replace(needs, peak=found.price.memory.total, reserve=found.located.machine.reserve)
+        return replace(needs, peak=found.price.memory.total, reserve=found.price.task.machine.reserve)
 
 
 def rank_of(text: str) -> Rank:

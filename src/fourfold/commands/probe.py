@@ -21,8 +21,8 @@ import torch
 from fourfold import __version__
 from fourfold.environment import Environment
 from fourfold.planner.calibrate import product
-from fourfold.train.auto_grid import memory_bytes
 from fourfold.train.launch import cores
+from fourfold.train.planning import memory_bytes
 from fourfold.watch.checks import Disk, Rank
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from fourfold.models.generate import generate
 from fourfold.models.transformer import build
 from fourfold.train.config import read_config
 from fourfold.train.launch import launch
-from fourfold.train.process import listen_to_signals
+from fourfold.train.signals import raise_on_signals
 
 
 def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if not inside_a_job() and shape.world > 1:
         return launch(shape.world, [*arguments, "--device", device], sys.stderr)
     grid = Grid.of_shape(shape, device=device)
-    listen_to_signals()
+    raise_on_signals()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
     # every token has another shape, which would be compiled again
     policy = replace(config.build_policy(), compile=False)

@@ -36,7 +36,6 @@ from fourfold.environment import inside_a_job, is_watched
 from fourfold.errors import RollBackError
 from fourfold.grid import Grid
 from fourfold.models.transformer import build
-from fourfold.train.auto_grid import memory_bytes
 from fourfold.train.checkpoints import (
     Start,
     any_restarted,
@@ -50,11 +49,11 @@ from fourfold.train.checkpoints import (
     steps_to_profile,
     what_was_lost,
 )
-from fourfold.train.config import TrainConfig, read_config, resolve
+from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.launch import RestartPolicy, launch, share_cores
 from fourfold.train.loop import Run, open_sources
-from fourfold.train.process import TERMINATED, listen_to_signals
-from fourfold.train.progress import PlainProgress, ProgressBar, output, predicted, progress
+from fourfold.train.planning import memory_bytes, resolve
+from fourfold.train.progress import PlainProgress, ProgressBar, RankLog, RunLog, note, output, predicted, progress
 from fourfold.train.run_folder import (
     KINDS,
     MemorySink,
@@ -67,8 +66,8 @@ from fourfold.train.run_folder import (
     require_writing,
     strict,
 )
-from fourfold.train.run_log import RankLog, RunLog, note
 from fourfold.train.schema import to_table
+from fourfold.train.signals import TERMINATED, raise_on_signals
 
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -163,7 +162,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
     grid, config, reason = join(options, device)
     if reason and grid.rank == 0:
         print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
-    listen_to_signals()
+    raise_on_signals()
     if options.print_config:
         if grid.rank == 0:
             print(config.toml(), end="")

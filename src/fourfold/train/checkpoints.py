@@ -34,11 +34,11 @@ from fourfold.errors import (
 )
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
-from fourfold.train.bad_steps import StepJudge
 from fourfold.train.config import TrainConfig
-from fourfold.train.process import READABLE
+from fourfold.train.guard import StepJudge
 from fourfold.train.run_folder import RunEvent, finish, holds_run, strict
 from fourfold.train.schema import to_table
+from fourfold.train.signals import READABLE
 
 LAST_SAVE_SECONDS = 30.0
 """How long a run that ends by an error waits for a rank's part of a checkpoint under way: longer than most take, short

@@ -1,39 +1,57 @@
 """The config of a run: sections of validated fields, read from TOML and from the command line.
 
 Each section is a frozen dataclass with the keys of its TOML table as fields, and checks itself. A config may leave much
-open (`"auto"`, no grid, no folder). `resolve` fills that in for a number of ranks and a kind of device, and checks what
-must fit across sections. The resolved config is stored with the run, and training it again repeats the run.
+open (`"auto"`, no grid, no folder); `planning.resolve` fills that in for a number of ranks and a kind of device. The
+resolved config is stored with the run, and training it again repeats the run.
+
+The keys of the sections `model`, `grid`, `policy` and `overlap` are the fields of `ModelConfig`, the axes, and the
+fields of `Policy` and `Overlap`: a new field there is a key here without any change to this file.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 
 from fourfold import models
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import AXES
 from fourfold.grid import Shape
 from fourfold.models.config import MODEL_FIELDS
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
-from fourfold.policy import Activations, Overlap, Policy, Recompute
+from fourfold.policy import Overlap, Policy
 from fourfold.spelling import nearest
-from fourfold.train.auto_grid import AUTO, Hardware, find_grid
 from fourfold.train.schema import parse, to_table, to_toml
 
+AUTO = "auto"
 Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+BYTES = "bytes"
+"""The name of the tokenizer that needs no file."""
 
-REQUIRED = tuple(field.name for field in dataclasses.fields(models.ModelConfig) if field.default is dataclasses.MISSING)
-"""The keys that a model without a published size must set."""
+
+def require_at_least(section: Any, **least: float) -> None:
+    """Raise if a key of the section is below its least value or infinite; a key without a value passes."""
+    for name, bound in least.items():
+        value = getattr(section, name)
+        if value is not None and not bound <= value < inf:
+            raise ValueError(f"{name}={value} must be at least {bound}")
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put the name of a section or file before the errors inside; an empty name leaves them as they are."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
 
 
 class ModelKeys:
@@ -44,8 +62,9 @@ class ModelKeys:
     def build(self) -> models.ModelConfig:
         """Return the model's config: the published size with the given keys changed, or a model of these keys alone."""
         changes = {key: getattr(self, key) for key in MODEL_FIELDS if getattr(self, key) is not None}
-        missing = [name for name in REQUIRED if name not in changes]
-        if self.name in models.SIZES or len(missing) == len(REQUIRED):
+        required = [field.name for field in fields(models.ModelConfig) if field.default is MISSING]
+        missing = [name for name in required if name not in changes]
+        if self.name in models.SIZES or len(missing) == len(required):
             return models.config(self.name, **changes)
         if not missing:
             return models.ModelConfig(**changes)
@@ -62,18 +81,15 @@ ModelSection = make_dataclass(
     frozen=True,
 )
 """A published size and the fields of `models.ModelConfig` to change in it, or another name and all required fields."""
-ModelSection.__module__ = __name__  # for pickle, as below
 
 
-class GridSizes:
+class GridKeys:
     """The methods of `GridSection`."""
 
     order: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            if getattr(self, axis) is not None and getattr(self, axis) < 1:
-                raise ValueError(f"{axis}={getattr(self, axis)} must be at least 1")
+        require_at_least(self, **dict.fromkeys(AXES, 1))
 
     @property
     def auto(self) -> bool:
@@ -87,32 +103,27 @@ class GridSizes:
 GridSection = make_dataclass(
     "GridSection",
     [*((axis, int | None, None) for axis in AXES), ("order", tuple[Literal[AXES], ...], AXES)],  # type: ignore[valid-type]
-    bases=(GridSizes,),
+    bases=(GridKeys,),
     frozen=True,
 )
 """Sizes of the axes; if none is given, the planner finds the fastest grid for the number of ranks. `order` lists the
 axes in which consecutive ranks differ, fastest-varying first; the planner may change the default order."""
-GridSection.__module__ = __name__  # before Python 3.12 make_dataclass says "types", where pickle does not find it
+
+POLICY_KEYS = {
+    field.name: field.default
+    for field in fields(Policy)
+    if field.name not in ("overlap", "compute_dtype", "reduce_dtype", "compile", "check_inputs")
+}
+"""The fields of `Policy` that the config gives as they are, with their defaults. The others have a section of their own
+(overlap), another spelling (dtypes, compile), or are for debugging a model by hand (check_inputs)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicySection:
-    """What is sharded, kept, recomputed and cast; `Policy` explains the fields."""
+class PolicyKeys:
+    """The methods of `PolicySection`."""
 
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """The dtype of matrix products and messages; auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64
-    with fp64."""
-    reduce_dtype: Dtype | None = None
-    """The dtype in which gradients are reduced over z; by default the dtype of the weights."""
-    activations: Activations = "sharded"
-    recompute: Recompute = "none"
-    keep_gathered: bool = False
-    keep_weights: bool = False
-    loss_chunk: int = 0
-    shard_optimizer: bool = False
-    bucket_bytes: int = 25 << 20
-    compile: Literal["auto"] | bool = "auto"
-    """Whether to compile the computation between collectives; auto does on a GPU."""
+    dtype: str
+    reduce_dtype: str | None
+    compile: str | bool
 
     @property
     def parameters(self) -> torch.dtype:
@@ -123,17 +134,30 @@ class PolicySection:
         """Return the policy of these keys."""
         return Policy(
             overlap=overlap,
-            activations=self.activations,
-            recompute=self.recompute,
-            keep_gathered=self.keep_gathered,
-            keep_weights=self.keep_weights,
-            loss_chunk=self.loss_chunk,
-            shard_optimizer=self.shard_optimizer,
-            bucket_bytes=self.bucket_bytes,
             compute_dtype=DTYPES[self.dtype],
             reduce_dtype=None if self.reduce_dtype is None else DTYPES[self.reduce_dtype],
             compile=self.compile is True,
+            **{name: getattr(self, name) for name in POLICY_KEYS},
         )
+
+
+PolicySection = make_dataclass(
+    "PolicySection",
+    [
+        ("dtype", Literal["auto", "fp32", "bf16", "fp64"], "auto"),
+        ("reduce_dtype", Dtype | None, None),
+        *((name, get_type_hints(Policy)[name], default) for name, default in POLICY_KEYS.items()),
+        ("compile", Literal["auto"] | bool, "auto"),
+    ],
+    bases=(PolicyKeys,),
+    frozen=True,
+)
+"""What is sharded, kept, recomputed and cast; `Policy` explains the fields. `dtype` is that of matrix products and
+messages: auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64 with fp64. `compile` auto compiles on a
+GPU."""
+
+# Before Python 3.12 make_dataclass says "types", where pickle does not find the classes.
+ModelSection.__module__ = GridSection.__module__ = PolicySection.__module__ = __name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +171,7 @@ class SourceSection:
     """The id that ends a document, if the file does not name one."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < float("inf"):
+        if not 0 < self.weight < inf:
             raise ValueError(f"weight={self.weight} must be above 0; to leave a source out, remove it")
 
 
@@ -179,9 +203,7 @@ class BatchSection:
     """Micro-batches per step. They run one after another, and their gradients accumulate."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "seq", "micro_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        require_at_least(self, rows=1, seq=1, micro_steps=1)
         if self.rows % self.micro_steps:
             near = -(-self.rows // self.micro_steps) * self.micro_steps
             raise ValueError(
@@ -217,14 +239,10 @@ class OptimizerSection:
     def __post_init__(self) -> None:
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0; inf turns clipping off")
-        for name in ("learning_rate", "eps", "weight_decay"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        require_at_least(self, learning_rate=0, eps=0, weight_decay=0, base_rows=1)
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if self.base_rows is not None and self.base_rows < 1:
-            raise ValueError(f"base_rows={self.base_rows} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +258,7 @@ class TrainSection:
     """The run stops after this many skipped steps in a row; see watch.not_finite and watch.spikes."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluate_batches", 1), ("max_skipped", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        require_at_least(self, steps=1, evaluate_every=0, evaluate_batches=1, max_skipped=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +277,7 @@ class CheckpointSection:
     """Whether training continues while a copy of the state is written."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("keep_last", 1), ("keep_every", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        require_at_least(self, every=0, keep_last=1, keep_every=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +326,7 @@ class WatchSection:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0; inf waits forever")
         if not 0 <= self.spike_above < inf:
             raise ValueError(f"spike_above={self.spike_above} must be at least 0 and finite; 0 turns it off")
-        if self.replicas_every < 0:
-            raise ValueError(f"replicas_every={self.replicas_every} must be at least 0")
+        require_at_least(self, replicas_every=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,10 +337,6 @@ class PlanSection:
     """A packaged machine or the path of a machine file; auto is the packaged machine most like this one."""
     compare: bool = True
     """Whether to predict the step time at the start, and compare it with the first measured steps."""
-
-
-BYTES = "bytes"
-"""The name of the tokenizer that needs no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,19 +410,17 @@ def read_config(
             table = tomllib.loads(path.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not valid TOML: {error}") from error
-        try:
+        with naming(str(path)):
             table = upgrade_config(table)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        _put_beside(table, path.parent)
+        data = table.get("data")
+        if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
+            data["tokenizer"] = beside(data["tokenizer"], path.parent)
     if forget_grid and isinstance(table.get("grid"), dict):
         table["grid"] = {key: value for key, value in table["grid"].items() if key not in AXES}
     for key, value in changes:
         _put(table, key, value)
-    try:
+    with naming("" if path is None else str(path)):
         return parse(TrainConfig, table)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}" if path is not None else str(error)) from error
 
 
 def beside(name: str, folder: Path) -> str:
@@ -426,19 +433,13 @@ def beside(name: str, folder: Path) -> str:
     return str(own) if name != BYTES and own.is_file() and (path.name == name or not path.is_file()) else name
 
 
-def _put_beside(table: dict[str, Any], folder: Path) -> None:
-    data = table.get("data")
-    if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
-        data["tokenizer"] = beside(data["tokenizer"], folder)
-
-
 def table_of(section: str) -> list[str]:
     """Return the keys of a section."""
-    return [field.name for field in dataclasses.fields(getattr(TrainConfig(), section))]
+    return [field.name for field in fields(getattr(TrainConfig(), section))]
 
 
 def _put(table: dict[str, Any], key: str, value: Any) -> None:
-    sections = [section.name for section in dataclasses.fields(TrainConfig)]
+    sections = [section.name for section in fields(TrainConfig)]
     section, dot, name = key.partition(".")
     if not dot or section not in sections:
         near = nearest(section, sections)
@@ -448,67 +449,3 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
     keys = table.setdefault(section, {})
     if isinstance(keys, dict):  # otherwise `parse` reports the error
         keys[name] = value
-
-
-def resolve(
-    config: TrainConfig, ranks: int, *, on_gpu: bool, memory_bytes: int, say: Callable[[str], object] = lambda _: None
-) -> TrainConfig:
-    """Return the config with everything filled in, for this number of ranks on this kind of device.
-
-    If the planner chooses the grid, `say` receives its reason in one line.
-    """
-    dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
-    compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
-    policy = replace(config.policy, dtype=dtype, compile=compiled)
-    with _section("model"):
-        model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
-    with _section("optimizer"):
-        optimizer = replace(config.optimizer, warmup=config.schedule.warmup)
-    config = replace(config, policy=policy, model=model, optimizer=optimizer)
-    with _section("policy"):
-        built = config.build_policy()
-    if model.build().positions == "learned" and config.batch.seq > model.build().seq:
-        raise ValueError(
-            f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
-            "increase model.seq or decrease batch.seq"
-        )
-    if config.grid.auto:
-        shape = Shape(order=config.grid.order)
-        if ranks > 1:
-            shape, reason = choose_grid(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
-            say(reason)
-        config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))  # type: ignore[arg-type]
-    shape = config.grid.shape
-    config.model.build().check(shape, built)
-    places, rows = shape.places, config.batch.rows // config.batch.micro_steps
-    if rows % places:
-        sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
-        raise ValueError(
-            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} gives {rows} rows, which is not "
-            f"divisible by {'*'.join(BATCH)} = {sizes}; use a multiple of {places * config.batch.micro_steps} rows"
-        )
-    return config
-
-
-@contextmanager
-def _section(name: str) -> Iterator[None]:
-    """Add the name of the section to errors inside."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def choose_grid(config: TrainConfig, job: Hardware) -> tuple[Shape, str]:
-    """Return the planner's grid for the job, and its reason."""
-    return find_grid(
-        config.model.build(),
-        config.build_policy(),
-        job,
-        rows=config.batch.rows,
-        seq=config.batch.seq,
-        micro_steps=config.batch.micro_steps,
-        order=config.grid.order,
-        parameters=config.policy.parameters,
-        machine=config.plan.machine,
-    )

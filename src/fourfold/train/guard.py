@@ -1,22 +1,140 @@
-"""Watches over the ranks of a run: a tape of what each rank does, an alarm when one is stuck, and who is slow.
+"""Watches over a run: over the numbers of its steps, and over its ranks. The config's section is `watch`.
 
-The rank that raises the alarm leaves the diagnosis in the run's folder (`watch/diagnosis.txt`). Every rank reports it
-to whoever started it, and ends.
+`StepJudge` finds steps with gradients that are not finite or with a loss that jumps, and the config names the action:
+
+    skip        the step changes nothing, which the device decides; too many in a row end the run
+    roll_back   the run resumes from its newest checkpoint, without the data of the steps since
+    stop        the run ends
+    tell        a spike is recorded, and the run continues
+
+All ranks see the same numbers, so they decide the same without asking each other. A loss is a *spike* above
+
+    median + above * spread        of the last WINDOW good losses, where
+    spread = 1.4826 * median of |loss - median|
+
+is the standard deviation of normally distributed losses, which a few outliers do not move.
+
+`Guard` keeps a tape of what each rank does, raises an alarm when a rank is stuck, and finds slow ranks. The rank that
+raises the alarm leaves the diagnosis in the run's folder (`watch/diagnosis.txt`). Every rank reports the diagnosis to
+whoever started it, and ends.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Grid
+from fourfold.train.config import WatchSection
 from fourfold.train.launch import report_failure
-from fourfold.train.run_log import logger
+from fourfold.train.progress import logger
 from fourfold.watch.liveness import Alarm, JobDiagnosis
 from fourfold.watch.stragglers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
+
+WAY_OUT = "lower optimizer.learning_rate, raise optimizer.warmup, or look at the data of these steps"
+WINDOW = 64
+"""The limit for the next loss follows from this many of the last good losses: enough for a steady median, few enough
+that the limit follows a loss that falls."""
+MIN_LOSSES = 32
+"""With fewer good losses than this there is no limit, because it would be too uncertain."""
+NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+MIN_SPREAD = 0.01
+"""The spread is at least this share of the median: otherwise rounding would be a spike where losses hardly vary."""
+
+
+# The numbers of steps
+
+
+def spike_limit(losses: Collection[float], above: float) -> float:
+    """Return the loss above which the next one is a spike, given the last good losses; `above` 0 sets no limit."""
+    if not above or len(losses) < MIN_LOSSES:
+        return inf
+    middle = median(losses)
+    spread = NORMAL * median(abs(loss - middle) for loss in losses)
+    return middle + above * max(spread, MIN_SPREAD * abs(middle))
+
+
+@dataclass(frozen=True, slots=True)
+class BadStep:
+    """A step, what is bad about it, and the action that the config names."""
+
+    step: int
+    spike: bool
+    """Whether its loss is a spike; otherwise its gradients were not finite."""
+    action: str
+    loss: float
+    limit: float
+    in_a_row: int
+    """Steps that were skipped in a row, including this one; 0 if this step was not skipped."""
+
+
+class StepJudge:
+    """Judges the steps of a run, in their order."""
+
+    def __init__(self, section: WatchSection, max_skipped: int) -> None:
+        self._section, self._max_skipped = section, max_skipped
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._in_a_row = 0
+
+    @property
+    def limit(self) -> float:
+        """The loss above which the next step is a spike."""
+        return spike_limit(self._losses, self._section.spike_above)
+
+    @property
+    def skip_above(self) -> float:
+        """The loss above which the device must skip the next step."""
+        return self.limit if self._section.spikes == "skip" else inf
+
+    def judge(self, step: int, loss: float, norm: float, limit: float) -> BadStep | None:
+        """Return what is wrong with a step, or None. `limit` is the one from when the step was launched."""
+        spike = isfinite(norm) and not loss <= limit  # also true if the loss is NaN
+        if isfinite(norm) and not spike:
+            self._in_a_row = 0
+            self._losses.append(loss)
+            return None
+        action = self._section.spikes if spike else self._section.not_finite
+        skipped = not spike or action == "skip"
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if not skipped and isfinite(limit):
+            self._losses.append(limit)  # so that a loss that stays high stops counting as a spike after a while
+        return BadStep(step, spike, action, loss, limit, self._in_a_row)
+
+    def act(self, bad: BadStep, parameter: str | None, data: dict[str, Any]) -> None:
+        """Raise if more is to be done than skipping the step; `data` is the state of the loader."""
+        why = f"the gradients of step {bad.step} are not finite, the first in {parameter}"
+        if bad.spike:
+            why = f"the loss of step {bad.step} is {bad.loss:.4g}, above the limit of {bad.limit:.4g}"
+        if bad.action == "roll_back":
+            raise RollBackError(why, bad.step, data)
+        if bad.action == "stop":
+            raise BadStepsError(f"stopped: {why}; {WAY_OUT}")
+        if bad.in_a_row >= self._max_skipped:
+            raise BadStepsError(f"stopped after {bad.in_a_row} bad steps in a row: {why}; {WAY_OUT}")
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint stores; existing checkpoints have these keys."""
+        return {"skipped": self._in_a_row, "losses": list(self._losses)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take the state of a checkpoint; ignore values of a wrong type, because training can continue without them."""
+        skipped, losses = state.get("skipped"), state.get("losses")
+        self._in_a_row = skipped if isinstance(skipped, int) else 0
+        good = [loss for loss in losses if isinstance(loss, float)] if isinstance(losses, list) else []
+        self._losses = deque(good, WINDOW)
+
+
+# The ranks
 
 
 class NoGuard:
@@ -65,18 +183,14 @@ class Guard(NoGuard):
     def close(self, *, done: bool) -> None:
         """Stop watching; `done` says that this rank did all that others may wait for, and did not fail."""
         self._alarm.close(done=done)
-        self._ledger.listener = None
+        self._ledger.listener = None  # before the tape is closed, because the ledger writes to it
         self._tape.close()
 
 
 def end(found: JobDiagnosis, judge: bool) -> None:
-    """Report the diagnosis to whoever started this rank, and end the process.
-
-    It ends by `os._exit`, because its main thread may never come back from where it waits. The judge alone prints the
-    whole text.
-    """
+    """Report the diagnosis to whoever started this rank, and end the process. Only the judge prints the whole text."""
     logger.error("%s", found.text)
     report_failure(found.text, found.failure, whole=judge)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(1)  # the main thread may never return from where it waits

@@ -29,8 +29,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fourfold.atomic import write_json
 from fourfold.environment import LAUNCHED, RESTARTED, Environment, inside_a_job, is_watched
 from fourfold.errors import Failure
-from fourfold.train.process import INTERRUPTED, READABLE, TERMINATED
 from fourfold.train.rendezvous import LOCAL
+from fourfold.train.signals import INTERRUPTED, MAX_SECONDS, READABLE, TERMINATED
 from fourfold.watch.liveness import RankEnd, first_cause
 
 RANK = """
@@ -44,8 +44,6 @@ GRACE = 30.0
 """Seconds that ranks have to end after SIGTERM, unless the config says otherwise."""
 MARGIN = 30
 """Seconds beyond their grace after which whoever started the ranks kills them: they print and flush in that time."""
-MAX_SECONDS = 10**6
-"""Stands for no limit where an API wants a number of seconds; about eleven days."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

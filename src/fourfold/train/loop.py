@@ -35,15 +35,13 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
 from fourfold.planner.trace import kept_bytes
 from fourfold.planner.transformer import flops_per_token
-from fourfold.train.bad_steps import BadStep, StepJudge
 from fourfold.train.checkpoints import RunSaver, Start, earlier_parts, remove_newer, restore
 from fourfold.train.config import DTYPES, TrainConfig
-from fourfold.train.guard import Guard, NoGuard
-from fourfold.train.metrics import Meter, StepMetrics, peak_of
-from fourfold.train.prediction import PredictionCheck, predict_run
-from fourfold.train.profile import StepProfiler
+from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
+from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
+from fourfold.train.planning import PredictionCheck, predict_run
 from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, read_facts, rewind, strict
-from fourfold.train.stop import Stop
+from fourfold.train.signals import Stop
 from fourfold.watch.replicas import check_replicas
 from fourfold.watch.tape import Waits
 
@@ -272,14 +270,14 @@ class Run:
 
     def _run_step(self, step: int) -> None:
         """Run one step, and start or end the profile if the step is its first or last."""
-        if self.profile.begins_with(step):
+        if step in self.profile.steps[:1]:
             self._drain()
             self.profile.begin()
             self.meter.begin()
         with self.profile.step(step):
             self._launch(step)
         self._read_down_to(1 if self.meter.on_gpu else 0)
-        if self.profile.ends_with(step):
+        if step in self.profile.steps[-1:]:
             self._drain()
             self._record(self.profile.end())
             self.meter.begin()

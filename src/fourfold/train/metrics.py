@@ -1,28 +1,68 @@
-"""The metrics of a step: seconds, bytes per axis, seconds of exposed communication, memory, MFU and HFU.
+"""What is measured of steps: metrics of every step, and a profile of the steps that `--profile` names.
+
+`Meter` measures seconds, bytes per axis, seconds of exposed communication and peak memory. From these follow
 
     MFU = model FLOPs per token * tokens/s / (ranks * peak FLOP/s of a device)
-    HFU = the same, including the FLOPs of recompute
+    HFU = the same, including the FLOPs that backward computes again
 
-On a GPU nothing here makes the host wait: CUDA events mark the ends of a step, and the host reads them after it has
+On a GPU it never makes the host wait: CUDA events mark the ends of a step, and the host reads them after it has
 launched the next step.
+
+`StepProfiler` writes a Chrome trace from every rank and a summary of the communication:
+
+    profile/rank-R.json    the trace of rank R; ui.perfetto.dev opens it
+    profile/summary.json   by axis, seconds per step on the link and exposed seconds
+
+Every step is a span `step N`, and every launch of a collective is a span with the ledger's name for it. On a GPU the
+seconds on a link are the durations of NCCL's kernels in the trace. A kernel belongs to the collective during which it
+was launched: torch annotates NCCL's kernels itself, so the profiler shows torch's annotations on the device and not
+ours. Kernels of one axis that run at the same time count once. On the CPU the ledger times each collective from launch
+to arrival, and adds up collectives that are in flight at the same time.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, get_args
 
 import torch
+from torch.profiler import ProfilerActivity, record_function
 
+from fourfold.atomic import replacing, write_json
+from fourfold.axes import AXES
 from fourfold.grid import Grid
+from fourfold.ledger import Op
 from fourfold.planner.machine import PEAK_FLOPS
 from fourfold.planner.transformer import Flops
+from fourfold.train.run_folder import RunEvent, strict
 
 Timestamp = float | torch.cuda.Event
+Interval = tuple[float, float]
+"""Begin and end in microseconds, the unit of traces."""
+
+PEAK_SECONDS = 0.2
+"""How long the peak is measured: many products on any device, and hardly noticed at the start of a run."""
+ON_GPU = "kernels in the trace; those of one axis at the same time count once"
+ON_CPU = "from launch to arrival by the host's clock, added up"
+"""The definitions of seconds on a link, as the summary states them."""
+LAUNCH = tuple(f"fourfold::{op}[" for op in get_args(Op))
+"""Prefixes of the spans of launches; the spans of waits and products have others."""
+QUIET = "6"
+"""The log level at which torch's profiler does not write to stderr when it starts and stops."""
+
+
+# Metrics of every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +95,17 @@ class Meter:
         """End the step, start the next one, and return the function that reads the metrics of the ended step."""
         began, ended = self._began, self._mark()
         sent = Counter(self.grid.ledger.wire_bytes)
-        wire_bytes = {axis: sent[axis] - self._sent[axis] for axis in sent if sent[axis] > self._sent[axis]}
+        wire_bytes = dict(sent - self._sent)  # the difference leaves out axes that sent nothing
         exposed = self.grid.ledger.take_exposed()
         self._began, self._sent = ended, sent
-        return lambda: StepMetrics(_between(began, ended), wire_bytes, exposed(), self.peak_memory_bytes())
+        return lambda: StepMetrics(_seconds(began, ended), wire_bytes, exposed(), self.peak_memory_bytes())
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory since the start: of the process on the CPU, of tensors on a GPU."""
         if self.on_gpu:
             return torch.cuda.max_memory_allocated(self.grid.device)
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        return most if sys.platform == "darwin" else most * 1024  # Linux counts KiB, macOS bytes
 
     def _mark(self) -> Timestamp:
         if not self.on_gpu:
@@ -75,7 +115,7 @@ class Meter:
         return event
 
 
-def _between(began: Timestamp, ended: Timestamp) -> float:
+def _seconds(began: Timestamp, ended: Timestamp) -> float:
     if isinstance(began, torch.cuda.Event):
         return began.elapsed_time(ended) / 1e3  # type: ignore[arg-type]
     return ended - began  # type: ignore[operator]
@@ -92,8 +132,8 @@ class PeakFlops:
         """Return MFU and HFU, or None if the peak is unknown."""
         if not self.flops:
             return None, None
-        rate = tokens_per_second / (ranks * self.flops)
-        return flops.model * rate, flops.hardware * rate
+        share = tokens_per_second / (ranks * self.flops)
+        return flops.model * share, flops.hardware * share
 
 
 def peak_of(grid: Grid, dtype: torch.dtype, given: float | None) -> PeakFlops:
@@ -104,22 +144,206 @@ def peak_of(grid: Grid, dtype: torch.dtype, given: float | None) -> PeakFlops:
     """
     if given is not None:
         return PeakFlops(given, "log.peak_flops")
-    if grid.device.type == "cuda" and dtype == torch.bfloat16:
+    on_gpu = grid.device.type == "cuda"
+    if on_gpu and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(grid.device)
         if name in PEAK_FLOPS:
             return PeakFlops(PEAK_FLOPS[name], f"data sheet of {name}, dense bf16")
-    size = 8192 if grid.device.type == "cuda" else 512
-    return PeakFlops(_measure(size, dtype, grid.device), f"best of {size} x {size} products measured at the start")
-
-
-def _measure(size: int, dtype: torch.dtype, device: torch.device, seconds: float = 0.2) -> float:
-    a = torch.ones(size, size, dtype=dtype, device=device)
+    size = 8192 if on_gpu else 512  # large enough to reach the peak, small enough for many repetitions
+    a = torch.ones(size, size, dtype=dtype, device=grid.device)
     torch.mm(a, a).sum().item()  # the first product also initialises the library
-    best, until = float("inf"), time.perf_counter() + seconds
+    best, until = float("inf"), time.perf_counter() + PEAK_SECONDS
     while time.perf_counter() < until:
         began = time.perf_counter()
         torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if on_gpu:
+            torch.cuda.synchronize(grid.device)  # the host's clock must see the end of the product
         best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
+    return PeakFlops(2 * size**3 / best, f"best of {size} x {size} products measured at the start")
+
+
+# A profile of some steps
+
+
+class StepProfiler:
+    """Traces `steps`, which may be empty, on this rank. All ranks begin and end together."""
+
+    def __init__(self, steps: range, grid: Grid, folder: Path) -> None:
+        self.steps, self.grid, self.folder = steps, grid, folder
+        self.on_gpu = grid.device.type == "cuda"
+        self._profiler: torch.profiler.profile | None = None
+        self._link_seconds: Counter[str] = Counter()
+        self._metrics: list[StepMetrics] = []
+
+    def begin(self) -> None:
+        """Start tracing. Earlier steps must have been read, so that none of their work is left."""
+
+        def start() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
+            gpu = [ProfilerActivity.CUDA] if self.on_gpu else []
+            profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *gpu])
+            self._finish_work()
+            profiler.start()
+            self._profiler = profiler
+
+        # Starting may take seconds: a rank that began the step earlier would wait for the others inside the trace.
+        self.grid.run_together("starting the profiler", start)
+        self._time_links()
+
+    def step(self, step: int) -> AbstractContextManager[object]:
+        """Return the context in which to launch a step."""
+        return nullcontext() if self._profiler is None else record_function(f"step {step}")
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """Name work between two traced steps in the trace, without counting it."""
+        if self._profiler is None:
+            yield
+            return
+        self._take_link_seconds()
+        with record_function(name):
+            yield
+        self._time_links()
+
+    def add(self, step: int, metrics: StepMetrics) -> None:
+        """Add the metrics of a step."""
+        if step in self.steps:
+            self._metrics.append(metrics)
+
+    def end(self) -> RunEvent:
+        """Write the traces and their summary; return the event to record."""
+        self._take_link_seconds()
+        mine = self.grid.run_together("writing the profile", self._write)
+        by_rank = self.grid.channel.gather("profile", json.dumps(mine))
+        ranks = self.grid.shape.world
+
+        def write_summary() -> None:
+            axes = [axis for axis in AXES if self.grid.size(axis) > 1]
+            summary = {
+                "steps": [self.steps[0], self.steps[-1]],
+                "ranks": ranks,
+                "link_seconds_are": ON_GPU if self.on_gpu else ON_CPU,
+                "per_step": summarize([json.loads(by_rank[rank]) for rank in sorted(by_rank)], axes),
+            }
+            write_json(self.folder / "summary.json", strict(summary))
+
+        self.grid.run_on_rank0("writing the profile", write_summary)
+        where = {"first": self.steps[0], "folder": str(self.folder), "ranks": ranks}
+        return {"event": "profile", "step": self.steps[-1], **where}
+
+    def close(self) -> None:
+        """Discard a trace that the run did not complete."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _write(self) -> list[float]:
+        """Write this rank's trace; return its seconds per step, then per axis those on the link and those exposed."""
+        profiler = self._profiler
+        if profiler is None:
+            raise ValueError("a profile that has not begun cannot end")
+        self._finish_work()
+        self.close()
+        trace = export(profiler, self.folder / f"rank-{self.grid.rank}.json")
+        link: Mapping[str, float] = self._link_seconds
+        if self.on_gpu:
+            # no kernel at all means that the driver did not let the profiler trace them: the seconds are unknown
+            link = link_seconds(trace) or dict.fromkeys(AXES, float("nan"))
+        exposed = Counter[str]()
+        for metrics in self._metrics:
+            exposed.update(metrics.exposed_seconds)
+        seconds = sum(metrics.seconds for metrics in self._metrics)
+        by_axis = [found.get(axis, 0.0) for found in (link, exposed) for axis in AXES]
+        return [total / len(self.steps) for total in (seconds, *by_axis)]
+
+    def _finish_work(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.grid.device)  # kernels of other steps must not run inside the trace
+
+    def _time_links(self) -> None:
+        if not self.on_gpu:
+            self.grid.ledger.time_links()
+
+    def _take_link_seconds(self) -> None:
+        if not self.on_gpu:
+            self._link_seconds.update(self.grid.ledger.take_link_seconds())
+
+
+def export(profiler: torch.profiler.profile, path: Path) -> dict[str, Any]:
+    """Write the trace, completely or not at all, and return its contents."""
+    try:
+        with replacing(path) as partial:
+            profiler.export_chrome_trace(str(partial))  # does not report a failed write, so the file is read again
+            return json.loads(partial.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError) as error:
+        raise OSError(f"cannot write the trace {path} ({error}); is the disk full? Profile fewer steps") from error
+
+
+def link_seconds(trace: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds for which NCCL's kernels of each axis ran, counting kernels launched inside a step."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    spans = [(_interval(event), event["name"]) for event in events if event.get("cat") == "user_annotation"]
+    steps = HostSpans(span for span in spans if span[1].startswith("step "))
+    launches = HostSpans(span for span in spans if span[1].startswith(LAUNCH))
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    by_axis: defaultdict[str, list[Interval]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "kernel" and "nccl" in event["name"].lower():
+            moment = launched.get(event["args"].get("correlation"))
+            if moment is not None and steps.at(moment) and (launch := launches.at(moment)):
+                # the axis is `z` for `fourfold::all_gather[z] layers.0.mlp.up`
+                by_axis[launch.partition("[")[2].partition("]")[0]].append(_interval(event))
+    return {axis: covered(intervals) / 1e6 for axis, intervals in by_axis.items()}
+
+
+class HostSpans:
+    """Named, non-overlapping intervals of host time.
+
+    They may come from several threads: autograd's thread launches collectives while the main thread waits for it.
+    """
+
+    def __init__(self, named: Iterable[tuple[Interval, str]]) -> None:
+        self._named = sorted(named)
+
+    def at(self, moment: float) -> str:
+        """Return the name of the interval that contains this moment; empty if none does."""
+        place = bisect_right(self._named, moment, key=lambda named: named[0][0]) - 1
+        if place < 0:
+            return ""
+        (_, end), name = self._named[place]
+        return name if moment <= end else ""
+
+
+def _interval(event: Mapping[str, Any]) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """Return the length of the union of the intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def summarize(ranks: Sequence[Sequence[float]], axes: Sequence[str]) -> dict[str, Any]:
+    """Return for every number its mean over ranks and its value on the slowest rank.
+
+    `ranks` has the numbers that `StepProfiler._write` returned on each rank.
+    """
+
+    def over_ranks(place: int) -> dict[str, float]:
+        values = [numbers[place] for numbers in ranks]
+        slowest = max(range(len(values)), key=lambda rank: values[rank])
+        return {"mean": fmean(values), "slowest": values[slowest], "slowest_rank": slowest}
+
+    found: dict[str, Any] = {"seconds": over_ranks(0)}
+    for start, kind in ((1, "link_seconds"), (1 + len(AXES), "exposed_seconds")):
+        found[kind] = {axis: over_ranks(start + AXES.index(axis)) for axis in axes}
+    return found

@@ -1,22 +1,74 @@
-"""How a run shows its progress: a bar on a terminal, plain lines in a pipe or log file."""
+"""What people read about a run: on the terminal while it trains, and in its log files afterwards.
+
+The terminal shows a bar, or plain lines if the output is a pipe or a file. The run's folder has
+
+    log.txt              what the terminal showed, with the time; and why ranks died and were restarted
+    events.jsonl         one JSON object per line, with the time: everything that happened except steps. Nothing is ever
+                         removed: what a run has done twice because it was rolled back is there twice
+    logs/rank-00003.txt  warnings and errors of a rank with their tracebacks, Python's logging, and how the rank crashed
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
+import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
 from importlib.util import find_spec
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, Self, TextIO
 
+from fourfold.grid import Grid
 from fourfold.report.units import duration, nbytes
-from fourfold.train.run_folder import RunEvent
+from fourfold.train.run_folder import JsonLines, RunEvent
+
+LOG, EVENTS, RANK_LOGS = "log.txt", "events.jsonl", "logs"
+LINE_SECONDS = 10
+"""A plain line is printed at least this often, so that a log shows that a slow run is alive."""
+HEADER = f"{'step':>7} {'loss':>8} {'grad norm':>9} {'lr':>8} {'tokens/s':>9} {'MFU':>6} {'left':>11}   sent"
+ACTIONS = {
+    "tell": "",
+    "skip": "; the step is skipped",
+    "roll_back": "; the run rolls back to its newest checkpoint",
+    "stop": "; the run stops",
+}
+"""How the sentence about a spike ends, by the action that the config names."""
+
+logger = logging.getLogger("fourfold")
+logger.addHandler(logging.NullHandler())  # a program that imports Fourfold decides itself what to show
+logger.setLevel(logging.INFO)
+
+
+# Terminal
+
+
+def output(json_to: str | None) -> IO[str]:
+    """Return the stream for people: standard output, unless JSON goes there."""
+    return sys.stderr if json_to == "-" else sys.stdout
+
+
+def percent_of(what: str = "") -> Callable[[int, int], None]:
+    """Return a function that shows a percentage on a terminal, from the amount done and the total."""
+    if not sys.stderr.isatty():
+        return lambda *_: None
+
+    def show(done: int, total: int) -> None:
+        end = "\n" if done >= total else ""
+        print(f"\r{f'{what}: ' if what else ''}{done / max(1, total):4.0%}", end=end, file=sys.stderr, flush=True)
+
+    return show
 
 
 def progress(stream: IO[str], steps: int, done: int = 0) -> PlainProgress | ProgressBar:
     """Return a bar if the stream is a terminal and `rich` is installed, else plain lines. `done` steps came before."""
-    if stream.isatty() and find_spec("rich") is not None:
-        return ProgressBar(stream, steps, done)
-    return PlainProgress(stream, steps, done)
+    bar = stream.isatty() and find_spec("rich") is not None
+    return (ProgressBar if bar else PlainProgress)(stream, steps, done)
 
 
 class PlainProgress:
@@ -32,26 +84,22 @@ class PlainProgress:
         print(text, file=self.stream, flush=True)
 
     def write(self, event: RunEvent) -> None:
-        if event["event"] == "step":
-            self._step(event)
-        elif (text := sentence(event)) is not None:
-            self.say(text)
-
-    def _step(self, event: RunEvent) -> None:
+        if event["event"] != "step":
+            if text := sentence(event):
+                self.say(text)
+            return
         step, now = event["step"], time.monotonic()
-        if step not in (self.done + 1, self.steps) and step % self._every and now - self._last < 10:
+        if step not in (self.done + 1, self.steps) and step % self._every and now - self._last < LINE_SECONDS:
             return
         self._last = now
         if not self._headed:
             self._headed = True
-            self.say(
-                f"{'step':>7} {'loss':>8} {'grad norm':>9} {'lr':>8} {'tokens/s':>9} {'MFU':>6} {'left':>11}   sent"
-            )
+            self.say(HEADER)
         left = (now - self._began) / (step - self.done) * (self.steps - step)
-        mfu = "-" if event["mfu"] is None else f"{event['mfu']:.1%}"
+        sent = ", ".join(f"{axis} {count / 1e6:.2f} MB" for axis, count in event["wire_bytes"].items()) or "nothing"
         self.say(
             f"{step:>7} {event['loss']:>8.4f} {event['grad_norm']:>9.3f} {event['learning_rate']:>8.1e} "
-            f"{event['tokens_per_second']:>9.0f} {mfu:>6} {duration(left):>11}   {sent(event)}"
+            f"{event['tokens_per_second']:>9.0f} {percent(event['mfu']):>6} {duration(left):>11}   {sent}"
         )
 
     def close(self) -> None:
@@ -66,70 +114,60 @@ class ProgressBar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = Console(file=stream)
-        self._progress = Progress(
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TextColumn("MFU {task.fields[mfu]}"),
-            TimeRemainingColumn(),
-            console=self._console,
-        )
-        self._task = self._progress.add_task("train", total=steps, completed=done, loss="-", rate="-", mfu="-")
-        self._started = False
+        numbers = TextColumn("loss {task.fields[loss]} {task.fields[speed]} tokens/s MFU {task.fields[mfu]}")
+        columns = (MofNCompleteColumn(), BarColumn(), numbers, TimeRemainingColumn())
+        self._progress = Progress(*columns, console=self._console)
+        self._task = self._progress.add_task("train", total=steps, completed=done, loss="-", speed="-", mfu="-")
 
     def say(self, text: str = "") -> None:
         self._console.print(text, markup=False, highlight=False)
 
     def write(self, event: RunEvent) -> None:
         if event["event"] != "step":
-            if (text := sentence(event)) is not None:
+            if text := sentence(event):
                 self.say(text)
             return
-        if not self._started:
-            self._started = True
-            self._progress.start()
-        fields: dict[str, Any] = {
-            "loss": f"{event['loss']:.4f}",
-            "rate": f"{event['tokens_per_second']:.0f}",
-            "mfu": "-" if event["mfu"] is None else f"{event['mfu']:.1%}",
-        }
-        self._progress.update(self._task, completed=event["step"], **fields)
+        self._progress.start()  # the first step starts the bar; afterwards this does nothing
+        loss, speed = f"{event['loss']:.4f}", f"{event['tokens_per_second']:.0f}"
+        self._progress.update(self._task, completed=event["step"], loss=loss, speed=speed, mfu=percent(event["mfu"]))
 
     def close(self) -> None:
         self._progress.stop()
 
 
-ACTIONS = {
-    "tell": "",
-    "skip": "; the step is skipped",
-    "roll_back": "; the run rolls back to its newest checkpoint",
-    "stop": "; the run stops",
-}
-"""How the sentence about a spike ends, by the action that the config names."""
+def percent(share: float | None) -> str:
+    """Return a share as a percentage, `-` if it is unknown."""
+    return "-" if share is None else f"{share:.1%}"
 
 
-def sentence(event: RunEvent) -> str | None:
-    """Return an event other than a step in words, or None if people need not read it."""
-    if event["event"] == "evaluation":
-        entropy = f"unigram entropy {event['unigram_entropy']:.4f}"
-        return f"step {event['step']}: validation loss {event['loss']:.4f} ({entropy})"
-    if event["event"] == "skipped":
-        cause = f"the gradient of {event['parameter']} is not finite"
-        return f"step {event['step']} skipped: {cause} ({event['in_a_row']} in a row)"
-    if event["event"] == "profile":
-        return profiled(event)
-    if event["event"] == "saved":
-        return f"step {event['step']} saved; training waited {duration(event['seconds'])}"
-    if event["event"] == "straggler":
-        return f"step {event['step']}: {event['said']}"
-    if event["event"] == "resumed":
-        left_out = f", {event['passed_over']}" if "passed_over" in event else ""
-        return f"resumes after step {event['step']}, from {event['checkpoint']}{left_out}"
-    if event["event"] == "spike":
-        limit = f"above the limit of {event['limit']:.4g}"
-        return f"step {event['step']}: the loss jumps to {event['loss']:.4g}, {limit}{ACTIONS[event['action']]}"
-    return compared(event) if event["event"] == "compared" else None
+def sentence(event: RunEvent) -> str:
+    """Return an event other than a step in words; empty if people need not read it."""
+    at = f"step {event['step']}"
+    match event["event"]:
+        case "evaluation":
+            entropy = f"unigram entropy {event['unigram_entropy']:.4f}"
+            return f"{at}: validation loss {event['loss']:.4f} ({entropy})"
+        case "skipped":
+            cause = f"the gradient of {event['parameter']} is not finite"
+            return f"{at} skipped: {cause} ({event['in_a_row']} in a row)"
+        case "spike":
+            limit = f"above the limit of {event['limit']:.4g}"
+            return f"{at}: the loss jumps to {event['loss']:.4g}, {limit}{ACTIONS[event['action']]}"
+        case "saved":
+            return f"{at} saved; training waited {duration(event['seconds'])}"
+        case "straggler":
+            return f"{at}: {event['said']}"
+        case "resumed":
+            left_out = f", {event['passed_over']}" if "passed_over" in event else ""
+            return f"resumes after {at}, from {event['checkpoint']}{left_out}"
+        case "profile":
+            first, last, ranks = event["first"], event["step"], event["ranks"]
+            steps = at if first == last else f"steps {first} to {last}"
+            files = f"{event['folder']}/rank-0.json" + (f" to rank-{ranks - 1}.json" if ranks > 1 else "")
+            return f"{steps} profiled: {files}; open them in ui.perfetto.dev; fourfold report summarizes them"
+        case "compared":
+            return compared(event)
+    return ""
 
 
 def predicted(facts: RunEvent) -> str:
@@ -157,32 +195,93 @@ def compared(event: RunEvent) -> str:
     return "\n".join([*lines, *(f"  {note}" for note in event["notes"])])
 
 
-def profiled(event: RunEvent) -> str:
-    """Say where the traces of a profile are, and what opens them."""
-    first, last, ranks = event["first"], event["step"], event["ranks"]
-    steps = f"step {last}" if first == last else f"steps {first} to {last}"
-    files = f"{event['folder']}/rank-0.json" + (f" to rank-{ranks - 1}.json" if ranks > 1 else "")
-    return f"{steps} profiled: {files}; open them in ui.perfetto.dev; fourfold report summarizes them"
+# Log files
 
 
-def sent(event: RunEvent) -> str:
-    """Return the bytes that a rank sent in a step, by axis, in words."""
-    parts = [f"{axis} {nbytes / 1e6:.2f} MB" for axis, nbytes in event["wire_bytes"].items()]
-    return ", ".join(parts) or "nothing"
+def now() -> str:
+    """Return the local time with its zone."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def output(json_to: str | None) -> IO[str]:
-    """Return the stream for people: standard output, unless JSON goes there."""
-    return sys.stderr if json_to == "-" else sys.stdout
+class TimestampedFile(TextIO):
+    """A text file that begins every line with the time."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file, self._begins = file, True
+
+    def write(self, text: str) -> int:
+        stamp = f"{now()} "
+        for line in text.splitlines(keepends=True):
+            self._file.write(stamp + line if self._begins and line.strip() else line)
+            self._begins = line.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
-def percent_of(what: str = "") -> Callable[[int, int], None]:
-    """Return a function that shows a percentage on a terminal, from the amount done and the total."""
-    if not sys.stderr.isatty():
-        return lambda *_: None
+class RunLog(PlainProgress):
+    """The sink of rank 0 that writes log.txt and events.jsonl."""
 
-    def show(done: int, total: int) -> None:
-        end = "\n" if done >= total else ""
-        print(f"\r{f'{what}: ' if what else ''}{done / max(1, total):4.0%}", end=end, file=sys.stderr, flush=True)
+    def __init__(self, folder: Path, steps: int, done: int = 0) -> None:
+        super().__init__(TimestampedFile((folder / LOG).open("a")), steps, done)
+        self._events = JsonLines(folder / EVENTS)
 
-    return show
+    def write(self, event: RunEvent) -> None:
+        super().write(event)
+        if event["event"] == "end":
+            self.say(f"ended at step {event['step']}: {event['reason']}")
+        if event["event"] != "step":
+            self._events.write({"at": now(), **event})
+
+    def close(self) -> None:
+        with suppress(OSError):  # `write` has reported a full disk
+            self.stream.close()
+        self._events.close()
+
+
+def note(folder: Path, kind: str, text: str) -> None:
+    """Add what the launcher did with the ranks to the logs of a run that has started; ignore a full disk."""
+    if not (folder / EVENTS).exists():
+        return
+    with suppress(OSError):
+        with (folder / LOG).open("a") as file:
+            TimestampedFile(file).write(f"{text}\n")
+        events = JsonLines(folder / EVENTS)
+        events.write({"at": now(), "event": kind, "said": text})
+        events.close()
+
+
+class RankLog:
+    """The log file of this rank; inside the context it receives warnings, Python's logging and crashes."""
+
+    def __init__(self, folder: Path, grid: Grid) -> None:
+        (folder / RANK_LOGS).mkdir(parents=True, exist_ok=True)
+        self._file = (folder / RANK_LOGS / f"rank-{grid.rank:05}.txt").open("a")
+        self._handler = logging.StreamHandler(self._file)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(self._handler)
+        self._show_warning, warnings.showwarning = warnings.showwarning, self._warn
+        faulthandler.enable(self._file)
+        where = ", ".join(f"{axis}={place}" for axis, place in grid.coords.items())
+        logger.info("rank %d (%s) begins: %s, process %d", grid.rank, where, socket.gethostname(), os.getpid())
+
+    def _warn(self, message: Warning | str, category: type[Warning], *more: Any, **named: Any) -> None:
+        self._show_warning(message, category, *more, **named)
+        logger.warning("%s: %s", category.__name__, message)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            logger.error("ends", exc_info=error)
+        else:
+            logger.info("ends")
+        warnings.showwarning = self._show_warning
+        logging.getLogger().removeHandler(self._handler)
+        faulthandler.enable(sys.__stderr__ or 2)  # before the file closes: a crash must find an open descriptor
+        self._file.close()

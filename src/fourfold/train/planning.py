@@ -1,0 +1,379 @@
+"""What the planner does for a run: it fills in the config, chooses the grid, and predicts the time of a step.
+
+`resolve` fills in what a config leaves open; for `--grid auto` it asks the planner for the fastest grid. A machine that
+the config names is used as its file describes it. The machine `auto` is the packaged file of this kind of device, with
+the nodes and the memory of this job.
+
+When a run starts, rank 0 prices its grid and policy. After a few steps it compares their median with the price. A
+prediction never ends a run: if the run cannot be priced, the reason is recorded and training continues.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from fourfold.atomic import write_json
+from fourfold.axes import AXES, BATCH
+from fourfold.environment import Environment
+from fourfold.grid import Grid, Shape
+from fourfold.planner.machine import DTYPES as DTYPE_NAMES
+from fourfold.planner.machine import Machine, load_machine, machine_names
+from fourfold.planner.price import Candidate, Price, Priced, Task, price
+from fourfold.planner.program import LaunchOp, MatmulOp, Work
+from fourfold.planner.search import Space, search
+from fourfold.planner.seconds import Seconds
+from fourfold.planner.simulate import COMPUTE, TimelineSpan, chrome_trace, simulate
+from fourfold.planner.transformer import step_program
+from fourfold.report.units import duration
+from fourfold.train.config import AUTO, DTYPES, GridSection, TrainConfig, naming
+from fourfold.train.launch import cores
+from fourfold.train.run_folder import RunEvent
+
+CPU = "laptop"
+"""The packaged machine in which a device is a process on the CPU."""
+ANY_GPU = "dgx-h100"
+"""The packaged machine for a GPU with a name unlike any of the packaged ones."""
+UNSTEADY = 2
+"""Steps at the start that are not compared: they record the order of gathers, compile, and fill caches."""
+COMPARED = 5
+"""The median of this many steps is compared; more would delay the comparison."""
+DRAWN = 4
+"""Layers and micro-batches in a predicted timeline at most; further ones look the same."""
+STEP = "step"
+PREDICTED = "predicted.json"
+WHOLE_PROCESS = "on the CPU the measured memory is the whole process, including torch itself"
+
+
+# The machine
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The ranks of a job and their devices, which a machine file must fit."""
+
+    ranks: int
+    device: str
+    """torch's name of the GPU, or `cpu`."""
+    memory_bytes: int
+    """Memory of a GPU; on the CPU memory of a node, which its ranks share."""
+    cores: int
+    """Cores that the ranks of a node share."""
+
+    @classmethod
+    def here(cls, ranks: int, *, on_gpu: bool, memory_bytes: int) -> Hardware:
+        # a config may be resolved for GPUs on a machine that has none
+        found = torch.cuda.get_device_name() if on_gpu and torch.cuda.is_available() else "an unknown GPU"
+        return cls(ranks, found if on_gpu else "cpu", memory_bytes, cores())
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number that the launcher says; ranks that are still to be started are all on this node."""
+        return min(self.ranks, Environment.read().local_world or self.ranks)
+
+
+def memory_bytes(device: str) -> int:
+    """Return the memory of the first GPU, or of this computer."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def locate(name: str, job: Hardware, compute: torch.dtype) -> tuple[Machine, list[str]]:
+    """Return the machine of that name or file, and notes that a reader of its prices must know.
+
+    For `auto` it is the packaged machine that is most like this hardware.
+    """
+    machine, notes = _automatic(job) if name == AUTO else (load_machine(name), [])
+    dtype = DTYPE_NAMES[compute]
+    if dtype not in machine.gemm and "fp32" in machine.gemm:
+        part = 0.5 if dtype == "fp64" else 1.0
+        peak, gemm = ({**rates, dtype: part * rates["fp32"]} for rates in (machine.peak, machine.gemm))
+        half = "half of " if part < 1 else ""
+        notes.append(f"{machine.name} has no FLOP/s for {dtype}: priced with {half}those of fp32")
+        machine = replace(machine, peak=peak, gemm=gemm)
+    packaged = name == AUTO or name in machine_names()
+    if packaged or not machine.measured:  # `fourfold calibrate` always writes the products that it has measured
+        notes.append(f"{machine.name}: estimates; `fourfold calibrate` measures this machine")
+    elif machine.device != job.device:
+        notes.append(f"{machine.name} was measured on {machine.device}, and this is {job.device}")
+    return machine, notes
+
+
+def _automatic(job: Hardware) -> tuple[Machine, list[str]]:
+    """Return the packaged machine that is most like this hardware, with its nodes and memory."""
+    machine, notes = (load_machine(CPU), []) if job.device == "cpu" else _like(job.device)
+    several = job.ranks_per_node < job.ranks
+    if several and machine.between is None:
+        notes.append(f"{machine.name} has no network between nodes: priced as one node")
+        several = False
+    devices = job.ranks_per_node if several else max(machine.devices_per_node, job.ranks)
+    machine = replace(machine, devices_per_node=devices, memory=job.memory_bytes)
+    if job.device != "cpu":
+        return machine, notes
+    part = job.cores / job.ranks_per_node  # a device of the CPU's file is one core; a rank gets its share of the node
+    machine = replace(
+        machine,
+        memory=job.memory_bytes // job.ranks_per_node,
+        peak={dtype: part * rate for dtype, rate in machine.peak.items()},
+        gemm={dtype: part * rate for dtype, rate in machine.gemm.items()},
+        memory_bandwidth=part * machine.memory_bandwidth,
+        overhead=machine.overhead / min(1.0, part),
+    )
+    return machine, notes
+
+
+def _like(device: str) -> tuple[Machine, list[str]]:
+    """Return the packaged machine with that GPU, else the one with the GPU of the nearest name."""
+    packaged = {machine.device: machine for machine in map(load_machine, reversed(machine_names()))}
+    if device in packaged:
+        return packaged[device], []
+    near = get_close_matches(device, [name for name in packaged if name != "cpu"], n=1)
+    machine = packaged[near[0]] if near else load_machine(ANY_GPU)
+    return machine, [f"no packaged machine has {device}: priced as {machine.name}, which has {machine.device}"]
+
+
+# The config
+
+
+def resolve(
+    config: TrainConfig, ranks: int, *, on_gpu: bool, memory_bytes: int, say: Callable[[str], object] = lambda _: None
+) -> TrainConfig:
+    """Return the config with everything filled in, for this number of ranks on this kind of device.
+
+    It checks what must fit across sections. If the planner chooses the grid, `say` receives the planner's reason in one
+    line.
+    """
+    dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
+    compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
+    with naming("model"):
+        model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
+    with naming("optimizer"):
+        optimizer = replace(config.optimizer, warmup=config.schedule.warmup)
+    policy = replace(config.policy, dtype=dtype, compile=compiled)
+    config = replace(config, policy=policy, model=model, optimizer=optimizer)
+    with naming("policy"):
+        built = config.build_policy()
+    if model.build().positions == "learned" and config.batch.seq > model.build().seq:
+        raise ValueError(
+            f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
+            "increase model.seq or decrease batch.seq"
+        )
+    if config.grid.auto:
+        shape = Shape(order=config.grid.order)
+        if ranks > 1:
+            shape, reason = find_grid(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
+            say(reason)
+        config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
+    shape = config.grid.shape
+    model.build().check(shape, built)
+    places, rows = shape.places, config.batch.rows // config.batch.micro_steps
+    if rows % places:
+        sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
+        raise ValueError(
+            f"batch.rows={config.batch.rows} in micro_steps={config.batch.micro_steps} gives {rows} rows, which is not "
+            f"divisible by {'*'.join(BATCH)} = {sizes}; use a multiple of {places * config.batch.micro_steps} rows"
+        )
+    return config
+
+
+def find_grid(config: TrainConfig, job: Hardware) -> tuple[Shape, str]:
+    """Return the fastest grid for the job under the config's policy, and the reason for it in one line.
+
+    A given order of the axes is kept; with the default order the planner also chooses the order.
+    """
+    task, notes = _task(config, job)
+    order = tuple(config.grid.order)
+    space = Space(
+        policies=(config.build_policy(),),
+        micro_steps=(config.batch.micro_steps,),
+        orders=None if order == AXES else (order,),
+    )
+    try:
+        plan = search(task, job.ranks, space=space)
+    except ValueError as error:
+        raise ValueError(f"--grid auto: {error}; or give a grid, such as --grid z={job.ranks}") from error
+    best, *others = plan.ranked
+    said = f"grid {best.candidate.shape} by the planner: {duration(best.seconds)} per step on {task.machine.name}"
+    if others:
+        grids = len(plan.ranked) + len(plan.waiting)
+        said += f"; next of {grids} that fit, {others[0].candidate.shape}: {_slower(others[0], best)}"
+    else:
+        said += "; no other fits"
+    return best.candidate.shape, f"{said} ({'; '.join(notes)})" if notes else said
+
+
+def _slower(other: Priced, best: Priced) -> str:
+    """Say how much slower a grid is, with the largest part of the difference: `18 ms, 5 ms more exposed over x`."""
+    exposed, least = other.totals.exposed, best.totals.exposed
+    parts = {f"exposed over {axis}": exposed.get(axis, 0.0) - least.get(axis, 0.0) for axis in AXES}
+    parts["of computing"] = other.totals.compute - best.totals.compute
+    worst = max(parts, key=lambda part: parts[part])
+    if parts[worst] <= 0:
+        return duration(other.seconds)
+    return f"{duration(other.seconds)}, {duration(parts[worst])} more {worst}"
+
+
+def _task(config: TrainConfig, job: Hardware) -> tuple[Task, list[str]]:
+    """Return what the planner is to price: the model and batch of a config on its machine; and notes on the machine."""
+    compute = DTYPES[config.policy.dtype]
+    machine, notes = locate(config.plan.machine, job, compute)
+    batch = config.batch
+    return Task(config.model.build(), machine, batch.rows, batch.seq, config.policy.parameters, compute), notes
+
+
+# The prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The price of a run's grid and policy, and notes on the machine that it was computed for."""
+
+    price: Price
+    notes: list[str]
+
+    @property
+    def facts(self) -> RunEvent:
+        """The prediction as run.json stores it."""
+        found, totals, memory = self.price, self.price.totals, self.price.memory
+        axes = [axis for axis in AXES if found.candidate.shape.sizes[axis] > 1]
+
+        def by_axis(seconds: Mapping[Any, float]) -> dict[str, float]:
+            return {axis: seconds.get(axis, 0.0) for axis in axes}
+
+        return {
+            "machine": found.task.machine.name,
+            "notes": self.notes,
+            "seconds": found.seconds,
+            "compute_seconds": totals.compute,
+            "link_seconds": by_axis(totals.link),
+            "exposed_seconds": by_axis(totals.exposed),
+            "peak_memory_bytes": memory.total,
+            "memory_bytes": memory.kinds,
+            "peak_at": memory.at,
+            "halves": found.halves,
+            "mfu": found.mfu,
+            "hfu": found.hfu,
+        }
+
+    def trace(self) -> dict[str, Any]:
+        """Return the timeline of a step for Perfetto, with the same names as the traces of ranks."""
+        task, candidate = self.price.task, self.price.candidate
+        layers, micro_steps = min(task.config.layers, DRAWN), min(candidate.micro_steps, DRAWN)
+        program = step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)
+        line = simulate(
+            program.work, Seconds(task.machine, candidate.shape), task.dtype, phases=program.phases, trace=True
+        )
+        drawn = f"{layers} of {task.config.layers} layers, {micro_steps} of {candidate.micro_steps} micro-steps"
+        whole = TimelineSpan(STEP, f"step ({drawn})", 0.0, line.seconds, STEP)
+        return chrome_trace([whole, *named(program.work, line.spans)], process=f"predicted on {task.machine.name}")
+
+
+def named(work: Sequence[Work], spans: Iterable[TimelineSpan]) -> list[TimelineSpan]:
+    """Return the spans with the names that the ledger and the profiler use."""
+    products = {item.label for item in work if isinstance(item, MatmulOp)}
+    launched: defaultdict[str, list[str]] = defaultdict(list)
+    for item in work:
+        if isinstance(item, LaunchOp):
+            launched[item.lane].append(str(item.record))
+    left = {lane: iter(records) for lane, records in launched.items()}  # a lane runs them in the order of their launch
+    found = []
+    for span in spans:
+        if span.track == COMPUTE:
+            label = f"product {span.label}" if span.label in products else span.label
+        else:
+            label = next(left[span.track])
+        found.append(replace(span, label=f"fourfold::{label}"))
+    return found
+
+
+def predict(config: TrainConfig, job: Hardware) -> Prediction:
+    """Price a resolved config on the machine that it names."""
+    task, notes = _task(config, job)
+    batch, shape = config.batch, config.grid.shape
+    rows = batch.rows // batch.micro_steps // shape.places
+    return Prediction(price(task, Candidate(shape, config.build_policy(), rows, batch.micro_steps)), notes)
+
+
+def predict_run(
+    config: TrainConfig, grid: Grid, traced: range, folder: Path
+) -> tuple[RunEvent, PredictionCheck | None]:
+    """Return the prediction for run.json and the check that compares it; if there is none, the reason and None.
+
+    If the run traces steps, the predicted timeline is written beside their traces.
+    """
+    on_gpu = grid.device.type == "cuda"
+    job = Hardware.here(grid.shape.world, on_gpu=on_gpu, memory_bytes=memory_bytes(grid.device.type))
+    try:
+        found = predict(config, job)
+        facts = found.facts
+        trace = found.trace() if traced else None
+    except Exception as error:  # a bug in the planner must not end a training run
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        return {"unpriced": " ".join(f"{kind}{error}".split())}, None
+    if trace is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / PREDICTED, trace)
+    return facts, PredictionCheck(facts, traced=traced, on_gpu=on_gpu)
+
+
+class PredictionCheck:
+    """Collects the events of steps and returns, once, how they compare with the prediction.
+
+    Traced steps are slower and count only if there are no others.
+    """
+
+    def __init__(self, predicted: RunEvent, *, traced: range, on_gpu: bool) -> None:
+        self.predicted, self.traced, self.on_gpu = predicted, traced, on_gpu
+        self._steps: list[RunEvent] = []
+        self._compared = False
+
+    def add(self, step: RunEvent) -> RunEvent | None:
+        """Add a step; return the comparison if this step completes it."""
+        if self._compared:
+            return None
+        self._steps.append(step)
+        return self._compare(self._steady) if len(self._steady) == COMPARED else None
+
+    def finish(self) -> RunEvent | None:
+        """Return the comparison of a run that ended before it was complete, from the steps that it has."""
+        if self._compared or not self._steps:
+            return None
+        return self._compare(self._steady or self._steps[UNSTEADY:] or self._steps[-1:])
+
+    @property
+    def _steady(self) -> list[RunEvent]:
+        return [step for step in self._steps[UNSTEADY:] if step["step"] not in self.traced]
+
+    def _compare(self, steps: Sequence[RunEvent]) -> RunEvent:
+        self._compared = True
+        predicted = self.predicted
+
+        def pair(predicted: float, measured: Sequence[float]) -> dict[str, float | None]:
+            found = median(measured)
+            return {"predicted": predicted, "measured": found, "ratio": found / predicted if predicted else None}
+
+        memory = pair(predicted["peak_memory_bytes"], [step["peak_memory_bytes"] for step in steps])
+        if not self.on_gpu:
+            memory["ratio"] = None  # one is the memory of tensors, the other of the whole process
+        return {
+            "event": "compared",
+            "step": self._steps[-1]["step"],
+            "steps": [step["step"] for step in steps],
+            "machine": predicted["machine"],
+            "notes": [*predicted["notes"], *([] if self.on_gpu else [WHOLE_PROCESS])],
+            "seconds": pair(predicted["seconds"], [step["seconds"] for step in steps]),
+            "exposed_seconds": {
+                axis: pair(seconds, [step["exposed_seconds"].get(axis, 0.0) for step in steps])
+                for axis, seconds in predicted["exposed_seconds"].items()
+            },
+            "peak_memory_bytes": memory,
+        }
