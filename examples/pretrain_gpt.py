@@ -14,7 +14,7 @@ import fourfold as ff
 from fourfold.checkpoint.folder import Checkpoints
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
-from fourfold.commands.parser import grid as axes
+from fourfold.commands.options import grid as axes
 from fourfold.data.loader import Loader
 from fourfold.data.open import open_source
 from fourfold.data.tokenizer import load_tokenizer

@@ -80,8 +80,8 @@ INSIDE = {
         "prediction", "profile", "progress", "run_log", "bad_steps", "stop", "guard", "checkpoints", "loop",
     ],
     "commands": [
-        "__init__", "parser", "options", "completion", "local_ranks", "probe", "preflight", "doctor", "train", "sample",
-        "report", "data", "calibrate", "plan", "checkpoint", "import_export", "cluster_scripts", "demo",
+        "__init__", "options", "completion", "local_ranks", "probe", "preflight", "doctor", "train", "sample",
+        "report", "convert", "calibrate", "plan", "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fourfold import cli
-from fourfold.commands import completion, options, parser
+from fourfold.commands import completion, options
 from fourfold.models.sizes import SIZES
 
 NAMES = [
@@ -69,7 +69,7 @@ def test_every_command_has_examples_that_parse(path: tuple[str, ...]) -> None:
     for words in found:
         assert callable(cli.command(cli.parser().parse_args(words).run))
     for line in one.format_help().splitlines():
-        assert len(line) <= parser.WIDEST + 12, line
+        assert len(line) <= options.WIDEST + 12, line
 
 
 def test_the_first_help_says_where_to_begin() -> None:
@@ -98,7 +98,7 @@ def test_every_option_has_a_help_with_its_default(path: tuple[str, ...]) -> None
 
 
 def test_kinds_of_weights_are_those_of_an_export() -> None:
-    from fourfold.commands.import_export import DTYPES
+    from fourfold.commands.convert import DTYPES
     from fourfold.train.process import INTERRUPTED
 
     assert tuple(DTYPES) == options.EXPORT_DTYPES
