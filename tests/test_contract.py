@@ -80,7 +80,7 @@ INSIDE = {
         "prediction", "profile", "progress", "run_log", "bad_steps", "stop", "guard", "checkpoints", "loop",
     ],
     "commands": [
-        "__init__", "options", "completion", "local_ranks", "probe", "preflight", "doctor", "train", "sample",
+        "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
         "report", "convert", "calibrate", "plan", "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip

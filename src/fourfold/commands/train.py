@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from fourfold.axes import AXES
-from fourfold.commands.doctor import disagreement
 from fourfold.commands.local_ranks import (
     chosen_device,
     close,
@@ -69,6 +68,8 @@ from fourfold.train.run_folder import (
 )
 from fourfold.train.run_log import RankLog, RunLog, note
 from fourfold.train.schema import to_table
+from fourfold.watch.diagnose import diagnose
+from fourfold.watch.tape import read_all
 
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -144,7 +145,9 @@ class RunRestarts(RestartPolicy):
         return what_was_lost(self._out)
 
     def evidence(self, since: float) -> str:
-        return disagreement(self._out, since)
+        """Return how the ranks of this start launched different collectives, by their tapes; empty if they did not."""
+        found = diagnose({rank: tape for rank, tape in read_all(self._out).items() if tape.who.began >= since}, {})
+        return found.headline if found.disagreement is not None else ""
 
     def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
         if self._arguments_for is not None and 0 < (left := gpus_left()) < ranks:
