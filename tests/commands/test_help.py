@@ -152,6 +152,7 @@ def test_without_a_command_the_help_is_shown(words: list[str], capsys: pytest.Ca
             "train --set rows=3",
             "'rows' is not a key (did you mean batch.rows?); write section.key=value; the sections",
         ),
+        ("train --set optimizer.rat=3", "unknown key optimizer.rat (did you mean 'learning_rate'?); optimizer has"),
         ("train --set seq=3", "'seq' is not a key (did you mean model.seq or batch.seq?); write section.key=value"),
         (
             "train --set batch.micro_steps=3",
