@@ -81,7 +81,7 @@ INSIDE = {
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
-        "report", "convert", "calibrate", "plan", "checkpoint", "cluster_scripts", "demo",
+        "report", "import_export", "calibrate", "plan", "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip
 

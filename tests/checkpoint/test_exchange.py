@@ -25,7 +25,7 @@ from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.hugging_face import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.checkpoint.save import save_weights
-from fourfold.commands.convert import export_model, import_model
+from fourfold.commands.import_export import export_model, import_model
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
 from fourfold.train.config import read_config

@@ -98,7 +98,7 @@ def test_every_option_has_a_help_with_its_default(path: tuple[str, ...]) -> None
 
 
 def test_kinds_of_weights_are_those_of_an_export() -> None:
-    from fourfold.commands.convert import DTYPES
+    from fourfold.commands.import_export import DTYPES
     from fourfold.train.process import INTERRUPTED
 
     assert tuple(DTYPES) == options.EXPORT_DTYPES

@@ -401,7 +401,7 @@ def data_options(_: argparse.ArgumentParser) -> None:
     """
 
 
-@command("data prepare", "write a token file", "convert:prepare_data")
+@command("data prepare", "write a token file", "import_export:prepare_data")
 def prepare_options(command: argparse.ArgumentParser) -> None:
     """Turn text into a memory-mapped token file. Each line of a .jsonl file is a
     document, with its text under "text"; any other file is one document.
@@ -487,7 +487,7 @@ def convert_options(command: argparse.ArgumentParser) -> None:
     option(command, "--prefix", prefix)
 
 
-@command("import", "make a run from a Hugging Face model folder", "convert:run_import")
+@command("import", "make a run from a Hugging Face model folder", "import_export:run_import")
 def import_options(command: argparse.ArgumentParser) -> None:
     """Turn a Hugging Face folder (GPT-2, Llama, Mistral, Qwen3, GPT-NeoX) into a run
     that trains on any grid. No code from the folder is executed. A model that
@@ -502,7 +502,7 @@ def import_options(command: argparse.ArgumentParser) -> None:
     option(command, "--eod", EOD, metavar="TOKEN")
 
 
-@command("export", "make a Hugging Face model folder from a run", "convert:run_export")
+@command("export", "make a Hugging Face model folder from a run", "import_export:run_export")
 def export_options(command: argparse.ArgumentParser) -> None:
     """Turn a run into a folder that transformers opens: config, safetensors and
     tokenizer.
