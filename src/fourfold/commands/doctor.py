@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,14 @@ import torch
 import torch.distributed as dist
 
 from fourfold.checkpoint.folder import CHECKPOINTS
-from fourfold.commands.local_ranks import chosen_device, default_folder, grid_options, require_world, wanted_ranks
+from fourfold.commands.local_ranks import (
+    chosen_device,
+    default_folder,
+    grid_options,
+    let_sigint_end_ranks,
+    require_world,
+    wanted_ranks,
+)
 from fourfold.commands.probe import (
     MEET_SECONDS,
     TRIPS,
@@ -127,10 +133,7 @@ class PlannedRun:
 def preflight(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check this job, or local ranks that this command launches; return the exit code."""
     device = chosen_device(options.device)
-    if inside_a_job():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler could not run while the rank waits for others
-        return _preflight(options, device)
-    ranks = wanted_ranks(requested(options), options.ranks, device)
+    ranks = 1 if inside_a_job() else wanted_ranks(requested(options), options.ranks, device)
     if ranks == 1:
         return _preflight(options, device)
     plan = planned(options, ranks, device)
@@ -161,6 +164,7 @@ def planned(options: argparse.Namespace, ranks: int, device: str) -> PlannedRun:
 def _preflight(options: argparse.Namespace, device: str) -> int:
     """Run the preflight as one rank of the job."""
     began = time.monotonic()
+    let_sigint_end_ranks()
     job = Environment.read()
     require_world(options.ranks, job.world)
     plan = planned(options, job.world, device)
