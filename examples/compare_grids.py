@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 import fourfold as ff
-from fourfold.commands.parser import grid as axes
+from fourfold.commands.options import grid as axes
 
 GRIDS = ["data=4", "z=4", "x=4", "x=2,z=2", "x=2,y=2", "y=2,data=2"]
 

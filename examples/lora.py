@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
-from fourfold.commands.parser import grid as axes
+from fourfold.commands.options import grid as axes
 from fourfold.data.tokenizer import load_tokenizer
 
 ROWS, SEQ, VOCAB, STEPS = 8, 16, 64, 4

@@ -13,7 +13,7 @@ from pathlib import Path
 import fourfold as ff
 from fourfold.checkpoint.load import Checkpoints, load_training
 from fourfold.checkpoint.save import Saver
-from fourfold.commands.parser import grid as axes
+from fourfold.commands.options import grid as axes
 from fourfold.data.loader import Loader
 from fourfold.data.sources import open_source
 from fourfold.data.tokenizer import load_tokenizer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
-from fourfold.commands.parser import grid as axes
+from fourfold.commands.options import grid as axes
 
 
 class Double(nn.Sequential):

@@ -79,8 +79,8 @@ INSIDE = {
         "progress", "guard", "checkpoints", "loop",
     ],
     "commands": [
-        "__init__", "parser", "options", "completion", "local_ranks", "probe", "preflight", "doctor", "train", "sample",
-        "report", "data", "calibrate", "plan", "checkpoint", "import_export", "cluster_scripts", "demo",
+        "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
+        "report", "import_export", "calibrate", "plan", "checkpoint", "cluster_scripts", "demo",
     ],
 }  # fmt: skip
 

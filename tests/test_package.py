@@ -45,7 +45,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> No
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert names == {path.relative_to(PACKAGE.parent).as_posix() for path in files}
-    for part in ("py.typed", "machines/perlmutter.toml", "report/run_page.js", "cli.py", "commands/parser.py"):
+    for part in ("py.typed", "machines/perlmutter.toml", "report/run_page.js", "cli.py", "commands/options.py"):
         assert f"fourfold/{part}" in names
 
 

@@ -24,7 +24,7 @@ WAYS_OUT = {
     errno.ENOSPC: "make room there, or give another path",
     errno.EDQUOT: "make room there, or give another path",
 }
-"""What to do about an error of the operating system that names a file."""
+"""What to do about an error of the operating system that names a file, by its number."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,22 +58,21 @@ def _failed(error: Exception) -> int:
         return 1
     import torch
 
+    from fourfold.policy import LESS_MEMORY
     from fourfold.train.launch import report_failure
 
-    failure = failure_of(error)
+    failure, said = failure_of(error), plain(error)
     if isinstance(error, torch.OutOfMemoryError):
-        less = "policy.recompute=block, policy.loss_chunk, more batch.micro_steps, or a grid with a larger z"
-        said = f"the device is out of memory ({str(error).split('.')[0]}); to use less: {less}"
-        report_failure(said, Failure.USER)
+        failure = Failure.USER
+        said = f"the device is out of memory ({said.split('.')[0]}); to use less: {LESS_MEMORY}"
     elif failure is Failure.ERROR:
-        report_failure("".join(traceback.format_exception(error)), failure)
-    else:
-        report_failure(plain(error), failure)
+        said = "".join(traceback.format_exception(error))
+    report_failure(said, failure)
     return _leave(1)
 
 
 def plain(error: Exception) -> str:
-    """Return the message of an error; an error of the operating system loses its number and gains a way out."""
+    """Return the message of an error; for an error of the operating system, replace its number by a way out."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     if error.filename is None:
@@ -82,7 +81,7 @@ def plain(error: Exception) -> str:
 
 
 def _leave(code: int) -> int:
-    """Return the exit code. A rank exits here, because destructors of its process groups would wait for other ranks."""
+    """Return the exit code; a rank of a job exits here, because its process groups would wait for other ranks."""
     if inside_a_job():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -74,6 +74,10 @@ def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
     return Halves(2, f"messages over x or y of {nbytes} bytes are worth hiding")
 
 
+LESS_MEMORY = "policy.recompute=block, policy.loss_chunk, more batch.micro_steps, or a grid with a larger z"
+"""The keys of a run's config that lower its peak memory, for the error of a device that is out of memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What is sharded, what is kept for backward, and in which precision."""

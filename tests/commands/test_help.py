@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fourfold import cli
-from fourfold.commands import completion, options, parser
+from fourfold.commands import completion, options
 from fourfold.models.sizes import SIZES
 
 NAMES = [
@@ -69,7 +69,7 @@ def test_every_command_has_examples_that_parse(path: tuple[str, ...]) -> None:
     for words in found:
         assert callable(cli.command(cli.parser().parse_args(words).run))
     for line in one.format_help().splitlines():
-        assert len(line) <= parser.WIDEST + 12, line
+        assert len(line) <= options.WIDEST + 12, line
 
 
 def test_the_first_help_says_where_to_begin() -> None:
@@ -152,6 +152,7 @@ def test_without_a_command_the_help_is_shown(words: list[str], capsys: pytest.Ca
             "train --set rows=3",
             "'rows' is not a key (did you mean batch.rows?); write section.key=value; the sections",
         ),
+        ("train --set optimizer.rat=3", "unknown key optimizer.rat (did you mean 'learning_rate'?); optimizer has"),
         ("train --set seq=3", "'seq' is not a key (did you mean model.seq or batch.seq?); write section.key=value"),
         (
             "train --set batch.micro_steps=3",

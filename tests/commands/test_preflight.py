@@ -18,17 +18,19 @@ import torch.distributed as dist
 import warm
 from fourfold import models
 from fourfold.cli import main, parser
-from fourfold.commands.preflight import (
+from fourfold.commands.doctor import PlannedRun, Preflight, planned, rank_of, why_unlinked
+from fourfold.commands.probe import (
+    Budget,
+    FolderMark,
     LinkTimer,
-    PlannedRun,
-    Preflight,
     ask_clock,
+    free_bytes,
+    look_at,
+    myself,
     pairs_of,
-    planned,
-    rank_of,
-    why_unlinked,
+    versions,
+    within,
 )
-from fourfold.commands.probe import Budget, FolderMark, free_bytes, look_at, myself, versions, within
 from fourfold.grid import Shape
 from fourfold.job import Channel
 from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
@@ -304,8 +306,8 @@ def measured_links(
     world: int, monkeypatch: pytest.MonkeyPatch, stuck: int | None, dead: int | None
 ) -> tuple[list[MeasuredLink], list[LinkTimer]]:
     """What rank 0 hears of ranks along x that are threads: one does not answer along its links, one is not there."""
-    monkeypatch.setattr("fourfold.commands.preflight.LINK_SECONDS", 0.2)
-    monkeypatch.setattr("fourfold.commands.preflight.MEET_SECONDS", 1.0)
+    monkeypatch.setattr("fourfold.commands.probe.LINK_SECONDS", 0.2)
+    monkeypatch.setattr("fourfold.commands.probe.MEET_SECONDS", 1.0)
     monkeypatch.setattr(LinkTimer, "_open", lambda *_: float("inf"))
     over = threading.Event()
 

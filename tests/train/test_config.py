@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fourfold import models
-from fourfold.commands.parser import grid, setting
+from fourfold.commands.options import grid, setting
 from fourfold.planner.machine import load_machine
 from fourfold.policy import Overlap
 from fourfold.train.config import (

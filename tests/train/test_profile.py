@@ -13,7 +13,7 @@ import pytest
 from curves import Curves, config_of, write_texts
 from fourfold.axes import AXES
 from fourfold.cli import main
-from fourfold.commands.parser import steps
+from fourfold.commands.options import steps
 from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
 from fourfold.ledger import Collective

@@ -1,10 +1,9 @@
-"""`fourfold calibrate`: starts the ranks, measures, shows its progress, and writes the machine file."""
+"""`fourfold calibrate`: starts the ranks, measures the machine, shows the progress, and writes the machine file."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import IO
 
 import torch
-import torch.distributed as dist
 
-from fourfold.commands.local_ranks import chosen_device, close, require_world
+from fourfold.commands.local_ranks import chosen_device, close, join_job, let_sigint_end_ranks
 from fourfold.environment import Environment, inside_a_job
 from fourfold.grid import Grid
 from fourfold.planner.calibrate import Calibration
@@ -28,10 +26,7 @@ def calibrate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Measure in this process or on local ranks that it launches, and return the exit code."""
     check(options)
     device = chosen_device(options.device)
-    if inside_a_job():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler could not run while the rank waits for others
-        return _measure(options, device)
-    ranks = wanted_ranks(options.ranks, device)
+    ranks = 1 if inside_a_job() else wanted_ranks(options.ranks, device)
     if ranks == 1:
         return _measure(options, device)
     return launch(ranks, [*arguments, "--ranks", str(ranks), "--device", device], sys.stderr)
@@ -52,7 +47,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def wanted_ranks(asked: int | None, device: str) -> int:
-    """Return how many local ranks to start."""
+    """Return how many local ranks to start: one per GPU, or one per core, unless --ranks says otherwise."""
     if device == "cpu":
         return asked or cores()
     gpus = torch.cuda.device_count()
@@ -63,7 +58,10 @@ def wanted_ranks(asked: int | None, device: str) -> int:
 
 def _measure(options: argparse.Namespace, device: str) -> int:
     """Measure as one rank of the job."""
-    line = join(device, options.ranks)
+    let_sigint_end_ranks()
+    line = Grid(data=join_job(device, options.ranks), device=device)  # all ranks along one axis
+    settle = share_cores if device == "cpu" else lambda: None
+    settle()
     raise_on_signals()
     line.run_on_rank0("opening the machine file", lambda: check_writable(options.out))
     with showing(sys.stderr, line.rank == 0, f"measuring for about {options.seconds:g} s") as progress:
@@ -71,7 +69,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
             line,
             ranks_of_node(line.shape.world),
             options.seconds,
-            settle=share_cores if device == "cpu" else lambda: None,
+            settle=settle,
             progress=progress,
         ).measure(options.out.stem)
     line.run_on_rank0("writing the machine file", lambda: write(found, options.out))
@@ -81,29 +79,17 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     return 0
 
 
-def join(device: str, ranks: int | None) -> Grid:
-    """Join the job; return a grid with all its ranks along one axis."""
-    Grid.alone(device)  # joins the job
-    world = dist.get_world_size()
-    require_world(ranks, world)
-    line = Grid(data=world, device=device)
-    if device == "cpu":
-        share_cores()
-    return line
-
-
 def ranks_of_node(world: int) -> int:
-    """Return the ranks per node, from torchrun's or SLURM's environment. SLURM writes `4(x2)` for 4 on each of 2
-    nodes."""
+    """Return the ranks per node, from torchrun's or SLURM's environment."""
     said = Environment.read().per_node or str(world)
-    found = re.fullmatch(r"(\d+)(\(x\d+\))?", said)
+    found = re.fullmatch(r"(\d+)(\(x\d+\))?", said)  # SLURM writes `4(x2)` for 4 ranks on each of 2 nodes
     if found is None or world % int(found[1]):
         raise ValueError(f"{world} ranks, {said} on the nodes: start the same number of ranks on every node")
     return int(found[1])
 
 
 def check_writable(path: Path) -> None:
-    """Raise if the file cannot be written, before any time is spent; leave no empty file behind."""
+    """Raise if the file cannot be written, before any time is spent on measuring; leave no empty file behind."""
     there = path.exists()
     path.open("a").close()
     if not there:
@@ -150,12 +136,13 @@ def showing(stream: IO[str], wanted: bool, text: str) -> Iterator[Callable[[floa
             yield lambda done: bar.update(task, completed=done)
     else:
         print(text, file=stream, flush=True)
-        tenths = 0
+        shown = 0
 
         def show(done: float) -> None:
-            nonlocal tenths
-            if int(10 * done + 1e-9) > tenths:
-                tenths = int(10 * done + 1e-9)
+            nonlocal shown
+            tenths = int(10 * done + 1e-9)  # sums of fractions may end just below a tenth
+            if tenths > shown:
+                shown = tenths
                 print(f"{tenths * 10:>4}%", file=stream, flush=True)
 
         yield show

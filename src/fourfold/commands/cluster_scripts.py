@@ -13,9 +13,9 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fourfold.planner.machine import load_machine
 from fourfold.train.config import AUTO, TrainConfig, read_config
@@ -23,94 +23,75 @@ from fourfold.train.launch import kill_seconds
 from fourfold.train.rendezvous import BACKEND, PORT
 
 LONGEST_GRACE = 65_000
-"""Seconds; SLURM stores the time of --signal in 16 bits, so that it is at most 65535."""
-TIMES = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}")
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
+"""The longest watch.grace in seconds; SLURM stores the time of --signal in 16 bits, so it is at most 65535."""
+TIMES = r"(\d+-)?\d{1,2}(:\d{2}){1,2}"
+WORD = r"[A-Za-z0-9][A-Za-z0-9._/:@-]*"
+NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
 FORMS = {
     TIMES: "hours:minutes:seconds, such as 24:00:00, or days-hours:minutes",
     WORD: "letters, digits and . _ / : @ -, without spaces",
     NAME: "at most 52 lower-case letters, digits and dashes, such as my-run",
 }
+"""What the error for a wrong value asks for, by the pattern that the value must match."""
+OPTION_FORMS = {"name": NAME, "time": TIMES, "partition": WORD, "account": WORD, "image": WORD, "claim": WORD}
 NEEDED = {
     "image": "the container image with fourfold, such as registry/fourfold:1",
     "claim": "the volume claim to mount at the parent folder of --out",
 }
+"""Options that a Kubernetes manifest cannot do without."""
+SCRIPT = """\
+#!/usr/bin/env bash
+{limits}
+#SBATCH --requeue
+
+# the run resumes from its newest checkpoint; exit code 143 means that it was asked to stop and has saved
+for try in $(seq {tries}); do
+    srun --kill-on-bad-exit=1 {command} && exit 0 || code=$?
+    [ "$code" -ne 143 ] || {{ echo "saved; submit this script again to resume"; exit 0; }}
+    echo "try $try ended with $code"
+done
+exit "$code\""""
 
 
 def launch(options: argparse.Namespace, _: Sequence[str]) -> int:
     """Print the script or the manifest."""
-    job = ClusterJob.of(read_config(options.config), options)
-    print(slurm(job) if options.slurm else kubernetes(job, options.config.read_text()))
+    config = read_config(options.config)
+    check(options, config)
+    world = world_of(config, options.devices)
+    per_node = options.per_node or devices_per_node(config)
+    if world % per_node and world > per_node:
+        raise ValueError(
+            f"{world} devices do not fill nodes of {per_node}; choose a grid or --per-node so that they do"
+        )
+    write = slurm if options.slurm else kubernetes
+    print(write(options, max(1, world // per_node), min(world, per_node), kill_seconds(config.watch.grace)))
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterJob:
-    """What a scheduler needs to know; every text in it has plain characters only."""
-
-    config: str
-    out: str
-    name: str
-    nodes: int
-    per_node: int
-    tries: int
-    stop_seconds: int
-    """Seconds from SIGTERM until the scheduler kills the ranks."""
-    time: str
-    more: dict[str, str]
-    """Further options of sbatch."""
-    image: str
-    claim: str
-
-    @classmethod
-    def of(cls, config: TrainConfig, options: argparse.Namespace) -> ClusterJob:
-        for option in ("devices", "per_node", "tries", "cpus"):
-            if (number := getattr(options, option)) is not None and number < 1:
-                raise ValueError(f"--{option.replace('_', '-')} {number} must be at least 1")
-        if options.k8s and not Path(options.out).is_absolute():
-            raise ValueError(
-                f"--out {options.out} must be an absolute path, such as /shared/{options.out}: --claim is mounted at "
-                "its parent folder"
-            )
-        if not config.watch.grace <= LONGEST_GRACE:
-            raise ValueError(
-                f"watch.grace={config.watch.grace} is longer than a scheduler waits; set at most {LONGEST_GRACE}"
-            )
-        world = _world(config, options.devices)
-        per_node = options.per_node or _per_node(config)
-        if world % per_node and world > per_node:
-            raise ValueError(
-                f"{world} devices do not fill nodes of {per_node}; choose a grid or --per-node so that they do"
-            )
-        for option, form in (("name", NAME), ("time", TIMES), ("partition", WORD), ("account", WORD)):
-            _require(option, getattr(options, option), form)
-        for option in ("image", "claim"):
-            _require(option, getattr(options, option), WORD)
-            if options.k8s and getattr(options, option) is None:
-                raise ValueError(f"--k8s needs --{option}, {NEEDED[option]}")
-        more = {"partition": options.partition, "account": options.account, "cpus-per-task": options.cpus}
-        return cls(
-            config=str(options.config),
-            out=options.out,
-            name=options.name,
-            nodes=max(1, world // per_node),
-            per_node=min(world, per_node),
-            tries=options.tries,
-            stop_seconds=kill_seconds(config.watch.grace),
-            time=options.time,
-            more={key: str(value) for key, value in more.items() if value is not None},
-            image=options.image or "",
-            claim=options.claim or "",
+def check(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Raise if a scheduler could not use an option; afterwards every text has plain characters only."""
+    for option in ("devices", "per_node", "tries", "cpus"):
+        if (number := getattr(options, option)) is not None and number < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {number} must be at least 1")
+    if options.k8s and not Path(options.out).is_absolute():
+        raise ValueError(
+            f"--out {options.out} must be an absolute path, such as /shared/{options.out}: --claim is mounted at "
+            "its parent folder"
         )
+    if not config.watch.grace <= LONGEST_GRACE:
+        raise ValueError(
+            f"watch.grace={config.watch.grace} is longer than a scheduler waits; set at most {LONGEST_GRACE}"
+        )
+    for option, form in OPTION_FORMS.items():
+        value = getattr(options, option)
+        if value is not None and not re.fullmatch(form, value):
+            raise ValueError(f"--{option} {value!r} is not valid for a scheduler; give {FORMS[form]}")
+        if options.k8s and value is None and option in NEEDED:
+            raise ValueError(f"--k8s needs --{option}, {NEEDED[option]}")
 
 
-def _require(option: str, value: str | None, form: re.Pattern[str]) -> None:
-    if value is not None and not form.fullmatch(value):
-        raise ValueError(f"--{option} {value!r} is not valid for a scheduler; give {FORMS[form]}")
-
-
-def _world(config: TrainConfig, devices: int | None) -> int:
+def world_of(config: TrainConfig, devices: int | None) -> int:
+    """Return the number of devices of the grid, or --devices if the grid is auto."""
     if config.grid.auto:
         if devices is None:
             raise ValueError("the config's grid is auto: give --devices, or a config from `fourfold plan --config`")
@@ -123,7 +104,8 @@ def _world(config: TrainConfig, devices: int | None) -> int:
     return world
 
 
-def _per_node(config: TrainConfig) -> int:
+def devices_per_node(config: TrainConfig) -> int:
+    """Return the number of devices per node of the machine that the config is planned for."""
     if config.plan.machine == AUTO:
         raise ValueError(
             "the number of devices per node is unknown; give --per-node, or set plan.machine in the config"
@@ -131,85 +113,77 @@ def _per_node(config: TrainConfig) -> int:
     return load_machine(config.plan.machine).devices_per_node
 
 
-def slurm(job: ClusterJob) -> str:
-    """Return a script for sbatch. It has one task per device, so that signals reach the ranks directly."""
-    return "\n".join(_slurm_lines(job))
-
-
-def _slurm_lines(job: ClusterJob) -> Iterator[str]:
+def slurm(options: argparse.Namespace, nodes: int, per_node: int, stop_seconds: int) -> str:
+    """Return a script for sbatch; SLURM sends SIGTERM `stop_seconds` before the time limit."""
     limits = {
-        "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.per_node,
-        "gpus-per-node": job.per_node,
-        "time": job.time,
-        "signal": f"TERM@{job.stop_seconds}",
-        "open-mode": "append",
-        **job.more,
+        "job-name": options.name,
+        "nodes": nodes,
+        "ntasks-per-node": per_node,  # one task per device, so that signals reach the ranks directly
+        "gpus-per-node": per_node,
+        "time": options.time,
+        "signal": f"TERM@{stop_seconds}",
+        "open-mode": "append",  # a requeued job continues the log of the first one
+        "partition": options.partition,
+        "account": options.account,
+        "cpus-per-task": options.cpus,
     }
-    command = ["python", "-m", "fourfold.cli", "train", job.config, "--resume", job.out]
-    yield "#!/usr/bin/env bash"
-    yield from (f"#SBATCH --{key}={value}" for key, value in limits.items())
-    yield "#SBATCH --requeue"
-    yield ""
-    yield "# the run resumes from its newest checkpoint; exit code 143 means that it was asked to stop and has saved"
-    yield f"for try in $(seq {job.tries}); do"
-    yield f"    srun --kill-on-bad-exit=1 {shlex.join(command)} && exit 0 || code=$?"
-    yield '    [ "$code" -ne 143 ] || { echo "saved; submit this script again to resume"; exit 0; }'
-    yield '    echo "try $try ended with $code"'
-    yield "done"
-    yield 'exit "$code"'
+    command = ["python", "-m", "fourfold.cli", "train", str(options.config), "--resume", options.out]
+    return SCRIPT.format(
+        limits="\n".join(f"#SBATCH --{key}={value}" for key, value in limits.items() if value is not None),
+        tries=options.tries,
+        command=shlex.join(command),
+    )
 
 
-def kubernetes(job: ClusterJob, config: str) -> str:
+def kubernetes(options: argparse.Namespace, nodes: int, per_node: int, stop_seconds: int) -> str:
     """Return a manifest for kubectl. It has one pod per node, which runs torchrun with the config mounted."""
+    name = options.name
     command = [
-        *("torchrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}"),
-        *(f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={job.name}-0.{job.name}:{PORT}"),
-        *(f"--rdzv-id={job.name}", f"--max-restarts={job.tries - 1}", f"--shutdown-timeout={job.stop_seconds}"),
-        *("-m", "fourfold.cli", "train", "/config/run.toml", "--resume", job.out),
+        *("torchrun", f"--nnodes={nodes}", f"--nproc-per-node={per_node}"),
+        *(f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={name}-0.{name}:{PORT}"),
+        *(f"--rdzv-id={name}", f"--max-restarts={options.tries - 1}", f"--shutdown-timeout={stop_seconds}"),
+        *("-m", "fourfold.cli", "train", "/config/run.toml", "--resume", options.out),
     ]
     container = {
         "name": "train",
-        "image": job.image,
+        "image": options.image,
         "command": command,
-        "resources": {"limits": {"nvidia.com/gpu": job.per_node}},
+        "resources": {"limits": {"nvidia.com/gpu": per_node}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             {"name": "config", "mountPath": "/config", "readOnly": True},
-            {"name": "runs", "mountPath": str(Path(job.out).parent)},
+            {"name": "runs", "mountPath": str(Path(options.out).parent)},
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
     pod = {
-        "subdomain": job.name,
+        "subdomain": name,
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": job.stop_seconds + 60,
+        # torchrun needs a moment to end its ranks after they have had their own time to save
+        "terminationGracePeriodSeconds": stop_seconds + 60,
         "securityContext": {"runAsNonRoot": True},
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": [
-            {"name": "config", "configMap": {"name": job.name}},
-            {"name": "runs", "persistentVolumeClaim": {"claimName": job.claim}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+            {"name": "config", "configMap": {"name": name}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": options.claim}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # NCCL needs more shared memory than the usual 64 MB
         ],
     }
-    spec = {
-        "completions": job.nodes,
-        "parallelism": job.nodes,
+    job = {
+        "completions": nodes,
+        "parallelism": nodes,
         "completionMode": "Indexed",
-        "backoffLimit": job.nodes * job.tries,
-        "template": {"metadata": {"labels": {"app": job.name}}, "spec": pod},
+        "backoffLimit": nodes * options.tries,
+        "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
     }
-    named = {"metadata": {"name": job.name}}
+
+    def item(kind: str, version: str, **content: Any) -> dict[str, Any]:
+        return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **content}
+
     items = [
-        {"apiVersion": "v1", "kind": "ConfigMap", **named, "data": {"run.toml": config}},
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            **named,
-            "spec": {"clusterIP": "None", "selector": {"app": job.name}},
-        },
-        {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": spec},
+        item("ConfigMap", "v1", data={"run.toml": options.config.read_text()}),
+        item("Service", "v1", spec={"clusterIP": "None", "selector": {"app": name}}),
+        item("Job", "batch/v1", spec=job),
     ]
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)

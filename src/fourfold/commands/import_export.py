@@ -1,7 +1,7 @@
-"""`fourfold import` and `fourfold export`: make a run from a Hugging Face folder, and a folder from a run.
+"""`fourfold data prepare | import | export`: convert text to token files, and Hugging Face folders to runs and back.
 
-This file decides what a run has besides its weights: the config that it trains with, and its tokenizer. Both commands
-write a new folder, which appears complete or not at all.
+An import decides what a run has besides its weights: the config that it trains with, and its tokenizer. Import and
+export write a new folder, which appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fourfold.checkpoint.hugging_face import (
     write_json,
 )
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint
+from fourfold.data import sources
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.models.hugging_face import ARCHITECTURES, config_keys, model_type_of, read_config_json, read_keys
 from fourfold.report.units import count, nbytes
@@ -39,6 +40,7 @@ from fourfold.train.config import (
     beside,
     read_config,
 )
+from fourfold.train.progress import percent_of
 from fourfold.train.schema import parse, to_table
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -50,6 +52,14 @@ longer ones, which would not fit into memory."""
 LEARNING_RATE = 2e-5
 """The learning rate that an imported run trains with, unless its config is edited: a usual one for fine-tuning, which
 does not undo what the model has learned."""
+
+
+def prepare_data(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Write the token file and print a summary of it."""
+    tokenizer = load_tokenizer(options.tokenizer, options.eod)
+    written = sources.prepare(options.inputs, options.out, tokenizer, progress=percent_of())
+    print(f"{written.path}: {written.tokens} tokens of {written.documents} documents, vocabulary {written.vocab}")
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

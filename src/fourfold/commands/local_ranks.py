@@ -1,14 +1,16 @@
-"""The ranks and the device of a command that runs on a grid, and how the command leaves the job in the end."""
+"""How a command that runs on a grid chooses its device and ranks, joins the job, and leaves it in the end."""
 
 from __future__ import annotations
 
 import json
+import signal
 from datetime import datetime
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from fourfold.environment import inside_a_job
 from fourfold.grid import Grid, Shape
 from fourfold.train.config import TrainConfig
 
@@ -22,7 +24,7 @@ def chosen_device(asked: str | None) -> str:
 
 
 def wanted_ranks(config: TrainConfig, ranks: int | None, device: str) -> int:
-    """Return how many local ranks to start."""
+    """Return how many local ranks to start: the size of the grid, else --ranks, else one per GPU, else 1."""
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks {ranks}: at least one rank is needed")
     gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -38,6 +40,20 @@ def wanted_ranks(config: TrainConfig, ranks: int | None, device: str) -> int:
     return world
 
 
+def let_sigint_end_ranks() -> None:
+    """Let SIGINT end a rank of a job at once: a Python handler could not run while the rank waits for others."""
+    if inside_a_job():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def join_job(device: str, ranks: int | None) -> int:
+    """Join the job and return its number of ranks; raise if --ranks names another number."""
+    Grid.alone(device)
+    world = dist.get_world_size()
+    require_world(ranks, world)
+    return world
+
+
 def require_world(ranks: int | None, world: int) -> None:
     """Raise if --ranks names another number of ranks than the job has."""
     if ranks not in (None, world):
@@ -47,13 +63,13 @@ def require_world(ranks: int | None, world: int) -> None:
 
 
 def grid_options(shape: Shape) -> list[str]:
-    """Return the options that give ranks this grid, so that they do not search for one again."""
+    """Return the options that pass this grid to the ranks, so that they do not search for one again."""
     sizes = ",".join(f"{axis}={size}" for axis, size in shape.sizes.items())
     return ["--grid", sizes, "--set", f"grid.order={json.dumps(shape.order)}"]
 
 
 def default_folder(config: TrainConfig) -> str:
-    """Return the folder of a run that names none."""
+    """Return the folder for a run that does not name one."""
     return f"runs/{Path(config.model.name).name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 

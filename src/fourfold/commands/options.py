@@ -1,4 +1,4 @@
-"""The options and help texts of every command, in the order of a first day.
+"""The command line: the parser, the options and help texts of every command, and the types of option values.
 
 Nothing here imports torch, so that `fourfold --help` and the error for a misspelled option appear at once. A command
 names its body as `module:function` in this package; `fourfold.cli` imports the body after it has parsed the options.
@@ -7,541 +7,613 @@ names its body as `module:function` in this package; `fourfold.cli` imports the 
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
+import shutil
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fourfold import __version__
-from fourfold.commands.parser import (
-    Help,
-    Parser,
-    add,
-    grid,
-    number,
-    quantity,
-    setting,
-    shard_bytes,
-    steps,
-    subcommands,
-    whole,
-)
+from fourfold.axes import AXES
+from fourfold.spelling import nearest
 
-RANKS = "local ranks to start; default: the size of the grid, else the number of GPUs, else 1"
-DEVICE = "default: cuda if there is a GPU, else cpu"
+RANKS = "number of local ranks to start; default: the size of the grid, else the number of GPUs, else 1"
+DEVICE = "device of the ranks; default: cuda if there is a GPU, else cpu"
+DEVICES = ("cpu", "cuda")
 SET = "change a key of the config; may be repeated; `fourfold train --print-config` shows all keys"
-EOD = "the token that ends a document; default: one of the usual names, such as <|endoftext|>"
+EOD = "the token that ends a document; default: a token with one of the usual names, such as <|endoftext|>"
 EXPORT_DTYPES = ("fp32", "bf16", "fp16")
-MAX_SHARD_BYTES = 5_000_000_000
-"""The largest file that `fourfold export` writes by default; transformers uses the same limit."""
-
-
 SHELLS = ("bash", "zsh", "fish")
+EXAMPLES = "\n\nExamples:\n"
+"""Separates the help of a command: the description stands above the list of options, the examples below it."""
+WIDEST = 108
+"""Maximum width of a help text in columns; longer lines are hard to read."""
+
+Declare = Callable[[argparse.ArgumentParser], None]
+DECLARED: list[tuple[str, str, str | None, Declare]] = []
+"""Every command, in the order of the help: its name, one line about it, its body, and the function with its options."""
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """A formatter with a column wide enough for the names of options and commands, which never breaks a name."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(shutil.get_terminal_size().columns - 2, WIDEST))
+        self._action_max_length = 14  # a minimum: argparse ignores the names of commands here
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that answers an unknown word with the nearest known one, and a missing command with its help."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # argparse calls this method for the parser of each subcommand too, the innermost first
+        self._given = list(sys.argv[1:] if args is None else args)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unexpected argument {' '.join(map(repr, rest))}")
+        if getattr(found, "run", None) is None:
+            self.exit(2, self.format_help())
+        return found, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(each) for each in action.choices]
+        fault = f"{value!r}{nearest(value, known)}; choose from {', '.join(known)}"
+        if isinstance(action, argparse._SubParsersAction):
+            raise argparse.ArgumentError(None, f"there is no command {fault}")
+        raise argparse.ArgumentError(action, f"there is no {fault}")
+
+    def error(self, message: str) -> NoReturn:
+        # a misspelled option often causes the error that argparse found, such as a required option that is missing
+        if unknown := self._unknown():
+            message = f"there is no option {unknown}{nearest(unknown, list(self._option_string_actions))}"
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` shows options and examples\n")
+
+    def _unknown(self) -> str:
+        """Return the first given option that neither exists nor abbreviates one that does; empty if there is none."""
+        for word in self._given:
+            name = word.partition("=")[0]
+            if name == "--" or (not name.startswith("-") and self._subparsers is not None):
+                return ""  # the remaining words belong to a subcommand or are positional
+            if re.match(r"--?[a-z]", name) and not any(each.startswith(name) for each in self._option_string_actions):
+                return name
+        return ""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of `fourfold` with all its commands."""
     top = Parser(prog="fourfold", description=TOP, epilog=LEARN, formatter_class=Help, add_help=False)
-    commands = subcommands(top)
-    add_demo(commands)
-    add_plan(commands)
-    add_train(commands)
-    add_report(commands)
-    add_sample(commands)
-    add_data(commands)
-    add_checkpoint(commands)
-    add_import(commands)
-    add_export(commands)
-    add_calibrate(commands)
-    add_launch(commands)
-    add_doctor(commands)
-    add_completion(commands)
+    parsers: dict[str, argparse.ArgumentParser] = {"": top}
+    inner: dict[str, Any] = {}
+    for path, line, run, declare in DECLARED:
+        parent, _, name = path.rpartition(" ")
+        if parent not in inner:
+            inner[parent] = parsers[parent].add_subparsers(title="commands", metavar="COMMAND")
+        description, examples, lines = inspect.cleandoc(declare.__doc__ or "").partition(EXAMPLES)
+        command = inner[parent].add_parser(
+            name, help=line, description=description, epilog=(examples + lines).strip(), formatter_class=Help
+        )
+        command.set_defaults(run=run)
+        declare(command)
+        parsers[path] = command
     more = top.add_argument_group("options")
     more.add_argument("-h", "--help", action="help", help="show this help and exit")
-    more.add_argument(
-        "--version", action="version", version=f"fourfold {__version__}", help="show the version and exit"
-    )
+    version = f"fourfold {__version__}"
+    more.add_argument("--version", action="version", version=version, help="show the version and exit")
     return top
 
 
-def add_demo(commands: Any) -> None:
-    command = add(commands, "demo", "demo:demo", "a tour of Fourfold, in two minutes", DEMO)
-    command.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder for everything the tour writes; default: runs/demo-DATE-TIME"
-    )
-    command.add_argument("--pause", action="store_true", help="wait for Enter before each part")
-    command.add_argument("--quick", action="store_true", help="train only a few steps, enough to see that it works")
+def command(path: str, line: str, run: str | None) -> Callable[[Declare], Declare]:
+    """Declare a command such as `checkpoint list`; the docstring of the decorated function is its help text.
+
+    `run` names the body as `module:function`; it is None for a command that only has subcommands.
+    """
+
+    def declared(declare: Declare) -> Declare:
+        DECLARED.append((path, line, run, declare))
+        return declare
+
+    return declared
 
 
-def add_plan(commands: Any) -> None:
-    command = add(commands, "plan", "plan:plan", "find the fastest grid for a model, without running it", PLAN)
-    asked = command.add_argument_group("the question")
-    asked.add_argument(
-        "--model",
-        required=True,
-        metavar="NAME",
-        help="a published size such as gpt-80b, a Hugging Face config.json, a .toml, or package.module:function",
-    )
-    asked.add_argument(
-        "--machine",
-        required=True,
-        metavar="NAME",
-        help="a packaged machine such as perlmutter, or a machine file (.toml) from fourfold calibrate",
-    )
-    asked.add_argument("--devices", type=whole, required=True, metavar="N", help="number of devices")
-    asked.add_argument(
-        "--batch-tokens", type=quantity, required=True, metavar="N", help="tokens per step, such as 16.8M or 512k"
-    )
-    asked.add_argument("--seq", type=whole, metavar="N", help="tokens per sequence; default: the model's")
-    asked.add_argument(
-        "--dtype",
-        choices=["bf16", "fp32"],
-        help="dtype of matrix products; default: bf16 if the machine has it, else fp32",
-    )
-    shown = command.add_argument_group("the answer")
-    shown.add_argument("--top", type=whole, default=8, metavar="N", help="number of grids to show; default: 8")
-    shown.add_argument("--why", type=grid, metavar="GRID", help="explain why this grid, such as x=8,z=4, is slower")
-    shown.add_argument("--config", type=Path, metavar="FILE.toml", help="write a config that trains on the best grid")
-    shown.add_argument("--html", type=Path, metavar="FILE", help="write the whole plan as one interactive page")
-    shown.add_argument("--json", metavar="FILE", help="write the whole plan as JSON; - prints it instead of the table")
-    shown.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a timeline of one step on the best grid, for ui.perfetto.dev"
-    )
+def option(
+    to: Any,
+    name: str,
+    help: str,
+    type: Callable[[str], Any] = str,
+    metavar: str | None = None,
+    *,
+    default: Any = None,
+    **more: Any,
+) -> None:
+    """Add an option with a value, or a positional argument, and name its default in the help."""
+    if isinstance(default, str | int | float) and default != "":
+        help = f"{help}; default: {default}"
+    metavar = "N" if type is whole and metavar is None else metavar
+    to.add_argument(name, help=help, type=type, metavar=metavar, default=default, **more)
 
 
-def add_train(commands: Any) -> None:
-    command = add(commands, "train", "train:train", "train a model", TRAIN)
-    command.add_argument(
-        "config",
-        nargs="?",
-        type=Path,
-        metavar="CONFIG.toml",
-        help="sections and keys as --print-config shows them; options override it",
-    )
-
-    what = command.add_argument_group("what to train")
-    what.add_argument("--model", metavar="NAME", help="a published size, such as gpt-125m; default: gpt-tiny")
-    what.add_argument(
-        "--data",
-        action="append",
-        metavar="PATH",
-        help="a text file, a folder of text files, a .tokens file, or a Megatron or nanoGPT .bin; may be repeated; "
-        "default: standard-library, the source of Python's own modules",
-    )
-    what.add_argument("--steps", type=whole, metavar="N", help="optimizer steps; default: 100")
-    what.add_argument(
-        "--dtype",
-        choices=["fp32", "bf16", "fp64"],
-        help="dtype of matrix products and messages; default: bf16 on GPUs, fp32 on the CPU",
-    )
-    what.add_argument("--out", metavar="RUN", help="the run's folder; default: runs/MODEL-DATE-TIME")
-    what.add_argument(
-        "--set", action="append", type=setting, default=[], metavar="SECTION.KEY=VALUE", dest="changes", help=SET
-    )
-
-    where = command.add_argument_group("where to train")
-    where.add_argument(
-        "--grid", type=grid, help="sizes of the axes, such as x=2,z=2; default: auto, the planner's fastest grid"
-    )
-    where.add_argument("--ranks", type=whole, metavar="N", help=RANKS)
-    where.add_argument("--device", choices=["cpu", "cuda"], help=DEVICE)
-    where.add_argument(
-        "--machine",
-        metavar="NAME",
-        help="the hardware that --grid auto plans for: a packaged machine or a machine file; default: the packaged "
-        "machine most like this one",
-    )
-
-    again = command.add_argument_group("resume")
-    again.add_argument(
-        "--resume",
-        type=Path,
-        metavar="RUN",
-        help="resume the run in this folder from its newest checkpoint, on the same or another grid; with CONFIG.toml "
-        "or --model, start a run if the folder has none",
-    )
-    again.add_argument(
-        "--step",
-        type=whole,
-        metavar="N",
-        help="with --resume: resume from the checkpoint of this step and remove newer ones; default: the newest",
-    )
-    again.add_argument(
-        "--restarts",
-        type=whole,
-        metavar="N",
-        help="restart the local ranks when one dies, at most N times without a new checkpoint; default: 3 with several "
-        "ranks and checkpoint.every set, else 0",
-    )
-
-    look = command.add_argument_group("inspect")
-    look.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
-    look.add_argument(
-        "--profile",
-        type=steps,
-        default=range(0),
-        metavar="STEPS",
-        help="trace these steps, such as 7 or 7-9, on every rank; RUN/profile/rank-R.json opens in ui.perfetto.dev; "
-        "default: none",
-    )
-    look.add_argument(
-        "--compare-serial", type=whole, metavar="N", help="do not train; compare N steps with a single process"
-    )
-    look.add_argument("--json", metavar="FILE", help="write config, grid and steps as one JSON object; - prints it")
+def flag(to: Any, name: str, help: str) -> None:
+    """Add an option without a value."""
+    to.add_argument(name, help=help, action="store_true")
 
 
-def add_report(commands: Any) -> None:
-    command = add(commands, "report", "report:report", "write a page about a run: loss, speed, memory, bytes", REPORT)
-    command.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
-    command.add_argument("--out", type=Path, metavar="FILE.html", help="the page; default: RUN/report.html")
+# --- types of option values
 
 
-def add_sample(commands: Any) -> None:
-    command = add(commands, "sample", "sample:sample", "generate text with a trained model", SAMPLE)
-    command.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
-    command.add_argument("--prompt", default="", metavar="TEXT", help="how the text begins; default: empty")
-    command.add_argument(
-        "--tokens", type=whole, default=200, metavar="N", help="maximum number of new tokens; default: 200"
-    )
-    command.add_argument(
-        "--temperature", type=number, default=0.8, metavar="T", help="0 always takes the likeliest token; default: 0.8"
-    )
-    command.add_argument("--top-k", type=whole, metavar="N", help="sample from the N likeliest tokens; default: all")
-    command.add_argument(
-        "--top-p",
-        type=number,
-        metavar="P",
-        help="sample from the likeliest tokens that together have probability P; default: 1",
-    )
-    command.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of the sampling; default: 0")
-    command.add_argument("--step", type=whole, metavar="N", help="use the checkpoint of this step; default: the newest")
-    command.add_argument(
-        "--grid",
-        type=grid,
-        default={"data": 1},
-        help="any grid, whichever the model was trained on; default: one process",
-    )
-    command.add_argument("--device", choices=["cpu", "cuda"], help=DEVICE)
+def setting(text: str) -> tuple[str, Any]:
+    """Parse `batch.rows=32`. The value is read as TOML, or else taken as plain text."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} has no value; write section.key=value, such as batch.rows=32")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
 
 
-def add_data(commands: Any) -> None:
-    inner = subcommands(add(commands, "data", None, "prepare text for training", DATA))
-    prepare = add(inner, "prepare", "data:prepare", "write a token file", PREPARE)
-    prepare.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help="text or .jsonl files, folders, or standard-library"
-    )
-    prepare.add_argument("--out", type=Path, required=True, metavar="FILE.tokens", help="the file to write")
-    prepare.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="FILE",
-        help="a Hugging Face tokenizer.json; default: bytes, with 257 ids",
-    )
-    prepare.add_argument("--eod", metavar="TOKEN", help=EOD)
+def grid(text: str) -> dict[str, int]:
+    """Parse `x=2,z=2` or `auto`, which is the empty dict."""
+    if text == "auto":
+        return {}
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or not size.isdigit() or int(size) < 1 or axis in sizes:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not an axis with a size; write auto, or for example x=2,z=2, with each of the axes "
+                f"{', '.join(AXES)} at most once"
+            )
+        sizes[axis] = int(size)
+    return sizes
 
 
-def add_checkpoint(commands: Any) -> None:
-    inner = subcommands(add(commands, "checkpoint", None, "list, inspect, verify and convert checkpoints", CHECKPOINT))
-
-    listing = add(inner, "list", "checkpoint:list_checkpoints", "list the checkpoints of a run", LIST)
-    listing.add_argument("path", type=Path, metavar="RUN", help="the run's folder")
-
-    inspect = add(inner, "inspect", "checkpoint:inspect", "show what a checkpoint holds", INSPECT)
-    inspect.add_argument(
-        "path", type=Path, metavar="PATH", help="a checkpoint, or a run for its newest complete checkpoint"
-    )
-    inspect.add_argument("--json", action="store_true", help="print everything as one JSON object")
-
-    verify = add(inner, "verify", "checkpoint:verify", "compare every byte with its checksum", VERIFY)
-    verify.add_argument(
-        "path", type=Path, metavar="PATH", help="a checkpoint, or a run for all its complete checkpoints"
-    )
-
-    convert = add(inner, "convert", "checkpoint:convert", "convert to and from PyTorch's DCP format", CONVERT)
-    convert.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a run or a checkpoint; with --from-dcp a DCP folder"
-    )
-    convert.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder to write; must not exist yet")
-    direction = convert.add_mutually_exclusive_group(required=True)
-    direction.add_argument(
-        "--to-dcp", action="store_true", help="write a folder that torch.distributed.checkpoint.load reads"
-    )
-    direction.add_argument(
-        "--from-dcp", action="store_true", help="read a folder that torch.distributed.checkpoint.save wrote"
-    )
-    convert.add_argument(
-        "--prefix",
-        help="prefix of the parameters' keys in a DCP folder from elsewhere; default: model. if any key has it",
-    )
+def whole(text: str) -> int:
+    """Parse a whole number such as `8`."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; write for example 8") from None
 
 
-def add_import(commands: Any) -> None:
-    command = add(commands, "import", "import_export:run_import", "make a run from a Hugging Face model folder", IMPORT)
-    command.add_argument(
-        "source", type=Path, metavar="DIR", help="folder with config.json and model.safetensors, possibly sharded"
-    )
-    command.add_argument("--out", type=Path, required=True, metavar="RUN", help="the run's folder; must not exist yet")
-    command.add_argument("--eod", metavar="TOKEN", help=EOD)
+def number(text: str) -> float:
+    """Parse a number such as `0.8` or `1e-4`."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write for example 0.8 or 60") from None
 
 
-def add_export(commands: Any) -> None:
-    command = add(commands, "export", "import_export:run_export", "make a Hugging Face model folder from a run", EXPORT)
-    command.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run or of one checkpoint")
-    command.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write; must not exist yet")
-    command.add_argument("--step", type=whole, metavar="N", help="use the checkpoint of this step; default: the newest")
-    command.add_argument("--dtype", choices=EXPORT_DTYPES, help="dtype of the weights; default: unchanged")
-    command.add_argument(
-        "--max-shard",
-        type=shard_bytes,
-        default=MAX_SHARD_BYTES,
-        metavar="SIZE",
-        help="maximum size of a file, such as 500MB; default: 5GB",
-    )
+def quantity(text: str) -> float:
+    """Parse a number of tokens such as `16.8M`, `4096` or `1.5e6`."""
+    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}.get(text[-1:].lower(), 1.0)
+    try:
+        value = float(text if scale == 1.0 else text[:-1]) * scale
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write for example 16.8M, 512k or 4096")
+    return value
 
 
-def add_calibrate(commands: Any) -> None:
-    command = add(commands, "calibrate", "calibrate:calibrate", "measure this machine for the planner", CALIBRATE)
-    command.add_argument("--out", type=Path, required=True, metavar="FILE.toml", help="the machine file to write")
-    command.add_argument(
-        "--ranks", type=whole, metavar="N", help="local ranks to start; default: the number of GPUs, else of cores"
-    )
-    command.add_argument("--device", choices=["cpu", "cuda"], help=DEVICE)
-    command.add_argument(
-        "--seconds", type=number, default=60.0, metavar="SECONDS", help="approximate measuring time; default: 60"
-    )
+def steps(text: str) -> range:
+    """Parse the steps `7`, or `7-9` with both ends included."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a range of steps; write one step, such as 7, or the first and last, such as 7-9"
+        )
+    return range(first, last + 1)
 
 
-def add_launch(commands: Any) -> None:
-    command = add(commands, "launch", "cluster_scripts:launch", "write a job for SLURM or Kubernetes", LAUNCH)
-    command.add_argument(
-        "config", type=Path, metavar="CONFIG.toml", help="what to train, for example from fourfold plan --config"
-    )
-    kind = command.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--slurm", action="store_true", help="write a script for sbatch")
-    kind.add_argument("--k8s", action="store_true", help="write a manifest for kubectl apply")
-    command.add_argument(
-        "--out", required=True, metavar="RUN", help="the run's folder, on a file system that all nodes share"
-    )
-    command.add_argument("--name", default="fourfold", help="name of the job; default: fourfold")
-    command.add_argument(
-        "--devices", type=whole, metavar="N", help="number of devices if the config's grid is auto; default: the grid's"
-    )
-    command.add_argument(
-        "--per-node", type=whole, metavar="N", help="devices per node; default: from the config's plan.machine"
-    )
-    command.add_argument(
-        "--tries", type=whole, default=5, metavar="N", help="maximum number of times to start the run; default: 5"
-    )
-    slurm = command.add_argument_group("SLURM only")
-    slurm.add_argument(
-        "--time",
-        default="24:00:00",
-        metavar="LIMIT",
-        help="hours:minutes:seconds, or days-hours:minutes; the run saves before the limit; default: 24:00:00",
-    )
-    slurm.add_argument("--partition", metavar="NAME", help="partition to queue in; default: the cluster's")
-    slurm.add_argument("--account", metavar="NAME", help="account to charge; default: yours")
-    slurm.add_argument("--cpus", type=whole, metavar="N", help="cores per rank; default: the cluster's")
-    pods = command.add_argument_group("Kubernetes only")
-    pods.add_argument("--image", metavar="NAME", help="container image with fourfold installed; required")
-    pods.add_argument("--claim", metavar="NAME", help="volume claim to mount at the parent folder of --out; required")
+def shard_bytes(text: str) -> int:
+    """Parse the size of a file such as `5GB` or `500MB`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B", text)
+    nbytes = int(float(found[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[2]]) if found else 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file size; write for example 5GB or 500MB")
+    return nbytes
 
 
-def add_doctor(commands: Any) -> None:
-    command = add(commands, "doctor", "doctor:doctor", "find out why a run failed, or would fail", DOCTOR)
-    command.add_argument(
-        "path", nargs="?", type=Path, metavar="RUN", help="the run's folder; with --preflight optionally a CONFIG.toml"
-    )
-    command.add_argument("--preflight", action="store_true", help="check what a long run needs before it starts")
-    ahead = command.add_argument_group("with --preflight")
-    ahead.add_argument(
-        "--grid", type=grid, help="such as x=2,z=2; default: the config's, without a config all ranks along data"
-    )
-    ahead.add_argument("--ranks", type=whole, metavar="N", help=RANKS)
-    ahead.add_argument("--device", choices=["cpu", "cuda"], help=DEVICE)
-    ahead.add_argument("--out", metavar="RUN", help="the future run's folder; it is left unchanged")
-    ahead.add_argument(
-        "--set", action="append", type=setting, default=[], metavar="SECTION.KEY=VALUE", dest="changes", help=SET
-    )
-    ahead.add_argument("--json", metavar="FILE", help="write the checks and measurements as JSON; - prints them")
+# --- the commands, in the order of a first day
 
-
-def add_completion(commands: Any) -> None:
-    command = add(
-        commands, "completion", "completion:completion", "let the shell complete commands and options", COMPLETION
-    )
-    command.add_argument("shell", choices=SHELLS, help="the shell to print the script for")
-
-
-TOP = """\
-Train large models on a four-dimensional grid of devices."""
+TOP = "Train large models on a four-dimensional grid of devices."
 LEARN = """\
 Start with:
   fourfold demo
 
 `fourfold COMMAND --help` shows the options of a command, with examples.
-The documentation starts at docs/index.md of the source."""
-DEMO = """\
-A tour of about two minutes on the CPU of this machine: plan a large model,
-train a small one on 4 local ranks, write its report, resume it on another
-grid, export it, and generate text. Each command is shown before it runs.
+The documentation starts at docs/index.md in the source."""
 
-Examples:
-  fourfold demo
-  fourfold demo --pause
-  fourfold demo --quick --out runs/tour"""
-PLAN = """\
-Rank the grids, rank orders and policies for a model on a machine before
-anything runs. Needs no device.
 
-package.module:function names your own code. function(grid, policy) returns a
-module of Fourfold layers; function() returns a plain module, which is
-replicated over data. Its forward(tokens, targets) returns the loss. The
-planner traces it on meta tensors, without a device or memory.
+@command("demo", "a tour of Fourfold in two minutes", "demo:demo")
+def demo_options(command: argparse.ArgumentParser) -> None:
+    """Take a tour of about two minutes on the CPU of this machine: plan a large
+    model, train a small one on 4 local ranks, write its report, resume it on
+    another grid, export it, and generate text. Each command is shown before it
+    runs.
 
-Examples:
-  fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M
-  fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --why x=4,data=256
-  fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html
-  fourfold plan --model package.module:function --seq 2048 --machine here.toml --devices 8 --batch-tokens 64k"""
-TRAIN = """\
-Train a model. Each rank of the grid is a process; outside of torchrun and
-SLURM this command starts them. The run's folder receives the config, metrics
-and checkpoints.
+    Examples:
+      fourfold demo
+      fourfold demo --pause
+      fourfold demo --quick --out runs/tour
+    """
+    option(command, "--out", "folder for everything the tour writes; default: runs/demo-DATE-TIME", Path, "FOLDER")
+    flag(command, "--pause", "wait for Enter before each part")
+    flag(command, "--quick", "train only a few steps, enough to see that it works")
 
-Examples:
-  fourfold train --model gpt-tiny --grid x=2,z=2 --steps 100
-  fourfold train run.toml --set optimizer.learning_rate=3e-4 --set batch.rows=64
-  fourfold train --data texts/ --data more.tokens --ranks 8 --out runs/one --set checkpoint.every=500
-  fourfold train --resume runs/one --grid x=4,z=2
-  torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml"""
-REPORT = """\
-Write one self-contained HTML page about a run: loss, throughput, time and
-bytes by axis, and the grid. For profiled steps it also shows the seconds on
-the link and the exposed seconds.
 
-Examples:
-  fourfold report runs/one
-  fourfold report runs/one --out one.html"""
-SAMPLE = """\
-Print text generated by a trained model.
+@command("plan", "find the fastest grid for a model without running it", "plan:plan")
+def plan_options(command: argparse.ArgumentParser) -> None:
+    """Rank the grids, rank orders and policies for a model on a machine before
+    anything runs. Planning needs no GPU.
 
-Examples:
-  fourfold sample runs/one --prompt 'def main('
-  fourfold sample runs/one --prompt 'import ' --tokens 50 --temperature 0
-  fourfold sample runs/one --step 500 --grid x=2"""
-DATA = """\
-Prepare text for training. `fourfold train --data` also takes plain text; a
-token file loads faster and records the name of its tokenizer.
+    package.module:function names your own code. function(grid, policy) returns a
+    module of Fourfold layers; function() returns a plain module, which is
+    replicated over data. The module's forward(tokens, targets) returns the loss.
+    The planner traces the module on meta tensors, so it needs no memory for it.
 
-Examples:
-  fourfold data prepare texts/ --out texts.tokens
-  fourfold train --data texts.tokens"""
-PREPARE = """\
-Turn text into a memory-mapped token file. Each line of a .jsonl file is a
-document, with its text under "text"; any other file is one document.
+    Examples:
+      fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M
+      fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --why x=4,data=256
+      fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html
+      fourfold plan --model package.module:function --seq 2048 --machine here.toml --devices 8 --batch-tokens 64k
+    """
+    asked = command.add_argument_group("the question")
+    model = "a published size such as gpt-80b, a Hugging Face config.json, a .toml, or package.module:function"
+    option(asked, "--model", model, metavar="NAME", required=True)
+    machine = "a packaged machine such as perlmutter, or a machine file (.toml) from fourfold calibrate"
+    option(asked, "--machine", machine, metavar="NAME", required=True)
+    option(asked, "--devices", "number of devices", whole, required=True)
+    option(asked, "--batch-tokens", "tokens per step, such as 16.8M or 512k", quantity, "N", required=True)
+    option(asked, "--seq", "tokens per sequence; default: the model's", whole)
+    dtype = "dtype of matrix products; default: bf16 if the machine file lists it, else fp32"
+    option(asked, "--dtype", dtype, choices=("bf16", "fp32"))
+    shown = command.add_argument_group("the answer")
+    option(shown, "--top", "number of grids to show", whole, default=8)
+    option(shown, "--why", "explain why this grid, such as x=8,z=4, is slower than the best one", grid, "GRID")
+    option(shown, "--config", "write a config that trains on the best grid", Path, "FILE.toml")
+    option(shown, "--html", "write the whole plan as one interactive page", Path, "FILE")
+    option(shown, "--json", "write the whole plan as JSON; - prints it instead of the table", metavar="FILE")
+    option(shown, "--trace", "write a timeline of one step on the best grid, for ui.perfetto.dev", Path, "FILE")
 
-Examples:
-  fourfold data prepare texts/ --out texts.tokens
-  fourfold data prepare corpus.jsonl --tokenizer tokenizer.json --out corpus.tokens"""
-CHECKPOINT = """\
-List, inspect and verify the checkpoints of a run, and convert them to and from
-PyTorch's distributed checkpoint format (DCP).
 
-Examples:
-  fourfold checkpoint list runs/one
-  fourfold checkpoint verify runs/one"""
-LIST = """\
-List the checkpoints of a run, the newest last, and what interrupted saves have
-left behind.
+@command("train", "train a model", "train:train")
+def train_options(command: argparse.ArgumentParser) -> None:
+    """Train a model. Each rank of the grid is a process. Unless torchrun or SLURM has
+    started the ranks, this command starts them. It writes the config, metrics and
+    checkpoints into the run's folder.
 
-Examples:
-  fourfold checkpoint list runs/one"""
-INSPECT = """\
-Show what a checkpoint holds: step, grid, model, bytes, and every tensor with
-its shape, dtype and cuts.
+    Examples:
+      fourfold train --model gpt-tiny --grid x=2,z=2 --steps 100
+      fourfold train run.toml --set optimizer.learning_rate=3e-4 --set batch.rows=64
+      fourfold train --data texts/ --data more.tokens --ranks 8 --out runs/one --set checkpoint.every=500
+      fourfold train --resume runs/one --grid x=4,z=2
+      torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml
+    """
+    config = "a config with the sections and keys that --print-config shows; options override it"
+    option(command, "config", config, Path, "CONFIG.toml", nargs="?")
 
-Examples:
-  fourfold checkpoint inspect runs/one
-  fourfold checkpoint inspect runs/one/checkpoints/step-00000100 --json"""
-VERIFY = """\
-Read every file and compare it with its checksums. If anything is damaged, name
-the file and exit with code 1.
+    what = command.add_argument_group("what to train")
+    option(what, "--model", "a published size, such as gpt-125m; default: gpt-tiny", metavar="NAME")
+    data = (
+        "a text file, a folder of text files, a .tokens file, or a Megatron or nanoGPT .bin; may be repeated; "
+        "default: standard-library, the source of Python's own modules"
+    )
+    option(what, "--data", data, metavar="PATH", action="append")
+    option(what, "--steps", "number of optimizer steps; default: 100", whole)
+    dtype = "dtype of matrix products and messages; default: bf16 on GPUs, fp32 on the CPU"
+    option(what, "--dtype", dtype, choices=("fp32", "bf16", "fp64"))
+    option(what, "--out", "the run's folder; default: runs/MODEL-DATE-TIME", metavar="RUN")
+    option(what, "--set", SET, setting, "SECTION.KEY=VALUE", dest="changes", action="append", default=[])
 
-Examples:
-  fourfold checkpoint verify runs/one
-  fourfold checkpoint verify runs/one/checkpoints/step-00000100"""
-CONVERT = """\
-Convert to and from folders of PyTorch's distributed checkpoint (DCP), one
-tensor at a time.
+    where = command.add_argument_group("where to train")
+    sizes = "sizes of the axes, such as x=2,z=2; default: auto, the grid that the planner finds fastest"
+    option(where, "--grid", sizes, grid)
+    option(where, "--ranks", RANKS, whole)
+    option(where, "--device", DEVICE, choices=DEVICES)
+    machine = (
+        "the hardware that --grid auto plans for: a packaged machine or a machine file; default: the packaged "
+        "machine most like this one"
+    )
+    option(where, "--machine", machine, metavar="NAME")
 
-A DCP folder contains a pickle, .metadata. It is read through a list of allowed
-names, so nothing in it is executed. From a folder that Fourfold did not write,
-only the parameters are read, and the keys that are left out are listed.
+    again = command.add_argument_group("resume")
+    resume = (
+        "resume the run in this folder from its newest checkpoint, on the same or another grid; with CONFIG.toml "
+        "or --model, start a run if the folder has none"
+    )
+    option(again, "--resume", resume, Path, "RUN")
+    step = "with --resume: resume from the checkpoint of this step and remove newer ones; default: the newest"
+    option(again, "--step", step, whole)
+    restarts = (
+        "restart the local ranks when one dies, at most N times without a new checkpoint; default: 3 with several "
+        "ranks and checkpoint.every set, else 0"
+    )
+    option(again, "--restarts", restarts, whole)
 
-Examples:
-  fourfold checkpoint convert runs/one --to-dcp --to dcp/
-  fourfold checkpoint convert dcp/ --from-dcp --to step-00000100
-  fourfold checkpoint convert titan/step-500 --from-dcp --prefix model. --to weights/"""
-IMPORT = """\
-Turn a Hugging Face folder (GPT-2, Llama, Mistral, Qwen3, GPT-NeoX) into a run
-that trains on any grid. No code from the folder is executed. A model that
-Fourfold would compute differently is refused.
+    look = command.add_argument_group("inspect")
+    flag(look, "--print-config", "print the resolved config and exit")
+    profile = (
+        "trace these steps, such as 7 or 7-9, on every rank; RUN/profile/rank-R.json opens in ui.perfetto.dev; "
+        "default: none"
+    )
+    option(look, "--profile", profile, steps, "STEPS", default=range(0))
+    option(look, "--compare-serial", "do not train, but compare N steps with a single process", whole)
+    option(look, "--json", "write config, grid and steps as one JSON object; - prints it", metavar="FILE")
 
-Examples:
-  fourfold import models/gpt2 --out runs/gpt2
-  fourfold train --resume runs/gpt2 --data texts/ --steps 500 --grid x=2,z=2"""
-EXPORT = """\
-Turn a run into a folder that transformers opens: config, safetensors and
-tokenizer.
 
-Examples:
-  fourfold export runs/one --to models/mine
-  fourfold export runs/gpt2 --step 500 --dtype bf16 --max-shard 2GB --to models/mine"""
-CALIBRATE = """\
-Measure this machine: the links between its ranks, matrix products, attention
-and memory. The resulting file is a machine for fourfold plan. Outside of
-torchrun and SLURM this command starts the local ranks; on several nodes it
-also measures the network.
+@command("report", "write a page about a run: loss, speed, memory, bytes", "report:report")
+def report_options(command: argparse.ArgumentParser) -> None:
+    """Write one self-contained HTML page about a run: loss, throughput, time and
+    bytes by axis, and the grid. For profiled steps it also shows how long
+    messages were in flight and how much of that time was exposed.
 
-Examples:
-  fourfold calibrate --out here.toml
-  fourfold plan --model gpt-1.4b --machine here.toml --devices 8 --batch-tokens 64k
-  torchrun --nnodes 2 --nproc-per-node 8 -m fourfold.cli calibrate --out cluster.toml --seconds 180"""
-LAUNCH = """\
-Write what a scheduler needs to run a config: a SLURM script or a Kubernetes
-manifest. Both start every rank, send SIGTERM early enough for a last
-checkpoint, and restart the run when it dies; it resumes by itself.
+    Examples:
+      fourfold report runs/one
+      fourfold report runs/one --out one.html
+    """
+    option(command, "folder", "the run's folder", Path, "RUN")
+    option(command, "--out", "the page to write; default: RUN/report.html", Path, "FILE.html")
 
-Examples:
-  fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --config run.toml
-  fourfold launch --slurm run.toml --out /shared/runs/one --time 24:00:00 --account physics > job.sh
-  fourfold launch --k8s run.toml --out /runs/one --image registry/fourfold:1 --claim runs > job.json"""
-DOCTOR = """\
-Explain what went wrong with a run: why it ended, what its ranks diagnosed
-together, and what each rank did last, from the tapes in the run's folder.
-Also works on a run that still exists but makes no progress.
 
-With --preflight, check what a long run needs, on the ranks that it will use,
-in at most a minute: versions, devices and their speed, memory, clocks, every
-link of every axis, disk. Each check is ok, a warning or FAILED, with advice. A
-FAILED check gives exit code 1. Outside of torchrun and SLURM this command
-starts the local ranks.
+@command("sample", "generate text with a trained model", "sample:sample")
+def sample_options(command: argparse.ArgumentParser) -> None:
+    """Print text generated by a trained model.
 
-Examples:
-  fourfold doctor runs/one
-  fourfold doctor --preflight run.toml --out /shared/runs/one
-  fourfold doctor --preflight --ranks 8
-  torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli doctor --preflight run.toml --out /shared/runs/one"""
-COMPLETION = """\
-Print a script that lets the shell complete commands, options, models, machines
-and files. Install it once, and again after each update:
+    Examples:
+      fourfold sample runs/one --prompt 'def main('
+      fourfold sample runs/one --prompt 'import ' --tokens 50 --temperature 0
+      fourfold sample runs/one --step 500 --grid x=2
+    """
+    option(command, "folder", "the run's folder", Path, "RUN")
+    option(command, "--prompt", "the text to continue; default: empty", metavar="TEXT", default="")
+    option(command, "--tokens", "maximum number of new tokens", whole, default=200)
+    option(command, "--temperature", "0 always takes the most likely token", number, "T", default=0.8)
+    option(command, "--top-k", "sample from the N most likely tokens; default: all", whole)
+    top_p = "sample from the most likely tokens that together have probability P; default: 1"
+    option(command, "--top-p", top_p, number, "P")
+    option(command, "--seed", "random seed", whole, default=0)
+    option(command, "--step", "use the checkpoint of this step; default: the newest", whole)
+    option(command, "--grid", "any grid, not only the one used in training", grid, default="data=1")
+    option(command, "--device", DEVICE, choices=DEVICES)
 
-  bash   fourfold completion bash > ~/.local/share/bash-completion/completions/fourfold
-         (the package bash-completion loads it; without that package, source it in ~/.bashrc)
-  zsh    fourfold completion zsh > ~/.zfunc/_fourfold
-         (with fpath+=~/.zfunc before compinit in ~/.zshrc)
-  fish   fourfold completion fish > ~/.config/fish/completions/fourfold.fish
 
-Examples:
-  fourfold completion bash > fourfold.bash
-  fourfold completion zsh > _fourfold
-  fourfold completion fish > fourfold.fish"""
+@command("data", "prepare text for training", None)
+def data_options(_: argparse.ArgumentParser) -> None:
+    """Prepare text for training. `fourfold train --data` also takes plain text, but a
+    token file loads faster and records the name of its tokenizer.
+
+    Examples:
+      fourfold data prepare texts/ --out texts.tokens
+      fourfold train --data texts.tokens
+    """
+
+
+@command("data prepare", "write a token file", "import_export:prepare_data")
+def prepare_options(command: argparse.ArgumentParser) -> None:
+    """Turn text into a memory-mapped token file. Each line of a .jsonl file is a
+    document, with its text under "text"; any other file is one document.
+
+    Examples:
+      fourfold data prepare texts/ --out texts.tokens
+      fourfold data prepare corpus.jsonl --tokenizer tokenizer.json --out corpus.tokens
+    """
+    option(command, "inputs", "text or .jsonl files, folders, or standard-library", metavar="INPUT", nargs="+")
+    option(command, "--out", "the file to write", Path, "FILE.tokens", required=True)
+    tokenizer = "a Hugging Face tokenizer.json; `bytes` has 257 ids and needs no file"
+    option(command, "--tokenizer", tokenizer, metavar="FILE", default="bytes")
+    option(command, "--eod", EOD, metavar="TOKEN")
+
+
+@command("checkpoint", "list, inspect, verify and convert checkpoints", None)
+def checkpoint_options(_: argparse.ArgumentParser) -> None:
+    """List, inspect and verify the checkpoints of a run, and convert them to and from
+    PyTorch's distributed checkpoint format (DCP).
+
+    Examples:
+      fourfold checkpoint list runs/one
+      fourfold checkpoint verify runs/one
+    """
+
+
+@command("checkpoint list", "list the checkpoints of a run", "checkpoint:list_checkpoints")
+def list_options(command: argparse.ArgumentParser) -> None:
+    """List the checkpoints of a run, the newest last, and what interrupted saves have
+    left behind.
+
+    Examples:
+      fourfold checkpoint list runs/one
+    """
+    option(command, "path", "the run's folder", Path, "RUN")
+
+
+@command("checkpoint inspect", "show what a checkpoint holds", "checkpoint:inspect")
+def inspect_options(command: argparse.ArgumentParser) -> None:
+    """Show what a checkpoint holds: step, grid, model, bytes, and every tensor with
+    its shape, dtype and cuts.
+
+    Examples:
+      fourfold checkpoint inspect runs/one
+      fourfold checkpoint inspect runs/one/checkpoints/step-00000100 --json
+    """
+    option(command, "path", "a checkpoint, or a run for its newest complete checkpoint", Path, "PATH")
+    flag(command, "--json", "print everything as one JSON object")
+
+
+@command("checkpoint verify", "compare every byte with its checksum", "checkpoint:verify")
+def verify_options(command: argparse.ArgumentParser) -> None:
+    """Read every file and compare it with its checksums. If a file is damaged, name it
+    and exit with code 1.
+
+    Examples:
+      fourfold checkpoint verify runs/one
+      fourfold checkpoint verify runs/one/checkpoints/step-00000100
+    """
+    option(command, "path", "a checkpoint, or a run for all its complete checkpoints", Path, "PATH")
+
+
+@command("checkpoint convert", "convert to and from PyTorch's DCP format", "checkpoint:convert")
+def convert_options(command: argparse.ArgumentParser) -> None:
+    """Convert to and from folders of PyTorch's distributed checkpoint (DCP), one
+    tensor at a time.
+
+    A DCP folder contains a pickle, .metadata. It is read through a list of allowed
+    names, so nothing in it is executed. From a folder that Fourfold did not write,
+    only the parameters are read, and the keys that are left out are listed.
+
+    Examples:
+      fourfold checkpoint convert runs/one --to-dcp --to dcp/
+      fourfold checkpoint convert dcp/ --from-dcp --to step-00000100
+      fourfold checkpoint convert titan/step-500 --from-dcp --prefix model. --to weights/
+    """
+    option(command, "source", "a run or a checkpoint; with --from-dcp a DCP folder", Path, "SOURCE")
+    option(command, "--to", "folder to write; must not exist yet", Path, "FOLDER", required=True)
+    direction = command.add_mutually_exclusive_group(required=True)
+    flag(direction, "--to-dcp", "write a folder that torch.distributed.checkpoint.load reads")
+    flag(direction, "--from-dcp", "read a folder that torch.distributed.checkpoint.save wrote")
+    prefix = "prefix of the parameters' keys in a DCP folder from elsewhere; default: model. if any key has it"
+    option(command, "--prefix", prefix)
+
+
+@command("import", "make a run from a Hugging Face model folder", "import_export:run_import")
+def import_options(command: argparse.ArgumentParser) -> None:
+    """Turn a Hugging Face folder (GPT-2, Llama, Mistral, Qwen3, GPT-NeoX) into a run
+    that trains on any grid. No code from the folder is executed. A model that
+    Fourfold would compute differently is refused.
+
+    Examples:
+      fourfold import models/gpt2 --out runs/gpt2
+      fourfold train --resume runs/gpt2 --data texts/ --steps 500 --grid x=2,z=2
+    """
+    option(command, "source", "folder with config.json and model.safetensors, possibly sharded", Path, "DIR")
+    option(command, "--out", "the run's folder; must not exist yet", Path, "RUN", required=True)
+    option(command, "--eod", EOD, metavar="TOKEN")
+
+
+@command("export", "make a Hugging Face model folder from a run", "import_export:run_export")
+def export_options(command: argparse.ArgumentParser) -> None:
+    """Turn a run into a folder that transformers opens: config, safetensors and
+    tokenizer.
+
+    Examples:
+      fourfold export runs/one --to models/mine
+      fourfold export runs/gpt2 --step 500 --dtype bf16 --max-shard 2GB --to models/mine
+    """
+    option(command, "run_folder", "the folder of a run or of one checkpoint", Path, "RUN")
+    option(command, "--to", "folder to write; must not exist yet", Path, "DIR", required=True)
+    option(command, "--step", "use the checkpoint of this step; default: the newest", whole)
+    option(command, "--dtype", "dtype of the weights; default: unchanged", choices=EXPORT_DTYPES)
+    # transformers limits its files to 5 GB too
+    option(command, "--max-shard", "maximum size of a file, such as 500MB", shard_bytes, "SIZE", default="5GB")
+
+
+@command("calibrate", "measure this machine for the planner", "calibrate:calibrate")
+def calibrate_options(command: argparse.ArgumentParser) -> None:
+    """Measure this machine: the links between its ranks, matrix products, attention
+    and memory. The result is a machine file for fourfold plan. On several nodes
+    it also measures the network. Unless torchrun or SLURM has started the ranks,
+    this command starts them.
+
+    Examples:
+      fourfold calibrate --out here.toml
+      fourfold plan --model gpt-1.4b --machine here.toml --devices 8 --batch-tokens 64k
+      torchrun --nnodes 2 --nproc-per-node 8 -m fourfold.cli calibrate --out cluster.toml --seconds 180
+    """
+    option(command, "--out", "the machine file to write", Path, "FILE.toml", required=True)
+    ranks = "number of local ranks to start; default: the number of GPUs, or of cores if there is no GPU"
+    option(command, "--ranks", ranks, whole)
+    option(command, "--device", DEVICE, choices=DEVICES)
+    option(command, "--seconds", "approximate measuring time", number, "SECONDS", default=60)
+
+
+@command("launch", "write a job for SLURM or Kubernetes", "cluster_scripts:launch")
+def launch_options(command: argparse.ArgumentParser) -> None:
+    """Write what a scheduler needs to run a config: a SLURM script or a Kubernetes
+    manifest. Both start every rank, send SIGTERM early enough for a last
+    checkpoint, and restart the run when it dies; the run then resumes by itself.
+
+    Examples:
+      fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --config run.toml
+      fourfold launch --slurm run.toml --out /shared/runs/one --time 24:00:00 --account physics > job.sh
+      fourfold launch --k8s run.toml --out /runs/one --image registry/fourfold:1 --claim runs > job.json
+    """
+    option(command, "config", "what to train, for example from fourfold plan --config", Path, "CONFIG.toml")
+    kind = command.add_mutually_exclusive_group(required=True)
+    flag(kind, "--slurm", "write a script for sbatch")
+    flag(kind, "--k8s", "write a manifest for kubectl apply")
+    option(command, "--out", "the run's folder, on a file system that all nodes share", metavar="RUN", required=True)
+    option(command, "--name", "name of the job", metavar="NAME", default="fourfold")
+    option(command, "--devices", "number of devices if the config's grid is auto; default: the grid's", whole)
+    option(command, "--per-node", "devices per node; default: from the config's plan.machine", whole)
+    option(command, "--tries", "maximum number of times to start the run", whole, default=5)
+    slurm = command.add_argument_group("SLURM only")
+    time = "time limit as hours:minutes:seconds or days-hours:minutes; the run saves before it"
+    option(slurm, "--time", time, metavar="LIMIT", default="24:00:00")
+    option(slurm, "--partition", "partition to queue in; default: the cluster's", metavar="NAME")
+    option(slurm, "--account", "account to charge; default: yours", metavar="NAME")
+    option(slurm, "--cpus", "cores per rank; default: the cluster's", whole)
+    pods = command.add_argument_group("Kubernetes only")
+    option(pods, "--image", "container image with fourfold installed; required", metavar="NAME")
+    option(pods, "--claim", "volume claim to mount at the parent folder of --out; required", metavar="NAME")
+
+
+@command("doctor", "find out why a run failed, or would fail", "doctor:doctor")
+def doctor_options(command: argparse.ArgumentParser) -> None:
+    """Explain what went wrong with a run: why it ended, what its ranks diagnosed
+    together, and what each rank did last, from the tapes in the run's folder. This
+    also works while a run hangs.
+
+    With --preflight, check in at most a minute what a long run needs, on the ranks
+    that it will use: versions, devices and their speed, memory, clocks, every link
+    of every axis, disk. Each check is ok, a warning or FAILED, with advice. If a
+    check has FAILED, the exit code is 1. Unless torchrun or SLURM has started the
+    ranks, this command starts them.
+
+    Examples:
+      fourfold doctor runs/one
+      fourfold doctor --preflight run.toml --out /shared/runs/one
+      fourfold doctor --preflight --ranks 8
+      torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli doctor --preflight run.toml --out /shared/runs/one
+    """
+    path = "the run's folder; with --preflight, optionally a CONFIG.toml"
+    option(command, "path", path, Path, "RUN", nargs="?")
+    flag(command, "--preflight", "check what a long run needs before it starts")
+    ahead = command.add_argument_group("with --preflight")
+    sizes = "such as x=2,z=2; default: the config's grid, or all ranks along data if there is no config"
+    option(ahead, "--grid", sizes, grid)
+    option(ahead, "--ranks", RANKS, whole)
+    option(ahead, "--device", DEVICE, choices=DEVICES)
+    option(ahead, "--out", "the future run's folder; it is left unchanged", metavar="RUN")
+    option(ahead, "--set", SET, setting, "SECTION.KEY=VALUE", dest="changes", action="append", default=[])
+    option(ahead, "--json", "write the checks and measurements as JSON; - prints them", metavar="FILE")
+
+
+@command("completion", "let the shell complete commands and options", "completion:completion")
+def completion_options(command: argparse.ArgumentParser) -> None:
+    """Print a script that lets the shell complete commands, options, models, machines
+    and files. Install it once, and again after each update:
+
+      bash   fourfold completion bash > ~/.local/share/bash-completion/completions/fourfold
+             (the package bash-completion loads it; without that package, source it in ~/.bashrc)
+      zsh    fourfold completion zsh > ~/.zfunc/_fourfold
+             (with fpath+=~/.zfunc before compinit in ~/.zshrc)
+      fish   fourfold completion fish > ~/.config/fish/completions/fourfold.fish
+
+    Examples:
+      fourfold completion bash > fourfold.bash
+      fourfold completion zsh > _fourfold
+      fourfold completion fish > fourfold.fish
+    """
+    option(command, "shell", "the shell to print the script for", choices=SHELLS)

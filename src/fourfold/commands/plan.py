@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text
 from fourfold.train.config import BatchSection, GridSection, ModelSection, PlanSection, PolicySection, TrainConfig
+
+NAMED_OTHERWISE = ("dtype", "reduce_dtype", "compile")
+"""Keys of a config's policy that hold a name or `auto`, where a `Policy` holds a dtype or a bool."""
 
 
 def plan(options: argparse.Namespace, _: object) -> int:
@@ -132,19 +135,12 @@ def rows_of(tokens: float, seq: int, devices: int) -> int:
 def run_config(best: Price, model: str, machine: str) -> TrainConfig:
     """Return the config with which `fourfold train` runs the best candidate."""
     candidate, task = best.candidate, best.task
-    policy = candidate.policy
+    keys = [field.name for field in fields(PolicySection) if field.name not in NAMED_OTHERWISE]
+    shared = {key: getattr(candidate.policy, key) for key in keys}
     return TrainConfig(
         model=model_section(model, task.config),
         grid=GridSection(**candidate.shape.sizes, order=candidate.shape.order),  # type: ignore[arg-type]
-        policy=PolicySection(
-            dtype=task.dtype,  # type: ignore[arg-type]
-            activations=policy.activations,
-            recompute=policy.recompute,
-            keep_gathered=policy.keep_gathered,
-            keep_weights=policy.keep_weights,
-            loss_chunk=policy.loss_chunk,
-            shard_optimizer=policy.shard_optimizer,
-        ),
+        policy=PolicySection(dtype=task.dtype, **shared),  # type: ignore[arg-type]
         overlap=Overlap(halves=best.halves),
         batch=BatchSection(rows=task.rows, seq=task.seq, micro_steps=candidate.micro_steps),
         plan=PlanSection(machine=machine),

@@ -1,45 +1,61 @@
-"""Measurements that a rank makes of itself before a run: its device, its node and the run's folder."""
+"""The measurements of `fourfold doctor --preflight`: of a rank's device, node, folder, clock and links."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import median
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from fourfold import __version__
+from fourfold import __version__, comm
 from fourfold.environment import Environment
+from fourfold.grid import Grid
+from fourfold.job import Channel
 from fourfold.planner.calibrate import product
 from fourfold.train.launch import cores
 from fourfold.train.planning import memory_bytes
-from fourfold.watch.checks import Disk, Rank
+from fourfold.watch.checks import Disk, MeasuredLink, Rank
 
 T = TypeVar("T")
 
-ON_GPU, ON_CPU = (8192, 4096, 4096), (512, 512, 512)
-"""m, k, n of the product [m, k] x [k, n] that is timed: large enough to fill a device, and some milliseconds long."""
+MEET_SECONDS = 7.0
+"""Seconds that a rank waits for other ranks that are measuring."""
+GPU_PRODUCT, CPU_PRODUCT = (8192, 4096, 4096), (512, 512, 512)
+"""m, k, n of the timed product [m, k] x [k, n]: large enough to fill the device, and a few milliseconds long."""
 WINDOWS, WINDOW_SECONDS = 5, 0.2
 """The product runs for this many windows of this many seconds each; the median window counts."""
 QUEUED = 16
-"""Products that are launched between two waits for a GPU, so that launching costs nothing."""
+"""Products launched between two waits for a GPU, so that the GPU never waits for a launch."""
 WRITTEN = 16 << 20
-"""Bytes that a rank writes to the run's folder: enough to see a slow disk, and little on any."""
+"""Bytes that a rank writes to the run's folder: enough to notice a slow disk, and little for any disk."""
 SEEN_SECONDS = 3.0
-"""Seconds until a file of another node shows on a network file system; NFS caches a folder for up to 3 s and more."""
+"""Seconds until a file of another node appears on a network file system; NFS caches a folder for about 3 s."""
 HIDDEN = ".preflight-"
-"""The names of files that a preflight leaves for a moment begin with this."""
+"""The beginning of the names of files that a preflight writes and removes again."""
 CGROUP = Path("/sys/fs/cgroup")
+TRIPS = 8
+"""How often a rank asks rank 0 for its time; the fastest answer has the smallest error."""
+LINK_SECONDS, LINK_WINDOW = 6.0, 0.4
+"""Seconds that two ranks have to answer each other, and seconds for which they then exchange messages."""
+MESSAGE = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Bytes of the message that times a link: large enough that the bandwidth and not the latency counts."""
+OPENED = inf
+"""Stands for the rate of a group that has opened its connections; nothing was timed yet."""
 
 
 class Budget:
@@ -48,8 +64,8 @@ class Budget:
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
 
-    def left(self, seconds: float) -> float:
-        """Return the seconds asked for, or what is left of the budget."""
+    def left(self, seconds: float = inf) -> float:
+        """Return this many seconds, or what is left of the budget if that is less."""
         return max(0.0, min(seconds, self._until - time.monotonic()))
 
 
@@ -58,23 +74,22 @@ def within(seconds: float, act: Callable[[], T]) -> T:
 
     A process with such a thread must end by `os._exit`.
     """
-    found: list[Any] = []
+    found: Future[T] = Future()
 
     def run() -> None:
         try:
-            found.extend((True, act()))
-        except BaseException as error:  # raised again by the caller's thread
-            found.extend((False, error))
+            found.set_result(act())
+        except BaseException as error:  # raised again in the caller's thread
+            found.set_exception(error)
 
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if len(found) < 2:
-        raise TimeoutError(f"no end after {seconds:.0f} s")
-    done, result = found
-    if not done:
-        raise result
-    return result
+    # not an executor: Python joins its threads at exit, and this one may hang for ever
+    Thread(target=run, daemon=True).start()
+    try:
+        return found.result(seconds)
+    except TimeoutError:
+        if found.done():  # `act` itself has raised it
+            raise
+        raise TimeoutError(f"no end after {seconds:.0f} s") from None
 
 
 def myself(rank: int, device: torch.device) -> Rank:
@@ -119,7 +134,7 @@ def sources() -> str:
 def product_flops(device: torch.device) -> float:
     """Measure the FLOP/s of a product on the device, now."""
     on_gpu = device.type == "cuda"
-    m, k, n = shape = ON_GPU if on_gpu else ON_CPU
+    m, k, n = shape = GPU_PRODUCT if on_gpu else CPU_PRODUCT
     act = product(shape, torch.bfloat16 if on_gpu else torch.float32, device)
 
     def window(seconds: float) -> float:
@@ -152,11 +167,6 @@ def free_bytes(device: torch.device) -> int:
 
 def _figure(path: Path, name: str) -> int:
     return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.split()[:1] == [name])
-
-
-def bytes_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder; 0 if there is no such folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +220,108 @@ def look_at(mark: Path, rank: int) -> Disk:
         nbytes=WRITTEN,
         seconds=seconds,
     )
+
+
+def ask_clock(channel: Channel, seconds: float) -> tuple[float, float] | None:
+    """Return by how many seconds this clock is ahead of rank 0's, by the shortest round trip, and half of that trip."""
+    trips = []
+    with suppress(TimeoutError):
+        for trip in range(TRIPS):
+            began = time.time()
+            channel.put(f"clock/{trip}", "")
+            theirs = float(channel.get(f"clock/{trip}/{channel.rank}", seconds=seconds))
+            ended = time.time()
+            trips.append((ended - began, (began + ended) / 2 - theirs))
+    if not trips:
+        return None
+    took, ahead = min(trips)
+    return ahead, took / 2
+
+
+def pairs_of(ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the links of a ring in rounds; in a round every place has at most one link."""
+    ring = [(place, (place + 1) % ranks) for place in range(ranks if ranks > 2 else ranks - 1)]
+    last = ring.pop() if ranks % 2 and ranks > 1 else None
+    yield from (pairs for pairs in (ring[::2], ring[1::2], [last] if last else []) if pairs)
+
+
+class LinkTimer:
+    """Times the links of every axis, those of all groups at once.
+
+    It stops at the first link that does not answer, because the ranks that wait for it cannot measure any other.
+    """
+
+    def __init__(self, channel: Channel, budget: Budget, grid: Grid) -> None:
+        self.channel, self.budget, self.grid = channel, budget, grid
+        self.message = torch.zeros(MESSAGE[grid.device.type] // 4, device=grid.device)
+        self.broken = False
+        self.lost: list[int] = []
+
+    def measure(self) -> list[MeasuredLink]:
+        """Time all links; return them on rank 0."""
+        found: list[MeasuredLink] = []
+        for name, mine, act in self._rounds():
+            if self.broken:
+                break
+            found += self._round(name, mine, act)
+        return [link for link in found if link.rate != OPENED]
+
+    def _rounds(self) -> Iterator[tuple[str, MeasuredLink | None, Callable[[], float]]]:
+        """Yield for each round the link of this rank, if it has one, and the function that times it."""
+        for axis in self.grid.shape.used_axes:
+            group, place = self.grid.shape.ranks_along(axis, self.grid.rank), self.grid.coords[axis]
+            yield f"{axis}/open", MeasuredLink(axis, tuple(group), None), partial(self._open, axis)
+            for number, pairs in enumerate(pairs_of(len(group))):
+                pair = next((pair for pair in pairs if place in pair), None)
+                other = -1 if pair is None else sum(pair) - place
+                mine = None if pair is None else MeasuredLink(axis, (group[pair[0]], group[pair[1]]), None)
+                leads = pair is not None and place == pair[0]
+                yield f"{axis}/{number}", mine, partial(self._rate, axis, other, leads)
+
+    def _round(self, name: str, mine: MeasuredLink | None, act: Callable[[], float]) -> list[MeasuredLink]:
+        """Run a round; return the links of all ranks. A link counts as answered if both of its ends measured it."""
+        own = []
+        if mine is not None:
+            try:
+                own = [replace(mine, rate=within(self.budget.left(LINK_SECONDS), act))]
+            except Exception:  # the backend's own, or no end in time
+                own = [mine]
+        text, left = json.dumps([asdict(link) for link in own]), self.budget.left
+        texts = self.channel.gather(f"links/{name}", text, left(MEET_SECONDS), partial=True)
+        found: dict[tuple[int, ...], MeasuredLink] = {}
+        for one in (one for text in texts.values() for one in json.loads(text)):
+            link = MeasuredLink(one["axis"], tuple(one["ranks"]), one["rate"])
+            rates = [end.rate for end in (link, found.get(link.ranks, link))]
+            found[link.ranks] = replace(link, rate=None if None in rates else min(rate for rate in rates if rate))
+        if self.channel.leads:
+            self.lost = [rank for rank in self.channel.ranks if rank not in texts]
+            broken = self.lost or any(link.rate is None for link in found.values())
+            self.channel.put(f"links/{name}/broken", str(int(bool(broken))))
+        self.broken = self.channel.get(f"links/{name}/broken", seconds=left()) == "1"
+        return list(found.values())
+
+    def _open(self, axis: str) -> float:
+        """Gather along the axis, which opens the connections of the group."""
+        self._synchronize()
+        comm.all_gather(self.message[:1], self.grid, axis, label="preflight").wait()
+        self._synchronize()
+        return OPENED
+
+    def _rate(self, axis: str, other: int, leads: bool) -> float:
+        """Return bytes per second in each direction; the first message waits for the other rank and does not count."""
+        self._synchronize()
+        until, seconds, go_on = time.monotonic() + LINK_WINDOW, [], True
+        while go_on:
+            self.message[0] = float(time.monotonic() < until)  # of the two ranks one decides for both
+            self._synchronize()
+            began = time.perf_counter()
+            arrived = comm.exchange(self.message, self.grid, axis, other)
+            self._synchronize()
+            seconds.append(time.perf_counter() - began)
+            go_on = bool((self.message if leads else arrived)[0])
+        return self.message.nbytes / median(seconds[1:] or seconds)
+
+    def _synchronize(self) -> None:
+        if self.grid.device.type == "cuda":
+            torch.cuda.set_device(self.grid.device)  # threads have their own
+            torch.cuda.synchronize(self.grid.device)

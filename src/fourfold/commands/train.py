@@ -1,14 +1,13 @@
 """`fourfold train`: starts local ranks if necessary, and trains a run as one rank of a job.
 
 Outside of a job `train` resolves the config and launches the ranks. Each rank runs the same command with the resolved
-grid, comes here again inside the job, and trains in `_run`.
+grid, calls `train` again inside the job, and trains in `_run`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,16 +17,15 @@ from pathlib import Path
 from typing import IO
 
 import torch
-import torch.distributed as dist
 
 from fourfold.axes import AXES
-from fourfold.commands.doctor import disagreement
 from fourfold.commands.local_ranks import (
     chosen_device,
     close,
     default_folder,
     grid_options,
-    require_world,
+    join_job,
+    let_sigint_end_ranks,
     wanted_ranks,
 )
 from fourfold.compare import compare_serial
@@ -68,6 +66,14 @@ from fourfold.train.run_folder import (
 )
 from fourfold.train.schema import to_table
 from fourfold.train.signals import TERMINATED, raise_on_signals
+from fourfold.watch.diagnose import diagnose
+from fourfold.watch.tape import read_all
+
+LISTED = {"steps": "step", "evaluations": "evaluation", "skipped": "skipped", "spikes": "spike", "saved": "saved"}
+LISTED |= {"resumed": "resumed", "stragglers": "straggler"}
+"""The lists of events in the JSON of --json, and the kind of events in each."""
+RESTARTS = 3
+"""How often to restart local ranks without a new checkpoint by default: some failures of a node last for a while."""
 
 
 def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -143,7 +149,9 @@ class RunRestarts(RestartPolicy):
         return what_was_lost(self._out)
 
     def evidence(self, since: float) -> str:
-        return disagreement(self._out, since)
+        """Return how the ranks of this start launched different collectives, by their tapes; empty if they did not."""
+        found = diagnose({rank: tape for rank, tape in read_all(self._out).items() if tape.who.began >= since}, {})
+        return found.headline if found.disagreement is not None else ""
 
     def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
         if self._arguments_for is not None and 0 < (left := gpus_left()) < ranks:
@@ -157,8 +165,7 @@ class RunRestarts(RestartPolicy):
 def _train(options: argparse.Namespace, device: str) -> int:
     """Run the command as one rank of the job."""
     deny_others_write()
-    if inside_a_job():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler could not run while the rank waits for others
+    let_sigint_end_ranks()
     grid, config, reason = join(options, device)
     if reason and grid.rank == 0:
         print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
@@ -196,7 +203,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
                 run.train()
             break
         except RollBackError as error:
-            del run  # frees its memory for the next one
+            del run  # frees the memory of the model and optimizer before the next run builds its own
             start = roll_back(grid, out, config, error)
             profile = steps_to_profile(profile, start.step, asked=False)
             for sink in memory:
@@ -265,9 +272,7 @@ def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | Non
 
 def join(options: argparse.Namespace, device: str) -> tuple[Grid, TrainConfig, str]:
     """Join the job; return the grid, the resolved config, and the planner's reason if it chose the grid."""
-    Grid.alone(device)  # joins the job: the grid may depend on its size
-    world = dist.get_world_size()
-    require_world(options.ranks, world)
+    world = join_job(device, options.ranks)  # before the config is resolved: the grid may depend on the job's size
     config = requested(options, world)
     check_profile(options, config)
     reasons: list[str] = []
@@ -290,13 +295,7 @@ def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> No
         "grid": run.grid.shape.sizes,
         "predicted": run.stored.get("predicted"),
         "compared": run.stored.get("compared"),
-        "steps": by_kind["step"],
-        "evaluations": by_kind["evaluation"],
-        "skipped": by_kind["skipped"],
-        "spikes": by_kind["spike"],
-        "saved": by_kind["saved"],
-        "resumed": by_kind["resumed"],
-        "stragglers": by_kind["straggler"],
+        **{key: by_kind[kind] for key, kind in LISTED.items()},
         "end": by_kind["end"][-1] if by_kind["end"] else None,
     }
     text = json.dumps(strict(result), indent=1)
@@ -424,7 +423,7 @@ def check_profile(options: argparse.Namespace, config: TrainConfig) -> None:
 
 
 def gpus_left() -> int:
-    """Return how many GPUs still answer. A new process counts them, because this one keeps its first count."""
+    """Return how many GPUs still answer. A new process counts them, because torch caches the count of this one."""
     code = "import torch; print(torch.cuda.device_count())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     return int(found.stdout) if found.returncode == 0 else 0
@@ -434,4 +433,4 @@ def wanted_restarts(config: TrainConfig, asked: int | None, ranks: int) -> int:
     """Return how often to restart local ranks: by default only if there are checkpoints to resume from."""
     if asked is not None:
         return asked
-    return 3 if ranks > 1 and config.checkpoint.save and config.checkpoint.every else 0
+    return RESTARTS if ranks > 1 and config.checkpoint.save and config.checkpoint.every else 0
