@@ -74,7 +74,7 @@ INSIDE = {
         "calibrate", "price", "estimate", "search", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
-    "report": ["units", "page", "run_data", "run_figures", "run_page", "plan_text", "plan_page", "__init__"],
+    "report": ["units", "page", "run_data", "run_page", "plan_text", "plan_page", "__init__"],
     "train": [
         "__init__", "schema", "process", "rendezvous", "launch", "auto_grid", "config", "run_folder", "metrics",
         "prediction", "profile", "progress", "run_log", "bad_steps", "stop", "guard", "checkpoints", "loop",
