@@ -74,7 +74,7 @@ INSIDE = {
         "calibrate", "price", "estimate", "search", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
-    "report": ["units", "page", "run_data", "run_page", "plan_text", "plan_page", "__init__"],
+    "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
         "__init__", "schema", "process", "rendezvous", "launch", "auto_grid", "config", "run_folder", "metrics",
         "prediction", "profile", "progress", "run_log", "bad_steps", "stop", "guard", "checkpoints", "loop",

@@ -17,10 +17,9 @@ import pytest
 from browser import attribute, opened
 from fourfold.axes import AXES
 from fourfold.grid import Shape
-from fourfold.report import write_report
 from fourfold.report.page import POLICY
 from fourfold.report.run_data import FILES, read_run
-from fourfold.report.run_page import draw_grid, figures, run_page, smooth, thin
+from fourfold.report.run_page import draw_grid, figures, run_page, smooth, thin, write_report
 from fourfold.report.units import count, duration, nbytes, percent
 
 MiB = 1 << 20
