@@ -96,8 +96,8 @@ def plan_page(document: PlanDocument, plotly_js: str) -> str:
     body = [
         page.header("Plan", model["name"], f"{devices} of {machine['name']}", facts),
         _answer(document),
-        _panels(document, figures) if document["grids"] else "",
-        _refused(document) if document["refused"] else "",
+        _panels(document, figures),
+        _refused(document["refused"]) if document["refused"] else "",
         section("What the plan assumes", page.bullets(assumptions)) if assumptions else "",
     ]
     title, files = f"Plan of {model['name']} on {devices}", {"script": "plan_page.js", "styles": "plan_page.css"}
@@ -105,11 +105,6 @@ def plan_page(document: PlanDocument, plotly_js: str) -> str:
 
 
 def _answer(document: PlanDocument) -> str:
-    if not document["grids"]:
-        return (
-            '<p class="note">No grid fits; the reasons are below. A device needs less memory with more devices, more '
-            "micro-steps or a smaller batch. Model sizes with more divisors allow more grids.</p>"
-        )
     best = document["grids"][0]
     axes = [f'<span style="--axis:{colour(axis)}">{axis}={size}</span>' for axis, size in _cut(best).items()]
     shown = "".join(page.card(*one) for one in cards(document, best))
@@ -170,10 +165,9 @@ def _panels(document: PlanDocument, figures: Mapping[str, Figure]) -> str:
     return "\n".join(['<div id="selected" aria-live="polite"></div>', *sections])
 
 
-def _refused(document: PlanDocument) -> str:
-    shown = "" if document["grids"] else " open"
-    title = f"Refused grids ({len(document['refused']):,}) and the reasons"
-    return f'<details{shown}><summary>{title}</summary><div id="refused"></div></details>'
+def _refused(refused: list[PlannedGrid]) -> str:
+    title = f"Refused grids ({len(refused):,}) and the reasons"
+    return f'<details><summary>{title}</summary><div id="refused"></div></details>'
 
 
 def view(document: PlanDocument, entry: PlannedGrid) -> dict[str, Any]:
@@ -267,8 +261,8 @@ def whereabouts(stride: int, size: int, devices: int, per_node: int) -> str:
 
 
 def plan_figures(document: PlanDocument) -> dict[str, Figure]:
-    """Return the figures by name, without those that the plan has no data for."""
-    made = {"tradeoff": _tradeoff(document), "parts": _parts(document["grids"][:BARS])} if document["grids"] else {}
+    """Return the figures by name; without a timeline if the plan has none."""
+    made = {"tradeoff": _tradeoff(document), "parts": _parts(document["grids"][:BARS])}
     return made | ({"timeline": _timeline(document["timeline"])} if document["timeline"] else {})
 
 

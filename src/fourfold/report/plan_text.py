@@ -21,7 +21,7 @@ from fourfold.grid import Shape
 from fourfold.report.units import DASH, aligned, count, duration, nbytes, percent
 
 PlanDocument = Mapping[str, Any]
-"""A plan as JSON, as `fourfold plan --json` writes it."""
+"""A plan as JSON, as `fourfold plan --json` writes it. It has at least one grid: a search in which none fits raises."""
 
 PlannedGrid = Mapping[str, Any]
 """One of the document's `grids`."""
@@ -52,8 +52,6 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
         raise ValueError(f"top={top}: a table must show at least 1 grid")
     width = _terminal_width() if width is None else width
     shown = document["grids"][:top]
-    if not shown:
-        return "\n".join([*_wrapped([headline(document)], width), "", *_nothing_fits(document, top)])
     axes = [axis for axis in AXES if any(axis in entry["link_seconds"] for entry in shown)]
     head, rows = _fitted(shown, axes, width)
     lines = [*((line, "bold") for line in _wrapped([headline(document)], width)), ("", ""), (head, "bold")]
@@ -66,17 +64,11 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
 
 
 def why_text(document: PlanDocument, *, width: int | None = None) -> str:
-    """Return why the best grid is the best or, if the plan was asked about a pair, why one grid beats the other."""
+    """Return the answer to `--why`: two grids side by side, and why one beats the other."""
     width = _terminal_width() if width is None else width
-    asked = document["why"]
-    if asked is None:
-        if not document["grids"]:
-            return "\n".join(_nothing_fits(document, 20))
-        title = f"Why {grid_name(document['grids'][0]['grid'])}?"
-        return "\n".join([title, *_wrapped(reasons_it_wins(document), width, bullet="- ")])
-    lines = _wrapped(asked["lines"], width, bullet="- ")
     pair = aligned(asked_pair(document), right=(1, 2, 3))
-    return "\n".join([why_title(asked), *(f"  {row}" for row in pair), *lines])
+    reasons = _wrapped(document["why"]["lines"], width, bullet="- ")
+    return "\n".join([why_title(document["why"]), *(f"  {row}" for row in pair), *reasons])
 
 
 def asked_pair(document: PlanDocument) -> list[tuple[str, str, str, str]]:
@@ -230,18 +222,11 @@ def _legend(document: PlanDocument, axes: Sequence[str]) -> list[str]:
     by_axis = f"{', '.join(axes)}: seconds exposed / on the link. " if axes else ""
     policy = f"policy: {'/'.join(named_policies(document['grids'][0]))}. "
     keeps = "keeps: what stays gathered until backward (policy.keep_gathered, policy.keep_weights)."
-    more = f"; {len(refused):,} grids refused, such as {_refusal(refused[0])}" if refused else ""
+    more = ""
+    if refused:
+        first = f"{grid_name(refused[0]['grid'])}: {refused[0]['reason']}"
+        more = f"; {len(refused):,} grids refused, such as {first}"
     return [f"{by_axis}order: fastest axis first. {policy}{keeps}", f"{searched(document)}{more}."]
-
-
-def _nothing_fits(document: PlanDocument, top: int) -> list[str]:
-    refused = document["refused"]
-    more = [f"... and {len(refused) - top:,} more"] if len(refused) > top else []
-    return ["No grid fits:", *(f"  {_refusal(entry)}" for entry in refused[:top]), *more]
-
-
-def _refusal(entry: PlannedGrid) -> str:
-    return f"{grid_name(entry['grid'])}: {entry['reason']}"
 
 
 def _wrapped(lines: Iterable[str], width: int | None, bullet: str = "") -> list[str]:
