@@ -73,7 +73,7 @@ INSIDE = {
         "calibrate", "price", "estimate", "search", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
-    "report": ["units", "page", "run_data", "run_figures", "run_page", "plan_text", "plan_page", "__init__"],
+    "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
         "__init__", "signals", "rendezvous", "launch", "schema", "config", "run_folder", "planning", "metrics",
         "progress", "guard", "checkpoints", "loop",

@@ -14,8 +14,8 @@ import torch
 from curves import Curves, config_of, write_texts
 from fourfold.grid import Shape
 from fourfold.planner.machine import Timed, load_machine, to_toml
-from fourfold.report import write_report
 from fourfold.report.run_data import read_run
+from fourfold.report.run_page import write_report
 from fourfold.train.config import PlanSection, TrainConfig
 from fourfold.train.loop import Run
 from fourfold.train.planning import COMPARED, WHOLE_PROCESS, Hardware, PredictionCheck, locate, predict

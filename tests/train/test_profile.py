@@ -17,7 +17,7 @@ from fourfold.commands.options import steps
 from fourfold.errors import BadStepsError
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.report import write_report
+from fourfold.report.run_page import write_report
 from fourfold.train.config import TrainConfig
 from fourfold.train.loop import Run
 from fourfold.train.metrics import covered, export, link_seconds, summarize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fourfold.report import write_report
+from fourfold.report.run_page import write_report
 
 
 def report(options: argparse.Namespace, _: Sequence[str]) -> int:

@@ -1,26 +1,26 @@
-"""What all pages share: the frame of a self-contained HTML file, its parts, the look of figures, and how it is written.
+"""The parts that all pages share: the frame of a self-contained HTML file, its elements, and the look of figures.
 
-A figure is plain data for plotly.js: a list of traces and a layout. Nothing here draws or imports plotly before a page
-is written. Colours are names of the style sheet (`var(--axis-x)`), which the page's script fills in, so that figures
-follow the reader's light or dark scheme. An axis has the same colour wherever it appears.
+A figure is plain data for plotly.js: a list of traces and a layout. Nothing here draws, and only `plotly_js` imports
+plotly. Colours are names of the style sheet (`var(--axis-x)`). The page's script replaces them by values, so
+figures follow the reader's light or dark scheme. An axis has the same colour wherever it appears.
 
-Invariant: every value of a figure is JSON (no NaN), and text from files is escaped in it, since plotly reads tags.
+Invariant: every value of a figure is JSON (no NaN), and text from files is escaped in it, because plotly reads tags.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fourfold.atomic import replacing
 from fourfold.axes import AXES
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content security policy: a page loads only what is in it. Images are those that the reader saves of a figure."""
+"""Content security policy: a page loads only what is in it. `img-src` is for pictures of figures that readers save."""
 
 CUTS = dict.fromkeys(AXES, "") | {
     "x": "heads, hidden units, vocabulary; tokens in rest",
@@ -28,12 +28,13 @@ CUTS = dict.fromkeys(AXES, "") | {
     "z": "rows of the batch; storage of the weights",
     "data": "rows of the batch; whole replicas",
 }
-"""What each axis cuts, in a few words; empty for an axis that has no description yet."""
+"""The dims that each axis cuts, in a few words; empty for an axis that has no description yet."""
 
 HUES = 6
-"""Colours for axes that page.css has, `--hue-0` to `--hue-5`; a seventh axis would get the first one again."""
+"""The number of colours for axes in page.css, `--hue-0` to `--hue-5`; a seventh axis would get the first one again."""
 
 Figure = dict[str, Any]
+"""A figure, a trace or a layout of plotly.js, as JSON."""
 
 
 def frame(
@@ -41,6 +42,8 @@ def frame(
 ) -> str:
     """Return a page. `script` and `styles` name files of this folder; the script reads `data` from its element."""
     hues = "".join(f"--axis-{axis}:var(--hue-{number % HUES});" for number, axis in enumerate(AXES))
+    # A "</script>" in the data would end the element that holds it, so no "<" is written as such.
+    embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -56,7 +59,7 @@ def frame(
 <main>
 {body}
 </main>
-<script type="application/json" id="data">{_json(data)}</script>
+<script type="application/json" id="data">{embedded}</script>
 <script>{plotly_js}</script>
 <script>{_part("draw.js")}</script>
 <script>{_part(script)}</script>
@@ -65,22 +68,21 @@ def frame(
 """
 
 
-def _json(value: Any) -> str:
-    """Return JSON that cannot end the script element that it is in."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def _part(name: str) -> str:
     return files("fourfold.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def header(kind: str, title: str, where: str, facts: Iterable[str]) -> str:
     """Return the head of a page: what kind of page it is, its title, and a line of facts. Empty facts are left out."""
-    shown = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
     return (
         f'<header><p class="run">{escape(kind)}</p><h1>{escape(title)} <span>on {escape(where)}</span></h1>'
-        f'<ul class="facts">{shown}</ul></header>'
+        f"{bullets(filter(None, facts), 'facts')}</header>"
     )
+
+
+def bullets(lines: Iterable[str], kind: str = "why") -> str:
+    """Return lines of text as a list; `kind` is its class in the style sheet."""
+    return f'<ul class="{kind}">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
 
 
 def section(title: str, body: str, button: str = "") -> str:
@@ -99,21 +101,35 @@ def plot(name: str, figure: Figure) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "scroll") -> str:
-    """Return a table. Cells are HTML: whoever fills them escapes what comes from files."""
+    """Return a table. Cells are HTML: the caller escapes text that comes from files."""
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="{kind}"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def card(label: str, value: str, detail: str, tip: str = "") -> str:
-    """Return a key figure: a label, a large value and a detail; `tip` explains the label when pointed at."""
+    """Return a key figure: a label, a large value and a detail; `tip` explains the label under the pointer."""
     name = f'<abbr title="{escape(tip)}">{escape(label)}</abbr>' if tip else escape(label)
     return f'<div><dt>{name}</dt><dd>{escape(value)}</dd><dd class="detail">{escape(detail)}</dd></div>'
 
 
-def colour(axis: str) -> str:
-    """Return the colour of an axis of the grid; anything else gets a neutral one."""
-    return f"var(--axis-{axis})" if axis in AXES else "var(--axis-other)"
+def colour(name: str) -> str:
+    """Return the colour of computation or of an axis of the grid; any other name gets a neutral one."""
+    return "var(--compute)" if name == "compute" else f"var(--axis-{name if name in AXES else 'other'})"
+
+
+def bars(name: str, x: Sequence[float], y: Sequence[Any], shade: str | list[str], hover: str, **more: Any) -> Figure:
+    """Return a trace of horizontal bars. `hover` is the text under the pointer; an empty `extra` hides plotly's own."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "x": x,
+        "y": y,
+        "marker": {"color": shade},
+        "hovertemplate": f"{hover}<extra></extra>",
+        **more,
+    }
 
 
 def plot_axis(**more: Any) -> Figure:
@@ -158,11 +174,6 @@ def write_page(out: Path, text: str, *, example: str) -> Path:
         raise IsADirectoryError(f"{out} is a folder; name the file to write, such as {out / example}")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another")
-    # Beside the target, since a rename is atomic only inside one file system.
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(out) as partial:
+        partial.write_text(text, encoding="utf-8")
     return out

@@ -206,7 +206,7 @@
     return show;
   };
 
-  const refresh = grids.length ? paged(node("ranking"), plan.heads, grids.map((grid) => grid.cells), { pick: (place) => select(place) }) : null;
+  const refresh = paged(node("ranking"), plan.heads, grids.map((grid) => grid.cells), { pick: (place) => select(place) });
   if (plan.refused.length) {
     paged(node("refused"), ["grid", "reason"], plan.refused);
   }
@@ -239,21 +239,19 @@
   }));
   // Without WebGL, as in some remote desktops, the points are drawn as SVG.
   if (!document.createElement("canvas").getContext("webgl")) {
-    figures.tradeoff?.traces.forEach((trace) => { trace.type = "scatter"; });
+    figures.tradeoff.traces.forEach((trace) => { trace.type = "scatter"; });
   }
-  if (grids.length) {
-    show();
-    let width = node("nodes").clientWidth;
-    addEventListener("resize", () => {
-      if (node("nodes").clientWidth !== width) {
-        width = node("nodes").clientWidth;
-        showNodes(grids[selected]);
-      }
-    });
-  }
+  show();
+  let width = node("nodes").clientWidth;
+  addEventListener("resize", () => {
+    if (node("nodes").clientWidth !== width) {
+      width = node("nodes").clientWidth;
+      showNodes(grids[selected]);
+    }
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => names.forEach(draw));
   Promise.all(names.map(draw)).then(() => {
-    ["tradeoff", "parts"].filter((name) => names.includes(name)).forEach((name) =>
+    ["tradeoff", "parts"].forEach((name) =>
       node(name).on("plotly_click", ({ points }) => {
         if (Number.isInteger(points[0].customdata)) select(points[0].customdata);
       }));

@@ -1,14 +1,17 @@
-"""The page of a plan: one self-contained HTML file with the answer, what it was chosen from, and why.
+"""The page of a plan: one self-contained HTML file with the answer, the grids that it was chosen from, and the reasons.
 
 The answer is in the HTML itself; plan_page.js adds the panels that follow the grid that the reader selects. All numbers
-are written out here (`view`), so that the script formats none and both say the same. Text from the document is escaped
-here, or inserted as text there.
+are written out here (`view`), so that the script formats none and both show the same text. Text from the document is
+escaped here, or inserted as text by the script.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
+from collections.abc import Mapping
 from html import escape
+from itertools import product
 from math import prod
 from pathlib import Path
 from shlex import quote
@@ -16,22 +19,8 @@ from typing import Any
 
 from fourfold.axes import AXES
 from fourfold.grid import Shape
-from fourfold.report.page import (
-    CUTS,
-    POLICY,
-    Figure,
-    card,
-    colour,
-    frame,
-    header,
-    hint,
-    plot,
-    plot_axis,
-    plot_layout,
-    plotly_js,
-    section,
-    write_page,
-)
+from fourfold.report import page
+from fourfold.report.page import Figure, colour, hint, plot_axis, plot_layout, section
 from fourfold.report.plan_text import (
     PlanDocument,
     PlannedGrid,
@@ -47,30 +36,42 @@ from fourfold.report.plan_text import (
 )
 from fourfold.report.units import DASH, count, duration, nbytes, percent
 
-PLAN_POLICY = POLICY.replace("script-src 'unsafe-inline'", "script-src 'unsafe-inline' 'unsafe-eval'")
+PLAN_POLICY = page.POLICY.replace("script-src 'unsafe-inline'", "script-src 'unsafe-inline' 'unsafe-eval'")
 """The policy of a report plus eval: plotly compiles the drawing code of `scattergl` on the page. Nothing is loaded."""
 
-CHOSEN = {"grid": "order", "batch": "micro_steps"}
-"""Section and key of the config that a grid chooses besides its sizes and its policy."""
-
-HEADS = ["#", "grid", "order", "policy", "micro", "step", "tokens/s", "MFU", "HFU", "peak", "exposed"]
-
 GIB = 1 << 30
+
 BARS = 20
-"""The number of grids with a bar for the parts of their step, from the best on."""
+"""The number of grids with a bar for the parts of their step, from the best on: more bars would not fit on a screen."""
 
 PHASES = {"forward": "var(--compute)", "backward": "var(--strong)", "optimizer": "var(--accent)"}
-"""Shade of what the device computes, by phase of the step."""
+"""The shade of computation, by phase of the step."""
+
+RANKING = {
+    "#": lambda entry: str(entry["rank"]),
+    "grid": lambda entry: grid_name(entry["grid"]),
+    "order": order_name,
+    "policy": lambda entry: ", ".join(entry["policy"][name] for name in named_policies(entry)),
+    "micro": lambda entry: str(entry["micro_steps"]),
+    "step": lambda entry: duration(entry["seconds"]),
+    "tokens/s": lambda entry: count(entry["tokens_per_second"]),
+    "MFU": lambda entry: percent(entry["mfu"]),
+    "HFU": lambda entry: percent(entry["hfu"]),
+    "peak": lambda entry: nbytes(entry["peak_bytes"]),
+    "exposed": lambda entry: ", ".join(f"{axis} {duration(value)}" for axis, value in entry["exposed_seconds"].items()),
+}
+"""The columns of the ranking: the name of each, and the function that writes the cell of a grid."""
 
 
 def write_plan_page(document: PlanDocument, path: Path) -> Path:
     """Write the page of a plan to `path`, completely or not at all; return the path."""
-    return write_page(Path(path), plan_page(document, plotly_js()), example="plan.html")
+    return page.write_page(Path(path), plan_page(document, page.plotly_js()), example="plan.html")
 
 
 def plan_page(document: PlanDocument, plotly_js: str) -> str:
     """Return the HTML of the page."""
     figures = plan_figures(document)
+    model, machine, devices = document["model"], document["machine"], f"{document['devices']:,} devices"
     data = {
         "figures": figures,
         "grids": [view(document, entry) for entry in document["grids"]],
@@ -79,60 +80,51 @@ def plan_page(document: PlanDocument, plotly_js: str) -> str:
             [" ".join(f"{axis}={size}" for axis, size in Shape(**entry["grid"]).sizes.items()), entry["reason"]]
             for entry in document["refused"]
         ],
-        "heads": HEADS,
-        "perNode": document["machine"]["devices_per_node"],
+        "heads": list(RANKING),
+        "perNode": machine["devices_per_node"],
         "devices": document["devices"],
-        "cuts": CUTS,
+        "cuts": page.CUTS,
         "command": command(document),
     }
-    model, machine = document["model"], document["machine"]
     facts = [
         f"{count(model['parameters'])} parameters",
         f"{machine['device']}, {machine['devices_per_node']} per node",
         f"{count(document['batch_tokens'])} tokens per step in sequences of {document['seq']:,}",
         f"searched: {searched(document)}",
     ]
-    title = f"Plan of {model['name']} on {document['devices']:,} devices"
-    body = "\n".join(
-        [
-            header("Plan", model["name"], f"{document['devices']:,} devices of {machine['name']}", facts),
-            _answer(document),
-            _panels(document, figures) if document["grids"] else "",
-            _refused(document),
-            _assumptions(document),
-        ]
-    )
-    return frame(title, body, data, plotly_js, script="plan_page.js", styles="plan_page.css", policy=PLAN_POLICY)
+    assumptions = [line for line in (machine["about"], *document["assumptions"]) if line]
+    body = [
+        page.header("Plan", model["name"], f"{devices} of {machine['name']}", facts),
+        _answer(document),
+        _panels(document, figures),
+        _refused(document["refused"]) if document["refused"] else "",
+        section("What the plan assumes", page.bullets(assumptions)) if assumptions else "",
+    ]
+    title, files = f"Plan of {model['name']} on {devices}", {"script": "plan_page.js", "styles": "plan_page.css"}
+    return page.frame(title, "\n".join(body), data, plotly_js, policy=PLAN_POLICY, **files)
 
 
 def _answer(document: PlanDocument) -> str:
-    if not document["grids"]:
-        return (
-            '<p class="note">No grid fits; the reasons are below. A device needs less memory with more devices, more '
-            "micro-steps or a smaller batch. Model sizes with more divisors allow more grids.</p>"
-        )
     best = document["grids"][0]
-    shown = "".join(card(*one) for one in cards(document, best))
+    axes = [f'<span style="--axis:{colour(axis)}">{axis}={size}</span>' for axis, size in _cut(best).items()]
+    shown = "".join(page.card(*one) for one in cards(document, best))
     policy = "".join(f"<li>{escape(name)} <b>{escape(value)}</b></li>" for name, value in policy_words(best))
-    why = "".join(f"<li>{escape(reason)}</li>" for reason in reasons_it_wins(document))
-    file = f"{document['model']['name']}.toml"
+    # The style sheet breaks a command line only between its words, not at the hyphens of its options.
+    words = " ".join(f"<span>{escape(word)}</span>" for word in command(document).split(" "))
+    config = _copyable(f"{document['model']['name']}.toml", "config", escape(document["config_toml"]))
     return (
-        f'<section class="answer"><h2>The fastest grid</h2><p class="winner">{_axes(best)}</p>'
+        f'<section class="answer"><h2>The fastest grid</h2><p class="winner">{" ".join(axes) or "one device"}</p>'
         f"{hint(f'Rank order, fastest axis first: {order_name(best)}.')}"
-        f'<dl class="cards">{shown}</dl><div class="pair"><div><ul class="why">{why}</ul>'
-        f'<ul class="policy">{policy}</ul>{_copyable("Run it", "command", _words(command(document)))}</div>'
-        f"{_copyable(file, 'config', escape(document['config_toml']))}</div></section>"
+        f'<dl class="cards">{shown}</dl><div class="pair"><div>{page.bullets(reasons_it_wins(document))}'
+        f'<ul class="policy">{policy}</ul>{_copyable("Run it", "command", words)}</div>{config}</div></section>'
         f"<noscript><p class='note'>The figures and panels need JavaScript; this table does not.</p>"
         f"<pre>{escape(plan_table(document, 20, colour=False))}</pre></noscript>{_asked(document)}"
     )
 
 
-def _axes(entry: PlannedGrid) -> str:
-    """Return the grid in the colours of its axes."""
-    parts = [
-        f'<span style="--axis:{colour(axis)}">{axis}={size}</span>' for axis, size in entry["grid"].items() if size > 1
-    ]
-    return " ".join(parts) or "one device"
+def _cut(entry: PlannedGrid) -> dict[str, int]:
+    """Return the axes of a grid that are longer than 1, and their sizes."""
+    return {axis: size for axis, size in entry["grid"].items() if size > 1}
 
 
 def _copyable(title: str, name: str, body: str) -> str:
@@ -140,70 +132,49 @@ def _copyable(title: str, name: str, body: str) -> str:
     return f'<div class="copyable"><h2>{escape(title)}{button}</h2><pre id="{name}">{body}</pre></div>'
 
 
-def _words(text: str) -> str:
-    """Return a command line that may be broken at blanks but not at the hyphens of its options."""
-    return " ".join(f"<span>{escape(word)}</span>" for word in text.split(" "))
-
-
 def _asked(document: PlanDocument) -> str:
-    """Return the answer to `--why`."""
+    """Return the answer to `--why`; empty if the plan was not asked."""
     asked = document["why"]
     if asked is None:
         return ""
-    rows = [
-        "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-        for place, row in enumerate(asked_pair(document))
-        for tag in ["td" if place else "th"]
-    ]
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    table = f'<div class="scroll tall"><table class="compare"><tbody>{body}</tbody></table></div>' if rows else ""
-    lines = "".join(f"<li>{escape(line)}</li>" for line in asked["lines"])
-    return section(why_title(asked), f'{table}<ul class="why">{lines}</ul>')
+    head, *rows = asked_pair(document) or [()]
+    table = page.table(head, [[escape(cell) for cell in row] for row in rows], kind="scroll tall compare")
+    return section(why_title(asked), (table if rows else "") + page.bullets(asked["lines"]))
 
 
-def _panels(document: PlanDocument, figures: dict[str, Any]) -> str:
+def _panels(document: PlanDocument, figures: Mapping[str, Figure]) -> str:
     """Return the panels that plan_page.js fills."""
-    best = grid_name(document["grids"][0]["grid"])
-    all_grids = "Each point is a grid with its best configuration. Select one, and all panels show it."
-    best_grids = "Computation and exposed communication of the best grids. A grid can be selected here too."
-    timeline = f"A few layers of {best}. Drag to zoom, double-click to see everything."
-    return "\n".join(
-        [
-            '<div id="selected" aria-live="polite"></div>',
-            section("All grids", _figure("tradeoff", all_grids, figures)),
-            section("Parts of a step", _figure("parts", best_grids, figures)),
-            section("The selected grid", '<div id="chosen"></div>'),
-            section("Memory per device", '<div id="memory"></div>'),
-            section("The grid on its nodes and links", '<div id="nodes"></div>'),
-            section("Timeline of a step", '<p class="hint" id="other"></p>' + _figure("timeline", timeline, figures)),
-            section("Ranking", '<div id="ranking"></div>'),
-        ]
-    )
+    captions = {
+        "tradeoff": "Each point is a grid with its best configuration. Select one, and all panels show it.",
+        "parts": "Computation and exposed communication of the best grids. A grid can be selected here too.",
+        "timeline": f"A few layers of {grid_name(document['grids'][0]['grid'])}. Drag to zoom, double-click to see "
+        "everything.",
+    }
+    plots = dict.fromkeys(captions, hint("The plan has no timeline."))
+    plots |= {name: hint(captions[name]) + page.plot(name, figure) for name, figure in figures.items()}
+    panels = {
+        "All grids": plots["tradeoff"],
+        "Parts of a step": plots["parts"],
+        "The selected grid": '<div id="chosen"></div>',
+        "Memory per device": '<div id="memory"></div>',
+        "The grid on its nodes and links": '<div id="nodes"></div>',
+        "Timeline of a step": f'<p class="hint" id="other"></p>{plots["timeline"]}',
+        "Ranking": '<div id="ranking"></div>',
+    }
+    sections = [section(title, body) for title, body in panels.items()]
+    return "\n".join(['<div id="selected" aria-live="polite"></div>', *sections])
 
 
-def _figure(name: str, caption: str, figures: dict[str, Figure]) -> str:
-    return hint(caption) + plot(name, figures[name]) if name in figures else hint("The plan has no timeline.")
-
-
-def _refused(document: PlanDocument) -> str:
-    if not document["refused"]:
-        return ""
-    shown = "" if document["grids"] else " open"
-    title = f"Refused grids ({len(document['refused']):,}) and the reasons"
-    return f'<details{shown}><summary>{title}</summary><div id="refused"></div></details>'
-
-
-def _assumptions(document: PlanDocument) -> str:
-    about = document["machine"]["about"]
-    lines = [*([about] if about else []), *document["assumptions"]]
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return section("What the plan assumes", f'<ul class="why">{items}</ul>') if items else ""
+def _refused(refused: list[PlannedGrid]) -> str:
+    title = f"Refused grids ({len(refused):,}) and the reasons"
+    return f'<details><summary>{title}</summary><div id="refused"></div></details>'
 
 
 def view(document: PlanDocument, entry: PlannedGrid) -> dict[str, Any]:
-    """Return what the panels show of a grid when it is selected."""
+    """Return the texts and numbers that the panels show when a grid is selected."""
     best, usable = document["grids"][0], document["machine"]["usable_bytes"]
     more = percent(entry["seconds"] / best["seconds"] - 1)
+    memory = entry["memory_bytes"].items()
     return {
         "name": grid_name(entry["grid"]),
         "rank": entry["rank"],
@@ -212,15 +183,13 @@ def view(document: PlanDocument, entry: PlannedGrid) -> dict[str, Any]:
         "against": "the best" if entry is best else f"{more} slower than the best",
         "reason": entry["reason"],
         "policy": policy_words(entry),
-        "memory": [
-            [kind.replace("_", " "), size / usable, nbytes(size)] for kind, size in entry["memory_bytes"].items()
-        ],
+        "memory": [[kind.replace("_", " "), size / usable, nbytes(size)] for kind, size in memory],
         "peak": entry["peak_bytes"] / usable,
         "sizes": entry["grid"],
         "order": entry["order"],
-        "links": {axis: link(document, entry, axis) for axis, size in entry["grid"].items() if size > 1},
-        "changes": _changes(entry, best),
-        "cells": _cells(entry),
+        "links": {axis: link(document, entry, axis) for axis in _cut(entry)},
+        "changes": "" if entry is best else _changes(entry, best),
+        "cells": [cell(entry) or DASH for cell in RANKING.values()],
     }
 
 
@@ -239,38 +208,20 @@ def cards(document: PlanDocument, entry: PlannedGrid) -> list[tuple[str, str, st
 
 def _changes(entry: PlannedGrid, best: PlannedGrid) -> str:
     """Return the options that turn the config of the best grid into the config of this one."""
-    if entry is best:
-        return ""
-    sizes = ",".join(f"{axis}={size}" for axis, size in entry["grid"].items() if size > 1) or "data=1"
-    settings = {f"{table}.{name}": (entry[name], best[name]) for table, name in CHOSEN.items()}
-    for name, value in entry["policy"].items():
-        table = "overlap" if name == "halves" else "policy"  # where the config has it
-        settings[f"{table}.{name}"] = value, best["policy"][name]
-    changed = {name: value for name, (value, other) in settings.items() if value != other}
-    # As --set reads them: text may be bare, everything else is written as in JSON.
-    written = [
-        f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
-        for name, value in changed.items()
-    ]
-    options = [f"--set {quote(text)}" for text in written]
-    return " ".join([f"--grid {sizes}", *options])
 
+    def settings(entry: PlannedGrid) -> dict[str, Any]:
+        # `halves` is the one policy of a plan that the config has in another section.
+        policy = {f"{'overlap' if name == 'halves' else 'policy'}.{name}": it for name, it in entry["policy"].items()}
+        return {"grid.order": entry["order"], "batch.micro_steps": entry["micro_steps"], **policy}
 
-def _cells(entry: PlannedGrid) -> list[str]:
-    exposed = ", ".join(f"{axis} {duration(value)}" for axis, value in entry["exposed_seconds"].items())
-    return [
-        str(entry["rank"]),
-        grid_name(entry["grid"]),
-        order_name(entry),
-        ", ".join(entry["policy"][name] for name in named_policies(entry)),
-        str(entry["micro_steps"]),
-        duration(entry["seconds"]),
-        count(entry["tokens_per_second"]),
-        percent(entry["mfu"]),
-        percent(entry["hfu"]),
-        nbytes(entry["peak_bytes"]),
-        exposed or DASH,
-    ]
+    sizes = ",".join(f"{axis}={size}" for axis, size in _cut(entry).items()) or "data=1"
+    options, usual = [f"--grid {sizes}"], settings(best)
+    for name, value in settings(entry).items():
+        if value != usual[name]:
+            # As --set reads values: text may be bare, everything else is written as in JSON.
+            written = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            options.append(f"--set {quote(f'{name}={written}')}")
+    return " ".join(options)
 
 
 def policy_words(entry: PlannedGrid) -> list[tuple[str, str]]:
@@ -279,12 +230,8 @@ def policy_words(entry: PlannedGrid) -> list[tuple[str, str]]:
     def text(value: str | bool | int) -> str:
         return value if isinstance(value, str) else ("no", "yes")[value] if isinstance(value, bool) else f"{value:,}"
 
-    policies = [(name, text(value)) for name, value in entry["policy"].items()]
-    return [
-        *policies,
-        ("micro-steps", text(entry["micro_steps"])),
-        ("rows per place and micro-step", text(entry["rows"])),
-    ]
+    rows = {"micro-steps": entry["micro_steps"], "rows per place and micro-step": entry["rows"]}
+    return [(name, text(value)) for name, value in {**entry["policy"], **rows}.items()]
 
 
 def link(document: PlanDocument, entry: PlannedGrid, axis: str) -> dict[str, Any]:
@@ -306,48 +253,49 @@ def whereabouts(stride: int, size: int, devices: int, per_node: int) -> str:
     """Return whether all groups of an axis stay inside nodes, or none, or some."""
     if stride >= per_node:
         return "crosses nodes"
-    # After `per_node` blocks at most, the first members of groups are at the same offsets inside a node again.
-    firsts = [
-        block * stride * size + inside
-        for block in range(min(devices // (stride * size), per_node))
-        for inside in range(stride)
-    ]
+    # After at most `per_node` blocks, the first members of groups are at the same offsets inside a node again.
+    blocks = min(devices // (stride * size), per_node)
+    firsts = [block * stride * size + inside for block in range(blocks) for inside in range(stride)]
     crossing = [first for first in firsts if first // per_node != (first + stride * (size - 1)) // per_node]
     return "crosses nodes" if len(crossing) == len(firsts) else "some cross nodes" if crossing else "inside a node"
 
 
 def plan_figures(document: PlanDocument) -> dict[str, Figure]:
-    """Return the figures by name, without those that the plan has no data for."""
-    made = {
-        "tradeoff": _tradeoff(document) if document["grids"] else None,
-        "parts": _parts(document["grids"][:BARS]) if document["grids"] else None,
-        "timeline": _timeline(document["timeline"]) if document["timeline"] else None,
-    }
-    return {name: figure for name, figure in made.items() if figure is not None}
+    """Return the figures by name; without a timeline if the plan has none."""
+    made = {"tradeoff": _tradeoff(document), "parts": _parts(document["grids"][:BARS])}
+    return made | ({"timeline": _timeline(document["timeline"])} if document["timeline"] else {})
 
 
 def _tradeoff(document: PlanDocument) -> Figure:
     """Draw every grid as a point, seconds against memory. The last trace is a ring around the selected grid."""
-    grids = document["grids"]
-    known = ("compute", *AXES)  # the order of the legend; anything else comes last
+    grids, estimated = document["grids"], document.get("estimated", [])
+    legend = ("compute", *AXES)  # the order of the legend; anything else comes last
     bounds = sorted(
         {entry["bound_by"] for entry in grids},
-        key=lambda bound: (known.index(bound) if bound in known else len(known), bound),
+        key=lambda bound: (legend.index(bound) if bound in legend else len(legend), bound),
     )
-    traces = [_points(grids, bound) for bound in bounds]
-    if document.get("estimated"):
-        traces.append(_estimated(document["estimated"]))
-    front = _front(grids)
+    traces = []
+    for bound in bounds:
+        chosen = {place: entry for place, entry in enumerate(grids) if entry["bound_by"] == bound}
+        more = {"text": [_hover(entry) for entry in chosen.values()], "hoverinfo": "text", "customdata": list(chosen)}
+        marker = {"color": colour(bound), "size": 8, "opacity": 0.85}
+        traces.append(_points(f"bound by {escape(bound)}", list(chosen.values()), marker, type="scattergl", **more))
+    if estimated:  # grids that were estimated to be slower and not simulated; without `customdata` none can be selected
+        text = [
+            f"<b>{grid_name(entry['grid'])}</b><br>about {duration(entry['seconds'])}, not simulated"
+            for entry in estimated
+        ]
+        marker = {"color": "var(--muted)", "size": 6, "symbol": "circle-open"}
+        traces.append(_points("estimated only", estimated, marker, type="scattergl", text=text, hoverinfo="text"))
     line = {"color": "var(--muted)", "width": 1.5, "dash": "dot", "shape": "hv"}
-    traces.append(_over("lines", "Pareto front", front, line=line))
+    traces.append(_points("Pareto front", _front(grids), {}, mode="lines", line=line))
     star = {"symbol": "star", "size": 17, "color": "var(--accent)", "line": {"color": "var(--card)", "width": 1.5}}
-    traces.append({**_over("markers", "best", grids[:1], marker=star), "type": "scattergl"})  # drawn over the points
+    traces.append(_points("best", grids[:1], star, type="scattergl"))  # so that it is drawn over the points
     ring = {"symbol": "circle-open", "size": 17, "color": "var(--text)", "line": {"width": 2}}
-    traces.append(_over("markers", "selected", grids[:1], marker=ring))
+    traces.append(_points("selected", grids[:1], ring))
     usable = document["machine"]["usable_bytes"] / GIB
-    every = [*grids, *document.get("estimated", [])]
-    most = max(usable, *(entry["peak_bytes"] / GIB for entry in every))
-    seconds = [entry["seconds"] for entry in every]
+    most = max(usable, *(entry["peak_bytes"] / GIB for entry in (*grids, *estimated)))
+    seconds = [entry["seconds"] for entry in (*grids, *estimated)]
     # On a linear scale, seconds that differ by orders of magnitude would put all good grids at the left edge.
     log = {"type": "log", "dtick": "D2"} if max(seconds) > 8 * min(seconds) else {}
     limit = {"color": "var(--accent)", "width": 1.5, "dash": "dash"}
@@ -365,40 +313,11 @@ def _tradeoff(document: PlanDocument) -> Figure:
     return {"traces": traces, "layout": layout}
 
 
-def _points(grids: list[PlannedGrid], bound: str) -> Figure:
-    places = [place for place, entry in enumerate(grids) if entry["bound_by"] == bound]
-    return {
-        "type": "scattergl",
-        "mode": "markers",
-        "name": f"bound by {escape(bound)}",
-        "x": [grids[place]["seconds"] for place in places],
-        "y": [grids[place]["peak_bytes"] / GIB for place in places],
-        "customdata": places,
-        "text": [_hover(grids[place]) for place in places],
-        "hovertemplate": "%{text}<extra></extra>",
-        "marker": {"color": "var(--compute)" if bound == "compute" else colour(bound), "size": 8, "opacity": 0.85},
-    }
-
-
-def _estimated(grids: list[PlannedGrid]) -> Figure:
-    """Draw grids that were estimated to be slower and not simulated; they cannot be selected."""
-    text = [
-        f"<b>{grid_name(entry['grid'])}</b><br>about {duration(entry['seconds'])}, not simulated" for entry in grids
-    ]
-    marker = {"color": "var(--muted)", "size": 6, "symbol": "circle-open"}
-    return {
-        **_over("markers", "estimated only", grids, marker=marker),
-        "type": "scattergl",
-        "text": text,
-        "hoverinfo": "text",
-        "customdata": [None] * len(grids),
-    }
-
-
-def _over(mode: str, name: str, grids: list[PlannedGrid], **more: Any) -> Figure:
-    """Return a trace over the points, without labels of its own: only the points react to the pointer."""
+def _points(name: str, grids: list[PlannedGrid], marker: Figure, **more: Any) -> Figure:
+    """Return a trace of grids, seconds against memory. It does not react to the pointer unless `more` says so."""
     x, y = [entry["seconds"] for entry in grids], [entry["peak_bytes"] / GIB for entry in grids]
-    return {"type": "scatter", "mode": mode, "name": name, "x": x, "y": y, "hoverinfo": "skip", **more}
+    quiet = {"type": "scatter", "mode": "markers", "hoverinfo": "skip"}
+    return {**quiet, "name": name, "x": x, "y": y, "marker": marker, **more}
 
 
 def _front(grids: list[PlannedGrid]) -> list[PlannedGrid]:
@@ -412,60 +331,41 @@ def _front(grids: list[PlannedGrid]) -> list[PlannedGrid]:
 
 def _hover(entry: PlannedGrid) -> str:
     policy = ", ".join(f"{name} {value}".replace(" ", "\N{NO-BREAK SPACE}") for name, value in policy_words(entry))
-    links = "<br>".join(
+    links = [
         f"{axis}: {duration(entry['exposed_seconds'].get(axis, 0.0))} exposed of {duration(seconds)}"
         for axis, seconds in entry["link_seconds"].items()
-    )
+    ]
     lines = [
         f"<b>{entry['rank']}. {grid_name(entry['grid'])}</b> (order {order_name(entry)})",
         f"{duration(entry['seconds'])} per step, {count(entry['tokens_per_second'])} tokens/s, "
         f"MFU {percent(entry['mfu'])}, HFU {percent(entry['hfu'])}",
         f"compute {duration(entry['compute_seconds'])}, peak {nbytes(entry['peak_bytes'])}",
-        links,
-        *_folded(escape(policy)),
-        *_folded(escape(entry["reason"])),
+        *links,
     ]
-    return "<br>".join(line for line in lines if line)
-
-
-def _folded(text: str, width: int = 50) -> list[str]:
-    """Break text into lines, which plotly does not do. Lines break only at blanks, so escaped characters stay whole."""
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + len(word) >= width:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
+    for text in (policy, entry["reason"]):
+        # plotly does not wrap text. Lines break only at blanks, so that escaped characters stay whole.
+        lines += textwrap.wrap(escape(text), 50, break_long_words=False, break_on_hyphens=False)
+    return "<br>".join(lines)
 
 
 def _parts(grids: list[PlannedGrid]) -> Figure:
-    """Draw the step of each grid as one bar: computation, then what is exposed over each axis, then the rest."""
+    """Draw the step of each grid as one bar: computation, then the exposed time over each axis, then the remainder."""
     axes = [axis for axis in AXES if any(axis in entry["exposed_seconds"] for entry in grids)]
-    parts = {"compute": [entry["compute_seconds"] for entry in grids]}
-    parts |= {f"exposed over {axis}": [entry["exposed_seconds"].get(axis, 0.0) for entry in grids] for axis in axes}
-    rest = [
-        max(0.0, entry["seconds"] - sum(values))
-        for entry, values in zip(grids, zip(*parts.values(), strict=True), strict=True)
-    ]
+    parts = {"compute": ("compute", [entry["compute_seconds"] for entry in grids])}
+    for axis in axes:
+        parts[axis] = f"exposed over {axis}", [entry["exposed_seconds"].get(axis, 0.0) for entry in grids]
+    known = [sum(values) for values in zip(*(values for _, values in parts.values()), strict=True)]
+    rest = [max(0.0, entry["seconds"] - seconds) for entry, seconds in zip(grids, known, strict=True)]
     if any(left > 0.001 * entry["seconds"] for left, entry in zip(rest, grids, strict=True)):
-        parts["other"] = rest
-    shades = ["var(--compute)", *map(colour, axes), "var(--faint)"]
+        parts["other"] = "other", rest
     places, rows = list(range(len(grids))), [grid_name(entry["grid"]) for entry in grids]
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "x": values,
-            "y": places,
-            "customdata": places,
-            "text": [f"{row}<br>{name}: {duration(value)}" for row, value in zip(rows, values, strict=True)],
-            "textposition": "none",
-            "hovertemplate": "%{text}<extra></extra>",
-            "marker": {"color": colour_of, "line": {"width": 0}},
-        }
-        for (name, values), colour_of in zip(parts.items(), shades, strict=False)
-    ]
+    traces = []
+    for part, (name, values) in parts.items():
+        text = [f"{row}<br>{name}: {duration(value)}" for row, value in zip(rows, values, strict=True)]
+        more = {"customdata": places, "text": text, "textposition": "none"}
+        traces.append(
+            page.bars(name, values, places, "var(--faint)" if part == "other" else colour(part), "%{text}", **more)
+        )
     names = plot_axis(
         zeroline=False, tickvals=places, ticktext=rows, range=[len(grids) - 0.4, -0.6], fixedrange=True, showgrid=False
     )
@@ -478,21 +378,19 @@ def _parts(grids: list[PlannedGrid]) -> Figure:
     return {"traces": traces, "layout": layout}
 
 
-def _timeline(events: list[PlannedGrid]) -> Figure:
-    """Draw what runs when: a track for the device and one for each axis."""
+def _timeline(events: list[Mapping[str, Any]]) -> Figure:
+    """Draw the work of the device and the messages of each axis over time, a track for each."""
     tracks = ["compute", *(axis for axis in AXES if any(event["track"] == axis for event in events))]
     traces = []
-    for track in tracks:
-        for phase in PHASES:
-            found = [event for event in events if event["track"] == track and event["phase"] == phase]
-            if found:
-                traces.append(_track(track, phase, found))
-    names = plot_axis(
-        type="category", categoryarray=tracks[::-1], categoryorder="array", fixedrange=True, showgrid=False
-    )
+    for track, phase in product(tracks, PHASES):
+        found = [event for event in events if event["track"] == track and event["phase"] == phase]
+        if found:
+            traces.append(_track(track, phase, found))
     layout = plot_layout(
         90 + 44 * len(tracks),
-        yaxis=names,
+        yaxis=plot_axis(
+            type="category", categoryarray=tracks[::-1], categoryorder="array", fixedrange=True, showgrid=False
+        ),
         xaxis=plot_axis(tickformat="~s", ticksuffix="s", range=[0, 1.01 * max(event["end"] for event in events)]),
         barmode="overlay",
         bargap=0.25,
@@ -504,26 +402,22 @@ def _timeline(events: list[PlannedGrid]) -> Figure:
     return {"traces": traces, "layout": layout}
 
 
-def _track(track: str, phase: str, events: list[PlannedGrid]) -> Figure:
-    computes = track == "compute"
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": phase,
-        "showlegend": computes,
-        "y": [track] * len(events),
-        "base": [event["start"] for event in events],
-        "x": [event["end"] - event["start"] for event in events],
-        "text": [escape(event["label"]) for event in events],
-        "customdata": [[duration(event["start"]), duration(event["end"] - event["start"])] for event in events],
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "textangle": 0,
-        "constraintext": "inside",
-        "hovertemplate": f"<b>%{{text}}</b><br>{track}, {phase}<br>from %{{customdata[0]}}, for %{{customdata[1]}}"
-        "<extra></extra>",
-        "marker": {
-            "color": PHASES[phase] if computes else colour(track),
-            "line": {"color": "var(--card)", "width": 0.7},
-        },
-    }
+def _track(track: str, phase: str, events: list[Mapping[str, Any]]) -> Figure:
+    shade = PHASES[phase] if track == "compute" else colour(track)
+    seconds = [event["end"] - event["start"] for event in events]
+    inside = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "constraintext": "inside"}
+    return page.bars(
+        phase,
+        seconds,
+        [track] * len(events),
+        shade,
+        f"<b>%{{text}}</b><br>{track}, {phase}<br>from %{{customdata[0]}}, for %{{customdata[1]}}",
+        base=[event["start"] for event in events],
+        text=[escape(event["label"]) for event in events],
+        customdata=[
+            [duration(event["start"]), duration(length)] for event, length in zip(events, seconds, strict=True)
+        ],
+        showlegend=track == "compute",
+        marker={"color": shade, "line": {"color": "var(--card)", "width": 0.7}},
+        **inside,
+    )

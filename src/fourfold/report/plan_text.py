@@ -1,7 +1,7 @@
 """A plan as text: the ranked table and the answer to `--why` for a terminal, and the sentences that the page shares.
 
-Everything comes from the plan's JSON document. On a terminal the table fits its width: a grid takes one line if all
-columns fit, otherwise a line with the main columns and the others below it. In a pipe a grid is one line, however long.
+Everything comes from the plan's JSON document. On a terminal the table fits the width: a grid takes one line if all
+columns fit, otherwise a line with the main columns and the other columns below it. In a pipe a grid is always one line.
 Colours need `rich`; without it, and in a pipe, the text is plain.
 """
 
@@ -12,7 +12,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
 from typing import Any
@@ -22,25 +21,25 @@ from fourfold.grid import Shape
 from fourfold.report.units import DASH, aligned, count, duration, nbytes, percent
 
 PlanDocument = Mapping[str, Any]
-"""A plan as JSON, as `fourfold plan --json` writes it."""
+"""A plan as JSON, as `fourfold plan --json` writes it. It has at least one grid: a search in which none fits raises."""
 
 PlannedGrid = Mapping[str, Any]
 """One of the document's `grids`."""
 
 KEEPS = {(False, False): DASH, (True, False): "inputs", (False, True): "weights", (True, True): "both"}
-"""What stays gathered from forward to backward, by (keep_gathered, keep_weights)."""
+"""The tensors that stay gathered from forward to backward, by (keep_gathered, keep_weights)."""
 
 SHORT = {"sharded": "shard", "replicated": "repl", "attention": "attn"}
-"""Short forms of policies, for narrow terminals."""
+"""Short forms of policies, so that more columns fit."""
 
+LEFT = ("grid", "order", "policy", "keeps")
+"""Columns of text, aligned to the left; all others are numbers, aligned to the right."""
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the table."""
+MAIN = ("#", "grid", "policy", "micro", "s/step", "tokens/s", "MFU", "HFU", "compute", "peak")
+"""Columns of the first line of a grid on a terminal that is too narrow for all columns."""
 
-    name: str
-    cell: Callable[[PlannedGrid], str]
-    right: bool = True
+FEW = ("#", "grid", "s/step", "tokens/s", "MFU", "peak")
+"""Columns of the first line on a terminal that is too narrow even for `MAIN`."""
 
 
 def plan_table(document: PlanDocument, top: int, *, width: int | None = None, colour: bool | None = None) -> str:
@@ -53,8 +52,6 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
         raise ValueError(f"top={top}: a table must show at least 1 grid")
     width = _terminal_width() if width is None else width
     shown = document["grids"][:top]
-    if not shown:
-        return "\n".join([*_wrapped([headline(document)], width), "", *_nothing_fits(document, top)])
     axes = [axis for axis in AXES if any(axis in entry["link_seconds"] for entry in shown)]
     head, rows = _fitted(shown, axes, width)
     lines = [*((line, "bold") for line in _wrapped([headline(document)], width)), ("", ""), (head, "bold")]
@@ -67,23 +64,36 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
 
 
 def why_text(document: PlanDocument, *, width: int | None = None) -> str:
-    """Return why the best grid is the best or, if the plan was asked about a pair, why one grid beats the other."""
+    """Return the answer to `--why`: two grids side by side, and why one beats the other."""
     width = _terminal_width() if width is None else width
-    asked = document["why"]
-    if asked is None:
-        if not document["grids"]:
-            return "\n".join(_nothing_fits(document, 20))
-        title = f"Why {grid_name(document['grids'][0]['grid'])}?"
-        return "\n".join([title, *_wrapped(reasons_it_wins(document), width, bullet="- ")])
-    lines = _wrapped(asked["lines"], width, bullet="- ")
     pair = aligned(asked_pair(document), right=(1, 2, 3))
-    return "\n".join([why_title(asked), *(f"  {row}" for row in pair), *lines])
+    reasons = _wrapped(document["why"]["lines"], width, bullet="- ")
+    return "\n".join([why_title(document["why"]), *(f"  {row}" for row in pair), *reasons])
 
 
 def asked_pair(document: PlanDocument) -> list[tuple[str, str, str, str]]:
-    """Return the two grids that `--why` asked about side by side; nothing if one of them was refused."""
-    one, other = (entry_of(document, document["why"][name]) for name in ("grid", "against"))
-    return [] if one is None or other is None else comparison(one, other)
+    """Return the two grids that `--why` asked about side by side; nothing if one of them was refused.
+
+    A row has a name, the value of the one, the value of the other, and how much more the other takes.
+    """
+    asked = document["why"]
+    one = next((entry for entry in document["grids"] if entry["grid"] == asked["grid"]), None)
+    other = next((entry for entry in document["grids"] if entry["grid"] == asked["against"]), None)
+    if one is None or other is None:
+        return []
+    left, right = one["exposed_seconds"], other["exposed_seconds"]
+    axes = [axis for axis in AXES if axis in left or axis in right]
+    pairs = [
+        ("step", one["seconds"], other["seconds"], duration),
+        ("compute", one["compute_seconds"], other["compute_seconds"], duration),
+        *((f"exposed over {axis}", left.get(axis, 0.0), right.get(axis, 0.0), duration) for axis in axes),
+        ("peak memory", one["peak_bytes"], other["peak_bytes"], nbytes),
+    ]
+    rows = [("", grid_name(one["grid"]), grid_name(other["grid"]), "difference")]
+    for name, mine, theirs, shown in pairs:
+        sign = "+" if theirs > mine else "-" if theirs < mine else ""
+        rows.append((name, shown(mine), shown(theirs), sign + shown(abs(theirs - mine))))
+    return rows
 
 
 def why_title(asked: Mapping[str, Any]) -> str:
@@ -102,7 +112,7 @@ def order_name(entry: PlannedGrid) -> str:
 
 
 def headline(document: PlanDocument) -> str:
-    """Return what was planned: the model, the devices and the batch."""
+    """Return the subject of the plan: the model, the devices and the batch."""
     model, machine = document["model"], document["machine"]
     return (
         f"{model['name']} ({count(model['parameters'])} parameters) on {document['devices']:,} x {machine['device']} "
@@ -111,7 +121,7 @@ def headline(document: PlanDocument) -> str:
 
 
 def searched(document: PlanDocument) -> str:
-    """Return how many grids and candidates were searched, and how long it took."""
+    """Return how many grids and candidates the planner searched, and how long that took."""
     found = document["searched"]
     return (
         f"{found['grids']:,} grids, {found['candidates']:,} candidates, {found['simulated']:,} of them simulated, "
@@ -120,7 +130,7 @@ def searched(document: PlanDocument) -> str:
 
 
 def reasons_it_wins(document: PlanDocument) -> list[str]:
-    """Return sentences about the best grid: what its step consists of, what is hidden, why the next best is slower."""
+    """Return sentences about the best grid: its parts of a step, the hidden share, and why the next best is slower."""
     best, *others = document["grids"]
     exposed, link = sum(best["exposed_seconds"].values()), sum(best["link_seconds"].values())
     by_axis = ", ".join(f"{axis} {duration(value)}" for axis, value in best["exposed_seconds"].items())
@@ -132,41 +142,18 @@ def reasons_it_wins(document: PlanDocument) -> list[str]:
     if link:
         hidden = max(0.0, 1 - exposed / link)
         said.append(f"{percent(hidden)} of the {duration(link)} on the links is hidden behind computation.")
-    if best["reason"]:
-        said.append(_sentence(best["reason"]))
     if others:
-        said.append(_sentence(f"The next best, {grid_name(others[0]['grid'])}, {_slower(others[0], best)}"))
+        more, reason = others[0]["seconds"] - best["seconds"], others[0]["reason"]
+        takes = f"takes {duration(more)} ({percent(more / best['seconds'])}) longer" if more > 0 else "takes as long"
+        said.append(f"The next best, {grid_name(others[0]['grid'])}, {takes}{f': {reason}' if reason else ''}.")
     usable = document["machine"]["usable_bytes"]
     said.append(f"A device needs {nbytes(best['peak_bytes'])} of the {nbytes(usable)} that it can use.")
     return said
 
 
-def comparison(one: PlannedGrid, other: PlannedGrid) -> list[tuple[str, str, str, str]]:
-    """Return two grids side by side as rows: what, the one, the other, how much more the other takes."""
-    rows = [("", grid_name(one["grid"]), grid_name(other["grid"]), "difference")]
-
-    def add(name: str, left: float, right: float, shown: Callable[[float], str]) -> None:
-        sign = "+" if right > left else "-" if right < left else ""
-        rows.append((name, shown(left), shown(right), sign + shown(abs(right - left))))
-
-    add("step", one["seconds"], other["seconds"], duration)
-    add("compute", one["compute_seconds"], other["compute_seconds"], duration)
-    for axis in AXES:
-        left, right = (entry["exposed_seconds"].get(axis) for entry in (one, other))
-        if left is not None or right is not None:
-            add(f"exposed over {axis}", left or 0.0, right or 0.0, duration)
-    add("peak memory", one["peak_bytes"], other["peak_bytes"], nbytes)
-    return rows
-
-
 def named_policies(entry: PlannedGrid) -> list[str]:
     """Return the policies of a grid that have a name as their value, such as activations."""
     return [name for name, value in entry["policy"].items() if isinstance(value, str)]
-
-
-def entry_of(document: PlanDocument, grid: Mapping[str, int]) -> PlannedGrid | None:
-    """Return the entry of a grid; None if it was refused."""
-    return next((entry for entry in document["grids"] if entry["grid"] == grid), None)
 
 
 def command(document: PlanDocument) -> str:
@@ -179,18 +166,9 @@ def command(document: PlanDocument) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {devices // nodes} -m fourfold.cli {train}"
 
 
-def _slower(entry: PlannedGrid, best: PlannedGrid) -> str:
-    more = entry["seconds"] - best["seconds"]
-    takes = f"takes {duration(more)} ({percent(more / best['seconds'])}) longer" if more > 0 else "takes as long"
-    return f"{takes}: {entry['reason']}" if entry["reason"] else takes
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
-
-
-def _columns(axes: Sequence[str], scale: float) -> list[Column]:
-    # Three digits of the fastest step: smaller differences decide nothing.
+def _columns(axes: Sequence[str], scale: float) -> dict[str, Callable[[PlannedGrid], str]]:
+    """Return the columns of the table, name by name, as functions that write the cell of a grid."""
+    # Show three digits of the fastest step, whose seconds are `scale`: smaller differences decide nothing.
     places = max(1, 2 - math.floor(math.log10(scale))) if scale > 0 else 1
 
     def seconds(axis: str) -> Callable[[PlannedGrid], str]:
@@ -203,49 +181,37 @@ def _columns(axes: Sequence[str], scale: float) -> list[Column]:
     def policy(entry: PlannedGrid) -> str:
         return "/".join(SHORT.get(entry["policy"][name], entry["policy"][name]) for name in named_policies(entry))
 
-    return [
-        Column("#", lambda entry: str(entry["rank"])),
-        Column("grid", lambda entry: grid_name(entry["grid"]), right=False),
-        Column("order", order_name, right=False),
-        Column("policy", policy, right=False),
-        Column(
-            "keeps",
-            lambda entry: KEEPS[entry["policy"]["keep_gathered"], entry["policy"]["keep_weights"]],
-            right=False,
-        ),
-        Column("micro", lambda entry: str(entry["micro_steps"])),
-        Column("s/step", lambda entry: f"{entry['seconds']:.{places + 1}f}"),
-        Column("tokens/s", lambda entry: count(entry["tokens_per_second"])),
-        Column("MFU", lambda entry: f"{entry['mfu']:.1%}"),
-        Column("HFU", lambda entry: f"{entry['hfu']:.1%}"),
-        Column("compute", lambda entry: f"{entry['compute_seconds']:.{places}f}"),
-        *(Column(axis, seconds(axis)) for axis in axes),
-        Column("peak", lambda entry: nbytes(entry["peak_bytes"])),
-    ]
-
-
-MAIN = ("#", "grid", "policy", "micro", "s/step", "tokens/s", "MFU", "HFU", "compute", "peak")
-"""Columns of the first line of a grid on a terminal that is too narrow for all of them."""
-
-FEW = ("#", "grid", "s/step", "tokens/s", "MFU", "peak")
-"""Columns of the first line on a terminal that is too narrow even for those."""
+    return {
+        "#": lambda entry: str(entry["rank"]),
+        "grid": lambda entry: grid_name(entry["grid"]),
+        "order": order_name,
+        "policy": policy,
+        "keeps": lambda entry: KEEPS[entry["policy"]["keep_gathered"], entry["policy"]["keep_weights"]],
+        "micro": lambda entry: str(entry["micro_steps"]),
+        "s/step": lambda entry: f"{entry['seconds']:.{places + 1}f}",
+        "tokens/s": lambda entry: count(entry["tokens_per_second"]),
+        "MFU": lambda entry: f"{entry['mfu']:.1%}",
+        "HFU": lambda entry: f"{entry['hfu']:.1%}",
+        "compute": lambda entry: f"{entry['compute_seconds']:.{places}f}",
+        **{axis: seconds(axis) for axis in axes},
+        "peak": lambda entry: nbytes(entry["peak_bytes"]),
+    }
 
 
 def _fitted(shown: Sequence[PlannedGrid], axes: Sequence[str], width: int | None) -> tuple[str, list[list[str]]]:
     """Return the heading and the lines of each grid, with as many columns side by side as fit."""
     columns = _columns(axes, shown[0]["seconds"])
-    for names in ([column.name for column in columns], MAIN, FEW):
-        beside = [column for column in columns if column.name in names]
-        below = [column for column in columns if column.name not in names]
-        cells = [[column.name for column in beside], *([column.cell(entry) for column in beside] for entry in shown)]
-        head, *lines = aligned(cells, [place for place, column in enumerate(beside) if column.right])
+    for beside in (list(columns), MAIN, FEW):
+        cells = [beside, *([columns[name](entry) for name in beside] for entry in shown)]
+        head, *lines = aligned(cells, [place for place, name in enumerate(beside) if name not in LEFT])
         if width is None or max(map(len, (head, *lines))) <= width:
             break
     indent = " " * (2 + max(len(str(entry["rank"])) for entry in shown))
     rows = []
     for line, entry in zip(lines, shown, strict=True):
-        # A value stays on the line of its name: lines break only between items.
-        items = "  ".join(f"{column.name} {column.cell(entry)}".replace(" ", "\N{NO-BREAK SPACE}") for column in below)
+        # Lines break only between items, so that a value stays on the line of its name.
+        below = [f"{name} {cell(entry)}" for name, cell in columns.items() if name not in beside]
+        items = "  ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in below)
         more = textwrap.wrap(items, width or 10**6, initial_indent=indent, subsequent_indent=indent)
         rows.append([line, *(part.replace("\N{NO-BREAK SPACE}", " ") for part in more)])
     return head, rows
@@ -256,18 +222,11 @@ def _legend(document: PlanDocument, axes: Sequence[str]) -> list[str]:
     by_axis = f"{', '.join(axes)}: seconds exposed / on the link. " if axes else ""
     policy = f"policy: {'/'.join(named_policies(document['grids'][0]))}. "
     keeps = "keeps: what stays gathered until backward (policy.keep_gathered, policy.keep_weights)."
-    more = f"; {len(refused):,} grids refused, such as {_refusal(refused[0])}" if refused else ""
+    more = ""
+    if refused:
+        first = f"{grid_name(refused[0]['grid'])}: {refused[0]['reason']}"
+        more = f"; {len(refused):,} grids refused, such as {first}"
     return [f"{by_axis}order: fastest axis first. {policy}{keeps}", f"{searched(document)}{more}."]
-
-
-def _nothing_fits(document: PlanDocument, top: int) -> list[str]:
-    refused = document["refused"]
-    more = [f"... and {len(refused) - top:,} more"] if len(refused) > top else []
-    return ["No grid fits:", *(f"  {_refusal(entry)}" for entry in refused[:top]), *more]
-
-
-def _refusal(entry: PlannedGrid) -> str:
-    return f"{grid_name(entry['grid'])}: {entry['reason']}"
 
 
 def _wrapped(lines: Iterable[str], width: int | None, bullet: str = "") -> list[str]:

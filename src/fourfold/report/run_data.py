@@ -1,8 +1,8 @@
-"""Reads a run folder: `config.toml`, `run.json`, `metrics.jsonl` and `profile/`, as the trainer writes them.
+"""Read a run folder: `config.toml`, `run.json`, `metrics.jsonl` and `profile/`, as the trainer writes them.
 
 A run may have been killed in the middle of a line, resumed from an earlier step, or diverged. All of this can be read:
-whatever could not be used is mentioned in `RunData.notes`, never dropped silently. It is an error if the folder is not
-a run, or if `run.json` does not say which model ran on which grid.
+`RunData.notes` mentions everything that was left out, so nothing is dropped silently. It is an error if the folder is
+not a run, or if `run.json` does not say which model ran on which grid.
 
 Invariant: `steps` and `evaluations` are in the order of their steps, each step once (its last record counts).
 """
@@ -22,9 +22,10 @@ from fourfold.grid import Shape
 from fourfold.report.units import known
 
 FILES = ("config.toml", "run.json", "metrics.jsonl")
+"""Files that every run folder has."""
 
 NOT_DRAWN = ("end", "profile", "compared", "saved")
-"""Events of `metrics.jsonl` that the figures do not need: they have files of their own, or are in `run.json`."""
+"""Events of `metrics.jsonl` that the figures do not need: their numbers have own files, or are in `run.json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +49,11 @@ class LoggedStep:
         """Whether the loss is NaN or infinite."""
         return self.loss is not None and not known(self.loss)
 
-    @property
-    def compute_seconds(self) -> float | None:
-        """The time of the step without exposed communication; never below 0."""
-        if self.seconds is None:
-            return None
-        return max(0.0, self.seconds - sum(self.exposed_seconds.values()))
-
-
-BY_AXIS = ("wire_bytes", "exposed_seconds")
-"""The fields of a `LoggedStep` that have a number for each axis."""
+    def part_seconds(self, part: str) -> float | None:
+        """Return the seconds of a part of the step: exposed over an axis, or `compute`, which is all other time."""
+        if part != "compute":
+            return self.exposed_seconds.get(part, 0.0)
+        return None if self.seconds is None else max(0.0, self.seconds - sum(self.exposed_seconds.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +93,9 @@ class RunData:
     evaluations: dict[int, float] = field(default_factory=dict)
     """Validation loss by step."""
     skipped: dict[int, list[str]] = field(default_factory=dict)
-    """Skipped steps, each with the parameters that had a gradient that was not finite, if that was recorded."""
+    """Skipped steps, each with the parameters whose gradient was not finite, if they were recorded."""
     end: str | None = None
-    """Why the run ended; None if it did not say."""
+    """Why the run ended; None if it recorded no end."""
     profile: ProfileSummary | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -130,16 +126,16 @@ def read_run(folder: Path) -> RunData:
         raise FileNotFoundError(
             f"{folder} is not a run: it has no {', '.join(missing)}; a run folder has {', '.join(FILES)}"
         )
-    facts = _read_facts(folder / "run.json")
+    facts, shape = _read_facts(folder / "run.json")
     config = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
-    run = RunData(folder.resolve().name, config, facts, _shape(facts, folder / "run.json"))
+    run = RunData(folder.resolve().name, config, facts, shape)
     _read_metrics(run, (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
     if (folder / "profile" / "summary.json").is_file():
         _read_profile(run, (folder / "profile").resolve())
     return run
 
 
-def _read_facts(path: Path) -> Mapping[str, Any]:
+def _read_facts(path: Path) -> tuple[Mapping[str, Any], Shape]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -147,14 +143,10 @@ def _read_facts(path: Path) -> Mapping[str, Any]:
     missing = [key for key in ("model", "grid") if not isinstance(facts, dict) or key not in facts]
     if missing:
         raise ValueError(f"{path} must be an object with model and grid, but has no {' and no '.join(missing)}")
-    return facts
-
-
-def _shape(facts: Mapping[str, Any], path: Path) -> Shape:
     try:
         order = tuple(facts.get("order", AXES))
         # A run from before an axis existed does not name it; its size is 1, so its place in the order means nothing.
-        return Shape(**facts["grid"], order=order + tuple(axis for axis in AXES if axis not in order))
+        return facts, Shape(**facts["grid"], order=order + tuple(axis for axis in AXES if axis not in order))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: grid={facts['grid']!r}, order={facts.get('order')!r}: {error}") from error
 
@@ -171,21 +163,32 @@ def _read_metrics(run: RunData, text: str) -> None:
             unread += [number] if line.strip() else []
             continue
         event, step = str(record.get("event")), record["step"]
-        # A resumed run writes on behind its end, so only an end that nothing follows counts.
+        # A resumed run appends to the file, so an end counts only if nothing follows it.
         run.end = str(record.get("reason", "end")) if event == "end" else None
         if event == "step":
             repeated += step in steps
             steps[step] = _parse_step(record)
-        if not _add_event(run, event, record):
-            unknown[event] += 1
+        unknown.update([event] if not _add_event(run, event, record) else [])
     run.steps = [steps[step] for step in sorted(steps)]
     run.evaluations = dict(sorted(run.evaluations.items()))
     run.skipped = dict(sorted(run.skipped.items()))
-    run.notes += _notes_on(run, unread, len(lines), repeated, unknown)
+    if len(lines) in unread:
+        run.notes.append(f"The last line of metrics.jsonl (line {unread.pop()}) is cut off and was left out.")
+    if unread:
+        named = ", ".join(map(str, unread[:8])) + (" ..." if len(unread) > 8 else "")
+        run.notes.append(f"{len(unread)} lines of metrics.jsonl could not be read and were left out: line {named}.")
+    if repeated:
+        run.notes.append(f"{repeated} logged steps were taken again after a resume; the later record is shown.")
+    run.notes += [f"{times} records of the unknown event {event!r} are not shown." for event, times in unknown.items()]
+    if diverged := [step.step for step in run.steps if step.diverged]:
+        times = f"at {len(diverged)} logged steps, first at step {diverged[0]}"
+        run.notes.append(f"The training loss is NaN or infinite {times}.")
+    if not run.steps:
+        run.notes.append("metrics.jsonl has no step: the run ended before its first one, or has just begun.")
 
 
 def _add_event(run: RunData, event: str, record: Mapping[str, Any]) -> bool:
-    """Add what a record says besides the numbers of a step; return False for an unknown event."""
+    """Add everything that a record has besides the numbers of a step; return False for an unknown event."""
     step = record["step"]
     match event:
         case "step":
@@ -195,7 +198,7 @@ def _add_event(run: RunData, event: str, record: Mapping[str, Any]) -> bool:
                 run.skipped.pop(step, None)  # a resumed run took this step again and did not skip it
         case "evaluation":
             loss = _number(record.get("loss"))
-            if loss is not None and known(loss):
+            if known(loss):
                 run.evaluations[step] = loss
             else:
                 run.notes.append(f"The validation loss of step {step} is not a finite number.")
@@ -210,35 +213,15 @@ def _add_event(run: RunData, event: str, record: Mapping[str, Any]) -> bool:
     return True
 
 
-def _notes_on(run: RunData, unread: list[int], lines: int, repeated: int, unknown: Mapping[str, int]) -> list[str]:
-    """Return sentences about what was left out and about what is wrong with the numbers."""
-    notes = []
-    if lines in unread:
-        notes.append(f"The last line of metrics.jsonl (line {lines}) is cut off and was left out.")
-    others = [number for number in unread if number != lines]
-    if others:
-        named = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
-        notes.append(f"{len(others)} lines of metrics.jsonl could not be read and were left out: line {named}.")
-    if repeated:
-        notes.append(f"{repeated} logged steps were taken again after a resume; the later record is shown.")
-    notes += [f"{times} records of the unknown event {event!r} are not shown." for event, times in unknown.items()]
-    diverged = [step.step for step in run.steps if step.diverged]
-    if diverged:
-        notes.append(
-            f"The training loss is NaN or infinite at {len(diverged)} logged steps, first at step {diverged[0]}."
-        )
-    if not run.steps:
-        notes.append("metrics.jsonl has no step: the run ended before its first one, or has just begun.")
-    return notes
-
-
 def _read_profile(run: RunData, folder: Path) -> None:
+    def over_ranks(found: Mapping[str, Any]) -> OverRanks:
+        return OverRanks(_number(found["mean"]), _number(found["slowest"]), int(found["slowest_rank"]))
+
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        first, last = found["steps"]
-        per_step = found["per_step"]
+        (first, last), per_step = found["steps"], found["per_step"]
         by_axis = {
-            str(axis): (_over_ranks(link), _over_ranks(per_step["exposed_seconds"][axis]))
+            str(axis): (over_ranks(link), over_ranks(per_step["exposed_seconds"][axis]))
             for axis, link in per_step["link_seconds"].items()
         }
         predicted = folder / "predicted.json"
@@ -256,10 +239,6 @@ def _read_profile(run: RunData, folder: Path) -> None:
         run.notes.append(f"profile/summary.json could not be read ({type(error).__name__}: {error}).")
 
 
-def _over_ranks(found: Mapping[str, Any]) -> OverRanks:
-    return OverRanks(_number(found["mean"]), _number(found["slowest"]), int(found["slowest_rank"]))
-
-
 def _parse_record(line: str) -> dict[str, Any] | None:
     """Return an object with a whole number `step`, or None if the line is something else."""
     try:
@@ -271,21 +250,15 @@ def _parse_record(line: str) -> dict[str, Any] | None:
 
 
 def _parse_step(record: Mapping[str, Any]) -> LoggedStep:
-    single = {name: _measured(record, name) for name in LoggedStep.__slots__ if name not in ("step", *BY_AXIS)}
-    by_axis = {name: _numbers_by_axis(record.get(name)) for name in BY_AXIS}
-    return LoggedStep(step=record["step"], **single, **by_axis)  # type: ignore[arg-type]
-
-
-def _numbers_by_axis(found: Any) -> dict[str, float]:
-    numbers = {str(axis): _number(value) for axis, value in found.items()} if isinstance(found, dict) else {}
-    return {axis: value for axis, value in numbers.items() if value is not None and known(value)}
-
-
-def _measured(record: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a record. A loss or norm that is not finite was written as null: JSON has no NaN."""
-    if name in ("loss", "grad_norm") and name in record and record[name] is None:
-        return math.nan
-    return _number(record.get(name))
+    values: dict[str, Any] = {name: _number(record.get(name)) for name in LoggedStep.__slots__}
+    for name in ("loss", "grad_norm"):
+        if name in record and record[name] is None:
+            values[name] = math.nan  # JSON has no NaN: the trainer writes a number that is not finite as null
+    for name in ("wire_bytes", "exposed_seconds"):
+        found = record.get(name)
+        numbers = {str(axis): _number(value) for axis, value in found.items()} if isinstance(found, dict) else {}
+        values[name] = {axis: value for axis, value in numbers.items() if known(value)}
+    return LoggedStep(**values)
 
 
 def _number(value: Any) -> float | None:

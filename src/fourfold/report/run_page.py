@@ -1,55 +1,46 @@
 """The page of a run: one HTML file with key figures, plots, the plan beside the run, the profile and the grid.
 
-The page needs nothing else: plotly.js, style and script are in it, and its content security policy forbids every
+The page needs no other file: plotly.js, style and script are in it, and its content security policy forbids every
 request. It links only to the traces of a profile, which are beside it. Everything that comes from the run's files is
-escaped here or in the part that made it.
+escaped where it is inserted. A figure (see page.py) has the caption that is shown above it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from typing import Any
 from urllib.parse import quote
 
 from fourfold.axes import AXES
 from fourfold.grid import Shape
-from fourfold.report.page import (
-    CUTS,
-    Figure,
-    card,
-    colour,
-    frame,
-    header,
-    hint,
-    plot,
-    plotly_js,
-    section,
-    table,
-    write_page,
-)
-from fourfold.report.run_data import OverRanks, ProfileSummary, RunData, read_run
-from fourfold.report.run_figures import (
-    POINTS,
-    figures,
-    median_wire_bytes,
-    predicted_and_measured,
-    predicted_axes,
-    step_parts,
-)
+from fourfold.report import page
+from fourfold.report.page import Figure, card, colour, hint, plot_axis, plot_layout, section, table
+from fourfold.report.run_data import LoggedStep, OverRanks, ProfileSummary, RunData, read_run
 from fourfold.report.units import DASH, count, duration, known, nbytes, percent, plain
 
+POINTS = 4000
+"""The largest number of steps that are drawn: more make the page slow and fall on the same pixels of a screen."""
+
+SMOOTH_FROM = 20
+"""The smallest number of logged steps for which a smoothed loss is drawn too: below that, single steps can be seen."""
+
 LINKED_TRACES = 16
-"""The most traces that are linked one by one; a reader opens two or three."""
+"""The largest number of traces that are linked one by one; a reader opens two or three."""
 
 DRAWN_RANKS = 64
-"""The most ranks that are drawn one by one; above that only the sizes of the axes are shown."""
+"""The largest number of ranks that are drawn one by one; above that only the sizes of the axes are shown."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MFU = f"MFU = model FLOPs per token {TIMES} tokens/s / (ranks {TIMES} peak FLOP/s)"
 HFU = "HFU = the same with hardware FLOPs per token: model FLOPs plus the FLOPs that recompute repeats"
+
+NO_MESSAGES = "With one rank nothing is communicated."
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
@@ -59,27 +50,32 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     file is written completely or not at all.
     """
     out = Path(run) / "report.html" if out is None else Path(out)
-    text = run_page(read_run(Path(run)), plotly_js(), out.parent.resolve())
-    return write_page(out, text, example="report.html")
+    text = run_page(read_run(Path(run)), page.plotly_js(), out.parent.resolve())
+    return page.write_page(out, text, example="report.html")
 
 
 def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
     """Return the HTML of the page, for a file in the folder `beside`."""
     drawn = figures(run)
-    facts = [
-        run.text("device"),
-        _ranks(run),
-        f"{count(run.number('parameters'))} parameters",
-        f"started {run.text('started')}" if run.text("started") else "",
-        f"Fourfold {run.text('fourfold')}" if run.text("fourfold") else "",
-        f"torch {run.text('torch')}" if run.text("torch") else "",
+    names = {"started": "started", "fourfold": "Fourfold", "torch": "torch"}
+    versions = [f"{name} {run.text(key)}" for key, name in names.items() if run.text(key)]
+    notes = list(run.notes)
+    if run.steps and run.end is None:
+        notes.append("The run recorded no end: it is still running, or was killed.")
+    if len(run.steps) > POINTS:
+        drawn_steps = "the figures draw the lowest and highest loss of each stretch"
+        notes.append(f"{len(run.steps):,} steps are logged; {drawn_steps}.")
+    skipped = [
+        (f"{step:,}", "<br>".join(map(escape, parameters)) or "not recorded")
+        for step, parameters in run.skipped.items()
     ]
-    silent = "Nothing recorded." if run.shape.world > 1 else "With one rank nothing is communicated."
+    skips = table(("step", "parameters with a gradient that was not finite"), skipped) if skipped else ""
+    facts = [run.text("device"), _ranks(run), f"{count(run.number('parameters'))} parameters", *versions]
     body = [
-        header(f"Run {run.name}", run.text("model"), str(run.shape), facts),
-        *(f'<p class="note">{escape(note)}</p>' for note in _notes(run)),
+        page.header(f"Run {run.name}", run.text("model"), str(run.shape), facts),
+        *(f'<p class="note">{escape(note)}</p>' for note in notes),
         '<noscript><p class="note">The figures need JavaScript; the numbers below do not.</p></noscript>',
-        key_figures(run),
+        f'<dl class="cards">{"".join(key_figures(run))}</dl>',
         _figure("loss", "Loss", drawn),
         '<div class="pair">',
         _figure("norm", "Gradient norm and learning rate", drawn),
@@ -87,130 +83,93 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
         "</div>",
         _figure("time", "Step time", drawn),
         '<div class="pair">',
-        _figure("wire", "Sent per step", drawn, silent),
+        _figure("wire", "Sent per step", drawn, absent="Nothing recorded." if run.shape.world > 1 else NO_MESSAGES),
         _figure("kept", "Kept for backward", drawn),
         "</div>",
         *_plan(run, drawn),
         *_profile(run, drawn, beside),
         section("The grid", draw_grid(run.shape)),
-        section(f"Skipped steps ({len(run.skipped)})", _skipped(run)),
+        section(f"Skipped steps ({len(run.skipped)})", skips or hint("None recorded.")),
         section("MFU and HFU", utilisation(run)),
         f"<details><summary>config.toml</summary><pre>{escape(run.config)}</pre></details>",
     ]
     title = f"{run.text('model')} on {run.shape}"
-    return frame(title, "\n".join(body), drawn, plotly_js, script="run_page.js")
+    return page.frame(title, "\n".join(body), drawn, plotly_js, script="run_page.js")
 
 
 def _ranks(run: RunData) -> str:
     return f"{run.shape.world} rank{'s' if run.shape.world > 1 else ''}"
 
 
-def _notes(run: RunData) -> list[str]:
-    notes = list(run.notes)
-    if run.steps and run.end is None:
-        notes.append("The run recorded no end: it is still running, or was killed.")
-    if len(run.steps) > POINTS:
-        notes.append(
-            f"{len(run.steps):,} steps are logged; the figures draw the lowest and highest loss of each stretch."
-        )
-    return notes
-
-
 def _figure(
     name: str, title: str, drawn: Mapping[str, Figure], absent: str = "Nothing recorded.", more: str = ""
 ) -> str:
-    """Return the section of a figure; `absent` is what to say if the run has no data for it."""
+    """Return the section of a figure, with the text `absent` if the run has no data for it."""
     if name not in drawn:
         return section(title, hint(absent) + more)
     button = f'<button type="button" data-log="{name}" aria-pressed="false">log scale</button>'
-    body = hint(drawn[name]["caption"]) + plot(name, drawn[name]) + more
+    body = hint(drawn[name]["caption"]) + page.plot(name, drawn[name]) + more
     return section(title, body, button if drawn[name].get("log") else "")
 
 
-def _skipped(run: RunData) -> str:
-    if not run.skipped:
-        return hint("None recorded.")
-    rows = [
-        (f"{step:,}", "<br>".join(map(escape, parameters)) or "not recorded")
-        for step, parameters in run.skipped.items()
-    ]
-    return table(("step", "parameters with a gradient that was not finite"), rows)
+# --- key figures
 
 
-def key_figures(run: RunData) -> str:
-    """Return the strip of cards at the top of the page."""
-    cards = [
-        _steps(run),
-        _final_loss(run),
-        _validation(run),
-        card("Unigram entropy", plain(run.number("unigram_entropy")), "the loss of guessing by token frequency"),
-        card("Tokens per second", count(_median(run, "tokens_per_second")), "median, all ranks"),
-        card("MFU", percent(_median(run, "mfu")), "median", MFU),
-        card("HFU", percent(_median(run, "hfu")), "median", HFU),
-        _step_time(run),
-        card("Peak memory", nbytes(max(_known(run, "peak_memory_bytes"), default=None)), "on rank 0"),
-        _wire(run),
-    ]
-    return f'<dl class="cards">{"".join(cards)}</dl>'
-
-
-def _steps(run: RunData) -> str:
+def key_figures(run: RunData) -> Iterator[str]:
+    """Yield the cards at the top of the page."""
     done = run.steps[-1].step if run.steps else 0
     planned, each = run.number("steps"), run.number("tokens_per_step")
-    of = f" / {planned:,.0f}" if planned is not None and known(planned) else ""
+    of = f" / {planned:,.0f}" if known(planned) else ""
     tokens = f"{count(done * each)} tokens, " if each is not None else ""
-    return card("Steps", f"{done:,}{of}", f"{tokens}{run.end if run.end is not None else 'no end recorded'}")
-
-
-def _final_loss(run: RunData) -> str:
-    logged = [step for step in run.steps if step.loss is not None]
-    if not logged:
-        return card("Final loss", DASH, "")
-    last = logged[-1]
-    return card("Final loss", "not finite" if last.diverged else plain(last.loss), f"training, step {last.step:,}")
-
-
-def _validation(run: RunData) -> str:
-    if not run.evaluations:
-        return card("Best validation loss", DASH, "no evaluation")
-    step = min(run.evaluations, key=run.evaluations.__getitem__)
-    return card("Best validation loss", plain(run.evaluations[step]), f"step {step:,}")
-
-
-def _step_time(run: RunData) -> str:
-    shares = [
-        sum(step.exposed_seconds.values()) / step.seconds
-        for step in run.steps
-        if step.seconds is not None and known(step.seconds) and step.seconds > 0
-    ]
+    yield card("Steps", f"{done:,}{of}", f"{tokens}{run.end if run.end is not None else 'no end recorded'}")
+    last = next((step for step in reversed(run.steps) if step.loss is not None), None)
+    if last is None:
+        yield card("Final loss", DASH, "")
+    else:
+        yield card("Final loss", "not finite" if last.diverged else plain(last.loss), f"training, step {last.step:,}")
+    if run.evaluations:
+        best = min(run.evaluations, key=run.evaluations.__getitem__)
+        yield card("Best validation loss", plain(run.evaluations[best]), f"step {best:,}")
+    else:
+        yield card("Best validation loss", DASH, "no evaluation")
+    yield card("Unigram entropy", plain(run.number("unigram_entropy")), "the loss of guessing by token frequency")
+    yield card("Tokens per second", count(_median(run, "tokens_per_second")), "median, all ranks")
+    yield card("MFU", percent(_median(run, "mfu")), "median", MFU)
+    yield card("HFU", percent(_median(run, "hfu")), "median", HFU)
+    timed = [step for step in run.steps if known(step.seconds) and step.seconds > 0]
+    shares = [sum(step.exposed_seconds.values()) / (step.seconds or 1.0) for step in timed]
     exposed = f"median, {percent(median(shares))} exposed" if shares else ""
     tip = "exposed: communication that is not hidden behind computation"
-    return card("Step time", duration(_median(run, "seconds")), exposed, tip)
-
-
-def _wire(run: RunData) -> str:
-    found = median_wire_bytes(run)
+    yield card("Step time", duration(_median(run, "seconds")), exposed, tip)
+    yield card("Peak memory", nbytes(max(_values(run, "peak_memory_bytes"), default=None)), "on rank 0")
+    sent = median_wire_bytes(run)
     parts = " ".join(
         f'<span style="--axis:{colour(axis)}"><i></i>{escape(axis)}&nbsp;{nbytes(size)}</span>'
-        for axis, size in found.items()
+        for axis, size in sent.items()
     )
-    total = nbytes(sum(found.values())) if found else DASH
-    detail = f'<span class="by-axis">{parts}</span>' if found else "nothing recorded"
-    return f'<div class="wide"><dt>Sent per step</dt><dd>{total}</dd><dd class="detail">{detail}</dd></div>'
+    total = nbytes(sum(sent.values())) if sent else DASH
+    detail = f'<span class="by-axis">{parts}</span>' if sent else "nothing recorded"
+    yield f'<div class="wide"><dt>Sent per step</dt><dd>{total}</dd><dd class="detail">{detail}</dd></div>'
 
 
 def _median(run: RunData, name: str) -> float | None:
-    values = _known(run, name)
+    values = _values(run, name)
     return median(values) if values else None
 
 
-def _known(run: RunData, name: str) -> list[float]:
+def _values(run: RunData, name: str) -> list[float]:
     """Return the finite values of a field of the logged steps."""
     return [value for value in (getattr(step, name) for step in run.steps) if known(value)]
 
 
+def median_wire_bytes(run: RunData) -> dict[str, float]:
+    """Return the bytes that rank 0 sends per step, by axis: the median over the logged steps."""
+    found = {axis: [step.wire_bytes[axis] for step in run.steps if axis in step.wire_bytes] for axis in run.axes}
+    return {axis: median(values) for axis, values in found.items() if values}
+
+
 def utilisation(run: RunData) -> str:
-    """Return the footnote that says what MFU and HFU are, with the numbers of this run."""
+    """Return the footnote that defines MFU and HFU, with the numbers of this run."""
 
     def flops(value: float | None) -> str:
         return f"{count(value)}FLOP" if known(value) else f"{DASH} FLOP"
@@ -227,8 +186,276 @@ def utilisation(run: RunData) -> str:
     )
 
 
+# --- figures
+
+
+def figures(run: RunData) -> dict[str, Figure]:
+    """Return the figures by name, without those that the run has no data for."""
+    drawn = thin(run.steps)
+    by_step = {
+        "loss": _loss(run, drawn),
+        "norm": _norm(drawn),
+        "throughput": _throughput(drawn),
+        "time": _time(run, drawn),
+    }
+    steps = [step.step for step in drawn] + list(run.evaluations) + list(run.skipped)
+    for figure in filter(None, by_step.values()):
+        # The same range for all of them: plotly would leave a different margin for the marks of each.
+        room = max(0.5, 0.012 * (max(steps) - min(steps)))
+        figure["layout"]["xaxis"].update(range=[min(steps) - room, max(steps) + room])
+        if max(steps) - min(steps) < 8:
+            figure["layout"]["xaxis"].update(dtick=1)  # otherwise plotly also marks step 1.5
+    made = {**by_step, "wire": _wire(run), "kept": _kept(run), "links": _links(run), "plan": _plan_figure(run)}
+    return {name: figure for name, figure in made.items() if figure is not None}
+
+
+def thin(steps: Sequence[LoggedStep], limit: int = POINTS) -> list[LoggedStep]:
+    """Return about `limit` steps at most: the lowest and the highest loss of every stretch, so no spike is lost."""
+    if len(steps) <= limit:
+        return list(steps)
+    width = math.ceil(2 * len(steps) / limit)
+    kept = []
+    for start in range(0, len(steps), width):
+        stretch = steps[start : start + width]
+        # A loss that is not finite counts as the highest, so that a diverged step is kept.
+        losses = [step.loss if known(step.loss) else math.inf for step in stretch]
+        kept += [stretch[place] for place in sorted({losses.index(min(losses)), losses.index(max(losses))})]
+    return kept
+
+
+def smooth(values: Sequence[float | None], span: int) -> list[float | None]:
+    """Return the mean of the `span` (odd) numbers around each one, and a gap where there is no number.
+
+    Near the ends the mean is over fewer numbers, but always over as many before as after, so it never lags.
+    """
+    numbers = [value for value in values if known(value)]
+    sums = [0.0, *accumulate(numbers)]
+    means = []
+    for place in range(len(numbers)):
+        reach = min(span // 2, place, len(numbers) - 1 - place)
+        means.append((sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1))
+    left = iter(means)
+    return [next(left) if known(value) else None for value in values]
+
+
+def _loss(run: RunData, drawn: list[LoggedStep]) -> Figure | None:
+    if not any(known(step.loss) for step in run.steps) and not run.evaluations:
+        return None
+    traces = [_line(drawn, "training", lambda step: step.loss, color="var(--faint)", width=1.2)]
+    if len(run.steps) >= SMOOTH_FROM:
+        span = 2 * max(2, len(run.steps) // 50) + 1
+        means = smooth([step.loss for step in run.steps], span)
+        smoothed = {step.step: mean for step, mean in zip(run.steps, means, strict=True)}
+        name = f"mean of {span}"
+        traces.append(_line(drawn, name, lambda step: smoothed[step.step], color="var(--strong)", width=2.4))
+    if run.evaluations:
+        traces.append(_marks("validation", list(run.evaluations), list(run.evaluations.values()), "circle", size=8))
+    entropy = run.number("unigram_entropy")
+    if known(entropy):
+        line = {"color": "var(--muted)", "width": 1.5, "dash": "dash"}
+        steps = [step.step for step in run.steps] + list(run.evaluations)
+        ends = {"x": [min(steps) - 0.5, max(steps) + 0.5], "y": [entropy, entropy]}
+        traces.append({"type": "scatter", "mode": "lines", "name": "unigram entropy", "line": line, **ends})
+    # Skipped steps are marked at the upper edge and diverged ones at the lower, whatever the scale of the loss is.
+    edge = {"yaxis": "y2", "hovertemplate": "at %{x}"}
+    if run.skipped:
+        traces.append(_marks("skipped", list(run.skipped), [0.97] * len(run.skipped), "x", **edge))
+    if diverged := [step.step for step in run.steps if step.diverged]:
+        traces.append(_marks("not finite", diverged, [0.03] * len(diverged), "triangle-up", **edge))
+    edges = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
+    layout = plot_layout(380, yaxis=plot_axis(tickformat=".3~g"), yaxis2=edges)
+    caption = "Per token, in nats. Zooming along the steps zooms all figures."
+    return {"traces": traces, "layout": layout, "log": True, "caption": caption}
+
+
+def _norm(drawn: list[LoggedStep]) -> Figure | None:
+    norm = _line(drawn, "gradient norm", lambda step: step.grad_norm, color="var(--strong)")
+    rate = _line(drawn, "learning rate", lambda step: step.learning_rate, color="var(--accent)")
+    upper, lower = ("gradient norm", [norm], {"tickformat": ".3~g"}), ("learning rate", [rate], {"exponentformat": "e"})
+    return _two_panels(upper, lower, "The norm is before clipping.", log=True)
+
+
+def _throughput(drawn: list[LoggedStep]) -> Figure | None:
+    tokens = _line(drawn, "tokens per second", lambda step: step.tokens_per_second, color="var(--strong)")
+    # HFU first: where the two are equal, the dots of MFU are drawn over it.
+    hfu = _line(drawn, "HFU", lambda step: step.hfu, color="var(--strong)", width=2.4)
+    mfu = _line(drawn, "MFU", lambda step: step.mfu, color="var(--accent)", dash="dot")
+    bold = '<span style="color:var(--{})"><b>{}</b></span>'
+    names = " and ".join((bold.format("accent", "MFU \u00b7\u00b7\u00b7"), bold.format("strong", "HFU \u2014")))
+    ticks: Figure = {"tickformat": ".3~%"}
+    if not any(known(value) for value in (*hfu["y"], *mfu["y"])):
+        names, ticks = "MFU and HFU: not known", {"showticklabels": False}
+    upper, lower = ("tokens per second", [tokens], {"tickformat": ".3~s"}), (names, [hfu, mfu], ticks)
+    return _two_panels(upper, lower, "MFU and HFU are explained below.")
+
+
+Panel = tuple[str, list[Figure], Figure]
+"""A panel of a figure: its heading, its lines, and the ticks of its vertical axis."""
+
+
+def _two_panels(upper: Panel, lower: Panel, caption: str, log: bool = False) -> Figure | None:
+    """Return two panels over the same steps; None if there is no number to draw."""
+    traces: list[Figure] = [*upper[1], *({**trace, "yaxis": "y2"} for trace in lower[1])]
+    if not any(known(value) for trace in traces for value in trace["y"]):
+        return None
+    # Headings are at the upper left of the panels: a title beside the axis would take too much width on a phone.
+    place = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "yanchor": "bottom", "showarrow": False}
+    font = {"color": "var(--muted)", "size": 12}
+    layout = plot_layout(
+        380,
+        yaxis=plot_axis(domain=[0.56, 0.94], rangemode="tozero", **upper[2]),
+        yaxis2=plot_axis(domain=[0, 0.38], rangemode="tozero", **lower[2]),
+        annotations=[{"text": text, "y": y, "font": font, **place} for text, y in ((upper[0], 0.94), (lower[0], 0.38))],
+        showlegend=False,
+    )
+    layout["xaxis"]["anchor"] = "y2"
+    return {"traces": traces, "layout": layout, "log": log, "caption": caption}
+
+
+def _time(run: RunData, drawn: list[LoggedStep]) -> Figure | None:
+    timed = [step for step in drawn if known(step.seconds)]
+    if not timed:
+        return None
+    traces = []
+    for part in ("compute", *run.axes):
+        name = part if part == "compute" else f"exposed over {escape(part)}"
+        line = _line(timed, name, lambda step, part=part: step.part_seconds(part), color=colour(part), width=0.5)
+        traces.append({**line, "stackgroup": "step", "fillcolor": colour(part), "hovertemplate": "%{y:.3s}s"})
+    seconds = sorted(filter(known, (step.seconds for step in timed)))
+    usual = 1.25 * seconds[int(0.98 * (len(seconds) - 1))]  # the slowest of 98% of the steps, and some room
+    axis = plot_axis(tickformat="~s", ticksuffix="s", rangemode="tozero")
+    caption = "On rank 0. Exposed is the time spent waiting for communication."
+    if seconds[-1] > 2 * usual:  # otherwise a slow first step would make all others look flat
+        axis["range"] = [0, usual]
+        caption += " The slowest steps are above the frame; double-click to see them."
+    return {"traces": traces, "layout": plot_layout(340, yaxis=axis), "caption": caption}
+
+
+def _wire(run: RunData) -> Figure | None:
+    sent = median_wire_bytes(run)
+    caption = "Bytes that rank 0 puts on the wire, by axis; median over the steps."
+    return _byte_bars(sent, [colour(axis) for axis in sent], caption) if sent else None
+
+
+def _kept(run: RunData) -> Figure | None:
+    kept = run.facts.get("kept_bytes")
+    sizes = {policy: run.number("kept_bytes", policy) for policy in kept} if isinstance(kept, dict) else {}
+    drawn = {policy: size for policy, size in sizes.items() if known(size)}
+    chosen = run.text("recompute")
+    shades = ["var(--strong)" if policy == chosen else "var(--faint)" for policy in drawn]
+    caption = f"Memory of activations by recompute policy. This run: {chosen or 'not known'}."
+    return _byte_bars(drawn, shades, caption) if drawn else None
+
+
+def _byte_bars(sizes: Mapping[str, float], shades: list[str], caption: str) -> Figure:
+    """Return one bar of bytes for each name, with its size beside it."""
+    text = {"text": [nbytes(size) for size in sizes.values()], "textposition": "outside", "cliponaxis": False}
+    trace = page.bars("", list(sizes.values()), [escape(name) for name in sizes], shades, "%{y}: %{text}", **text)
+    # Room for the size beside the longest bar. No ticks: decimal ones would not be round numbers of MiB.
+    size_axis = plot_axis(visible=False, fixedrange=True, range=[0, 1.35 * max(*sizes.values(), 1)])
+    layout = _bar_layout(70 + 42 * len(sizes), xaxis=size_axis, showlegend=False)
+    layout["margin"].update(t=10, b=10)
+    return {"traces": [trace], "layout": layout, "caption": caption}
+
+
+def _second_bars(rows: list[str], parts: Mapping[str, tuple[str, list[float], str | list[str]]]) -> Figure:
+    """Return stacked bars of seconds. A part has a name, and by name a label, a number for each row, and a shade."""
+    traces = [
+        page.bars(name, seconds, rows, shade, f"{label} %{{x:.3s}}s") for name, (label, seconds, shade) in parts.items()
+    ]
+    seconds_axis = plot_axis(tickformat="~s", ticksuffix="s", fixedrange=True, rangemode="tozero")
+    return {"traces": traces, "layout": _bar_layout(100 + 42 * len(rows), xaxis=seconds_axis, barmode="stack")}
+
+
+def _bar_layout(height: int, **more: Any) -> Figure:
+    names = plot_axis(type="category", autorange="reversed", fixedrange=True, showgrid=False)
+    return plot_layout(height, yaxis=names, bargap=0.35, hovermode="closest", **more)
+
+
+def _links(run: RunData) -> Figure | None:
+    """Draw the seconds per profiled step on the link of each axis, the hidden and the exposed part."""
+    by_axis = {} if run.profile is None else run.profile.by_axis
+    drawn = {axis: pair for axis, pair in by_axis.items() if all(known(found.mean) for found in pair)}
+    if not any(link.mean for link, _ in drawn.values()):
+        return None
+    exposed = [waited.mean or 0.0 for _, waited in drawn.values()]
+    # Waiting itself costs time, so the exposed time can be longer than the time on the link.
+    hidden = [max(0.0, (link.mean or 0.0) - waited) for (link, _), waited in zip(drawn.values(), exposed, strict=True)]
+    shades = [colour(axis) for axis in drawn]
+    parts = {"exposed": ("exposed", exposed, shades), "hidden": ("hidden", hidden, "var(--compute)")}
+    figure = _second_bars([escape(axis) for axis in drawn], parts)
+    figure["layout"]["showlegend"] = False
+    caption = "Seconds per step on the link, mean over ranks. In colour: exposed. Grey: hidden behind computation."
+    return {**figure, "caption": caption}
+
+
+def _plan_figure(run: RunData) -> Figure | None:
+    """Draw a step as predicted and as measured: computation, and the exposed time over each axis."""
+    both = dict(zip(("predicted", "measured"), step_parts(run), strict=True))
+    drawn = {kind: parts for kind, parts in both.items() if parts}
+    if "predicted" not in drawn:
+        return None
+    bars = {
+        part if part == "compute" else f"exposed over {part}": (
+            part, [parts[part] for parts in drawn.values()], colour(part),
+        )
+        for part in ("compute", *predicted_axes(run))
+    }  # fmt: skip
+    caption = "A step as the planner predicted it and as it was measured. In colour: exposed. Grey: computation."
+    return {**_second_bars(list(drawn), bars), "caption": caption}
+
+
+def _line(drawn: list[LoggedStep], name: str, value: Callable[[LoggedStep], float | None], **line: Any) -> Figure:
+    values = [value(step) for step in drawn]
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(drawn) > 1 else "markers",
+        "name": name,
+        "x": [step.step for step in drawn],
+        "y": [value if known(value) else None for value in values],
+        "line": {"width": 1.8, **line},
+        "marker": {"color": line["color"]},
+    }
+
+
+def _marks(name: str, x: list[int], y: list[float], symbol: str, size: int = 9, **more: Any) -> Figure:
+    marker = {"symbol": symbol, "size": size, "color": "var(--accent)"}
+    return {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker, **more}
+
+
+# --- the plan beside the run
+
+
+def predicted_axes(run: RunData) -> list[str]:
+    """Return the axes that the planner predicted exposed time for."""
+    return [axis for axis in AXES if run.number("predicted", "exposed_seconds", axis) is not None]
+
+
+Pair = tuple[float | None, float | None]
+"""A number as the planner predicted it, and as the run measured it; None for one that is not known."""
+
+
+def predicted_and_measured(run: RunData, *path: str) -> Pair:
+    """Return a number as the planner predicted it and as the run measured it."""
+    return run.number("predicted", *path), run.number("compared", *path, "measured")
+
+
+def step_parts(run: RunData) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the predicted and the measured parts of a step: computation, and exposed seconds by axis.
+
+    Without the seconds of a whole step the parts are empty.
+    """
+    exposed = {axis: predicted_and_measured(run, "exposed_seconds", axis) for axis in predicted_axes(run)}
+    found: list[dict[str, float]] = []
+    for place, whole in enumerate(predicted_and_measured(run, "seconds")):
+        waits = {axis: pair[place] or 0.0 for axis, pair in exposed.items()}
+        computes = max(0.0, (whole or 0.0) - sum(waits.values()))
+        found.append({"compute": computes, **waits} if known(whole) else {})
+    return found[0], found[1]
+
+
 def _plan(run: RunData, drawn: Mapping[str, Figure]) -> list[str]:
-    """Return what the planner predicted beside what the run measured, if there was a prediction.
+    """Return the planner's prediction beside the measurements of the run, if there was a prediction.
 
     A number that is missing is a dash: a run that ended early has a prediction but no comparison.
     """
@@ -244,57 +471,49 @@ def _plan(run: RunData, drawn: Mapping[str, Figure]) -> list[str]:
 
 
 def _plan_rows(run: RunData) -> Iterator[Sequence[str]]:
-    _, measured = step_parts(run)
-    yield _plan_row("seconds", *predicted_and_measured(run, "seconds"), duration)
-    yield _plan_row("computation", run.number("predicted", "compute_seconds"), measured.get("compute"), duration)
+    computed = run.number("predicted", "compute_seconds"), step_parts(run)[1].get("compute")
+    yield _plan_row("seconds", predicted_and_measured(run, "seconds"), duration)
+    yield _plan_row("computation", computed, duration)
     for axis in predicted_axes(run):
-        yield _plan_row(f"exposed over {axis}", *predicted_and_measured(run, "exposed_seconds", axis), duration)
+        yield _plan_row(f"exposed over {axis}", predicted_and_measured(run, "exposed_seconds", axis), duration)
         # Only a profile measures how long a link was busy.
         profiled = run.profile.by_axis.get(axis) if run.profile is not None else None
-        on_link = profiled[0].mean if profiled is not None else None
-        yield _plan_row(f"on the link of {axis}", run.number("predicted", "link_seconds", axis), on_link, duration)
+        on_link = run.number("predicted", "link_seconds", axis), profiled[0].mean if profiled is not None else None
+        yield _plan_row(f"on the link of {axis}", on_link, duration)
     # The trainer gives a ratio only where both numbers count the same memory.
     alike = run.number("compared", "peak_memory_bytes", "ratio") is not None
-    yield _plan_row("peak memory", *predicted_and_measured(run, "peak_memory_bytes"), nbytes, alike=alike)
+    yield _plan_row("peak memory", predicted_and_measured(run, "peak_memory_bytes"), nbytes, alike)
     kinds = run.facts["predicted"].get("memory_bytes")
     for kind in kinds if isinstance(kinds, Mapping) else ():
-        size = run.number("predicted", "memory_bytes", kind)
-        if size:
-            yield _plan_row(f"of that, {kind.replace('_', ' ')}", size, None, nbytes)
+        if size := run.number("predicted", "memory_bytes", kind):
+            yield _plan_row(f"of that, {kind.replace('_', ' ')}", (size, None), nbytes)
 
 
-def _plan_row(
-    name: str,
-    predicted: float | None,
-    measured: float | None,
-    shown: Callable[[float | None], str],
-    *,
-    alike: bool = True,
-) -> Sequence[str]:
-    ratio = DASH
-    if alike and predicted and measured is not None and known(predicted) and known(measured):
-        ratio = plain(measured / predicted, 3)
-    return escape(name), shown(predicted), shown(measured), ratio
+def _plan_row(name: str, pair: Pair, shown: Callable[[float | None], str], alike: bool = True) -> Sequence[str]:
+    predicted, measured = pair
+    comparable = alike and known(predicted) and known(measured) and predicted
+    return escape(name), shown(predicted), shown(measured), plain(measured / predicted, 3) if comparable else DASH
 
 
-def _plan_notes(run: RunData) -> list[str]:
-    """Return on which machine and over which steps the two were compared, and the planner's own notes."""
+def _plan_notes(run: RunData) -> Iterator[str]:
+    """Yield the machine and the steps of the comparison, and the planner's own notes."""
     compared = run.facts.get("compared")
     found = compared if isinstance(compared, Mapping) else run.facts["predicted"]
-    notes = [f"The prediction is for the machine {found.get('machine', DASH)}."]
-    steps = found.get("steps")
+    yield f"The prediction is for the machine {found.get('machine', DASH)}."
+    steps, notes = found.get("steps"), found.get("notes")
     if isinstance(steps, list) and steps:
-        notes.append(f"Measured is the median of steps {', '.join(map(str, steps))} on rank 0.")
-    elif not isinstance(compared, Mapping):
-        notes.append("The run ended before enough of its steps were measured.")
-    more = found.get("notes")
-    if isinstance(more, list) and more:
-        notes.append(f"Note: {'; '.join(map(str, more))}.")
-    return notes
+        yield f"Measured is the median of steps {', '.join(map(str, steps))} on rank 0."
+    elif found is not compared:
+        yield "The run ended before enough of its steps were measured."
+    if isinstance(notes, list) and notes:
+        yield f"Note: {'; '.join(map(str, notes))}."
+
+
+# --- the profile
 
 
 def _profile(run: RunData, drawn: Mapping[str, Figure], beside: Path) -> list[str]:
-    """Return the profile, if steps were profiled."""
+    """Return the sections about the profile; none if no steps were profiled."""
     found = run.profile
     if found is None:
         return []
@@ -307,28 +526,27 @@ def _profile(run: RunData, drawn: Mapping[str, Figure], beside: Path) -> list[st
 
 
 def _profile_table(profile: ProfileSummary) -> str:
-    """Return the seconds of a step on the link and exposed, by axis."""
+    """Return a table of the seconds per step on the link and exposed, by axis."""
     step = f"A step took {duration(profile.seconds)} while it was traced, which slows it down."
     if not profile.by_axis:
-        return hint(f"{step} With one rank nothing is communicated.")
+        return hint(f"{step} {NO_MESSAGES}")
+
+    def mean_and_slowest(found: OverRanks) -> tuple[str, str]:
+        where = f" (rank {found.slowest_rank})" if known(found.slowest) else ""
+        return duration(found.mean), f"{duration(found.slowest)}{where}"
+
+    def hidden(link: float | None, exposed: float | None) -> str:
+        if link is None or exposed is None or not link > 0:
+            return DASH
+        return percent(max(0.0, link - exposed) / link)
+
     kind = f" Seconds on the link: {profile.link_seconds_are}." if profile.link_seconds_are else ""
     head = ("axis", "on the link", "slowest rank", "exposed", "slowest rank", "hidden behind computation")
     rows = [
-        (escape(axis), *_mean_and_slowest(link), *_mean_and_slowest(exposed), _hidden(link, exposed))
+        (escape(axis), *mean_and_slowest(link), *mean_and_slowest(exposed), hidden(link.mean, exposed.mean))
         for axis, (link, exposed) in profile.by_axis.items()
     ]
     return hint(f"Per step: the mean over ranks, and the slowest rank. {step}{kind}") + table(head, rows)
-
-
-def _mean_and_slowest(found: OverRanks) -> tuple[str, str]:
-    where = f" (rank {found.slowest_rank})" if known(found.slowest) else ""
-    return duration(found.mean), f"{duration(found.slowest)}{where}"
-
-
-def _hidden(link: OverRanks, exposed: OverRanks) -> str:
-    if link.mean is None or exposed.mean is None or not link.mean > 0:
-        return DASH
-    return percent(max(0.0, link.mean - exposed.mean) / link.mean)
 
 
 def _traces(profile: ProfileSummary, beside: Path) -> str:
@@ -349,6 +567,9 @@ def _traces(profile: ProfileSummary, beside: Path) -> str:
     )
 
 
+# --- the grid
+
+
 def draw_grid(shape: Shape) -> str:
     """Return the grid as HTML: its axes and, if there are few enough, every rank as a box.
 
@@ -357,7 +578,7 @@ def draw_grid(shape: Shape) -> str:
     ranks that share an axis with the rank under the pointer.
     """
     axes = "".join(
-        f'<li style="--axis:{colour(axis)}"><b>{axis} = {size}</b> <span>{escape(CUTS[axis])}</span></li>'
+        f'<li style="--axis:{colour(axis)}"><b>{axis} = {size}</b> <span>{escape(page.CUTS[axis])}</span></li>'
         for axis, size in shape.sizes.items()
     )
     about = f'<ul class="axes">{axes}</ul>' + hint(f"Rank order, fastest axis first: {', '.join(shape.order)}.")
@@ -383,7 +604,7 @@ def draw_grid(shape: Shape) -> str:
     names = " ".join(AXES)
     ranks = f'<div class="ranks" data-axes="{names}">{boxes(boxed, dict.fromkeys(AXES, 0))}</div>'
     use = "Point at a rank to see the ranks that it shares an axis with: it communicates with these."
-    return about + ranks + hint(use if shape.world > 1 else "With one rank nothing is communicated.")
+    return about + ranks + hint(use if shape.world > 1 else NO_MESSAGES)
 
 
 def _rank(shape: Shape, coords: Mapping[str, int]) -> str:

@@ -1,9 +1,10 @@
-"""Numbers as short texts with a unit, with a dash for a number that is not known; and tables of them as text."""
+"""Numbers as short texts with a unit, with a dash for a number that is not known; and the lines of a text table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import TypeGuard
 
 DASH = "\N{EN DASH}"
 """Stands for a number that is not known."""
@@ -26,12 +27,12 @@ def nbytes(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     """Return a fraction in percent: 0.3141 -> `31.4%`."""
-    return f"{100 * value:.3g}%" if value is not None and known(value) else DASH
+    return f"{100 * value:.3g}%" if known(value) else DASH
 
 
 def duration(seconds: float | None) -> str:
     """Return a duration: 0.0213 -> `21.3 ms`."""
-    if seconds is None or not known(seconds):
+    if not known(seconds):
         return DASH
     if seconds >= 60:
         minutes, rest = divmod(round(seconds), 60)
@@ -40,16 +41,16 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def known(value: float | None) -> bool:
-    """Tell whether a number is there and finite."""
+def known(value: float | None) -> TypeGuard[float]:
+    """Return whether a number exists and is finite."""
     return value is not None and math.isfinite(value)
 
 
 def _scaled(value: float | None, base: int, names: tuple[str, ...]) -> str:
-    if value is None or not known(value):
+    if not known(value):
         return DASH
     power = 0
-    # 999.9 would be written with four digits, so it belongs to the next unit
+    # 999.9 would be rounded to four digits, so it belongs to the next unit.
     while abs(value) >= base - 0.5 and power < len(names) - 1:
         value, power = value / base, power + 1
     shown = f"{value:.0f}" if abs(value) >= 100 or (power == 0 and value == int(value)) else f"{value:.3g}"
