@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from fourfold.layout import FEATURES, inner
 from fourfold.nn.embedding import Head
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import TensorPlacement, distribute
+from fourfold.wrap.grid_tensor import ModelContext, TensorPlacement, distribute
 from fourfold.wrap.placements import ChunkPlacement, LogitsPlacement, RestPlacement, SharedHeadsPlacement, fuse
 
 SHAPE = (3, 5, 6)

@@ -26,10 +26,9 @@ from fourfold.grid import Grid
 from fourfold.layout import GATHERED
 from fourfold.nn.initial import key_of
 from fourfold.nn.rng import seeded
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import ShardedPlacement, distribute
+from fourfold.wrap.grid_tensor import ModelContext, ShardedPlacement, distribute
 from fourfold.wrap.ops import rule
-from fourfold.wrap.param_access import join_shards
+from fourfold.wrap.parameters import join_shards
 from fourfold.wrap.placements import SharedHeadsPlacement
 
 # training loops

@@ -32,17 +32,10 @@ from fourfold.nn.embedding import Head
 from fourfold.nn.layer import SPECS, Layer
 from fourfold.operators import Conjugate
 from fourfold.params import local_of
-from fourfold.wrap.adapters import (
-    Adapter,
-    ContractAdapter,
-    ExpandAdapter,
-    LayerParameter,
-    PlainSlice,
-    gather_parameters,
-)
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import GridTensor, ShardedPlacement, distribute, to_whole
-from fourfold.wrap.param_access import PLAIN_SLICES, join_slices, stored_names, whole_of
+from fourfold.wrap.adapters import Adapter, LayerParameter, PlainSlice, gather_parameters
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, ShardedPlacement, distribute, to_whole
+from fourfold.wrap.linear_adapters import ContractAdapter, ExpandAdapter
+from fourfold.wrap.parameters import PLAIN_SLICES, join_slices, plain_parameter, stored_names
 from fourfold.wrap.placements import (
     ChunkPlacement,
     LogitsPlacement,
@@ -144,25 +137,20 @@ def _remake_pairs(model: nn.Module, module: Any, features: tuple[int, int]) -> N
 # computing
 
 
-class LoraFactor(Adapter):
+class LoraFactor(Adapter[Layer]):
     """One factor of a pair: parameters gathered over z, and a product with this rank's part of the wide side."""
 
     def __init__(
         self, name: str, context: ModelContext, why: str, base: ExpandAdapter | ContractAdapter, wide: Layout
     ) -> None:
-        super().__init__(name, context, why)
-        self.base, self.layer = base, Layer(context.grid, context.policy)
-        self.wide = wide
+        super().__init__(name, context, why, Layer(context.grid, context.policy))
+        self.base, self.wide = base, wide
         """The layout of the activation on the wide side."""
 
     def declare(self, own: str, shape: tuple[int, ...], dim: int, over: Sequence[str]) -> None:
         """Declare a parameter that has the wide side as its dim `dim`, cut over these axes."""
         storage = Layout((*((axis, dim) for axis in over), (GATHERED, 0)))
         self.layer.declare(own, Spec(shape, storage, self.wide))
-
-    @property
-    def layers(self) -> Sequence[Layer]:
-        return (self.layer,)
 
     def gathered(self) -> dict[str, Tensor]:
         """Gather the parameters over z."""
@@ -179,11 +167,7 @@ class LoraA(LoraFactor):
         super().__init__(name, context, why, base, wide(context.policy.activations))
         self.declare("weight", tuple(module.weight.shape), 1, self.wide.over(FEATURES))
 
-    def parameters(self) -> Mapping[str, LayerParameter]:
-        return {"weight": (self.layer, "weight", PlainSlice("weight"))}
-
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Tensor:  # noqa: ARG002
-        self.context.last_layer = self.name
         w = self.gathered()["weight"]
         shape = (*input.shape[:-1], w.shape[0])
         if isinstance(self.base, ContractAdapter):
@@ -240,7 +224,6 @@ class LoraB(LoraFactor):
         return found
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> GridTensor:  # noqa: ARG002
-        self.context.last_layer = self.name
         u, held = to_whole(input), self.gathered()
         leading = u.shape[:-1]
         if isinstance(self.base, ContractAdapter):
@@ -390,10 +373,10 @@ def _unmerge(name: str, module: Any, grid: Grid) -> None:
 @torch.no_grad()
 def _add_to_base(name: str, module: Any, adapter: str, grid: Grid, scale: float, *, finite: bool) -> None:
     """Compute base + scale * B A on each rank's shards, from whole A and B."""
-    a, b = (_whole_parameter(getattr(module, factor)[adapter], "weight", grid) for factor in FACTORS)
+    a, b = (plain_parameter(getattr(module, factor)[adapter], "weight") for factor in FACTORS)
     base, bias = inside(module), None
     if module.lora_B[adapter].bias is not None:
-        bias = _whole_parameter(module.lora_B[adapter], "bias", grid)
+        bias = plain_parameter(module.lora_B[adapter], "bias")
     slices, specs = vars(base)[PLAIN_SLICES], vars(base)[SPECS]
     if bias is not None and "bias" not in stored_names(slices):
         raise ValueError(f"{name}: a pair with a bias cannot be merged into a layer without one; give the layer a bias")
@@ -412,11 +395,3 @@ def _add_to_base(name: str, module: Any, adapter: str, grid: Grid, scale: float,
         if finite and not torch.isfinite(total).all():
             raise ValueError(f"{name}: adapter {adapter!r} would make weights that are not finite; it seems broken")
         shard.copy_(total)
-
-
-def _whole_parameter(layer: nn.Module, name: str, grid: Grid) -> Tensor:
-    """Gather a parameter of a pair as the plain module has it."""
-    slices, specs = vars(layer)[PLAIN_SLICES], vars(layer)[SPECS]
-    names = stored_names(slices)[name]
-    parts = [whole_of(layer._parameters[own], specs[own], grid) for own in names]  # type: ignore[union-attr]
-    return join_slices(parts, slices[names[0]])

@@ -34,10 +34,17 @@ from fourfold.nn.rng import seeded, seeded_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.params import whole_tensor
 from fourfold.wrap.adapters import Adapter, lost_change_error
-from fourfold.wrap.context import WITHIN_PLACE, ModelContext
-from fourfold.wrap.grid_tensor import GridTensor, is_in_place, sync_whole_copies, to_whole, version_of
+from fourfold.wrap.grid_tensor import (
+    WITHIN_PLACE,
+    GridTensor,
+    ModelContext,
+    is_in_place,
+    sync_whole_copies,
+    to_whole,
+    version_of,
+)
 from fourfold.wrap.integrations import refuse_scaled_losses, require_accelerate_precision
-from fourfold.wrap.param_access import require_unchanged_parameters
+from fourfold.wrap.parameters import require_unchanged_parameters
 from fourfold.wrap.placements import LogitsPlacement, to_rest
 from fourfold.wrap.rows import RowSample, check_rows, gather_rows, leaves_of, map_tensors, whole_batch
 

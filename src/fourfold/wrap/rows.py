@@ -34,8 +34,7 @@ from fourfold.grid import Grid
 from fourfold.nn.rng import seeded_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.params import local_of
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import RULES, to_whole, version_of
+from fourfold.wrap.grid_tensor import RULES, ModelContext, to_whole, version_of
 from fourfold.wrap.ops import ATTENTION_ARGUMENTS
 
 LABEL = "whole batch"

@@ -14,9 +14,10 @@ from torch import nn
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, inner, rest
 from fourfold.policy import Policy
-from fourfold.wrap.convert import adapters_of, uses_forward_of
+from fourfold.wrap.adapters import adapters_of, is_computed, is_embedding, uses_forward_of
 from fourfold.wrap.detect import LinearDetector, LinearForm, has_hooks, norm_formula_of
 from fourfold.wrap.images import find_images
+from fourfold.wrap.linear_adapters import HeadCounts, sizes_of_parts
 from fourfold.wrap.lora import find_lora, inside, plain_names
 from fourfold.wrap.plan import (
     ContractParallel,
@@ -30,7 +31,6 @@ from fourfold.wrap.plan import (
     StyleChoice,
     WholeTensors,
 )
-from fourfold.wrap.shared_input import HeadCounts
 
 # the usual names of modules
 QUERY = ("q_proj", "q", "query", "wq", "q_lin", "to_q", "query_proj")
@@ -101,16 +101,6 @@ def form_of(module: nn.Module, detector: LinearDetector) -> LinearForm | None:
         outputs, inputs = (int(size) for size in module.weight.shape)
         return LinearForm(inputs, outputs, bias=None if module.bias is None else "bias")
     return detector.form_of(module)
-
-
-def is_embedding(module: nn.Module) -> bool:
-    """Return whether it is an nn.Embedding, or a subclass that works before or after it."""
-    return uses_forward_of(module, (nn.Embedding,)) and not is_computed(module)
-
-
-def is_computed(module: nn.Module) -> bool:
-    """Return whether the weight is computed from other parameters before each use, as parametrizations do."""
-    return module._parameters.get("weight") is None and not adapters_of(module)
 
 
 def find_structure(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, StyleChoice]) -> ModelStructure:
@@ -417,14 +407,3 @@ def _allowed_choice(
         rule = f"{inputs} inputs do not divide by {parts}" if inputs % parts else f"{outputs} outputs by y={y}"
         return StyleChoice(HeadParallel() if inputs % y == 0 else WholeTensors(), f"{choice.why}, but {rule}")
     return choice
-
-
-def sizes_of_parts(style: ExpandParallel, outputs: int, counts: HeadCounts | None) -> list[int]:
-    """Return the out-features of each layer that a weight holds."""
-    if style.parts == "qkv":
-        if counts is not None and sum(counts.sizes) == outputs:
-            return counts.sizes
-        number = 3
-    else:
-        number = int(style.parts)
-    return [outputs // number] * number if outputs % number == 0 else [outputs]
