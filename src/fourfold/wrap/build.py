@@ -359,7 +359,7 @@ def _apply(plain: type[nn.Module]) -> Any:
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Run `to(...)`. Inside forward, where a graph holds the parameters, skip a call that changes nothing."""
         first = next((parameter for parameter in self._parameters.values() if parameter is not None), None)
-        if adapters_of(self)[0].context.depth and first is not None:
+        if adapters_of(self)[0].context.in_pass and first is not None:
             tried = torch.empty(0, dtype=first.dtype, device=first.device)
             if (made := fn(tried)).dtype == tried.dtype and made.device == tried.device:
                 return self

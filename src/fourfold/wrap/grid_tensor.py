@@ -62,16 +62,15 @@ class ModelContext:
         """The layer that ran last, for labels and errors."""
         self.grad_enabled = False
         """Whether a backward pass may follow the current pass."""
-        self.depth = 0
-        """1 while a pass is running, else 0."""
+        self.in_pass = False
+        """Whether a forward pass is running."""
         self.generating = False
         """Whether `generate` is running, so that a nested `generate` does not cut the rows a second time."""
         self.made_whole: Counter[tuple[str, str]] = Counter()
         """How often a tensor was made whole in the last pass, by (place in the model, operation)."""
-        self.unfinished_reads: set[Any] = set()
-        """Groups (`SharedInput`) that read a tensor in this pass and still hold a result that no layer asked for."""
         self.shared_reads: dict[Any, tuple[Tensor, object, dict]] = {}
-        """By group (`SharedInput`): the tensor that was read, its state, and the results that are not yet used."""
+        """By group (`SharedInput`): the tensor that it read in this pass, the tensor's state, and the results that no
+        layer has asked for yet. A group is removed when all its layers have their results."""
         self.loss_read_logits = False
         """Whether a loss of this pass read logits that are cut over the vocabulary."""
         self.loss_calls = 0
@@ -109,14 +108,14 @@ class ModelContext:
     def begin_pass(self) -> None:
         """Reset the state of a pass."""
         self.end_pass()
-        self.depth, self.last_layer, self.grad_enabled = 1, "", torch.is_grad_enabled()
+        self.in_pass, self.last_layer, self.grad_enabled = True, "", torch.is_grad_enabled()
         self.loss_read_logits, self.loss_calls = False, 0
         self.made_whole.clear()
 
     def end_pass(self) -> None:
         """Release the tensors that layers kept for each other during the pass."""
-        self.depth, self.last_cast = 0, None
-        for kept in (self.unfinished_reads, self.lent_params, self.whole_copies, self.shared_reads):
+        self.in_pass, self.last_cast = False, None
+        for kept in (self.lent_params, self.whole_copies, self.shared_reads):
             kept.clear()
 
     def note_in_place_change(self, operation: str) -> None:
@@ -464,7 +463,7 @@ APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-def
 
 def refuse_in_autograd_function(context: ModelContext, *, trained: bool = True) -> None:
     """Refuse to run layers inside a user's autograd function, where autograd records nothing."""
-    if torch.is_grad_enabled() or not context.grad_enabled or not context.depth or not trained:
+    if torch.is_grad_enabled() or not context.grad_enabled or not context.in_pass or not trained:
         return
     frame = sys._getframe(1)
     while frame is not None:

@@ -92,11 +92,7 @@ class SharedInput:
             self.claimed = set()
         self.claimed.add(reader)
         if len(self.claimed) == len(self.readers):
-            # all results are handed out: let go of the tensor
-            context.unfinished_reads.discard(self)
-            del context.shared_reads[self]
-        else:
-            context.unfinished_reads.add(self)
+            del context.shared_reads[self]  # all results are handed out: let go of the tensor
         return found.pop(reader)
 
     def split(self) -> None:

@@ -408,7 +408,7 @@ class ParameterPlacement(TensorPlacement):
     def whole(self, local: Tensor, shape: Size) -> Tensor:  # noqa: ARG002
         """Gather the parameter, once per pass."""
         lent, key = self.context.lent_params, (self.name, torch.is_grad_enabled())
-        if not self.context.depth:  # recomputed in backward, outside any pass
+        if not self.context.in_pass:  # recomputed in backward, outside any pass
             return self._gather()
         if key not in lent:
             whole = self._gather()
@@ -427,7 +427,7 @@ def lend_parameter(module: nn.Module, name: str, context: ModelContext, owner: s
     """Return a parameter of the module `owner` for code that runs in a pass; None if the module has none to lend."""
     slices: Mapping[str, PlainSlice] = vars(module).get(PLAIN_SLICES, {})
     own = [stored for stored, part in slices.items() if part.original == name]
-    if not own or not (context.depth or in_backward()):
+    if not own or not (context.in_pass or in_backward()):
         return None
     parameters, specs = vars(module)["_parameters"], vars(module)[SPECS]
     parts = tuple((parameters[stored], specs[stored]) for stored in own)

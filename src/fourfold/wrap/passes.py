@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -50,33 +50,14 @@ from fourfold.wrap.rows import RowSample, check_rows, gather_rows, leaves_of, ma
 
 # losses inside a model
 
-BY_CLASS = {
-    getattr(functional, name)
-    for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
-    if hasattr(functional, name)
-}
-"""Losses with a mean over the targets that count, weighted by class."""
-BY_ELEMENT = {
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.kl_div,
-    functional.poisson_nll_loss,
-    functional.gaussian_nll_loss,
-    functional.soft_margin_loss,
-    functional.hinge_embedding_loss,
-    functional.cosine_embedding_loss,
-    functional.margin_ranking_loss,
-    functional.multi_margin_loss,
-    functional.multilabel_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    functional.triplet_margin_loss,
-    functional.triplet_margin_with_distance_loss,
-    functional.ctc_loss,
-}
+BY_CLASS = {functional.cross_entropy, functional.nll_loss, getattr(functional, "linear_cross_entropy", None)}
+"""Losses with a mean over the targets that count, weighted by class. Older versions of torch lack the last one."""
+ELEMENTWISE = """
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
+gaussian_nll_loss soft_margin_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss multi_margin_loss
+multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss ctc_loss
+"""
+BY_ELEMENT = {getattr(functional, name) for name in ELEMENTWISE.split()}
 """Losses with a mean over the elements that they return with reduction="none"."""
 BY_WEIGHT = {functional.mse_loss, functional.l1_loss}
 """Losses by element that divide by the sum of their weights, if they have weights."""
@@ -250,24 +231,24 @@ class RootAdapter(Adapter):
 
     def __init__(self, name: str, context: ModelContext, why: str) -> None:
         super().__init__(name, context, why)
-        self.compared_rows = self.warned_of_same_rows = self.checked_count = False
-        """Which checks of the inputs have been made. Once is enough for a loop that reads its rows wrongly."""
-        self.compared_buffers: set[str] = set()
-        """The buffers that were compared between places."""
-        self.checked_calls: set[tuple[str, ...]] = set()
-        """The kinds of calls for which rows were checked for depending on each other."""
+        self.checked: set[Hashable] = set()
+        """The checks that have been made. Once is enough, for example for a loop that reads its rows wrongly."""
         self.evaluations = 0
         """Passes in evaluation mode, so that each of them draws other random numbers."""
 
+    def _first_time(self, *check: Hashable) -> bool:
+        """Return whether a check has not been made before, and note that it is made now."""
+        new = check not in self.checked
+        self.checked.add(check)
+        return new
+
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = self.context
-        if context.depth:
+        if context.in_pass:
             return forward(*args, **kwargs)
         require_accelerate_precision(context)
-        if kwargs.get(COUNT) is not None and context.grid.shape.world > 1 and not self.checked_count:
-            # before the check of rows, which passes over errors of the model's code
-            self.checked_count = True
-            refuse_scaled_losses()
+        if kwargs.get(COUNT) is not None and context.grid.shape.world > 1 and self._first_time("scaled losses"):
+            refuse_scaled_losses()  # before the check of rows, which passes over errors of the model's code
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
         first = self._is_first_call(module, args, kwargs)
@@ -304,7 +285,7 @@ class RootAdapter(Adapter):
         try:
             with GlobalLosses(context), counted_changes(context):
                 result = forward(*args, **kwargs)
-                for group in list(context.unfinished_reads):
+                for group in list(context.shared_reads):
                     group.split()
                 result = map_tensors(self._returned, result, in_place=True)
             require_unchanged_parameters(context)
@@ -329,10 +310,7 @@ class RootAdapter(Adapter):
         given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
         kind = (str(module.training), *flags, *given)
         trains = torch.is_grad_enabled() and grid.shape.places > 1 and not grid.muted
-        if not trains or kind in self.checked_calls:
-            return False
-        self.checked_calls.add(kind)
-        return True
+        return trains and self._first_time(kind)
 
     def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
         """Check whether rows depend on each other (rows.py)."""
@@ -350,9 +328,8 @@ class RootAdapter(Adapter):
 
     def _require_same_rows(self, args: Any, kwargs: Any) -> None:
         """Refuse different rows on ranks of one place."""
-        if self.compared_rows:
+        if not self._first_time("rows of one place"):
             return
-        self.compared_rows = True
         tensors = _tensors((args, kwargs))
         if tensors and not equal_along(key_of(*map(_digest, tensors)), self.context.grid, WITHIN_PLACE):
             raise ValueError(
@@ -363,9 +340,8 @@ class RootAdapter(Adapter):
     def _warn_of_same_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Warn, in the first training pass, of a loop that forgot to cut its batch and gives every place all rows."""
         grid, trains = self.context.grid, module.training and torch.is_grad_enabled()
-        if not trains or self.warned_of_same_rows or grid.muted or grid.shape.places == 1:
+        if not trains or grid.muted or grid.shape.places == 1 or not self._first_time("rows of all places"):
             return
-        self.warned_of_same_rows = True
         tensors = _tensors((args, kwargs))
         if tensors and equal_along(key_of(*map(_digest, tensors)), grid, BATCH) and grid.rank == 0:
             warnings.warn(
@@ -381,9 +357,9 @@ class RootAdapter(Adapter):
             owner, _, own = name.rpartition(".")
             if isinstance(buffer, GridTensor):
                 buffer = module.get_submodule(owner)._buffers[own] = buffer.whole()
-            if (buffer is old and version_of(buffer) == version) or name in self.compared_buffers or buffer.is_meta:
+            unchanged = buffer is old and version_of(buffer) == version
+            if unchanged or buffer.is_meta or not self._first_time("buffer", name):
                 continue
-            self.compared_buffers.add(name)
             if not equal_along(key_of(_digest(buffer)), self.context.grid, BATCH):
                 raise RuntimeError(
                     f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "

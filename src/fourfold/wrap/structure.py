@@ -48,19 +48,12 @@ CONTRACTING = (
 CROSS_ATTENTION = ("cross", "encdec", "encoder_attn", "enc_dec")
 """Parts of the names of attention modules in which queries and keys read different tensors."""
 TOKEN_EMBEDDINGS = (
-    "embed_tokens",
-    "wte",
-    "word_embeddings",
-    "tok_embeddings",
-    "token_embedding",
-    "embed_in",
-    "shared",
-    "tok_emb",
+    *("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "token_embedding", "embed_in", "shared", "tok_emb"),
     "embedding",
 )
+# the usual names of the sizes of an attention, as attributes of the module or of its config
 HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_kv")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-"""Attributes of an attention, or of its config, with its sizes."""
 
 
 @dataclass
@@ -116,7 +109,7 @@ def find_structure(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[
     y, parts = (layout(policy.activations).parts(grid.shape.sizes, FEATURES) for layout in (rest, inner))
     for name, module in modules.items():
         # a module that stands in two places counts in the first
-        own = {child: kind for child, kind in children_of(module).items() if f"{name}.{child}".lstrip(".") in modules}
+        own = {child: kind for child, kind in children_of(module).items() if path(name, child) in modules}
         children = {child: kind for child, kind in own.items() if kind in forms}
         _find_multihead(found, name, module, y, parts)
         _find_attention(found, name, module, children, parts)
@@ -131,6 +124,11 @@ def find_structure(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[
     found.choices = {layers[name]: choice for name, choice in found.choices.items()}
     found.groups = {tuple(layers[name] for name in group): counts for group, counts in found.groups.items()}
     return found
+
+
+def path(name: str, child: str) -> str:
+    """Return the name of a module's child in the model."""
+    return f"{name}.{child}".lstrip(".")
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -158,7 +156,7 @@ def _find_multihead(found: ModelStructure, name: str, module: nn.Module, y: int,
     if module.embed_dim % parts or any(size % y for size in (module.embed_dim, module.kdim, module.vdim)):
         return
     found.choices[name] = StyleChoice(MultiheadParallel(), "torch's attention: queries, keys and values by head")
-    found.choices.setdefault(f"{name}.out_proj".lstrip("."), StyleChoice(ContractParallel(), "leads out of attention"))
+    found.choices.setdefault(path(name, "out_proj"), StyleChoice(ContractParallel(), "leads out of attention"))
 
 
 def _find_attention(
@@ -168,25 +166,34 @@ def _find_attention(
     query, key, value = (_named(children, names) for names in (QUERY, KEY, VALUE))
     packed = next((child for child in children if FUSED.get(child) == "qkv"), None)
     if query and key and value:
-        forms = {child: found.forms[children[child]] for child in (query, key, value)}
-        q, k = forms[query].outputs, forms[key].outputs
-        why = "reads the same tensor as its neighbours"
+        why = "attention: reads the same tensor as its neighbours"
         for child in (query, key, value):
-            found.choices.setdefault(f"{name}.{child}".lstrip("."), StyleChoice(ExpandParallel(), f"attention: {why}"))
-        members = (query, key, value)
-        if any(style in name.lower() for style in CROSS_ATTENTION) or not _read_alike(
-            found, [children[c] for c in members]
-        ):
-            members = (key, value)
-        counts = _counts(found, name, module, q, k, forms[query].inputs)
-        sizes = [forms[child].outputs for child in members]
-        group = tuple(f"{name}.{child}".lstrip(".") for child in members)
-        alike = _read_alike(found, [children[c] for c in members])
-        if alike and all(found.choices[one].style == ExpandParallel() for one in group):
-            found.groups[group] = counts if counts is not None and counts.fits(sizes, parts) else None
+            found.choices.setdefault(path(name, child), StyleChoice(ExpandParallel(), why))
+        members = [query, key, value]
+        crosses = any(word in name.lower() for word in CROSS_ATTENTION)
+        if crosses or not _read_alike(found, [children[child] for child in members]):
+            members.remove(query)  # it reads another tensor
+        forms = {child: found.forms[children[child]] for child in (query, key, value)}
+        counts = _counts(found, name, module, forms[query].outputs, forms[key].outputs, forms[query].inputs)
+        fits = counts is not None and counts.fits([forms[child].outputs for child in members], parts)
+        _read_together(found, name, children, members, counts if fits else None)
     elif packed:
         form = found.forms[children[packed]]
         _counts(found, name, module, form.outputs if form.outputs < 3 * form.inputs else form.inputs, None, form.inputs)
+
+
+def _read_together(
+    found: ModelStructure,
+    name: str,
+    children: Mapping[str, nn.Module],
+    members: Sequence[str],
+    counts: HeadCounts | None = None,
+) -> None:
+    """Let children read their input together, if all of them expand it and can read one tensor."""
+    names = tuple(path(name, child) for child in members)
+    alike = _read_alike(found, [children[child] for child in members])
+    if alike and all(found.choices[member].style == ExpandParallel() for member in names):
+        found.groups[names] = counts
 
 
 def _read_alike(found: ModelStructure, layers: Sequence[nn.Module]) -> bool:
@@ -224,12 +231,10 @@ def _find_gates(found: ModelStructure, name: str, children: Mapping[str, nn.Modu
         return
     one, two = found.forms[children[gate]], found.forms[children[up]]
     if (one.inputs, one.outputs) == (two.inputs, two.outputs):
-        group = tuple(f"{name}.{child}".lstrip(".") for child in (gate, up))
-        for member in group:
-            found.choices.setdefault(member, StyleChoice(ExpandParallel(), "gate and up read the same tensor"))
-        alike = _read_alike(found, (children[gate], children[up]))
-        if alike and all(found.choices[member].style == ExpandParallel() for member in group):
-            found.groups[group] = None
+        for child in (gate, up):
+            choice = StyleChoice(ExpandParallel(), "gate and up read the same tensor")
+            found.choices.setdefault(path(name, child), choice)
+        _read_together(found, name, children, (gate, up))
 
 
 def _find_blocks(found: ModelStructure, modules: Mapping[str, nn.Module]) -> None:
@@ -243,7 +248,7 @@ def _find_blocks(found: ModelStructure, modules: Mapping[str, nn.Module]) -> Non
         for own, block in blocks.items():
             linear = [found.forms[child] for child in block.modules() if child in found.forms]
             if len(linear) > 1:
-                found.blocks[f"{name}.{own}".lstrip(".")] = linear[0].inputs
+                found.blocks[path(name, own)] = linear[0].inputs
 
 
 def _token_tables(
