@@ -70,16 +70,17 @@ class Adapter(ABC, Generic[L]):
         self.layers = layers
         """The layers of fourfold.nn that compute for the module."""
         self.homes: list[tuple[str, dict[str, Any], str]] = []
-        """For each parameter: its name in the module, and the layer's table with its name there."""
+        """For each parameter: its name in the module, the layer's dict of parameters, and its name in that dict."""
 
     @property
     def layer(self) -> L:
         """The layer that computes for the module, the first if there are several."""
         return self.layers[0]
 
-    def holds(self, module: nn.Module) -> bool:
-        """Return whether the module has the adapter's parameters, and not ones that `functional_call` put there."""
-        return all(module._parameters.get(own) is table[inside] for own, table, inside in self.homes)
+    def replaced_parameter(self, module: nn.Module) -> str | None:
+        """Return the first parameter of the module that is not the layer's, as under `functional_call`, or None."""
+        own = module._parameters
+        return next((name for name, table, inside in self.homes if own.get(name) is not table[inside]), None)
 
     def parameters(self) -> Mapping[str, LayerParameter]:
         """Return the module's parameters on the grid, by the names that the module will have for them."""
@@ -159,7 +160,7 @@ def is_computed(module: nn.Module) -> bool:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Return whether it is an nn.Embedding, or a subclass that works before or after it."""
+    """Return whether a module is an nn.Embedding, or a subclass that calls its forward and does more."""
     return uses_forward_of(module, (nn.Embedding,)) and not is_computed(module)
 
 
@@ -237,7 +238,7 @@ def make_embedding(name: str, module: Any, why: str, context: ModelContext) -> A
 
 
 class GatheredAdapter(Adapter[Layer]):
-    """Runs a module's own code, with its parameters gathered over z meanwhile."""
+    """Runs a module's own code. The parameters are gathered over z while it runs."""
 
     def __init__(
         self, name: str, context: ModelContext, why: str, module: nn.Module, *, whole_inputs: bool = False
@@ -259,6 +260,7 @@ class GatheredAdapter(Adapter[Layer]):
         if not self.layer.specs:
             return forward(*args, **kwargs)
         tensors = self._gather()
+        # The module's code reads `self.weight`, so the gathered tensors take the places of the shards while it runs.
         names = {own: f"{f'{self.name}.{own}'.lstrip('.')} ({type(module).__name__})" for own in tensors}
         versions = {own: version_of(tensor) for own, tensor in tensors.items()}
         shards = {own: module._parameters[own] for own in tensors}
@@ -274,6 +276,7 @@ class GatheredAdapter(Adapter[Layer]):
             module._parameters.update(shards)
             # the tensors may be freed now, and other tensors may get the same ids
             context.gathered_names = {key: name for key, name in context.gathered_names.items() if key not in ids}
+        # a change is found by torch's count of in-place changes: the gathered tensor is dropped, so it would be lost
         written = [own for own, tensor in tensors.items() if version_of(tensor) != versions[own]]
         if isinstance(module, nn.RNNBase):
             # cuDNN lays its weights out anew, which changes no numbers; drop the references that it keeps to them

@@ -41,7 +41,7 @@ from fourfold.wrap.grid_tensor import (
     refuse_in_autograd_function,
 )
 from fourfold.wrap.images import CONVOLUTIONS, make_channel_norm, make_convolution
-from fourfold.wrap.integrations import answer_training_loops, generate_on_grid, require_autocast_precision
+from fourfold.wrap.integrations import answer_training_loops, generate_on_grid, require_dtype
 from fourfold.wrap.linear_adapters import (
     ContractAdapter,
     ExpandAdapter,
@@ -82,8 +82,10 @@ def parallelize(
         rows_dims = (0, 1)  # torch's own modules may take the sequence first, and perhaps the model does too
     context = _context_of(model, grid, policy, rows_dims)
     give_autograd_functions_whole_tensors()
+    # peft may stand around a layer that an earlier call has cut, and have taken the shard's sizes for the layer's
     forms = {name: adapters_of(base)[-1].form for name, _, base in lora_modules(model) if adapters_of(base)}
     fix_lora_sizes(model, {name: (form.inputs, form.outputs) for name, form in forms.items() if form is not None})
+    # 1. choose a style for every module that is not on the grid yet: the plan's, a recipe's, or one found by structure
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
     given = styles.whole_below(
         styles.resolve(plan or {}, fresh, "plan", given=True), [name for name in fresh if has_own(fresh[name])]
@@ -91,11 +93,13 @@ def parallelize(
     family = getattr(getattr(model, "config", None), "model_type", "")
     recipe = {key: style for key, style in styles.RECIPES.get(family, {}).items() if styles.matches(key, fresh)}
     found = find_structure(model, grid, policy, styles.resolve(recipe, fresh, "recipe", given=False) | given)
+    # 2. make the adapters, then the shards of the parameters that they declare
     adapters = _adapters(model, fresh, found, context)
     for names, counts in found.groups.items():
         if all(name in adapters for name in names):
             SharedInput([adapters[name] for name in names], counts)  # type: ignore[misc]
     ParameterSharder(model, adapters, InitialValues(model, grid, seed, found.blocks), grid).shard()
+    # 3. let the adapters run their modules: layers first, then blocks around them, then the model around all
     for name, adapter in adapters.items():
         convert(fresh[name], adapter)
         expose_shapes(fresh[name])
@@ -108,6 +112,7 @@ def parallelize(
             convert(fresh[name], ContrastiveAdapter(name, context, "a recipe: its rows are compared with each other"))
     if not any(isinstance(adapter, RootAdapter) for adapter in adapters_of(model)):
         convert(model, RootAdapter("", context, "the module that was given"))
+    # 4. prepare what others ask of the model, and the reduction of its gradients
     _drop_replaced_readers(model)
     answer_training_loops(model, grid)
     merge_on_shards(model, grid)
@@ -116,6 +121,7 @@ def parallelize(
 
 
 def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model that torch.compile has compiled, in whole or in part."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds; without it nothing is compiled
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule)):
@@ -213,22 +219,16 @@ def _register(model: nn.Module, context: ModelContext, seed: int) -> None:
         parameters[name] = parameter, spec
     context.gradients = Gradients(context.grid, parameters, context.policy)
     context.clock = StepRng(seed, context.engine)
-    context.parameter_homes = []
-    for name, module in model.named_modules():
-        for adapter in adapters_of(module):
-            adapter.homes = [(own, layer._parameters, at) for own, (layer, at, _) in adapter.parameters().items()]
-            prefix = f"{name}.".lstrip(".")
-            context.parameter_homes += [
-                (f"{prefix}{own}", module._parameters, own, table, at) for own, table, at in adapter.homes
-            ]
+    context.adapters = [(name, module, made) for name, module in model.named_modules() for made in adapters_of(module)]
+    for _, module, adapter in context.adapters:
+        adapter.homes = [(own, layer._parameters, at) for own, (layer, at, _) in adapter.parameters().items()]
+        for layer in adapter.layers:
+            layer.gradients, layer.clock = context.gradients, context.clock
+        if isinstance(adapter, RootAdapter):
+            vars(module)["gradients"], vars(module)["clock"] = context.gradients, context.clock
     context.known_modules = [
         (name, module, [*module._modules.values()], [*module._parameters]) for name, module in model.named_modules()
     ]
-    for module in model.modules():
-        if any(isinstance(adapter, RootAdapter) for adapter in adapters_of(module)):
-            vars(module)["gradients"], vars(module)["clock"] = context.gradients, context.clock
-        for layer in (layer for adapter in adapters_of(module) for layer in adapter.layers):
-            layer.gradients, layer.clock = context.gradients, context.clock
 
 
 # classes
@@ -312,16 +312,18 @@ def compile_error(name: str) -> ValueError:
 def _run_adapter(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run an adapter in the precision in which it computes.
 
-    Autocast is turned off meanwhile: its casts in forward would have no counterpart in the adapters' backward.
+    Autocast is turned off while it runs: its casts in forward would have no counterpart in the adapters' backward.
     """
     device = adapter.context.grid.device.type
     autocast = torch.is_autocast_enabled(device)
     if autocast:
-        require_autocast_precision(adapter.context, torch.get_autocast_dtype(device))
+        asked = torch.get_autocast_dtype(device)
+        require_dtype(adapter.context, f"torch.autocast to {asked}", asked)
     dtype = adapter.input_dtype(autocast=autocast)
     if dtype is not None:
         args, kwargs = tree_map_only(Tensor, functools.partial(_cast, adapter.context, dtype=dtype), (args, kwargs))
-    known = adapter.holds(module) and adapter.accepts(args, kwargs)
+    # `functional_call` may have put other parameters there, and a call may have arguments that no trial has seen
+    known = adapter.replaced_parameter(module) is None and adapter.accepts(args, kwargs)
     if known and adapter.layers:
         adapter.context.last_layer = adapter.name
     call = functools.partial(adapter, module, inside) if known else inside

@@ -100,8 +100,8 @@ class ModelContext:
         the same code on the same rows and so switch in the same pass; other places may switch in another."""
         self.gathered_names: dict[int, str] = {}
         """The names of the gathered parameters of modules that are running their own code, by `id` of the tensor."""
-        self.parameter_homes: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = []
-        """For every parameter: its name, then table and key in the user's module, then table and key in the layer."""
+        self.adapters: list[tuple[str, nn.Module, Any]] = []
+        """Every adapter of the model, after the name of its module and the module."""
         self.known_modules: list[tuple[str, nn.Module, list[nn.Module | None], list[str]]] = []
         """For every module: its name, itself, and the children and parameter names that it had when it was wrapped."""
 
@@ -113,7 +113,7 @@ class ModelContext:
         self.made_whole.clear()
 
     def end_pass(self) -> None:
-        """Release the tensors that layers kept for each other during the pass."""
+        """Release the tensors that layers kept for each other during the pass, so that nothing keeps them alive."""
         self.in_pass, self.last_cast = False, None
         for kept in (self.lent_params, self.whole_copies, self.shared_reads):
             kept.clear()
@@ -128,12 +128,13 @@ class ModelContext:
 
     def require_same_parameters(self) -> None:
         """Refuse a parameter that was replaced: the new one would be trained or loaded, and never used."""
-        for name, module_table, module_key, layer_table, layer_key in self.parameter_homes:
-            if module_table.get(module_key) is not layer_table[layer_key]:
+        for name, module, adapter in self.adapters:
+            if (own := adapter.replaced_parameter(module)) is not None:
                 raise RuntimeError(
-                    f"{name} was replaced after the model was parallelised; change parameters in place (copy_ on their "
-                    "shards, load_state_dict without assign=True), or replace them before ff.parallelize; "
-                    "torch.func.functional_call on the whole model replaces them for one call and cannot be used"
+                    f"{f'{name}.{own}'.lstrip('.')} was replaced after the model was parallelised; "
+                    "change parameters in place (copy_ on their shards, load_state_dict without assign=True), or "
+                    "replace them before ff.parallelize; torch.func.functional_call on the whole model replaces them "
+                    "for one call and cannot be used"
                 )
 
     def require_same_modules(self) -> None:
@@ -303,6 +304,7 @@ class GridTensor(Tensor):
             gather = torch.clone if torch.is_grad_enabled() else whole_tensor
             args = tuple(gather(value) if isinstance(value, DTensor) else value for value in args)
         if not torch.is_grad_enabled():
+            # model code may have turned gradients off, or it runs inside an autograd function: only the latter is wrong
             for tensor in grid_tensors_in((args, kwargs)):
                 refuse_in_autograd_function(tensor.placement.context, trained=tensor.requires_grad)
         rule = RULES.get(func)
@@ -310,7 +312,7 @@ class GridTensor(Tensor):
         if result is NotImplemented:
             return run_on_whole(func, args, kwargs)
         if isinstance(result, GridTensor) and args and isinstance(args[0], GridTensor):
-            result.made = args[0].made
+            result.made = args[0].made  # an error then names the layer that made the values, not the last reshape
         return result
 
     @classmethod
@@ -347,7 +349,7 @@ def run_on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
     name = getattr(func, "__name__", str(func))
     found = grid_tensors_in((args, kwargs))
     context = found[0].placement.context
-    if name == "__set__" or grid_tensors_in(kwargs.get("out")):
+    if name == "__set__" or grid_tensors_in(kwargs.get("out")):  # `a.data = b`, or a result that replaces `a`
         raise in_place_error(name, found[0])
     context.made_whole[context.label, name] += len(found)
     wholes = {id(tensor): tensor.whole() for tensor in found}
@@ -361,13 +363,15 @@ def run_on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
     result = func(*args, **kwargs)
     for tensor in found:
         whole = wholes[id(tensor)]
-        if whole.shape != tensor.shape:
+        if whole.shape != tensor.shape:  # `resize_` and its like: the cut tensor cannot follow
             raise in_place_error(name, tensor)
         if version_of(whole) != versions[id(tensor)]:
             context.note_in_place_change(name)
             tensor.placement.write(tensor, whole)
     if isinstance(changed, GridTensor) and result is wholes[id(changed)]:
         return changed
+    # A result that shares memory with the gathered copy is a view of it. Where nothing is cut the copy is the local
+    # tensor itself, and torch keeps its views equal.
     memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if _is_strided(leaf)}
     for tensor in found:
         own = {part.untyped_storage()._cdata for part in tensor.placement.locals_of(tensor)}
@@ -487,7 +491,7 @@ def give_autograd_functions_whole_tensors() -> None:
     without a gradient. Calls without cut tensors pass through unchanged.
     """
     plain = torch.autograd.Function.__dict__["apply"].__func__
-    if getattr(plain, "gives_whole_tensors", False):
+    if getattr(plain, "gives_whole_tensors", False):  # an earlier model has wrapped it
         return
 
     @functools.wraps(plain)

@@ -44,14 +44,14 @@ SHORTCUTS = ("downsample", "shortcut", "conv_shortcut", "nin_shortcut", "skip", 
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether it is one of torch's convolutions, or a subclass that works before or after it."""
+    """Return whether a module is one of torch's convolutions, or a subclass that calls its forward and does more."""
     return uses_forward_of(module, CONVOLUTIONS) and module._parameters.get("weight") is not None
 
 
 def is_channel_norm(module: nn.Module) -> bool:
-    """Return whether it is one of torch's channel norms.
+    """Return whether a module is one of torch's channel norms that can run on cut channels.
 
-    An InstanceNorm with running statistics is none: it would record the rows of one place.
+    An InstanceNorm with running statistics cannot: it would record the rows of one place.
     """
     records_rows = isinstance(module, INSTANCE_NORMS) and module.track_running_stats
     return uses_forward_of(module, NORMS) and not records_rows
@@ -74,7 +74,7 @@ class _RoleWalk:
         """Whether channels are cut as a contracting convolution leaves them. The model's input is whole, and the first
         convolution expands it."""
         self.ends: dict[str, tuple[bool, str]] = {}
-        """Convolutions with an output that is not to alternate: how it is to be cut, and why."""
+        """Convolutions that do not alternate: whether each contracts, and why, by name."""
         self._seen: set[nn.Module] = set()
 
     def visit(self, name: str, module: nn.Module) -> None:
@@ -89,7 +89,7 @@ class _RoleWalk:
                 style = ChannelNormParallel(self.contracted)
                 self.found[name] = StyleChoice(style, "a norm of channels, cut as they come")
         elif isinstance(module, nn.Linear):
-            self.contracted = False
+            self.contracted = False  # a linear layer leaves features cut over x and then y, as an expanding one does
         else:
             self._visit_children(name, module)
 
@@ -176,7 +176,7 @@ def cut_channels(a: Tensor, placement: ChunkPlacement, name: str) -> GridTensor:
 
 
 def require_channels(a: Tensor, count: int, name: str) -> None:
-    """Refuse a wrong number of channels on all ranks alike; a rank's own part would not show it."""
+    """Refuse a wrong number of channels on every rank; a rank's own part would not show it."""
     if a.shape[1] != count:
         raise ValueError(f"{name}: expected [rows, {count} channels, *space], but the input is {tuple(a.shape)}")
 

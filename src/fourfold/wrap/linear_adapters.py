@@ -275,8 +275,8 @@ def sizes_of_parts(style: ExpandParallel, outputs: int, counts: HeadCounts | Non
 class ComputedWeightAdapter(GatheredAdapter):
     """Runs a linear layer that computes its weight from other parameters.
 
-    The parameters are gathered over z and the module's own code computes the weight, whole and alike on every rank of x
-    and y. Each rank multiplies by its block of the weight and finds the gradient of that block. The blocks are
+    The parameters are gathered over z and the module's own code computes the weight, whole and the same on every rank
+    of x and y. Each rank multiplies by its block of the weight and finds the gradient of that block. The blocks are
     gathered, so the whole gradient goes back through the code that computed the weight.
 
         Expand     a [m/(zx), k/y] -> enter -> [m/z, k/y] -> a W[n/x, k/y]^T -> {sum y} -> spread -> [m/z, n/(xy)]
@@ -462,7 +462,7 @@ class MultiheadAdapter(Adapter[Layer]):
         return outs if self.context.is_cut else [out.whole() for out in outs]
 
     def _added(self, module: Any, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the keys and values [rows, heads, 1, head_dim] that every row gets besides its own."""
+        """Yield the keys and values [rows, heads, 1, head_dim] that are added to those of every row."""
         shape = (keys.shape[0], keys.shape[1], 1, keys.shape[3])
         if self.extra.specs:
             key, value = (to_whole(added).view(1, *shape[1:]).expand(shape) for added in (module.bias_k, module.bias_v))

@@ -1,8 +1,8 @@
 """LoRA pairs as peft puts them around linear layers: found, made to size, computed on parts, merged on shards.
 
 peft holds a layer as `base_layer` of a module of its own, which takes the layer's name, and beside it, per adapter, a
-pair A [r, k] and B [n, r] whose product is added to the layer's output. peft is never imported: its modules are
-recognised by what they hold.
+pair A [r, k] and B [n, r]. The product of the pair is added to the layer's output. peft is never imported: its modules
+are recognised by what they hold.
 
 r is small, so the tensor between A and B is whole on every rank, and only this tensor travels. A multiplies the
 features that a rank holds, and B computes the part of the layer's output that the rank holds:
@@ -59,19 +59,19 @@ SHAPES = "_fourfold_shapes"
 
 
 def is_around(module: nn.Module) -> bool:
-    """Return whether it is a module of peft's with a layer inside."""
+    """Return whether a module is one of peft's modules, with a layer inside."""
     return BASE in module._modules and any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """Return the layer itself, where modules of peft's stand around it."""
+    """Return the layer inside peft's modules; any other module is returned as it is."""
     while is_around(module):
         module = module._modules[BASE]  # type: ignore[assignment]
     return module
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Return the name that every module would have without peft; a module of peft's has the name of its layer."""
+    """Return the name that every module would have without peft. A peft module gets the name of its layer."""
     found: dict[str, str] = {}
     for name, _ in model.named_modules():
         parent, _, own = name.rpartition(".")
@@ -267,7 +267,7 @@ class LoraB(LoraFactor):
 
 
 def _rows_of_head(head: Head) -> Layout:
-    """Return how the ids of a head's weight are cut while it is used."""
+    """Return how the ids of a head's weight are cut while the head computes with it."""
     return Layout.along(0, head.specs["weight"].storage.compute.over(0))
 
 
@@ -315,7 +315,7 @@ def expose_shapes(module: nn.Module) -> None:
 
 @functools.cache
 def _with_shapes(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of the same name with `ShapeOnly` attributes. A parameter lent in a pass goes before them."""
+    """Return a subclass of the same name with `ShapeOnly` attributes. A parameter lent in a pass is preferred."""
 
     def getattribute(self: nn.Module, name: str) -> Any:
         if name not in (shapes := vars(self)[SHAPES]):

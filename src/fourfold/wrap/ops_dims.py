@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from fourfold.nn.rng import seeded
-from fourfold.wrap.grid_tensor import GridTensor, grid_tensors_in, to_whole
-from fourfold.wrap.ops import argument, functions_named, rule, run_on_local, seed_of_part
+from fourfold.wrap.grid_tensor import GridTensor, grid_tensors_in
+from fourfold.wrap.ops import argument, functions_named, part_of, rule, run_on_local, seed_of_part
 from fourfold.wrap.placements import ChunkPlacement, FusedPlacement, RestPlacement
 
 
@@ -37,7 +37,7 @@ def with_cut(a: GridTensor, local: Tensor, dim: int | None = None) -> GridTensor
 
 
 def _sizes_of(args: Sequence[Any]) -> list[int]:
-    """Return the sizes of view(2, 3), view((2, 3)) and view(size=...) alike."""
+    """Return the sizes, for view(2, 3), view((2, 3)) and view(size=...)."""
     return list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, Size)) else list(args)
 
 
@@ -157,7 +157,7 @@ def getitem(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
 
 
 def _as_slice(index: tuple) -> tuple | None:
-    """Return an index with one list of one number, and slices besides, as slices alone; None for any other index."""
+    """Return an index with one list of one number, and otherwise slices, as slices alone; None for any other index."""
     lists = [i for i in index if isinstance(i, list)]
     if len(lists) != 1 or len(lists[0]) != 1 or type(at := lists[0][0]) is not int:
         return None
@@ -241,13 +241,7 @@ def cat(func: Callable, args: tuple, kwargs: dict) -> Any:
     length = leader.shape[placement.dim]
     if any(tensor.dim() != leader.dim() or tensor.shape[placement.dim] != length for tensor in tensors):
         return NotImplemented
-    own = [
-        tensor.local
-        if isinstance(tensor, GridTensor) and tensor.placement == placement
-        else placement.part(to_whole(tensor), tensor.shape)
-        for tensor in tensors
-    ]
-    return with_cut(leader, func(own, dim))
+    return with_cut(leader, func([part_of(tensor, placement, tensor.shape) for tensor in tensors], dim))
 
 
 @rule(*functions_named("index_select"))

@@ -299,8 +299,7 @@ def _buffers_from_plain(
 def _to_load(given: Tensor, spec: Spec, grid: Grid) -> ShardToLoad:
     """Return this rank's shard of a tensor in a state dict, which is whole or cut in any way."""
     if isinstance(given, DTensor):
-        alike = given.device_mesh == grid.mesh and list(given.placements) == spec.storage.placements()
-        if alike:
+        if given.device_mesh == grid.mesh and list(given.placements) == spec.storage.placements():
             return ShardToLoad(local_of(given), spec)
         given = join_shards(given, grid)
     return ShardToLoad(_copy_of_shard(given, spec, grid), spec)
@@ -393,7 +392,7 @@ def plain_parameter(module: nn.Module, original: str, *, gradient: bool = False)
 
 @dataclass(frozen=True, eq=False)
 class ParameterPlacement(TensorPlacement):
-    """A parameter of the plain module as it is stored: one shard, or those of the layers that the weight holds."""
+    """A parameter of the plain module as it is stored: one shard, or one shard for each layer that the weight holds."""
 
     name: str
     parts: tuple[tuple[nn.Parameter, Spec], ...]

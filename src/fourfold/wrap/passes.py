@@ -121,7 +121,7 @@ def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict
     named = _bound(func, args, kwargs)
     reduction = named["reduction"]
     of_place = reduction == "sum" and not context.has_target_count
-    if reduction not in ("mean", "sum", "batchmean"):
+    if reduction not in ("mean", "sum", "batchmean"):  # "none": each row has its own loss
         return func(*args, **kwargs)
     by_id = func is functional.cross_entropy and _is_by_id(named)
     count = 1 if reduction == "sum" else None
@@ -144,7 +144,7 @@ def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict
     total, number = (_sum_by_class if func in BY_CLASS else _sum_by_element)(func, named)
     if reduction != "sum":
         all_places = sum_over_batch(number, context.grid, "loss")
-        # a batch without targets has loss 0
+        # a batch without targets has loss 0; torch.where, because a condition in Python would read the device
         total = total / torch.where(all_places == 0, 1, all_places).to(total.dtype)
     return _average_gradient(context, sum_of_places(total, context.grid, "loss"))
 
@@ -160,9 +160,7 @@ def _average_gradient(context: ModelContext, loss: Tensor) -> Tensor:
     return Conjugate.apply(loss, torch.clone, lambda gradient: sum_over_batch(gradient, context.grid, "loss") / places)
 
 
-@cache
-def _signature(func: Callable) -> inspect.Signature:
-    return inspect.signature(func)
+_signature = cache(inspect.signature)  # reading a signature takes longer than a small loss
 
 
 def _bound(func: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -183,7 +181,7 @@ def _bound(func: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _is_by_id(named: dict[str, Any]) -> bool:
-    """Return whether it is the plain cross-entropy of logits [m, V] with one id per row."""
+    """Return whether a call computes the plain cross-entropy of logits [m, V] with one id per row."""
     plain = named["weight"] is None and named["label_smoothing"] == 0
     return plain and named["input"].dim() == 2 and not named["target"].is_floating_point()
 
@@ -220,8 +218,8 @@ def _number(count: int, like: Tensor) -> Tensor:
 # passes
 
 COUNT = "num_items_in_batch"
-"""The argument by which Hugging Face's models divide the sum of a batch's losses. Like every other argument here it is
-about the rows of one place."""
+"""The argument by which Hugging Face's models divide the sum of a batch's losses. The caller counts the targets of one
+place, because all other arguments are about the rows of one place too."""
 CONTRASTIVE = "return_loss"
 """The argument that asks Hugging Face's models of images and texts for a loss that compares all rows."""
 
@@ -276,6 +274,7 @@ class RootAdapter(Adapter):
         context.has_target_count = kwargs.get(COUNT) is not None
         context.compares_rows = bool(kwargs.get(CONTRASTIVE))
         if context.has_target_count:
+            # the caller counted this place's targets; in fp64, because a sum of counts in the caller's dtype may round
             own = torch.as_tensor(kwargs[COUNT], device=context.grid.device)
             total = sum_over_batch(own.double(), context.grid, "count targets").to(own.dtype)
             kwargs = {**kwargs, COUNT: total}
@@ -285,7 +284,7 @@ class RootAdapter(Adapter):
         try:
             with GlobalLosses(context), counted_changes(context):
                 result = forward(*args, **kwargs)
-                for group in list(context.shared_reads):
+                for group in list(context.shared_reads):  # some of its layers never asked for their results
                     group.split()
                 result = map_tensors(self._returned, result, in_place=True)
             require_unchanged_parameters(context)
@@ -357,6 +356,7 @@ class RootAdapter(Adapter):
             owner, _, own = name.rpartition(".")
             if isinstance(buffer, GridTensor):
                 buffer = module.get_submodule(owner)._buffers[own] = buffer.whole()
+            # once per buffer, because a comparison reads the device
             unchanged = buffer is old and version_of(buffer) == version
             if unchanged or buffer.is_meta or not self._first_time("buffer", name):
                 continue
@@ -393,7 +393,7 @@ def _digest(tensor: Tensor) -> int:
 
     Values are weighted by position, because the plain sum of small ids is often the same for different rows.
     """
-    flat = tensor.detach().double().nan_to_num().flatten()
+    flat = tensor.detach().double().nan_to_num().flatten()  # NaN is not equal to itself
     weights = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
     return key_of(tuple(tensor.shape), (flat * weights).sum().item())
 
@@ -416,7 +416,7 @@ def seeded_everywhere(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class ContrastiveAdapter(Adapter):
-    """A module with rows that a contrastive loss compares: if the pass has such a loss, it returns all places' rows."""
+    """Runs a module with rows that a contrastive loss compares, and gathers all places' rows for such a loss."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         out = forward(*args, **kwargs)
@@ -427,7 +427,7 @@ class ContrastiveAdapter(Adapter):
 
 
 class BlockAdapter(Adapter):
-    """One of several equal modules through which the residual stream passes. It brings the stream to rest."""
+    """Runs one of several equal modules through which the residual stream passes, and brings the stream to rest."""
 
     def __init__(self, name: str, context: ModelContext, why: str, features: int) -> None:
         super().__init__(name, context, why)
@@ -441,7 +441,7 @@ class BlockAdapter(Adapter):
             kwargs = {**kwargs, "hidden_states": self._to_rest(kwargs["hidden_states"])}
         again = context.policy.recompute == "block" and module.training and torch.is_grad_enabled()
         if module.training and context.sample is None:
-            # a seed per block, so that a recomputed block draws the same numbers again
+            # a seed per block, so that a recomputed block draws the same numbers again; 62 bits fit an int64
             seed = int(torch.randint(1 << 62, (), device="cpu"))
             forward = partial(_run_seeded, seed, context.grid.device, again, forward)
         if again:

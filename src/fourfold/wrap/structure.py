@@ -66,7 +66,7 @@ class ModelStructure:
     """
 
     modules: Mapping[str, nn.Module]
-    """The modules of the model, without those of peft's that stand around a layer."""
+    """The modules of the model, without the peft modules that stand around a layer."""
     forms: Mapping[nn.Module, LinearForm]
     """The form of each linear layer."""
     choices: dict[str, StyleChoice]
@@ -231,7 +231,7 @@ class ModelStructure:
         return StyleChoice(ExpandParallel(), why)
 
     def _closes_attention(self, parent: str, own: str) -> bool:
-        """Return whether it is BERT's `dense`: beside q, k and v, or in a module beside the one that has them."""
+        """Return whether a layer is BERT's `dense`: beside q, k and v, or in a module beside the one that has them."""
         if own != "dense":
             return False
         if children_of(self.modules[parent]).keys() & {*QUERY, *FUSED, "query_key_value"}:
@@ -367,7 +367,7 @@ def path(name: str, child: str) -> str:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of a module as if there were no modules of peft's between."""
+    """Return the children of a module; a layer stands in the place of the peft module around it."""
     return {name: inside(child) for name, child in module.named_children()}
 
 
