@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from fourfold.layout import FEATURES, inner
 from fourfold.nn.embedding import Head
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import TensorPlacement, distribute
+from fourfold.wrap.grid_tensor import ModelContext, TensorPlacement, distribute
 from fourfold.wrap.placements import ChunkPlacement, LogitsPlacement, RestPlacement, SharedHeadsPlacement, fuse
 
 SHAPE = (3, 5, 6)
@@ -462,7 +461,10 @@ CALLS: dict[str, list[Call]] = {
     "where": [where],
     "full_like": [lambda f, m: f(m.a(), 2.5)],
     "cumsum": [with_dims(((0,), {}), ((-1,), {}), ((), {"dim": 1}))],
-    "flip": [with_dims((((0,),), {}), (([1, 2],), {}), ((), {"dims": (-1,)}))],
+    "flip": [
+        with_dims((((0,),), {}), (([1, 2],), {}), ((), {"dims": (-1,)})),
+        lambda f, m: [f(m.a(), 0, 2)] if f is Tensor.flip else [],
+    ],
     "roll": [with_dims(((1, 0), {}), ((2,), {}), (((1, -1), (1, 2)), {}), ((), {"shifts": 1, "dims": -1}))],
     "unbind": [with_dims(((), {}), ((-1,), {}), ((), {"dim": 1}))],
     "flatten": [with_dims(((), {}), ((1,), {}), ((), {"start_dim": 0, "end_dim": 1}), ((-2,), {}))],

@@ -61,9 +61,8 @@ INSIDE = {
     "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
     "data": ["__init__", "tokenizer", "token_files", "sources", "sampling", "loader"],
     "wrap": [
-        "context", "grid_tensor", "placements", "ops", "ops_dims", "detect", "shared_input", "adapters", "rows",
-        "param_access", "integrations", "passes", "plan", "convert", "multihead", "lora", "images", "structure",
-        "build", "__init__",
+        "plan", "grid_tensor", "placements", "ops", "ops_dims", "detect", "adapters", "linear_adapters", "rows",
+        "parameters", "integrations", "passes", "lora", "images", "structure", "build", "__init__",
     ],
     "checkpoint": [
         "__init__", "format", "training_state", "load", "save", "hugging_face", "dcp",
@@ -195,7 +194,7 @@ def test_torchrun_imports_little_of_fourfold() -> None:
 
 def test_no_behaviour_depends_on_the_words_of_an_error() -> None:
     """Types and `Failure` kinds decide. What torch only says in words is recognised in these files."""
-    edges = {"job.py": "gloo and NCCL", "wrap/adapters.py": "autograd"}
+    edges = {"job.py": "gloo and NCCL"}
     name = r"\w*(error|failed|caught)"
     reads = re.compile(rf"\bin str\({name}\)|str\({name}\)\.(startswith|endswith)|in \w+\.message\b(?!\()")
     found = {str(path.relative_to(PACKAGE)) for path in modules() if reads.search(path.read_text())}

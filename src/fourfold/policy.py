@@ -121,3 +121,16 @@ class Policy:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be a number of tokens, or 0 for all at once")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
+
+    def require_any_module(self) -> None:
+        """Refuse options that only the reference models implement, for a model with other people's code."""
+        if self.overlap.halves not in (None, 1):
+            raise ValueError(
+                f"halves={self.overlap.halves}: a module's own code runs a batch as one; use halves=None or 1"
+            )
+        if self.loss_chunk:
+            raise ValueError(
+                f"loss_chunk={self.loss_chunk}: a module's own code makes all logits at once; use loss_chunk=0"
+            )
+        if self.recompute == "attention":
+            raise ValueError("recompute='attention' works with the reference models only; use 'block' or 'none'")

@@ -24,7 +24,7 @@ from fourfold.axes import AXES
 from fourfold.grid import Grid, Shape
 from fourfold.policy import Policy
 from fourfold.wrap import ChannelNormParallel, ContractParallel, ConvParallel, WholeTensors, whole_tensors
-from fourfold.wrap.convert import adapters_of
+from fourfold.wrap.adapters import adapters_of
 from harness import Ranks, grid_of
 from parity import LocalAdamW, local_block
 from plain_images import MobileNet, ResNet, UNet

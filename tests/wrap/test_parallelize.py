@@ -460,7 +460,7 @@ REFUSED: dict[str, tuple[str, Callable[[Grid], Any]]] = {
     ),
     **{
         f"in place: {how}": (f"{said}.*forward.*outside of forward", partial(changing, how))
-        for how, said in dict(own="the model", data="model|w ", assign="w ", child="a.weight", attribute="w ").items()
+        for how, said in dict(own="w ", data="w ", assign="w ", child="a.weight", attribute="w ").items()
     },
 }
 

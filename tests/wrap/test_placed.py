@@ -20,8 +20,7 @@ from fourfold.grid import Grid, Shape
 from fourfold.nn.embedding import Head
 from fourfold.nn.rng import seeded
 from fourfold.policy import Policy
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import RULES, GridTensor, distribute, to_whole
+from fourfold.wrap.grid_tensor import RULES, GridTensor, ModelContext, distribute, to_whole
 from fourfold.wrap.ops import META
 from fourfold.wrap.placements import LogitsPlacement
 from harness import grid_of

@@ -19,8 +19,7 @@ import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.policy import Policy
 from fourfold.wrap import whole_tensors
-from fourfold.wrap.adapters import GatheredAdapter
-from fourfold.wrap.convert import adapters_of
+from fourfold.wrap.adapters import GatheredAdapter, adapters_of
 from fourfold.wrap.detect import LinearDetector, LinearForm
 from harness import grid_of
 from linears import LINEARS, ByHand, OwnForward, Products, Turned, by_einsum, by_matmul

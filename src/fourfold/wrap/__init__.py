@@ -3,7 +3,7 @@
 import fourfold.wrap.ops
 import fourfold.wrap.ops_dims  # noqa: F401  # importing them registers the rules
 from fourfold.wrap.build import explain, parallelize
-from fourfold.wrap.param_access import whole_tensors
+from fourfold.wrap.parameters import whole_tensors
 from fourfold.wrap.plan import (
     ChannelNormParallel,
     ContractParallel,

@@ -3,6 +3,9 @@
 An adapter stands between a module, which keeps its name, its interface and its place in the model, and layers of
 fourfold.nn, which are not part of the model's tree but hold the same parameters. An adapter takes tensors in any
 placement. A module that no layer of fourfold.nn can stand for runs its own code with gathered parameters.
+
+This file has the adapters of norms, of embeddings and of modules that run their own code. `linear_adapters.py`,
+`images.py`, `lora.py` and `passes.py` have the others.
 """
 
 from __future__ import annotations
@@ -10,28 +13,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from fourfold import comm
-from fourfold.layout import CONTRACT_WEIGHT, EXPAND_WEIGHT, REPEATED, WHOLE, Layout, Spec
+from fourfold.layout import REPEATED, WHOLE, Layout, Spec
 from fourfold.nn.embedding import Embedding
-from fourfold.nn.layer import Layer, add_gradients
-from fourfold.nn.linear import Contract, Expand
-from fourfold.nn.norm import HeadNorm, Norm
-from fourfold.operators import collect, enter, leave, once_differentiable, spread
+from fourfold.nn.layer import Layer
+from fourfold.nn.norm import HeadNorm, Norm, add_gradients
+from fourfold.operators import once_differentiable
 from fourfold.param_group import ParamGroup
 from fourfold.params import local_of
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.detect import LinearForm
-from fourfold.wrap.grid_tensor import GridTensor, distribute, to_whole, version_of
-from fourfold.wrap.placements import ChunkPlacement, RestPlacement, conjugate, fuse, to_rest
-from fourfold.wrap.shared_input import HeadCounts, SharedInput
+from fourfold.wrap.detect import LinearForm, norm_formula_of
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_whole, version_of
+from fourfold.wrap.placements import ChunkPlacement, RestPlacement, to_rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,7 @@ class PlainSlice:
     original: str
     """The name of the plain module's parameter."""
     rows: range | None = None
+    """The rows that are stored; None: all of them."""
     transposed: bool = False
     """Whether the plain parameter is [in, out]."""
 
@@ -58,30 +56,35 @@ class PlainSlice:
 LayerParameter = tuple[Layer, str, PlainSlice]
 """The layer that computes with a parameter, its name in that layer, and its part of the plain module's parameter."""
 
+L = TypeVar("L", bound=Layer)
 
-class Adapter(ABC):
-    """Runs a module on the grid."""
+
+class Adapter(ABC, Generic[L]):
+    """Runs a module on the grid, usually by layers of fourfold.nn."""
 
     form: LinearForm | None = None
     """The form of the module, if it is a linear layer."""
 
-    def __init__(self, name: str, context: ModelContext, why: str) -> None:
+    def __init__(self, name: str, context: ModelContext, why: str, *layers: L) -> None:
         self.name, self.context, self.why = name, context, why
+        self.layers = layers
+        """The layers of fourfold.nn that compute for the module."""
         self.homes: list[tuple[str, dict[str, Any], str]] = []
-        """For each parameter: its name in the module, and the layer's table with its name there."""
-
-    def holds(self, module: nn.Module) -> bool:
-        """Return whether the module has the adapter's parameters, and not ones that `functional_call` put there."""
-        return all(module._parameters.get(own) is table[inside] for own, table, inside in self.homes)
+        """For each parameter: its name in the module, the layer's dict of parameters, and its name in that dict."""
 
     @property
-    def layers(self) -> Sequence[Layer]:
-        """The layers of fourfold.nn that compute for the module."""
-        return ()
+    def layer(self) -> L:
+        """The layer that computes for the module, the first if there are several."""
+        return self.layers[0]
+
+    def replaced_parameter(self, module: nn.Module) -> str | None:
+        """Return the first parameter of the module that is not the layer's, as under `functional_call`, or None."""
+        own = module._parameters
+        return next((name for name, table, inside in self.homes if own.get(name) is not table[inside]), None)
 
     def parameters(self) -> Mapping[str, LayerParameter]:
         """Return the module's parameters on the grid, by the names that the module will have for them."""
-        return {}
+        return {name: (layer, name, PlainSlice(name)) for layer in self.layers for name in layer.specs}
 
     def buffers(self) -> Mapping[str, Spec]:
         """Return the buffers of the module that are cut. All others are whole and equal on all ranks."""
@@ -107,141 +110,70 @@ class Adapter(ABC):
         """Return how the module's tensors lie, and what it communicates over which axes."""
 
 
-L = TypeVar("L", bound=Layer)
-
-
-class LayerAdapter(Adapter, Generic[L]):
-    """A module that is one layer with the same parameters.
-
-    It computes in the policy's dtype, or in the dtype of its parameters.
-    """
-
-    def __init__(self, name: str, context: ModelContext, why: str, layer: L) -> None:
-        super().__init__(name, context, why)
-        self.layer = layer
-
-    @property
-    def layers(self) -> Sequence[L]:
-        return (self.layer,)
+class LayerAdapter(Adapter[L]):
+    """Runs a module by layers with the same parameters, in the policy's dtype or in the dtype of its parameters."""
 
     def input_dtype(self, *, autocast: bool) -> torch.dtype | None:  # noqa: ARG002
         return self.context.policy.compute_dtype
 
-    def parameters(self) -> Mapping[str, LayerParameter]:
-        return {name: (self.layer, name, PlainSlice(name)) for name in self.layer.specs}
+
+# what a module's class says about it
+
+ADAPTERS = "_fourfold_adapters"
+"""The attribute of a module on the grid with its adapters, outermost first."""
 
 
-# linear layers
+def adapters_of(module: nn.Module) -> list[Adapter]:
+    """Return the adapters of a module, outermost first; none if it is not on the grid."""
+    return vars(module).get(ADAPTERS, [])
 
 
-class LinearAdapter(LayerAdapter[L]):
-    """A module that is a linear layer, whatever its names for weight and bias are."""
-
-    form: LinearForm  # type: ignore[assignment]
-
-    def __init__(self, name: str, context: ModelContext, why: str, layer: L, form: LinearForm) -> None:
-        super().__init__(name, context, why, layer)
-        self.form = form
-
-    def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        return self.form.accepts(args, kwargs)
-
-    def parameters(self) -> Mapping[str, LayerParameter]:
-        return {self.form.names[inside]: (self.layer, inside, self.slice_of(inside)) for inside in self.layer.specs}
-
-    def slice_of(self, inside: str, rows: range | None = None) -> PlainSlice:
-        """Return the part of the plain weight or bias that these rows are."""
-        return PlainSlice(self.form.names[inside], rows, transposed=self.form.transposed and inside == "weight")
+def calls_parent_forward(plain: type[nn.Module], parent: type[nn.Module]) -> bool:
+    """Return whether a subclass has a forward of its own that calls its parent's through super()."""
+    own = plain.forward
+    if not issubclass(plain, parent) or own is parent.forward:
+        return False
+    code = getattr(own, "__code__", None)
+    # a method that writes `super().forward(...)` has the cell `__class__` and the name `forward`
+    return code is not None and "__class__" in code.co_freevars and "forward" in code.co_names
 
 
-class ExpandAdapter(LinearAdapter[Expand]):
-    """A linear layer from rest to inner."""
+def uses_forward_of(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a module's forward is, or calls, the forward of one of these classes, on their parameters alone.
 
-    shared_input: SharedInput
-
-    def __init__(self, name: str, context: ModelContext, why: str, layer: Expand, form: LinearForm) -> None:
-        super().__init__(name, context, why, layer, form)
-        SharedInput([self])
-
-    def joined(self, outs: Sequence[GridTensor]) -> GridTensor:
-        """Return the module's output, made of the outputs of its layers."""
-        return outs[0]
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> GridTensor:  # noqa: ARG002
-        self.context.last_layer = self.name
-        (input,) = (*args, *kwargs.values())
-        return self.shared_input.read(self, input)
-
-    def describe(self) -> tuple[str, str]:
-        others = [reader.name.rpartition(".")[2] for reader in self.shared_input.readers if reader is not self]
-        shared = f" together with {', '.join(others)}" if others else ""
-        return "w[n/x, k/y]/z: rest -> inner", f"enter over x{shared}, w over z, spread over y"
+    A module that uses its weight in a way of its own must not be taken for a layer.
+    """
+    if adapters_of(module):
+        return isinstance(module, kinds)
+    plain = type(module)
+    if not module._parameters.keys() <= {"weight", "bias"} or any(module.children()):
+        return False
+    return any(
+        issubclass(plain, kind) and (plain.forward is kind.forward or calls_parent_forward(plain, kind))
+        for kind in kinds
+    )
 
 
-class FusedExpandAdapter(ExpandAdapter):
-    """Several Expand layers that the plain module holds in one weight; each is cut by itself."""
-
-    def __init__(
-        self,
-        name: str,
-        context: ModelContext,
-        why: str,
-        layers: Sequence[Expand],
-        form: LinearForm,
-        *,
-        counts: HeadCounts | None,
-    ) -> None:
-        super().__init__(name, context, why, layers[0], form)
-        self.pieces = tuple(layers)
-        self.shared_input.counts = counts
-
-    @property
-    def layers(self) -> Sequence[Expand]:
-        return self.pieces
-
-    def parameters(self) -> Mapping[str, LayerParameter]:
-        found: dict[str, LayerParameter] = {}
-        first = 0
-        for index, layer in enumerate(self.pieces):
-            rows = range(first, first + layer.out_features)
-            first = rows.stop
-            for inside in layer.specs:
-                found[f"{self.form.names[inside]}_{index}"] = (layer, inside, self.slice_of(inside, rows))
-        return found
-
-    def joined(self, outs: Sequence[GridTensor]) -> GridTensor:
-        return fuse(outs)
-
-    def describe(self) -> tuple[str, str]:
-        sizes = " + ".join(str(layer.out_features) for layer in self.pieces)
-        return f"w[({sizes})/x, k/y]/z: rest -> inner", "one enter over x, w over z, one spread over y"
+def is_computed(module: nn.Module) -> bool:
+    """Return whether the weight is computed from other parameters before each use, as parametrizations do."""
+    return module._parameters.get("weight") is None and not adapters_of(module)
 
 
-class ContractAdapter(LinearAdapter[Contract]):
-    """A linear layer from inner to rest."""
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> GridTensor:  # noqa: ARG002
-        self.context.last_layer = self.name
-        (input,) = (*args, *kwargs.values())
-        a = distribute(input, ChunkPlacement(self.context, input.dim() - 1, self.context.inner_axes))
-        leading = a.shape[:-1]
-        out = self.layer(a.local.reshape(prod(leading), a.local.shape[-1]), prod(leading))
-        return GridTensor(out, RestPlacement(self.context), (*leading, self.layer.out_features))
-
-    def describe(self) -> tuple[str, str]:
-        return "w[k/y, n/x]/z: inner -> rest", "collect over y, w over z, leave over x"
+def is_embedding(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Embedding, or a subclass that calls its forward and does more."""
+    return uses_forward_of(module, (nn.Embedding,)) and not is_computed(module)
 
 
 # norms and embeddings
 
 
 class NormAdapter(LayerAdapter[Norm]):
-    """A norm of the residual stream."""
+    """Runs a norm of the residual stream."""
+
+    def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        return len(args) + len(kwargs) == 1  # with more arguments than in the trial the module may do something else
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        self.context.last_layer = self.name
-        if len(args) + len(kwargs) != 1:  # more arguments than in the trial: the module's own code reads its weight
-            return forward(*args, **kwargs)
         (input,) = (*args, *kwargs.values())
         a = to_rest(input, self.context)
         return a.like(self.layer(a.local))
@@ -251,27 +183,39 @@ class NormAdapter(LayerAdapter[Norm]):
 
 
 class HeadNormAdapter(LayerAdapter[HeadNorm]):
-    """A norm of each attention head by itself."""
+    """Runs a norm of each attention head by itself."""
+
+    accepts = NormAdapter.accepts
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        self.context.last_layer = self.name
-        if len(args) + len(kwargs) != 1:  # more arguments than in the trial: the module's own code reads its weight
-            return forward(*args, **kwargs)
         (input,) = (*args, *kwargs.values())
         by_head = isinstance(input, GridTensor) and isinstance(input.placement, ChunkPlacement)
-        if not by_head or input.placement.dim == input.dim() - 1:  # type: ignore[union-attr]
+        if not by_head or input.placement.dim == input.dim() - 1:
             input = distribute(input, ChunkPlacement(self.context, input.dim() - 2, self.context.inner_axes))
-        return input.like(self.layer(input.local))  # type: ignore[attr-defined]
+        return input.like(self.layer(input.local))
 
     def describe(self) -> tuple[str, str]:
         return "w/z: each head by itself", "w over z"
 
 
+def make_norm(name: str, module: nn.Module, why: str, context: ModelContext, *, of_heads: bool) -> Adapter:
+    """Return the adapter of a norm of the residual stream, or of a norm of attention heads."""
+    formula = norm_formula_of(module)
+    if formula is None:
+        raise ValueError("it computes neither an RMS norm nor a LayerNorm of the last dim; give it WholeTensors()")
+    place = context.grid, context.policy, formula.features
+    options: Any = dict(eps=formula.eps, shift=formula.shift)
+    if not of_heads:
+        return NormAdapter(name, context, why, Norm(*place, kind=formula.kind, bias=formula.bias, **options))
+    if formula.kind != "rms":
+        raise ValueError("HeadNormParallel() is for RMS norms; give it WholeTensors()")
+    return HeadNormAdapter(name, context, why, HeadNorm(*place, **options))
+
+
 class EmbeddingAdapter(LayerAdapter[Embedding]):
-    """The embedding of tokens."""
+    """Runs the embedding of tokens."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> GridTensor:  # noqa: ARG002
-        self.context.last_layer = self.name
         ids = to_whole(input)
         features = self.layer.specs["weight"].shape[1]
         return GridTensor(self.layer(ids), RestPlacement(self.context), (*ids.shape, features))
@@ -280,69 +224,66 @@ class EmbeddingAdapter(LayerAdapter[Embedding]):
         return "w[V/x, k/y]/z: ids -> rest", "w over z, leave over x"
 
 
+def make_embedding(name: str, module: Any, why: str, context: ModelContext) -> Adapter:
+    """Return the adapter of an embedding of tokens."""
+    if not is_embedding(module):
+        raise ValueError("EmbeddingParallel() is for nn.Embedding and subclasses that call its forward")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ValueError("max_norm, scale_grad_by_freq and sparse do not work on a table that is cut; leave them out")
+    layer = Embedding(context.grid, context.policy, *module.weight.shape, untrained=module.padding_idx)
+    return EmbeddingAdapter(name, context, why, layer)
+
+
 # modules that run their own code
 
 
-class GatheredAdapter(Adapter):
-    """A module that runs its own code, with its parameters gathered over z meanwhile."""
+class GatheredAdapter(Adapter[Layer]):
+    """Runs a module's own code. The parameters are gathered over z while it runs."""
 
     def __init__(
         self, name: str, context: ModelContext, why: str, module: nn.Module, *, whole_inputs: bool = False
     ) -> None:
-        super().__init__(name, context, why)
-        self.layer = Layer(context.grid, context.policy)
+        super().__init__(name, context, why, Layer(context.grid, context.policy))
         self.whole_inputs = whole_inputs
+        """Whether the plan asked for whole inputs; otherwise the code gets cut tensors until it needs whole ones."""
         for own, parameter in module.named_parameters(recurse=False):
             storage = WHOLE if parameter.dim() else Layout(())
             self.layer.declare(own, Spec(tuple(parameter.shape), storage, REPEATED))
-
-    @property
-    def layers(self) -> Sequence[Layer]:
-        return (self.layer,)
-
-    def parameters(self) -> Mapping[str, LayerParameter]:
-        return {name: (self.layer, name, PlainSlice(name)) for name in self.layer.specs}
 
     def input_dtype(self, *, autocast: bool) -> torch.dtype | None:
         return self.context.policy.compute_dtype if self.layer.specs and not autocast else None
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = self.context
-        context.last_layer = self.name
         if self.whole_inputs or self.name in context.whole_input_modules:
             args, kwargs = tree_map_only(GridTensor, GridTensor.whole, (args, kwargs))
         if not self.layer.specs:
             return forward(*args, **kwargs)
         tensors = self._gather()
-        versions = {name: version_of(tensor) for name, tensor in tensors.items()}
-        shards = {name: module._parameters[name] for name in tensors}
+        # The module's code reads `self.weight`, so the gathered tensors take the places of the shards while it runs.
+        names = {own: f"{f'{self.name}.{own}'.lstrip('.')} ({type(module).__name__})" for own in tensors}
+        versions = {own: version_of(tensor) for own, tensor in tensors.items()}
+        shards = {own: module._parameters[own] for own in tensors}
         module._parameters.update(tensors)  # type: ignore[arg-type]
-        context.gathered_names |= (names := {id(tensor): self._full(module, name) for name, tensor in tensors.items()})
+        ids = {id(tensor): names[own] for own, tensor in tensors.items()}
+        context.gathered_names |= ids
         context.own_code.append(self.name)
         try:
             result = forward(*args, **kwargs)
-        except RuntimeError as error:
-            # autograd says only in words that an in-place change of an output of GatherParameters is not allowed
-            if GatherParameters.__name__ in str(error):
-                raise lost_change_error(
-                    f"a parameter of {self.name or 'the model'} ({type(module).__name__})"
-                ) from error
-            raise
         finally:
             context.own_code.pop()
-            replaced = [name for name in tensors if module._parameters.get(name) is not tensors[name]]
+            replaced = [own for own in tensors if module._parameters.get(own) is not tensors[own]]
             module._parameters.update(shards)
-            context.gathered_names = {key: name for key, name in context.gathered_names.items() if key not in names}
-        written = [name for name, tensor in tensors.items() if version_of(tensor) != versions[name]]
+            # the tensors may be freed now, and other tensors may get the same ids
+            context.gathered_names = {key: name for key, name in context.gathered_names.items() if key not in ids}
+        # a change is found by torch's count of in-place changes: the gathered tensor is dropped, so it would be lost
+        written = [own for own, tensor in tensors.items() if version_of(tensor) != versions[own]]
         if isinstance(module, nn.RNNBase):
             # cuDNN lays its weights out anew, which changes no numbers; drop the references that it keeps to them
             module._flat_weights, written = [], []
         if replaced or written:
-            raise lost_change_error(self._full(module, (replaced or written)[0]))
+            raise lost_change_error(names[(replaced or written)[0]])
         return result
-
-    def _full(self, module: nn.Module, own: str) -> str:
-        return f"{f'{self.name}.{own}'.lstrip('.')} ({type(module).__name__})"
 
     def _gather(self) -> dict[str, Tensor]:
         """Gather the parameters, those of one dtype in one message."""
@@ -362,10 +303,8 @@ class GatheredAdapter(Adapter):
         if not self.layer.specs:
             return "its own code on whole tensors", "inputs made whole"
         if operation := self.context.whole_input_modules.get(self.name):
-            return (
-                f"cut over z: its own code on whole tensors (it uses {operation})",
-                "parameters over z, inputs made whole",
-            )
+            layout = f"cut over z: its own code on whole tensors (it uses {operation})"
+            return layout, "parameters over z, inputs made whole"
         return "cut over z: its own code", "parameters over z"
 
 
@@ -384,14 +323,16 @@ def gather_parameters(layer: Layer, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 class GatherParameters(torch.autograd.Function):
-    """Parameters gathered over z, for code that uses them in any way; gradients go back to the shards."""
+    """Gathers parameters over z, for code that uses them in any way; gradients go back to the shards."""
 
     @staticmethod
     def forward(ctx: Any, unit: ParamGroup, *_: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         with unit.gathered("gathered", unit.gather, lambda _: (), turns=1, keep=True) as wholes:
-            return tuple(held.view_as(held) for held in wholes)  # autograd wants output tensors of its own
+            # Autograd wants output tensors of its own. It would refuse a change in place of a view, in words only;
+            # a detached tensor can be changed, and GatheredAdapter sees that its version has changed.
+            return tuple(held.detach() for held in wholes)
 
     @staticmethod
     @once_differentiable
@@ -405,7 +346,7 @@ class GatherParameters(torch.autograd.Function):
 
 
 class ReadScalar(torch.autograd.Function):
-    """A parameter without dims, which every rank holds."""
+    """Reads a parameter without dims, which every rank holds."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, parameter: nn.Parameter) -> Tensor:
@@ -419,13 +360,14 @@ class ReadScalar(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
         if ctx.parameter.requires_grad:
             ctx.layer.gradients.expect_end()
-            own = gradient.clone()  # autograd may hand it to others too
+            own = gradient.clone()  # autograd may hand the same tensor to others too
             ctx.layer.gradients.deposit([ctx.parameter], [own], during=ctx.during)
         return None, None
 
 
 class HeadsAdapter(GatheredAdapter):
-    """A module with attention heads as the last dim of its output, such as a table of biases; ranks take their own."""
+    """Runs a module with attention heads as the last dim of its output, such as a table of biases, and keeps the heads
+    of this rank."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = super().__call__(module, forward, *args, **kwargs)
@@ -433,87 +375,3 @@ class HeadsAdapter(GatheredAdapter):
 
     def describe(self) -> tuple[str, str]:
         return "cut over z: its own code, then by heads", "parameters over z"
-
-
-# linear layers that compute their weight
-
-
-class ComputedWeightAdapter(GatheredAdapter):
-    """A linear layer that computes its weight from other parameters: weight norm, spectral norm, any parametrisation.
-
-    The parameters are gathered over z and the module's own code computes the weight, whole and alike on every rank of x
-    and y. Each rank multiplies by its block of the weight and finds the gradient of that block. The blocks are
-    gathered, so the whole gradient goes back through the code that computed the weight.
-
-        Expand     a [m/(zx), k/y] -> enter -> [m/z, k/y] -> a W[n/x, k/y]^T -> {sum y} -> spread -> [m/z, n/(xy)]
-        Contract   a [m/z, k/(xy)] -> collect -> [m/z, k/x] -> a W[n/y, k/x]^T -> {sum x} -> leave -> [m/(zx), n/y]
-    """
-
-    form: LinearForm  # type: ignore[assignment]
-
-    def __init__(self, name: str, context: ModelContext, why: str, module: nn.Module, form: LinearForm) -> None:
-        super().__init__(name, context, why, module)
-        self.form = form
-
-    def input_dtype(self, *, autocast: bool) -> torch.dtype | None:
-        return None if autocast else self.context.policy.compute_dtype
-
-    def accepts(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        return self.form.accepts(args, kwargs)
-
-    def __call__(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        self.context.last_layer = self.name
-        (input,) = (*args, *kwargs.values())
-        weight, bias = to_whole(module.weight), module.bias
-        if weight.shape != (self.form.outputs, self.form.inputs):
-            raise ValueError(
-                f"{self.name}: the weight that {type(module).__name__} computes has the shape {tuple(weight.shape)}, "
-                f"not {(self.form.outputs, self.form.inputs)}; give the module WholeTensors() in the plan"
-            )
-        out = self.product(input, weight)
-        return out if bias is None else out + bias
-
-    @abstractmethod
-    def product(self, a: Tensor, weight: Tensor) -> GridTensor:
-        """Return a W^T; each rank multiplies by its block of W."""
-
-    def block(self, weight: Tensor, layout: Layout) -> Tensor:
-        """Return this rank's block of a weight that all ranks hold whole; its gradient is gathered from all blocks."""
-        grid, shape = self.context.grid, weight.shape
-        return conjugate(
-            weight,
-            lambda tensor: layout.take(tensor, grid).contiguous(),
-            lambda gradient: comm.join(gradient.contiguous(), layout, shape, grid, label=self.context.label),
-        )
-
-
-class ComputedExpandAdapter(ComputedWeightAdapter):
-    """A linear layer with a computed weight, from rest to inner."""
-
-    def product(self, a: Tensor, weight: Tensor) -> GridTensor:
-        resting = to_rest(a, self.context)
-        leading = resting.shape[:-1]
-        site = self.layer.site(prod(leading))
-        owed = functional.linear(enter(resting.local, site).wait(), self.block(weight, EXPAND_WEIGHT.compute))
-        out = spread(owed, site, [owed.shape[1]]).wait()
-        placement = ChunkPlacement(self.context, len(leading), self.context.inner_axes)
-        return GridTensor(out.view(*leading, out.shape[1]), placement, (*leading, self.form.outputs))
-
-    def describe(self) -> tuple[str, str]:
-        return "computed w[n/x, k/y]: rest -> inner", "enter over x, spread over y, gradients of w over x and y"
-
-
-class ComputedContractAdapter(ComputedWeightAdapter):
-    """A linear layer with a computed weight, from inner to rest."""
-
-    def product(self, a: Tensor, weight: Tensor) -> GridTensor:
-        a = distribute(a, ChunkPlacement(self.context, a.dim() - 1, self.context.inner_axes))
-        leading, layout = a.shape[:-1], CONTRACT_WEIGHT.compute
-        site = self.layer.site(prod(leading))
-        flat = a.local.reshape(prod(leading), a.local.shape[-1])
-        columns = self.form.inputs // layout.parts(self.context.grid.shape.sizes, 1)
-        owed = functional.linear(collect(flat, site, columns).wait(), self.block(weight, layout))
-        return GridTensor(leave(owed, site).wait(), RestPlacement(self.context), (*leading, self.form.outputs))
-
-    def describe(self) -> tuple[str, str]:
-        return "computed w[k/y, n/x]: inner -> rest", "collect over y, leave over x, gradients of w over x and y"

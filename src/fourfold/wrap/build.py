@@ -1,76 +1,60 @@
-"""`parallelize` puts any module onto the grid, in place; `explain` shows what every module does there, and why."""
+"""`parallelize` puts any module onto the grid, in place; `explain` shows what every module does there, and why.
+
+A module's class becomes a subclass of the same name, and adapters run its forward; identity, hooks, children and names
+stay. Its parameters become shards (`parameters.py`).
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils._pytree import tree_map_only
 
-from fourfold import nn as on_grid
+import fourfold.wrap.plan as styles
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
-from fourfold.layout import FEATURES, Spec, inner, rest
-from fourfold.nn.images.channel_norm import BatchNorm, GroupNorm
-from fourfold.nn.images.conv import Conv, Geometry, GroupedConv
+from fourfold.layout import FEATURES, Spec, rest
 from fourfold.nn.layer import SPECS
 from fourfold.nn.rng import StepRng
 from fourfold.policy import Policy
 from fourfold.wrap.adapters import (
+    ADAPTERS,
     Adapter,
-    ComputedContractAdapter,
-    ComputedExpandAdapter,
-    ContractAdapter,
-    EmbeddingAdapter,
-    ExpandAdapter,
-    FusedExpandAdapter,
     GatheredAdapter,
-    HeadNormAdapter,
     HeadsAdapter,
-    NormAdapter,
+    adapters_of,
+    calls_parent_forward,
+    make_embedding,
+    make_norm,
 )
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.convert import InitialValues, ParameterSharder, adapters_of, compile_error, convert
-from fourfold.wrap.detect import norm_formula_of
-from fourfold.wrap.grid_tensor import give_autograd_functions_whole_tensors
-from fourfold.wrap.images import (
-    BATCH_NORMS,
-    BatchNormAdapter,
-    ChannelNormAdapter,
-    DenseConvAdapter,
-    GroupedConvAdapter,
-    is_channel_norm,
-    is_convolution,
+from fourfold.wrap.grid_tensor import (
+    GridTensor,
+    ModelContext,
+    give_autograd_functions_whole_tensors,
+    refuse_in_autograd_function,
 )
-from fourfold.wrap.integrations import answer_training_loops
+from fourfold.wrap.images import CONVOLUTIONS, make_channel_norm, make_convolution
+from fourfold.wrap.integrations import answer_training_loops, generate_on_grid, require_dtype
+from fourfold.wrap.linear_adapters import (
+    ContractAdapter,
+    ExpandAdapter,
+    MultiheadAdapter,
+    SharedInput,
+    make_linear,
+    state_of,
+)
 from fourfold.wrap.lora import LoraA, LoraB, expose_shapes, fix_lora_sizes, lora_modules, merge_on_shards
-from fourfold.wrap.multihead import MultiheadAdapter
+from fourfold.wrap.parameters import InitialValues, ParameterSharder, lend_parameter
 from fourfold.wrap.passes import BlockAdapter, ContrastiveAdapter, RootAdapter
-from fourfold.wrap.plan import (
-    CONTRASTED,
-    RECIPES,
-    ChannelNormParallel,
-    ContractParallel,
-    ConvParallel,
-    EmbeddingParallel,
-    ExpandParallel,
-    HeadNormParallel,
-    HeadParallel,
-    HeadsParallel,
-    LoraParallel,
-    MultiheadParallel,
-    NormParallel,
-    ParallelStyle,
-    StyleChoice,
-    WholeTensors,
-    matches,
-    pattern_of,
-    resolve,
-    whole_below,
-)
-from fourfold.wrap.shared_input import SharedInput
-from fourfold.wrap.structure import ModelStructure, find_structure, has_own, is_embedding, sizes_of_parts
+from fourfold.wrap.plan import ParallelStyle, StyleChoice
+from fourfold.wrap.structure import ModelStructure, find_structure, has_own
 
 
 def parallelize(
@@ -91,27 +75,31 @@ def parallelize(
     modules' names. Rows lie along the first dim of the inputs, or along `rows_dim`: 1 for a model that takes the
     sequence first.
     """
-    check_policy(policy)
+    policy.require_any_module()
     _refuse_compiled(model)
     rows_dims = (rows_dim,) if rows_dim is not None else (0,)
     if rows_dim is None and not all(getattr(module, "batch_first", True) for module in model.modules()):
         rows_dims = (0, 1)  # torch's own modules may take the sequence first, and perhaps the model does too
     context = _context_of(model, grid, policy, rows_dims)
     give_autograd_functions_whole_tensors()
+    # peft may stand around a layer that an earlier call has cut, and have taken the shard's sizes for the layer's
     forms = {name: adapters_of(base)[-1].form for name, _, base in lora_modules(model) if adapters_of(base)}
     fix_lora_sizes(model, {name: (form.inputs, form.outputs) for name, form in forms.items() if form is not None})
+    # 1. choose a style for every module that is not on the grid yet: the plan's, a recipe's, or one found by structure
     fresh = {name: module for name, module in model.named_modules() if not adapters_of(module)}
-    given = whole_below(
-        resolve(plan or {}, fresh, "plan", given=True), [name for name in fresh if has_own(fresh[name])]
+    given = styles.whole_below(
+        styles.resolve(plan or {}, fresh, "plan", given=True), [name for name in fresh if has_own(fresh[name])]
     )
     family = getattr(getattr(model, "config", None), "model_type", "")
-    recipe = {key: style for key, style in RECIPES.get(family, {}).items() if matches(key, fresh)}
-    found = find_structure(model, grid, policy, resolve(recipe, fresh, "recipe", given=False) | given)
+    recipe = {key: style for key, style in styles.RECIPES.get(family, {}).items() if styles.matches(key, fresh)}
+    found = find_structure(model, grid, policy, styles.resolve(recipe, fresh, "recipe", given=False) | given)
+    # 2. make the adapters, then the shards of the parameters that they declare
     adapters = _adapters(model, fresh, found, context)
     for names, counts in found.groups.items():
         if all(name in adapters for name in names):
             SharedInput([adapters[name] for name in names], counts)  # type: ignore[misc]
     ParameterSharder(model, adapters, InitialValues(model, grid, seed, found.blocks), grid).shard()
+    # 3. let the adapters run their modules: layers first, then blocks around them, then the model around all
     for name, adapter in adapters.items():
         convert(fresh[name], adapter)
         expose_shapes(fresh[name])
@@ -119,11 +107,12 @@ def parallelize(
     for name, features in found.blocks.items():
         if name in fresh and features % stream_parts == 0:
             convert(fresh[name], BlockAdapter(name, context, "one of several equal blocks", features))
-    for name in CONTRASTED.get(family, ()):
+    for name in styles.CONTRASTED.get(family, ()):
         if name in fresh:
             convert(fresh[name], ContrastiveAdapter(name, context, "a recipe: its rows are compared with each other"))
     if not any(isinstance(adapter, RootAdapter) for adapter in adapters_of(model)):
         convert(model, RootAdapter("", context, "the module that was given"))
+    # 4. prepare what others ask of the model, and the reduction of its gradients
     _drop_replaced_readers(model)
     answer_training_loops(model, grid)
     merge_on_shards(model, grid)
@@ -131,21 +120,8 @@ def parallelize(
     return model
 
 
-def check_policy(policy: Policy) -> None:
-    """Refuse options that work with the reference models and cannot work with other people's code."""
-    if policy.overlap.halves not in (None, 1):
-        raise ValueError(
-            f"halves={policy.overlap.halves}: a module's own code runs a batch as one; use halves=None or 1"
-        )
-    if policy.loss_chunk:
-        raise ValueError(
-            f"loss_chunk={policy.loss_chunk}: a module's own code makes all logits at once; use loss_chunk=0"
-        )
-    if policy.recompute == "attention":
-        raise ValueError("recompute='attention' works with the reference models only; use 'block' or 'none'")
-
-
 def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model that torch.compile has compiled, in whole or in part."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds; without it nothing is compiled
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or (dynamo and isinstance(module, dynamo.OptimizedModule)):
@@ -175,177 +151,48 @@ def _adapters(
     """Make an adapter for every module that is not on the grid yet."""
     made: dict[str, Adapter] = {}
     # LoRA factors come last, because they need the adapter of the layer beside them
-    for name in sorted(found.choices, key=lambda name: isinstance(found.choices[name].style, LoraParallel)):
+    for name in sorted(found.choices, key=lambda name: isinstance(found.choices[name].style, styles.LoraParallel)):
         if name not in fresh:
             continue
         choice, module = found.choices[name], fresh[name]
-        if isinstance(choice.style, LoraParallel):
+        if isinstance(choice.style, styles.LoraParallel):
             at = choice.style.base
             base = made[at] if at in made else adapters_of(model.get_submodule(at))[-1]
-            made[name] = _lora(name, module, choice, base, context)
+            if isinstance(base, (ExpandAdapter, ContractAdapter)):
+                factor: Any = LoraA if choice.style.factor == "lora_A" else LoraB
+                made[name] = factor(name, context, choice.why, base, module)
+            else:
+                made[name] = GatheredAdapter(name, context, f"{choice.why}, which is not cut", module)
             continue
         try:
-            made[name] = MAKERS[type(choice.style)](found.plain[name], module, choice, found, context)
+            made[name] = _adapter(found.plain[name], module, choice, found, context)
         except ValueError as error:
             raise ValueError(f"{name} ({type(module).__name__}): {error}") from error
     return made
 
 
-def _lora(name: str, module: nn.Module, choice: StyleChoice, base: Adapter, context: ModelContext) -> Adapter:
-    if not isinstance(base, (ExpandAdapter, ContractAdapter)):
-        return GatheredAdapter(name, context, f"{choice.why}, which is not cut", module)
-    kind = LoraA if choice.style.factor == "lora_A" else LoraB  # type: ignore[attr-defined]
-    return kind(name, context, choice.why, base, module)  # type: ignore[arg-type]
-
-
-def _linear(name: str, module: nn.Module, choice: StyleChoice, found: ModelStructure, context: ModelContext) -> Adapter:
-    form, style, why = found.forms.get(module), choice.style, choice.why
-    if form is None:
-        raise ValueError(
-            f"{type(style).__name__}() is for linear layers that use their weight as nn.Linear does; "
-            "give it WholeTensors()"
-        )
-    if form.computed:
-        kind = ComputedContractAdapter if isinstance(style, ContractParallel) else ComputedExpandAdapter
-        return kind(name, context, why, module, form)
-    bias, place = form.bias is not None, (context.grid, context.policy)
-    if isinstance(style, ContractParallel):
-        return ContractAdapter(name, context, why, on_grid.Contract(*place, form.inputs, form.outputs, bias=bias), form)
-    if isinstance(style, HeadParallel):
-        return ExpandAdapter(name, context, why, on_grid.Head(*place, form.inputs, form.outputs, bias=bias), form)
-    counts = found.counts_around(name)
-    sizes = sizes_of_parts(style, form.outputs, counts)  # type: ignore[arg-type]
-    parts = style.parts  # type: ignore[attr-defined]
-    if len(sizes) == 1 and parts not in (1, "qkv"):
-        raise ValueError(f"ExpandParallel(parts={parts}): {form.outputs} outputs are not {parts} equal layers")
-    layers = [on_grid.Expand(*place, form.inputs, size, bias=bias) for size in sizes]
-    if len(layers) == 1:
-        return ExpandAdapter(name, context, why, layers[0], form)
-    inner_parts = inner(context.policy.activations).parts(context.grid.shape.sizes, FEATURES)
-    if parts != "qkv" or counts is None or not counts.fits(sizes, inner_parts):
-        counts = None
-    return FusedExpandAdapter(name, context, why, layers, form, counts=counts)
-
-
-def _multihead(
-    name: str,
-    module: Any,
-    choice: StyleChoice,
-    found: ModelStructure,  # noqa: ARG001
-    context: ModelContext,
-) -> Adapter:
-    return MultiheadAdapter(name, context, choice.why, module)
-
-
-def _embedding(
-    name: str,
-    module: Any,
-    choice: StyleChoice,
-    found: ModelStructure,  # noqa: ARG001
-    context: ModelContext,
-) -> Adapter:
-    if not is_embedding(module):
-        raise ValueError("EmbeddingParallel() is for nn.Embedding and subclasses that call its forward")
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise ValueError("max_norm, scale_grad_by_freq and sparse do not work on a table that is cut; leave them out")
-    rows, features = module.weight.shape
-    layer = on_grid.Embedding(context.grid, context.policy, rows, features, untrained=module.padding_idx)
-    return EmbeddingAdapter(name, context, choice.why, layer)
-
-
-def _norm(
-    name: str,
-    module: nn.Module,
-    choice: StyleChoice,
-    found: ModelStructure,  # noqa: ARG001
-    context: ModelContext,
-) -> Adapter:
-    formula = norm_formula_of(module)
-    if formula is None:
-        raise ValueError("it computes neither an RMS norm nor a LayerNorm of the last dim; give it WholeTensors()")
-    place = (context.grid, context.policy)
-    if isinstance(choice.style, HeadNormParallel):
-        if formula.kind != "rms":
-            raise ValueError("HeadNormParallel() is for RMS norms; give it WholeTensors()")
-        layer = on_grid.HeadNorm(*place, formula.features, eps=formula.eps, shift=formula.shift)
-        return HeadNormAdapter(name, context, choice.why, layer)
-    options: Any = dict(kind=formula.kind, bias=formula.bias, eps=formula.eps, shift=formula.shift)
-    return NormAdapter(name, context, choice.why, on_grid.Norm(*place, formula.features, **options))
-
-
-def _gathered(
-    name: str, module: nn.Module, choice: StyleChoice, found: ModelStructure, context: ModelContext
-) -> Adapter:
-    if isinstance(choice.style, HeadsParallel):
-        return HeadsAdapter(name, context, choice.why, module)
-    made = GatheredAdapter(name, context, choice.why, module, whole_inputs=choice.given)
+def _adapter(name: str, module: Any, choice: StyleChoice, found: ModelStructure, context: ModelContext) -> Adapter:
+    """Make the adapter that a style asks for."""
+    style, why = choice.style, choice.why
+    match style:
+        case styles.ExpandParallel() | styles.ContractParallel() | styles.HeadParallel():
+            form, counts = found.forms.get(module), found.counts_around(name)
+            return make_linear(name, module, style, why, context, form, counts)
+        case styles.EmbeddingParallel():
+            return make_embedding(name, module, why, context)
+        case styles.NormParallel() | styles.HeadNormParallel():
+            return make_norm(name, module, why, context, of_heads=isinstance(style, styles.HeadNormParallel))
+        case styles.MultiheadParallel():
+            return MultiheadAdapter(name, context, why, module)
+        case styles.ConvParallel():
+            return make_convolution(name, module, why, context, contract=style.contract)
+        case styles.ChannelNormParallel():
+            return make_channel_norm(name, module, why, context, contract=style.contract)
+        case styles.HeadsParallel():
+            return HeadsAdapter(name, context, why, module)
+    made = GatheredAdapter(name, context, why, module, whole_inputs=choice.given)
     made.form = found.forms.get(module)
     return made
-
-
-def _convolution(
-    name: str,
-    module: Any,
-    choice: StyleChoice,
-    found: ModelStructure,  # noqa: ARG001
-    context: ModelContext,
-) -> Adapter:
-    if not is_convolution(module):
-        raise ValueError("ConvParallel() is for torch's convolutions; give it WholeTensors()")
-    sizes = (context.grid, context.policy, module.in_channels, module.out_channels, Geometry.of(module))
-    bias = module.bias is not None
-    if module.groups > 1:
-        axes = _channel_axes(choice.style, context)
-        layer = GroupedConv(*sizes, groups=module.groups, axes=axes, bias=bias)
-        return GroupedConvAdapter(name, context, choice.why, layer)
-    role = "contract" if choice.style.contract else "expand"  # type: ignore[attr-defined]
-    return DenseConvAdapter(name, context, choice.why, Conv(*sizes, role=role, bias=bias))
-
-
-def _channel_norm(
-    name: str,
-    module: Any,
-    choice: StyleChoice,
-    found: ModelStructure,  # noqa: ARG001
-    context: ModelContext,
-) -> Adapter:
-    if not is_channel_norm(module):
-        raise ValueError(
-            "ChannelNormParallel() is for torch's BatchNorm, GroupNorm and InstanceNorm; give it WholeTensors()"
-        )
-    axes, has_bias = _channel_axes(choice.style, context), module.bias is not None
-    options: Any = dict(axes=axes, eps=module.eps, affine=module.affine, bias=has_bias)
-    place = (context.grid, context.policy)
-    if isinstance(module, BATCH_NORMS):
-        options |= dict(momentum=module.momentum, track_running_stats=module.running_mean is not None)
-        return BatchNormAdapter(name, context, choice.why, BatchNorm(*place, module.num_features, **options))
-    if isinstance(module, nn.GroupNorm):
-        layer = GroupNorm(*place, module.num_groups, module.num_channels, **options)
-    else:  # InstanceNorm: every channel is a group
-        layer = GroupNorm(*place, module.num_features, module.num_features, **options)
-    return ChannelNormAdapter(name, context, choice.why, layer)
-
-
-def _channel_axes(style: ParallelStyle, context: ModelContext) -> tuple[str, ...]:
-    """Return the axes that cut channels, outermost first: over x and then y, or over y and then x if contracted."""
-    axes = ("y", "x") if style.contract else ("x", "y")  # type: ignore[attr-defined]
-    return axes if context.policy.activations == "sharded" else axes[:1]
-
-
-MAKERS: dict[type[ParallelStyle], Callable[[str, nn.Module, StyleChoice, ModelStructure, ModelContext], Adapter]] = {
-    ExpandParallel: _linear,
-    ContractParallel: _linear,
-    HeadParallel: _linear,
-    EmbeddingParallel: _embedding,
-    NormParallel: _norm,
-    HeadNormParallel: _norm,
-    MultiheadParallel: _multihead,
-    HeadsParallel: _gathered,
-    WholeTensors: _gathered,
-    ConvParallel: _convolution,
-    ChannelNormParallel: _channel_norm,
-}
-"""The function that makes the adapter of each style."""
 
 
 def _drop_replaced_readers(model: nn.Module) -> None:
@@ -372,22 +219,172 @@ def _register(model: nn.Module, context: ModelContext, seed: int) -> None:
         parameters[name] = parameter, spec
     context.gradients = Gradients(context.grid, parameters, context.policy)
     context.clock = StepRng(seed, context.engine)
-    context.parameter_homes = []
-    for name, module in model.named_modules():
-        for adapter in adapters_of(module):
-            adapter.homes = [(own, layer._parameters, at) for own, (layer, at, _) in adapter.parameters().items()]
-            prefix = f"{name}.".lstrip(".")
-            context.parameter_homes += [
-                (f"{prefix}{own}", module._parameters, own, table, at) for own, table, at in adapter.homes
-            ]
+    context.adapters = [(name, module, made) for name, module in model.named_modules() for made in adapters_of(module)]
+    for _, module, adapter in context.adapters:
+        adapter.homes = [(own, layer._parameters, at) for own, (layer, at, _) in adapter.parameters().items()]
+        for layer in adapter.layers:
+            layer.gradients, layer.clock = context.gradients, context.clock
+        if isinstance(adapter, RootAdapter):
+            vars(module)["gradients"], vars(module)["clock"] = context.gradients, context.clock
     context.known_modules = [
         (name, module, [*module._modules.values()], [*module._parameters]) for name, module in model.named_modules()
     ]
-    for module in model.modules():
-        if any(isinstance(adapter, RootAdapter) for adapter in adapters_of(module)):
-            vars(module)["gradients"], vars(module)["clock"] = context.gradients, context.clock
-        for layer in (layer for adapter in adapters_of(module) for layer in adapter.layers):
-            layer.gradients, layer.clock = context.gradients, context.clock
+
+
+# classes
+
+PARENTS = (
+    *(nn.Linear, nn.Embedding),
+    *CONVOLUTIONS,
+    *(nn.GroupNorm, nn.SyncBatchNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm),
+)
+"""Classes of torch with a forward that a subclass may call from its own."""
+
+
+def convert(module: nn.Module, adapter: Adapter) -> None:
+    """Let the adapter run the module from now on, around any adapter that it has already."""
+    if adapters_of(module):
+        vars(module)[ADAPTERS].insert(0, adapter)
+        return
+    vars(module)[ADAPTERS] = [adapter]
+    module.__class__ = _on_grid(type(module))
+
+
+@functools.cache  # one class per plain class, so that equal modules keep equal types
+def _on_grid(plain: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of the same name in which adapters run forward.
+
+    A subclass of nn.Linear, for example, may scale what the parent's forward returns. It keeps its own forward, and
+    adapters run in place of the parent's.
+    """
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__getattr__": _getattr(plain)}
+    names["_apply"] = _apply(plain)
+    for parent in PARENTS:
+        if calls_parent_forward(plain, parent):
+            between = type(parent.__name__, (parent,), {"forward": _forward(parent)})
+            return type(plain.__name__, (plain, between), names)
+    methods = {"forward": _forward(plain)}
+    if callable(getattr(plain, "generate", None)):
+        methods["generate"] = _generate(plain)
+    return type(plain.__name__, (plain,), names | methods)
+
+
+def _forward(plain: type[nn.Module]) -> Any:
+    own = plain.forward
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _refuse_transforms(adapters_of(self)[0])
+        refuse_in_autograd_function(adapters_of(self)[0].context)
+        call = functools.partial(own, self)
+        for adapter in reversed(adapters_of(self)):
+            call = functools.partial(_run_adapter, adapter, self, call)
+        return call(*args, **kwargs)
+
+    return forward
+
+
+def _refuse_transforms(adapter: Adapter) -> None:
+    """Refuse torch.compile and transforms of torch.func.
+
+    torch.compile would trace through cut tensors and collectives for many minutes; torch.func replaces tensors by ones
+    that neither can take.
+    """
+    if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
+        raise compile_error(adapter.name)
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ValueError(
+            f"{adapter.name or 'the model'} is called inside torch.vmap, torch.func.grad or another transform of "
+            "torch.func, which cannot pass through modules on a grid; call the model on a batch of rows, and use "
+            "loss.backward() and parameter.grad"
+        )
+
+
+def compile_error(name: str) -> ValueError:
+    """Return the error for a module that torch.compile compiles."""
+    return ValueError(
+        f"{name or 'the model'} is compiled by torch.compile, which cannot compile modules on a grid; leave "
+        "torch.compile and module.compile() out and use ff.parallelize(model, grid, "
+        "policy=ff.Policy(compile=True)), which compiles the computation between collectives"
+    )
+
+
+def _run_adapter(adapter: Adapter, module: nn.Module, inside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an adapter in the precision in which it computes.
+
+    Autocast is turned off while it runs: its casts in forward would have no counterpart in the adapters' backward.
+    """
+    device = adapter.context.grid.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if autocast:
+        asked = torch.get_autocast_dtype(device)
+        require_dtype(adapter.context, f"torch.autocast to {asked}", asked)
+    dtype = adapter.input_dtype(autocast=autocast)
+    if dtype is not None:
+        args, kwargs = tree_map_only(Tensor, functools.partial(_cast, adapter.context, dtype=dtype), (args, kwargs))
+    # `functional_call` may have put other parameters there, and a call may have arguments that no trial has seen
+    known = adapter.replaced_parameter(module) is None and adapter.accepts(args, kwargs)
+    if known and adapter.layers:
+        adapter.context.last_layer = adapter.name
+    call = functools.partial(adapter, module, inside) if known else inside
+    with torch.autocast(device, enabled=False) if autocast and dtype is not None else nullcontext():
+        out = call(*args, **kwargs)
+    return out.whole() if isinstance(out, GridTensor) and not adapter.context.is_cut else out
+
+
+def _cast(context: ModelContext, a: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a tensor once for all layers that read it in turn: they recognise their shared input by identity."""
+    if not a.is_floating_point() or a.dtype == dtype:
+        return a
+    key = dtype, state_of(a)
+    if context.last_cast is None or context.last_cast[0] is not a or context.last_cast[1] != key:
+        context.last_cast = a, key, a.to(dtype)
+    return context.last_cast[2]
+
+
+def _getattr(plain: type[nn.Module]) -> Any:
+    own = plain.__getattr__
+
+    @functools.wraps(own)
+    def getattribute(self: nn.Module, name: str) -> Any:
+        adapters = adapters_of(self)
+        lent = lend_parameter(self, name, adapters[-1].context, adapters[-1].name) if adapters else None
+        return own(self, name) if lent is None else lent
+
+    return getattribute
+
+
+def _apply(plain: type[nn.Module]) -> Any:
+    own = plain._apply
+
+    @functools.wraps(own)
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Run `to(...)`. Inside forward, where a graph holds the parameters, skip a call that changes nothing."""
+        first = next((parameter for parameter in self._parameters.values() if parameter is not None), None)
+        if adapters_of(self)[0].context.in_pass and first is not None:
+            tried = torch.empty(0, dtype=first.dtype, device=first.device)
+            if (made := fn(tried)).dtype == tried.dtype and made.device == tried.device:
+                return self
+        return own(self, fn, recurse)
+
+    return apply
+
+
+def _generate(plain: type[nn.Module]) -> Any:
+    own = plain.generate  # type: ignore[attr-defined]
+
+    @functools.wraps(own)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        context = adapters_of(self)[0].context
+        if context.generating:  # called by `generate` of a module around this one
+            return own(self, *args, **kwargs)
+        context.generating = True
+        try:
+            return generate_on_grid(own, self, context.grid, *args, **kwargs)
+        finally:
+            context.generating = False
+
+    return generate
 
 
 # explanation
@@ -404,7 +401,7 @@ def explain(model: nn.Module) -> str:
     for name, module in model.named_modules():
         for adapter in adapters_of(module):
             context = adapter.context
-            pattern = pattern_of(name) or "(the model)"
+            pattern = styles.pattern_of(name) or "(the model)"
             layout, travels = adapter.describe()
             rows[pattern, type(module).__name__, layout, travels, adapter.why] = None  # in order, each once
     if context is None:

@@ -90,7 +90,7 @@ class LinearForm:
 
 KNOWN_LARGE: weakref.WeakKeyDictionary[type[nn.Module], dict[Hashable, LinearForm | None]] = weakref.WeakKeyDictionary()
 """Results for large weights, by class, kept for the process: a planner builds the same model many times. The keys are
-weak, so that a class of a user's can be collected."""
+weak, so that a user's class can be collected."""
 
 
 class LinearDetector:
@@ -120,15 +120,16 @@ class LinearDetector:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of the module runs hooks of somebody else's."""
+    """Return whether a call of the module runs hooks, which see and may change inputs, outputs and gradients."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
 
 
 def _key(module: nn.Module, own: Mapping[str, Tensor]) -> tuple[Hashable, bool]:
-    """Return what the result can depend on besides numbers, and whether that key stays valid.
+    """Return the key under which a result is kept, and whether the key stays valid.
 
-    An attribute that is an object is known by its `id`, which another object may have later.
+    The key has everything that the result can depend on, except numbers. An object is known by its `id`, which another
+    object may have later.
     """
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in own.items())
     torchs = vars(nn.Module()).keys()
@@ -156,7 +157,7 @@ def _dims_that_work(module: nn.Module, form: LinearForm) -> frozenset[int]:
     with _isolated():
         try:
             tried = _random_copy(module, form, generator)
-        except Exception:  # deepcopy runs code of the user's
+        except Exception:  # deepcopy may run the user's code, which may raise anything
             return frozenset()
         trials = TRIALS if form.inputs * form.outputs <= LARGE else TRIALS_OF_LARGE
         found = set(trials[0].leading)
@@ -204,13 +205,14 @@ def _computes_linear(
     try:
         with torch.set_grad_enabled(trial.gradients):
             out = module.forward(a)
+        # a result without a gradient would show that the module detaches its input
         if not isinstance(out, Tensor) or out.shape != given.shape or out.requires_grad != trial.gradients:
             return False
         if trial.gradients:
             gradients = torch.autograd.grad(out, [a, *parameters], given, allow_unused=True)  # type: ignore[list-item]
-    except Exception:  # forward and backward run code of the user's
+    except Exception:  # forward and backward run the user's code, which may raise anything
         return False
-    after = list(_state(module))
+    after = list(_state(module))  # a module that counts its calls, or caches its weight, keeps its own code
     if len(after) != len(before) or not all(map(_unchanged, before, after)):
         return False
     with torch.no_grad():
@@ -308,7 +310,7 @@ def _computes_norm(module: nn.Module, formula: NormFormula) -> bool:
     generator = torch.Generator().manual_seed(0)
     try:
         tried = copy.deepcopy(module).to_empty(device="cpu").double()
-    except Exception:  # deepcopy runs code of the user's
+    except Exception:  # deepcopy may run the user's code, which may raise anything
         return False
     with torch.no_grad(), torch.device("cpu"):  # on the CPU even if the caller builds the model on the meta device
         for parameter in tried.parameters():
@@ -316,7 +318,7 @@ def _computes_norm(module: nn.Module, formula: NormFormula) -> bool:
         a = torch.randn(1, 3, formula.features, generator=generator, dtype=torch.float64) * 3 + 1
         try:
             out = tried(a)
-        except Exception:  # a call runs code of the user's
+        except Exception:  # the call runs the user's code, which may raise anything
             return False
         centred = a if formula.kind == "rms" else a - a.mean(-1, keepdim=True)
         expected = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + formula.eps)

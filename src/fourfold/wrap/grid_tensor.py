@@ -8,6 +8,10 @@ Invariant: a plain tensor inside a wrapped model is whole and equal on all ranks
 gradient. Each placement therefore has two conversions, and each is the conjugate of the other: `whole` gathers in
 forward and takes this rank's part of the gradient in backward; `part` takes in forward and gathers in backward, or sums
 where the plain tensor was broadcast over parts.
+
+`ModelContext` is the state that all modules of one wrapped model share: grid, policy, gradients, and what the current
+pass is doing. The outermost module begins and ends every pass there. Adapters note the layer that runs, so that labels
+in the ledger and errors can say where in the model something happened.
 """
 
 from __future__ import annotations
@@ -16,21 +20,154 @@ import functools
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from fourfold import comm
-from fourfold.layout import Layout
+from fourfold.axes import AXES, BATCH
+from fourfold.engine import Engine
+from fourfold.gradients import Gradients
+from fourfold.grid import Grid
+from fourfold.layout import FEATURES, Layout, inner
+from fourfold.nn.rng import StepRng
 from fourfold.operators import Conjugate
 from fourfold.params import whole_tensor
-from fourfold.wrap.context import ModelContext
+from fourfold.policy import Policy
+
+WITHIN_PLACE = tuple(axis for axis in AXES if axis not in BATCH)
+"""The axes along which the ranks of one (data, z) place differ. These ranks read the same rows."""
+
+
+class ModelContext:
+    """The grid, the policy, the gradients and the clock of a wrapped model, and the state of its current pass."""
+
+    gradients: Gradients
+    clock: StepRng
+
+    def __init__(self, grid: Grid, policy: Policy, rows_dims: Sequence[int] = (0,)) -> None:
+        self.grid, self.policy = grid, policy
+        self.rows_dims = tuple(rows_dims)
+        """The dim of the model's inputs that holds the rows of a batch; several candidates where it is not known."""
+        self.is_cut = any(grid.size(axis) > 1 for axis in WITHIN_PLACE)
+        """Whether activations are cut at all. Where they are not, model code gets plain tensors."""
+        self.last_layer = ""
+        """The layer that ran last, for labels and errors."""
+        self.grad_enabled = False
+        """Whether a backward pass may follow the current pass."""
+        self.in_pass = False
+        """Whether a forward pass is running."""
+        self.generating = False
+        """Whether `generate` is running, so that a nested `generate` does not cut the rows a second time."""
+        self.made_whole: Counter[tuple[str, str]] = Counter()
+        """How often a tensor was made whole in the last pass, by (place in the model, operation)."""
+        self.shared_reads: dict[Any, tuple[Tensor, object, dict]] = {}
+        """By group (`SharedInput`): the tensor that it read in this pass, the tensor's state, and the results that no
+        layer has asked for yet. A group is removed when all its layers have their results."""
+        self.loss_read_logits = False
+        """Whether a loss of this pass read logits that are cut over the vocabulary."""
+        self.loss_calls = 0
+        """How many of torch's loss functions the pass has called."""
+        self.local_losses = False
+        """Whether torch's losses inside the model are each place's own. A model that calls one loss per row makes
+        different numbers of calls on different places, so the calls cannot be reduced together."""
+        self.has_target_count = False
+        """Whether the pass was given the number of targets in the batch, by which the model divides a sum of losses."""
+        self.compares_rows = False
+        """Whether the pass was asked for a loss that compares all rows with each other."""
+        self.lent_params: dict[tuple[str, bool], tuple[Tensor, int | None]] = {}
+        """Parameters that code outside their layer has read in this pass: the gathered tensor and its version, by name
+        and by whether gradients were on."""
+        self.sample: Any = None
+        """The rows on which the check of rows runs the model (`rows.RowSample`); None in any other pass."""
+        self.unchecked = ""
+        """Why the model could not be checked for rows that depend on each other; empty if it could."""
+        self.whole_copies: list[Any] = []
+        """Whole copies of cut tensors, with views that model code may hold (`grid_tensor.WholeCopy`)."""
+        self.last_cast: tuple[Tensor, object, Tensor] | None = None
+        """The tensor that was last cast for a layer, the dtype and state it was cast for, and the result."""
+        self.own_code: list[str] = []
+        """Modules that are running their own code with gathered parameters, innermost last."""
+        self.whole_input_modules: dict[str, str] = {}
+        """Modules that get whole tensors from now on, and the operation that was the reason. All ranks of a place run
+        the same code on the same rows and so switch in the same pass; other places may switch in another."""
+        self.gathered_names: dict[int, str] = {}
+        """The names of the gathered parameters of modules that are running their own code, by `id` of the tensor."""
+        self.adapters: list[tuple[str, nn.Module, Any]] = []
+        """Every adapter of the model, after the name of its module and the module."""
+        self.known_modules: list[tuple[str, nn.Module, list[nn.Module | None], list[str]]] = []
+        """For every module: its name, itself, and the children and parameter names that it had when it was wrapped."""
+
+    def begin_pass(self) -> None:
+        """Reset the state of a pass."""
+        self.end_pass()
+        self.in_pass, self.last_layer, self.grad_enabled = True, "", torch.is_grad_enabled()
+        self.loss_read_logits, self.loss_calls = False, 0
+        self.made_whole.clear()
+
+    def end_pass(self) -> None:
+        """Release the tensors that layers kept for each other during the pass, so that nothing keeps them alive."""
+        self.in_pass, self.last_cast = False, None
+        for kept in (self.lent_params, self.whole_copies, self.shared_reads):
+            kept.clear()
+
+    def note_in_place_change(self, operation: str) -> None:
+        """Give whole tensors, from now on, to the module that is running its own code.
+
+        Called when model code changes a cut tensor in place or passes one to an autograd function.
+        """
+        if self.own_code:
+            self.whole_input_modules.setdefault(self.own_code[-1], operation)
+
+    def require_same_parameters(self) -> None:
+        """Refuse a parameter that was replaced: the new one would be trained or loaded, and never used."""
+        for name, module, adapter in self.adapters:
+            if (own := adapter.replaced_parameter(module)) is not None:
+                raise RuntimeError(
+                    f"{f'{name}.{own}'.lstrip('.')} was replaced after the model was parallelised; "
+                    "change parameters in place (copy_ on their shards, load_state_dict without assign=True), or "
+                    "replace them before ff.parallelize; torch.func.functional_call on the whole model replaces them "
+                    "for one call and cannot be used"
+                )
+
+    def require_same_modules(self) -> None:
+        """Refuse a module or parameter that was added later: nobody would reduce its gradient."""
+        for name, module, children, parameters in self.known_modules:
+            if [*module._modules.values()] == children and [*module._parameters] == parameters:
+                continue
+            added = [(own, child) for own, child in module._modules.items() if child not in children]
+            for own, new in (*added, *module._parameters.items()):
+                inside = new.parameters() if isinstance(new, nn.Module) else [new]
+                if all(parameter is None or self.gradients.knows(parameter) for parameter in inside):
+                    continue  # another module of this model, or a module without parameters
+                raise RuntimeError(
+                    f"{f'{name}.{own}'.lstrip('.')} ({type(new).__name__}) was put into the model after it was "
+                    "parallelised and is not on the grid: its gradient would not be summed over ranks; put it in "
+                    "before ff.parallelize, or call ff.parallelize(model, grid) again, with the same policy, and "
+                    "make the optimizer after that"
+                )
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """The axes that cut features inside a sublayer."""
+        return inner(self.policy.activations).over(FEATURES)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that overlaps communication and computation."""
+        return self.gradients.engine
+
+    @property
+    def label(self) -> str:
+        """Where in the model the pass is, as the ledger and error messages say it."""
+        return f"after {self.last_layer}" if self.last_layer else "before the first layer"
 
 
 @dataclass(frozen=True)
@@ -167,6 +304,7 @@ class GridTensor(Tensor):
             gather = torch.clone if torch.is_grad_enabled() else whole_tensor
             args = tuple(gather(value) if isinstance(value, DTensor) else value for value in args)
         if not torch.is_grad_enabled():
+            # model code may have turned gradients off, or it runs inside an autograd function: only the latter is wrong
             for tensor in grid_tensors_in((args, kwargs)):
                 refuse_in_autograd_function(tensor.placement.context, trained=tensor.requires_grad)
         rule = RULES.get(func)
@@ -174,7 +312,7 @@ class GridTensor(Tensor):
         if result is NotImplemented:
             return run_on_whole(func, args, kwargs)
         if isinstance(result, GridTensor) and args and isinstance(args[0], GridTensor):
-            result.made = args[0].made
+            result.made = args[0].made  # an error then names the layer that made the values, not the last reshape
         return result
 
     @classmethod
@@ -211,7 +349,7 @@ def run_on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
     name = getattr(func, "__name__", str(func))
     found = grid_tensors_in((args, kwargs))
     context = found[0].placement.context
-    if name == "__set__" or grid_tensors_in(kwargs.get("out")):
+    if name == "__set__" or grid_tensors_in(kwargs.get("out")):  # `a.data = b`, or a result that replaces `a`
         raise in_place_error(name, found[0])
     context.made_whole[context.label, name] += len(found)
     wholes = {id(tensor): tensor.whole() for tensor in found}
@@ -225,13 +363,15 @@ def run_on_whole(func: Callable, args: tuple, kwargs: dict) -> Any:
     result = func(*args, **kwargs)
     for tensor in found:
         whole = wholes[id(tensor)]
-        if whole.shape != tensor.shape:
+        if whole.shape != tensor.shape:  # `resize_` and its like: the cut tensor cannot follow
             raise in_place_error(name, tensor)
         if version_of(whole) != versions[id(tensor)]:
             context.note_in_place_change(name)
             tensor.placement.write(tensor, whole)
     if isinstance(changed, GridTensor) and result is wholes[id(changed)]:
         return changed
+    # A result that shares memory with the gathered copy is a view of it. Where nothing is cut the copy is the local
+    # tensor itself, and torch keeps its views equal.
     memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves(result) if _is_strided(leaf)}
     for tensor in found:
         own = {part.untyped_storage()._cdata for part in tensor.placement.locals_of(tensor)}
@@ -327,7 +467,7 @@ APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-def
 
 def refuse_in_autograd_function(context: ModelContext, *, trained: bool = True) -> None:
     """Refuse to run layers inside a user's autograd function, where autograd records nothing."""
-    if torch.is_grad_enabled() or not context.grad_enabled or not context.depth or not trained:
+    if torch.is_grad_enabled() or not context.grad_enabled or not context.in_pass or not trained:
         return
     frame = sys._getframe(1)
     while frame is not None:
@@ -351,7 +491,7 @@ def give_autograd_functions_whole_tensors() -> None:
     without a gradient. Calls without cut tensors pass through unchanged.
     """
     plain = torch.autograd.Function.__dict__["apply"].__func__
-    if getattr(plain, "gives_whole_tensors", False):
+    if getattr(plain, "gives_whole_tensors", False):  # an earlier model has wrapped it
         return
 
     @functools.wraps(plain)

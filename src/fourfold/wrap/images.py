@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from fourfold.axes import BATCH
 from fourfold.layout import Spec
 from fourfold.nn.images.channel_norm import BatchNorm, ChannelNorm, GroupNorm
-from fourfold.nn.images.conv import Conv, GroupedConv
-from fourfold.wrap.adapters import LayerAdapter
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.convert import uses_forward_of
-from fourfold.wrap.grid_tensor import GridTensor, distribute
+from fourfold.nn.images.conv import Conv, Geometry, GroupedConv
+from fourfold.wrap.adapters import Adapter, LayerAdapter, uses_forward_of
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute
 from fourfold.wrap.placements import ChunkPlacement
 from fourfold.wrap.plan import ChannelNormParallel, ConvParallel, StyleChoice
 
@@ -44,14 +42,14 @@ SHORTCUTS = ("downsample", "shortcut", "conv_shortcut", "nin_shortcut", "skip", 
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether it is one of torch's convolutions, or a subclass that works before or after it."""
+    """Return whether a module is one of torch's convolutions, or a subclass that calls its forward and does more."""
     return uses_forward_of(module, CONVOLUTIONS) and module._parameters.get("weight") is not None
 
 
 def is_channel_norm(module: nn.Module) -> bool:
-    """Return whether it is one of torch's channel norms.
+    """Return whether a module is one of torch's channel norms that can run on cut channels.
 
-    An InstanceNorm with running statistics is none: it would record the rows of one place.
+    An InstanceNorm with running statistics cannot: it would record the rows of one place.
     """
     records_rows = isinstance(module, INSTANCE_NORMS) and module.track_running_stats
     return uses_forward_of(module, NORMS) and not records_rows
@@ -74,7 +72,7 @@ class _RoleWalk:
         """Whether channels are cut as a contracting convolution leaves them. The model's input is whole, and the first
         convolution expands it."""
         self.ends: dict[str, tuple[bool, str]] = {}
-        """Convolutions with an output that is not to alternate: how it is to be cut, and why."""
+        """Convolutions that do not alternate: whether each contracts, and why, by name."""
         self._seen: set[nn.Module] = set()
 
     def visit(self, name: str, module: nn.Module) -> None:
@@ -89,7 +87,7 @@ class _RoleWalk:
                 style = ChannelNormParallel(self.contracted)
                 self.found[name] = StyleChoice(style, "a norm of channels, cut as they come")
         elif isinstance(module, nn.Linear):
-            self.contracted = False
+            self.contracted = False  # a linear layer leaves features cut over x and then y, as an expanding one does
         else:
             self._visit_children(name, module)
 
@@ -176,7 +174,7 @@ def cut_channels(a: Tensor, placement: ChunkPlacement, name: str) -> GridTensor:
 
 
 def require_channels(a: Tensor, count: int, name: str) -> None:
-    """Refuse a wrong number of channels on all ranks alike; a rank's own part would not show it."""
+    """Refuse a wrong number of channels on every rank; a rank's own part would not show it."""
     if a.shape[1] != count:
         raise ValueError(f"{name}: expected [rows, {count} channels, *space], but the input is {tuple(a.shape)}")
 
@@ -185,7 +183,6 @@ class ConvAdapter(LayerAdapter[C]):
     """A convolution, dense or grouped."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        self.context.last_layer = self.name
         layer, dims = self.layer, len(self.layer.geometry.kernel)
         alone = input.dim() == dims + 1  # one image without a batch dim
         a = input.unsqueeze(0) if alone else input
@@ -234,6 +231,24 @@ class GroupedConvAdapter(ConvAdapter[GroupedConv]):
         return f"w[{rows}]/z: {layer.groups} groups of channels over {over}", "w over z"
 
 
+def make_convolution(name: str, module: Any, why: str, context: ModelContext, *, contract: bool) -> Adapter:
+    """Return the adapter of a convolution."""
+    if not is_convolution(module):
+        raise ValueError("ConvParallel() is for torch's convolutions; give it WholeTensors()")
+    sizes = (context.grid, context.policy, module.in_channels, module.out_channels, Geometry.of(module))
+    bias = module.bias is not None
+    if module.groups > 1:
+        layer = GroupedConv(*sizes, groups=module.groups, axes=_channel_axes(context, contract=contract), bias=bias)
+        return GroupedConvAdapter(name, context, why, layer)
+    return DenseConvAdapter(name, context, why, Conv(*sizes, role="contract" if contract else "expand", bias=bias))
+
+
+def _channel_axes(context: ModelContext, *, contract: bool) -> tuple[str, ...]:
+    """Return the axes that cut channels, outermost first: over x and then y, or over y and then x if contracted."""
+    axes = ("y", "x") if contract else ("x", "y")
+    return axes if context.policy.activations == "sharded" else axes[:1]
+
+
 def _output_padding(module: Any, a: Tensor, output_size: Sequence[int] | None = None) -> Sequence[int] | None:
     """Return the output padding of a transposed convolution that is called with the size of its output."""
     if output_size is None:
@@ -246,7 +261,6 @@ class ChannelNormAdapter(LayerAdapter[N]):
     """A norm of channels, or of groups of them."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Any:  # noqa: ARG002
-        self.context.last_layer = self.name
         alone = isinstance(module, INSTANCE_NORMS) and input.dim() == module._get_no_batch_dim()
         a = input.unsqueeze(0) if alone else input
         require_channels(a, self.layer.channels.count, self.name)
@@ -285,3 +299,21 @@ class BatchNormAdapter(ChannelNormAdapter[BatchNorm]):
 
     def buffers(self) -> Mapping[str, Spec]:
         return self.layer.buffer_specs
+
+
+def make_channel_norm(name: str, module: Any, why: str, context: ModelContext, *, contract: bool) -> Adapter:
+    """Return the adapter of a norm of channels."""
+    if not is_channel_norm(module):
+        raise ValueError(
+            "ChannelNormParallel() is for torch's BatchNorm, GroupNorm and InstanceNorm; give it WholeTensors()"
+        )
+    place, axes = (context.grid, context.policy), _channel_axes(context, contract=contract)
+    options: Any = dict(axes=axes, eps=module.eps, affine=module.affine, bias=module.bias is not None)
+    if isinstance(module, BATCH_NORMS):
+        options |= dict(momentum=module.momentum, track_running_stats=module.running_mean is not None)
+        return BatchNormAdapter(name, context, why, BatchNorm(*place, module.num_features, **options))
+    if isinstance(module, nn.GroupNorm):
+        groups, channels = module.num_groups, module.num_channels
+    else:  # InstanceNorm: every channel is a group
+        groups = channels = module.num_features
+    return ChannelNormAdapter(name, context, why, GroupNorm(*place, groups, channels, **options))

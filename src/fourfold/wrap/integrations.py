@@ -25,10 +25,9 @@ from fourfold.gradients import accumulate
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED
 from fourfold.nn.rng import key_of, seeded
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import ShardedPlacement, distribute
+from fourfold.wrap.grid_tensor import ModelContext, ShardedPlacement, distribute
 from fourfold.wrap.ops import rule
-from fourfold.wrap.param_access import join_shards
+from fourfold.wrap.parameters import join_shards
 from fourfold.wrap.placements import SharedHeadsPlacement
 
 # training loops
@@ -54,7 +53,7 @@ def answer_training_loops(model: nn.Module, grid: Grid) -> None:
 def _save_pretrained(module: nn.Module, save: Callable[..., Any], grid: Grid, directory: Any, **options: Any) -> None:
     """Write whole tensors under the plain names, from rank 0.
 
-    All ranks call it. With a `state_dict` of the caller's it is the plain class's own method.
+    All ranks call it. If the caller gives a `state_dict`, the plain class's own method writes that.
     """
     if options.get("state_dict") is not None:
         save(directory, **options)
@@ -107,7 +106,7 @@ def refuse_scaled_losses() -> None:
 
 @rule(Tensor.register_hook)
 def register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Register a hook that gets, and may replace, the gradient as a tensor that is cut like the one it is for.
+    """Register a hook on a cut tensor. The hook gets, and may replace, the gradient as a tensor that is cut alike.
 
     Fabric registers one on everything that a model returns, which includes logits that are still cut.
     """
@@ -134,7 +133,7 @@ ACCELERATE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def require_accelerate_precision(context: ModelContext) -> None:
-    """Refuse a mixed precision of accelerate's, or of the Trainer's, that is not the policy's.
+    """Refuse a mixed precision of accelerate or of the Trainer that is not the policy's.
 
     accelerate leaves a wrapped model as it is, so its mixed precision never arrives as autocast.
     """
@@ -149,15 +148,11 @@ def require_accelerate_precision(context: ModelContext) -> None:
         )
     if asked != "no":
         source = f"accelerate's mixed_precision={asked!r} (the Trainer's {asked}=True)"
-        _require_dtype(context, source, ACCELERATE_DTYPES[asked])
+        require_dtype(context, source, ACCELERATE_DTYPES[asked])
 
 
-def require_autocast_precision(context: ModelContext, dtype: torch.dtype) -> None:
-    """Refuse `torch.autocast` to a dtype that is not the policy's."""
-    _require_dtype(context, f"torch.autocast to {dtype}", dtype)
-
-
-def _require_dtype(context: ModelContext, source: str, dtype: torch.dtype) -> None:
+def require_dtype(context: ModelContext, source: str, dtype: torch.dtype) -> None:
+    """Refuse a precision that is not the policy's; `source` says who asked for it."""
     if context.policy.compute_dtype == dtype:
         return
     raise ValueError(

@@ -1,8 +1,8 @@
 """LoRA pairs as peft puts them around linear layers: found, made to size, computed on parts, merged on shards.
 
 peft holds a layer as `base_layer` of a module of its own, which takes the layer's name, and beside it, per adapter, a
-pair A [r, k] and B [n, r] whose product is added to the layer's output. peft is never imported: its modules are
-recognised by what they hold.
+pair A [r, k] and B [n, r]. The product of the pair is added to the layer's output. peft is never imported: its modules
+are recognised by what they hold.
 
 r is small, so the tensor between A and B is whole on every rank, and only this tensor travels. A multiplies the
 features that a rank holds, and B computes the part of the layer's output that the rank holds:
@@ -32,17 +32,10 @@ from fourfold.nn.embedding import Head
 from fourfold.nn.layer import SPECS, Layer
 from fourfold.operators import Conjugate
 from fourfold.params import local_of
-from fourfold.wrap.adapters import (
-    Adapter,
-    ContractAdapter,
-    ExpandAdapter,
-    LayerParameter,
-    PlainSlice,
-    gather_parameters,
-)
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import GridTensor, ShardedPlacement, distribute, to_whole
-from fourfold.wrap.param_access import PLAIN_SLICES, join_slices, stored_names, whole_of
+from fourfold.wrap.adapters import Adapter, LayerParameter, PlainSlice, gather_parameters
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, ShardedPlacement, distribute, to_whole
+from fourfold.wrap.linear_adapters import ContractAdapter, ExpandAdapter
+from fourfold.wrap.parameters import PLAIN_SLICES, join_slices, plain_parameter, stored_names
 from fourfold.wrap.placements import (
     ChunkPlacement,
     LogitsPlacement,
@@ -66,19 +59,19 @@ SHAPES = "_fourfold_shapes"
 
 
 def is_around(module: nn.Module) -> bool:
-    """Return whether it is a module of peft's with a layer inside."""
+    """Return whether a module is one of peft's modules, with a layer inside."""
     return BASE in module._modules and any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """Return the layer itself, where modules of peft's stand around it."""
+    """Return the layer inside peft's modules; any other module is returned as it is."""
     while is_around(module):
         module = module._modules[BASE]  # type: ignore[assignment]
     return module
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Return the name that every module would have without peft; a module of peft's has the name of its layer."""
+    """Return the name that every module would have without peft. A peft module gets the name of its layer."""
     found: dict[str, str] = {}
     for name, _ in model.named_modules():
         parent, _, own = name.rpartition(".")
@@ -144,25 +137,20 @@ def _remake_pairs(model: nn.Module, module: Any, features: tuple[int, int]) -> N
 # computing
 
 
-class LoraFactor(Adapter):
+class LoraFactor(Adapter[Layer]):
     """One factor of a pair: parameters gathered over z, and a product with this rank's part of the wide side."""
 
     def __init__(
         self, name: str, context: ModelContext, why: str, base: ExpandAdapter | ContractAdapter, wide: Layout
     ) -> None:
-        super().__init__(name, context, why)
-        self.base, self.layer = base, Layer(context.grid, context.policy)
-        self.wide = wide
+        super().__init__(name, context, why, Layer(context.grid, context.policy))
+        self.base, self.wide = base, wide
         """The layout of the activation on the wide side."""
 
     def declare(self, own: str, shape: tuple[int, ...], dim: int, over: Sequence[str]) -> None:
         """Declare a parameter that has the wide side as its dim `dim`, cut over these axes."""
         storage = Layout((*((axis, dim) for axis in over), (GATHERED, 0)))
         self.layer.declare(own, Spec(shape, storage, self.wide))
-
-    @property
-    def layers(self) -> Sequence[Layer]:
-        return (self.layer,)
 
     def gathered(self) -> dict[str, Tensor]:
         """Gather the parameters over z."""
@@ -179,11 +167,7 @@ class LoraA(LoraFactor):
         super().__init__(name, context, why, base, wide(context.policy.activations))
         self.declare("weight", tuple(module.weight.shape), 1, self.wide.over(FEATURES))
 
-    def parameters(self) -> Mapping[str, LayerParameter]:
-        return {"weight": (self.layer, "weight", PlainSlice("weight"))}
-
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Tensor:  # noqa: ARG002
-        self.context.last_layer = self.name
         w = self.gathered()["weight"]
         shape = (*input.shape[:-1], w.shape[0])
         if isinstance(self.base, ContractAdapter):
@@ -240,7 +224,6 @@ class LoraB(LoraFactor):
         return found
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> GridTensor:  # noqa: ARG002
-        self.context.last_layer = self.name
         u, held = to_whole(input), self.gathered()
         leading = u.shape[:-1]
         if isinstance(self.base, ContractAdapter):
@@ -284,7 +267,7 @@ class LoraB(LoraFactor):
 
 
 def _rows_of_head(head: Head) -> Layout:
-    """Return how the ids of a head's weight are cut while it is used."""
+    """Return how the ids of a head's weight are cut while the head computes with it."""
     return Layout.along(0, head.specs["weight"].storage.compute.over(0))
 
 
@@ -332,7 +315,7 @@ def expose_shapes(module: nn.Module) -> None:
 
 @functools.cache
 def _with_shapes(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of the same name with `ShapeOnly` attributes. A parameter lent in a pass goes before them."""
+    """Return a subclass of the same name with `ShapeOnly` attributes. A parameter lent in a pass is preferred."""
 
     def getattribute(self: nn.Module, name: str) -> Any:
         if name not in (shapes := vars(self)[SHAPES]):
@@ -390,10 +373,10 @@ def _unmerge(name: str, module: Any, grid: Grid) -> None:
 @torch.no_grad()
 def _add_to_base(name: str, module: Any, adapter: str, grid: Grid, scale: float, *, finite: bool) -> None:
     """Compute base + scale * B A on each rank's shards, from whole A and B."""
-    a, b = (_whole_parameter(getattr(module, factor)[adapter], "weight", grid) for factor in FACTORS)
+    a, b = (plain_parameter(getattr(module, factor)[adapter], "weight") for factor in FACTORS)
     base, bias = inside(module), None
     if module.lora_B[adapter].bias is not None:
-        bias = _whole_parameter(module.lora_B[adapter], "bias", grid)
+        bias = plain_parameter(module.lora_B[adapter], "bias")
     slices, specs = vars(base)[PLAIN_SLICES], vars(base)[SPECS]
     if bias is not None and "bias" not in stored_names(slices):
         raise ValueError(f"{name}: a pair with a bias cannot be merged into a layer without one; give the layer a bias")
@@ -412,11 +395,3 @@ def _add_to_base(name: str, module: Any, adapter: str, grid: Grid, scale: float,
         if finite and not torch.isfinite(total).all():
             raise ValueError(f"{name}: adapter {adapter!r} would make weights that are not finite; it seems broken")
         shard.copy_(total)
-
-
-def _whole_parameter(layer: nn.Module, name: str, grid: Grid) -> Tensor:
-    """Gather a parameter of a pair as the plain module has it."""
-    slices, specs = vars(layer)[PLAIN_SLICES], vars(layer)[SPECS]
-    names = stored_names(slices)[name]
-    parts = [whole_of(layer._parameters[own], specs[own], grid) for own in names]  # type: ignore[union-attr]
-    return join_slices(parts, slices[names[0]])

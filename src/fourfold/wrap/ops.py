@@ -8,6 +8,7 @@ has the rules for operations that work on certain dims.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold.nn.rng import key_of, seeded
 from fourfold.operators import Conjugate
-from fourfold.wrap.grid_tensor import RULES, GridTensor, ShardedPlacement, grid_tensors_in, is_in_place, to_whole
+from fourfold.wrap.grid_tensor import RULES, GridTensor, ShardedPlacement, grid_tensors_in, is_in_place
 from fourfold.wrap.placements import ChunkPlacement, FusedPlacement, SharedHeadsPlacement, conjugate, fuse, same
 
 
@@ -53,6 +54,15 @@ def run_on_local(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run the operation on this rank's parts."""
     args, kwargs = tree_map_only(GridTensor, lambda tensor: tensor.local, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def part_of(operand: Tensor, placement: ShardedPlacement, shape: Size) -> Tensor:
+    """Return what this rank reads of an operand that broadcasts to a tensor of this placement and shape."""
+    if isinstance(operand, GridTensor):
+        if operand.placement == placement and operand.shape == shape:
+            return operand.local
+        operand = operand.whole()
+    return placement.part(operand, shape)
 
 
 # pointwise operations
@@ -97,13 +107,9 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
 
     def own(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, GridTensor):
-            if tensor.placement == placement and tensor.shape == leader.shape:
-                return tensor.local
-            tensor = tensor.whole()
-        if tensor.dim() == 0 and not tensor.requires_grad:
-            return tensor
-        return placement.part(tensor, leader.shape)
+        scalar = tensor.dim() == 0 and not isinstance(tensor, GridTensor)
+        # a scalar without a gradient has nothing to sum in backward
+        return tensor if scalar and not tensor.requires_grad else part_of(tensor, placement, leader.shape)
 
     args, kwargs = tree_map_only(Tensor, own, (args, _without_memory_format(kwargs)))
     local = func(*args, **kwargs)
@@ -440,16 +446,12 @@ def attend(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     mask = named.get("attn_mask")
     if mask is not None:
-        scores = Size((*query.shape[:3], key.shape[2]))
-        if isinstance(mask, GridTensor) and mask.placement == placement and mask.shape == scores:
-            named["attn_mask"] = mask.local
-        else:
-            named["attn_mask"] = placement.part(to_whole(mask), scores)
+        named["attn_mask"] = part_of(mask, placement, Size((*query.shape[:3], key.shape[2])))
     named["enable_gqa"] = own[0].shape[HEADS] != query.local.shape[HEADS]  # type: ignore[union-attr]
     shape = (*query.shape[:-1], value.shape[-1])
-    if not named.get("dropout_p", 0.0):
-        return GridTensor(func(query.local, *own, **named), placement, shape)
-    with seeded(seed_of_part(query), query.device):
+    # ranks with other heads must drop other elements
+    drops = named.get("dropout_p", 0.0)
+    with seeded(seed_of_part(query), query.device) if drops else nullcontext():
         return GridTensor(func(query.local, *own, **named), placement, shape)
 
 

@@ -1,6 +1,6 @@
 """Rules for operations on dims: reshapes, slices, reductions and concatenations, and operations over space.
 
-They run on local parts where the cut dim is not one that the operation works on.
+These operations run on local parts where the cut dim is not one that the operation works on.
 """
 
 from __future__ import annotations
@@ -17,14 +17,27 @@ from torch.utils._pytree import tree_map_only
 
 from fourfold.nn.rng import seeded
 from fourfold.wrap.grid_tensor import GridTensor, grid_tensors_in
-from fourfold.wrap.ops import argument, functions_named, rule, run_on_local, seed_of_part
+from fourfold.wrap.ops import argument, functions_named, part_of, rule, run_on_local, seed_of_part
 from fourfold.wrap.placements import ChunkPlacement, FusedPlacement, RestPlacement
+
+
+def with_cut(a: GridTensor, local: Tensor, dim: int | None = None) -> GridTensor:
+    """Return a local tensor as a grid tensor that has the cut of `a` at this dim, or at the same dim.
+
+    All other sizes are those of the local tensor.
+    """
+    placement: ChunkPlacement = a.placement  # type: ignore[assignment]
+    dim = placement.dim if dim is None else dim
+    shape = [*local.shape]
+    shape[dim] = a.shape[placement.dim]
+    return GridTensor(local, placement.moved(dim), Size(shape))
+
 
 # reshapes
 
 
 def _sizes_of(args: Sequence[Any]) -> list[int]:
-    """Return the sizes of view(2, 3), view((2, 3)) and view(size=...) alike."""
+    """Return the sizes, for view(2, 3), view((2, 3)) and view(size=...)."""
     return list(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list, Size)) else list(args)
 
 
@@ -87,8 +100,7 @@ def _permuted(a: GridTensor, act: Callable[[Tensor], Tensor]) -> Any:
         return NotImplemented
     # the strides of this tensor are its dim numbers, so they show where each dim goes
     dims = act(torch.empty_strided([1] * len(a.shape), list(range(len(a.shape))), device="meta")).stride()
-    shape = Size(a.shape[dim] for dim in dims)
-    return GridTensor(act(a.local), a.placement.moved(dims.index(a.placement.dim)), shape)
+    return with_cut(a, act(a.local), dims.index(a.placement.dim))
 
 
 @rule(*functions_named("expand", "expand_as", "broadcast_to"))
@@ -109,7 +121,7 @@ def expand(func: Callable, args: tuple, kwargs: dict) -> Any:
     if sizes[dim] != a.shape[a.placement.dim]:
         return NotImplemented
     local = [a.local.shape[a.placement.dim] if at == dim else size for at, size in enumerate(sizes)]
-    return GridTensor(a.local.expand(local), a.placement.moved(dim), Size(sizes))
+    return with_cut(a, a.local.expand(local), dim)
 
 
 @rule(Tensor.__getitem__)
@@ -141,13 +153,11 @@ def getitem(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
         return NotImplemented
     at = [position for position, i in enumerate(index) if i is not None][a.placement.dim]
     own = (*index[:at], slice(None), *index[at + 1 :])
-    dim = sum(not isinstance(i, int) for i in index[:at])
-    shape = torch.empty(a.shape, device="meta")[index].shape
-    return GridTensor(a.local[own], a.placement.moved(dim), shape)
+    return with_cut(a, a.local[own], sum(not isinstance(i, int) for i in index[:at]))  # a number removes its dim
 
 
 def _as_slice(index: tuple) -> tuple | None:
-    """Return an index with one list of one number, and slices besides, as slices alone; None for any other index."""
+    """Return an index with one list of one number, and otherwise slices, as slices alone; None for any other index."""
     lists = [i for i in index if isinstance(i, list)]
     if len(lists) != 1 or len(lists[0]) != 1 or type(at := lists[0][0]) is not int:
         return None
@@ -163,24 +173,12 @@ def _is_full(index: Any, size: int) -> bool:
 # operations along dims
 
 
-def _dim_of(a: GridTensor, dim: int) -> int:
-    return dim % len(a.shape)
-
-
 def _keeps_cut(a: Any, *dims: Any) -> bool:
-    """Return whether the cut dim is none of these."""
+    """Return whether the cut dim is none of these, and each of them is a dim of the tensor."""
     if not isinstance(a, GridTensor) or not isinstance(a.placement, ChunkPlacement):
         return False
     ndim = len(a.shape)
     return all(type(dim) is int and -ndim <= dim < ndim and dim % ndim != a.placement.dim for dim in dims)
-
-
-def _resized(a: GridTensor, local: Tensor, *dims: int) -> GridTensor:
-    """Return a local tensor with the placement of `a`, and its own lengths of these dims, which are not cut."""
-    shape = list(a.shape)
-    for dim in dims:
-        shape[dim] = local.shape[dim]
-    return GridTensor(local, a.placement, Size(shape))
 
 
 SECTIONS = (
@@ -198,7 +196,7 @@ def split(func: Callable, args: tuple, kwargs: dict) -> Any:
         return a.placement.split(a, func, argument(args, kwargs, 1, *SECTIONS), dim)
     if not _keeps_cut(a, dim):
         return NotImplemented
-    return tuple(_resized(a, local, dim) for local in run_on_local(func, args, kwargs))
+    return tuple(with_cut(a, local) for local in run_on_local(func, args, kwargs))
 
 
 @rule(*functions_named("unbind"))
@@ -207,31 +205,28 @@ def unbind(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
     a, dim = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "dim", default=0)
     if not _keeps_cut(a, dim):
         return NotImplemented
-    return tuple(a[(*[slice(None)] * _dim_of(a, dim), index)] for index in range(a.shape[dim]))
+    return tuple(a[(*[slice(None)] * (dim % len(a.shape)), index)] for index in range(a.shape[dim]))
 
 
-@rule(*functions_named("softmax", "log_softmax"))
-def softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Normalise along a dim that is not cut."""
+REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin")
+SAME_SHAPE = ("softmax", "log_softmax", "cumsum", "flip", "roll")
+"""Operations along dims with a result of the same shape."""
+
+
+@rule(*functions_named(*REDUCTIONS, *SAME_SHAPE))
+def along_dims(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Reduce, normalise or turn dims that are not cut."""
     a = argument(args, kwargs, 0, "input")
-    if not _keeps_cut(a, argument(args, kwargs, 1, "dim")):
-        return NotImplemented
-    return a.like(run_on_local(func, args, kwargs))
-
-
-@rule(*functions_named("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "argmax", "argmin", "cumsum"))
-def reduce(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Reduce dims that are not cut."""
-    a, dims = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "dim", "axis")
+    dims = argument(args, kwargs, 2 if func.__name__ == "roll" else 1, "dim", "axis", "dims")
+    if func.__name__ == "flip" and len(args) > 2:
+        dims = args[1:]  # `flip` takes its dims one by one too
     dims = [dims] if type(dims) is int else dims
     # an empty list of dims means all dims
     if not isinstance(dims, (list, tuple)) or not dims or not _keeps_cut(a, *dims) or "out" in kwargs:
         return NotImplemented
     local = run_on_local(func, args, kwargs)
-    args, kwargs = tree_map_only(GridTensor, lambda tensor: torch.empty(tensor.shape, device="meta"), (args, kwargs))
-    shape = func(*args, **kwargs).shape
-    gone = sum(_dim_of(a, dim) < a.placement.dim for dim in dims) if len(shape) < len(a.shape) else 0
-    return GridTensor(local, a.placement.moved(a.placement.dim - gone), shape)
+    gone = [dim % len(a.shape) for dim in dims] if local.dim() < len(a.shape) else []  # empty with keepdim=True
+    return with_cut(a, local, a.placement.dim - sum(dim < a.placement.dim for dim in gone))
 
 
 @rule(*functions_named("cat", "concat", "concatenate"))
@@ -243,16 +238,10 @@ def cat(func: Callable, args: tuple, kwargs: dict) -> Any:
     placement = leader.placement
     if not isinstance(placement, ChunkPlacement) or not _keeps_cut(leader, dim) or "out" in kwargs:
         return NotImplemented
-    dim, length = _dim_of(leader, dim), leader.shape[placement.dim]
+    length = leader.shape[placement.dim]
     if any(tensor.dim() != leader.dim() or tensor.shape[placement.dim] != length for tensor in tensors):
         return NotImplemented
-    own = [
-        tensor.local
-        if isinstance(tensor, GridTensor) and tensor.placement == placement
-        else placement.part(tensor.whole() if isinstance(tensor, GridTensor) else tensor, tensor.shape)
-        for tensor in tensors
-    ]
-    return _resized(leader, func(own, dim), dim)
+    return with_cut(leader, func([part_of(tensor, placement, tensor.shape) for tensor in tensors], dim))
 
 
 @rule(*functions_named("index_select"))
@@ -261,18 +250,7 @@ def index_select(func: Callable, args: tuple, kwargs: dict) -> Any:
     a, dim = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "dim")
     if not _keeps_cut(a, dim) or isinstance(argument(args, kwargs, 2, "index"), GridTensor) or "out" in kwargs:
         return NotImplemented
-    return _resized(a, run_on_local(func, args, kwargs), _dim_of(a, dim))
-
-
-@rule(*functions_named("flip", "roll"))
-def flip_or_roll(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Flip or roll dims that are not cut."""
-    at = 1 if func.__name__ == "flip" else 2
-    a, dims = argument(args, kwargs, 0, "input"), argument(args, kwargs, at, "dims")
-    dims = [dims] if type(dims) is int else dims
-    if not isinstance(dims, (list, tuple)) or not dims or not _keeps_cut(a, *dims):
-        return NotImplemented
-    return a.like(run_on_local(func, args, kwargs))
+    return with_cut(a, run_on_local(func, args, kwargs))
 
 
 @rule(*functions_named("repeat_interleave"))
@@ -280,16 +258,13 @@ def repeat_interleave(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa
     """Repeat every entry of a dim, which may be the cut one."""
     a, repeats = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "repeats")
     dim = argument(args, kwargs, 2, "dim")
-    if not isinstance(a, GridTensor) or type(repeats) is not int or type(dim) is not int:
+    if not _keeps_cut(a) or type(repeats) is not int or dim not in range(-a.dim(), a.dim()):
         return NotImplemented
-    if not isinstance(a.placement, ChunkPlacement):
-        return NotImplemented
-    dim = _dim_of(a, dim)
-    shape = Size(size * repeats if at == dim else size for at, size in enumerate(a.shape))
-    if dim != a.placement.dim:
-        return GridTensor(a.local.repeat_interleave(repeats, dim), a.placement, shape)
-    widened = a[(*[slice(None)] * (dim + 1), None)]
-    return widened.expand(*a.shape[: dim + 1], repeats, *a.shape[dim + 1 :]).reshape(shape)
+    if _keeps_cut(a, dim):
+        return with_cut(a, a.local.repeat_interleave(repeats, dim))
+    dim %= len(a.shape)
+    widened = a[(*[slice(None)] * (dim + 1), None)].expand(*a.shape[: dim + 1], repeats, *a.shape[dim + 1 :])
+    return widened.flatten(dim, dim + 1)
 
 
 # operations over space, on images with channels that are cut: they treat every channel by itself
@@ -311,10 +286,7 @@ def over_space(dims: int, func: Callable, args: tuple, kwargs: dict) -> Any:
         return tensor.local.reshape(0, 1, *tensor.shape[-dims:]) if empty else tensor.local
 
     def on_grid(local: Tensor) -> GridTensor:
-        local = local.reshape(*leading, *local.shape[-dims:]) if empty else local
-        shape = [*local.shape]
-        shape[placement.dim] = a.shape[placement.dim]
-        return GridTensor(local, placement, Size(shape))
+        return with_cut(a, local.reshape(*leading, *local.shape[-dims:]) if empty else local)
 
     args, kwargs = tree_map_only(GridTensor, own, (args, kwargs))
     return tree_map_only(Tensor, on_grid, func(*args, **kwargs))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -33,42 +33,30 @@ from fourfold.nn.rng import key_of, seeded, seeded_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.params import whole_tensor
 from fourfold.wrap.adapters import Adapter, lost_change_error
-from fourfold.wrap.context import WITHIN_PLACE, ModelContext
-from fourfold.wrap.grid_tensor import GridTensor, is_in_place, sync_whole_copies, to_whole, version_of
+from fourfold.wrap.grid_tensor import (
+    WITHIN_PLACE,
+    GridTensor,
+    ModelContext,
+    is_in_place,
+    sync_whole_copies,
+    to_whole,
+    version_of,
+)
 from fourfold.wrap.integrations import refuse_scaled_losses, require_accelerate_precision
-from fourfold.wrap.param_access import require_unchanged_parameters
+from fourfold.wrap.parameters import require_unchanged_parameters
 from fourfold.wrap.placements import LogitsPlacement, to_rest
 from fourfold.wrap.rows import RowSample, check_rows, gather_rows, leaves_of, map_tensors, whole_batch
 
 # losses inside a model
 
-BY_CLASS = {
-    getattr(functional, name)
-    for name in ("cross_entropy", "nll_loss", "linear_cross_entropy")
-    if hasattr(functional, name)
-}
-"""Losses with a mean over the targets that count, weighted by class."""
-BY_ELEMENT = {
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.kl_div,
-    functional.poisson_nll_loss,
-    functional.gaussian_nll_loss,
-    functional.soft_margin_loss,
-    functional.hinge_embedding_loss,
-    functional.cosine_embedding_loss,
-    functional.margin_ranking_loss,
-    functional.multi_margin_loss,
-    functional.multilabel_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    functional.triplet_margin_loss,
-    functional.triplet_margin_with_distance_loss,
-    functional.ctc_loss,
-}
+BY_CLASS = {functional.cross_entropy, functional.nll_loss, getattr(functional, "linear_cross_entropy", None)}
+"""Losses with a mean over the targets that count, weighted by class. Older versions of torch lack the last one."""
+ELEMENTWISE = """
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
+gaussian_nll_loss soft_margin_loss hinge_embedding_loss cosine_embedding_loss margin_ranking_loss multi_margin_loss
+multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss ctc_loss
+"""
+BY_ELEMENT = {getattr(functional, name) for name in ELEMENTWISE.split()}
 """Losses with a mean over the elements that they return with reduction="none"."""
 BY_WEIGHT = {functional.mse_loss, functional.l1_loss}
 """Losses by element that divide by the sum of their weights, if they have weights."""
@@ -132,7 +120,7 @@ def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict
     named = _bound(func, args, kwargs)
     reduction = named["reduction"]
     of_place = reduction == "sum" and not context.has_target_count
-    if reduction not in ("mean", "sum", "batchmean"):
+    if reduction not in ("mean", "sum", "batchmean"):  # "none": each row has its own loss
         return func(*args, **kwargs)
     by_id = func is functional.cross_entropy and _is_by_id(named)
     count = 1 if reduction == "sum" else None
@@ -155,7 +143,7 @@ def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict
     total, number = (_sum_by_class if func in BY_CLASS else _sum_by_element)(func, named)
     if reduction != "sum":
         all_places = sum_over_batch(number, context.grid, "loss")
-        # a batch without targets has loss 0
+        # a batch without targets has loss 0; torch.where, because a condition in Python would read the device
         total = total / torch.where(all_places == 0, 1, all_places).to(total.dtype)
     return _average_gradient(context, sum_of_places(total, context.grid, "loss"))
 
@@ -171,9 +159,7 @@ def _average_gradient(context: ModelContext, loss: Tensor) -> Tensor:
     return Conjugate.apply(loss, torch.clone, lambda gradient: sum_over_batch(gradient, context.grid, "loss") / places)
 
 
-@cache
-def _signature(func: Callable) -> inspect.Signature:
-    return inspect.signature(func)
+_signature = cache(inspect.signature)  # reading a signature takes longer than a small loss
 
 
 def _bound(func: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -194,7 +180,7 @@ def _bound(func: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _is_by_id(named: dict[str, Any]) -> bool:
-    """Return whether it is the plain cross-entropy of logits [m, V] with one id per row."""
+    """Return whether a call computes the plain cross-entropy of logits [m, V] with one id per row."""
     plain = named["weight"] is None and named["label_smoothing"] == 0
     return plain and named["input"].dim() == 2 and not named["target"].is_floating_point()
 
@@ -231,8 +217,8 @@ def _number(count: int, like: Tensor) -> Tensor:
 # passes
 
 COUNT = "num_items_in_batch"
-"""The argument by which Hugging Face's models divide the sum of a batch's losses. Like every other argument here it is
-about the rows of one place."""
+"""The argument by which Hugging Face's models divide the sum of a batch's losses. The caller counts the targets of one
+place, because all other arguments are about the rows of one place too."""
 CONTRASTIVE = "return_loss"
 """The argument that asks Hugging Face's models of images and texts for a loss that compares all rows."""
 
@@ -242,24 +228,24 @@ class RootAdapter(Adapter):
 
     def __init__(self, name: str, context: ModelContext, why: str) -> None:
         super().__init__(name, context, why)
-        self.compared_rows = self.warned_of_same_rows = self.checked_count = False
-        """Which checks of the inputs have been made. Once is enough for a loop that reads its rows wrongly."""
-        self.compared_buffers: set[str] = set()
-        """The buffers that were compared between places."""
-        self.checked_calls: set[tuple[str, ...]] = set()
-        """The kinds of calls for which rows were checked for depending on each other."""
+        self.checked: set[Hashable] = set()
+        """The checks that have been made. Once is enough, for example for a loop that reads its rows wrongly."""
         self.evaluations = 0
         """Passes in evaluation mode, so that each of them draws other random numbers."""
 
+    def _first_time(self, *check: Hashable) -> bool:
+        """Return whether a check has not been made before, and note that it is made now."""
+        new = check not in self.checked
+        self.checked.add(check)
+        return new
+
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = self.context
-        if context.depth:
+        if context.in_pass:
             return forward(*args, **kwargs)
         require_accelerate_precision(context)
-        if kwargs.get(COUNT) is not None and context.grid.shape.world > 1 and not self.checked_count:
-            # before the check of rows, which passes over errors of the model's code
-            self.checked_count = True
-            refuse_scaled_losses()
+        if kwargs.get(COUNT) is not None and context.grid.shape.world > 1 and self._first_time("scaled losses"):
+            refuse_scaled_losses()  # before the check of rows, which passes over errors of the model's code
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
         first = self._is_first_call(module, args, kwargs)
@@ -287,6 +273,7 @@ class RootAdapter(Adapter):
         context.has_target_count = kwargs.get(COUNT) is not None
         context.compares_rows = bool(kwargs.get(CONTRASTIVE))
         if context.has_target_count:
+            # the caller counted this place's targets; in fp64, because a sum of counts in the caller's dtype may round
             own = torch.as_tensor(kwargs[COUNT], device=context.grid.device)
             total = sum_over_batch(own.double(), context.grid, "count targets").to(own.dtype)
             kwargs = {**kwargs, COUNT: total}
@@ -296,7 +283,7 @@ class RootAdapter(Adapter):
         try:
             with GlobalLosses(context), counted_changes(context):
                 result = forward(*args, **kwargs)
-                for group in list(context.unfinished_reads):
+                for group in list(context.shared_reads):  # some of its layers never asked for their results
                     group.split()
                 result = map_tensors(self._returned, result, in_place=True)
             require_unchanged_parameters(context)
@@ -321,10 +308,7 @@ class RootAdapter(Adapter):
         given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
         kind = (str(module.training), *flags, *given)
         trains = torch.is_grad_enabled() and grid.shape.places > 1 and not grid.muted
-        if not trains or kind in self.checked_calls:
-            return False
-        self.checked_calls.add(kind)
-        return True
+        return trains and self._first_time(kind)
 
     def _check_rows(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> set[int]:
         """Check whether rows depend on each other (rows.py)."""
@@ -342,9 +326,8 @@ class RootAdapter(Adapter):
 
     def _require_same_rows(self, args: Any, kwargs: Any) -> None:
         """Refuse different rows on ranks of one place."""
-        if self.compared_rows:
+        if not self._first_time("rows of one place"):
             return
-        self.compared_rows = True
         tensors = _tensors((args, kwargs))
         if tensors and not equal_along(key_of(*map(_digest, tensors)), self.context.grid, WITHIN_PLACE):
             raise ValueError(
@@ -355,9 +338,8 @@ class RootAdapter(Adapter):
     def _warn_of_same_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Warn, in the first training pass, of a loop that forgot to cut its batch and gives every place all rows."""
         grid, trains = self.context.grid, module.training and torch.is_grad_enabled()
-        if not trains or self.warned_of_same_rows or grid.muted or grid.shape.places == 1:
+        if not trains or grid.muted or grid.shape.places == 1 or not self._first_time("rows of all places"):
             return
-        self.warned_of_same_rows = True
         tensors = _tensors((args, kwargs))
         if tensors and equal_along(key_of(*map(_digest, tensors)), grid, BATCH) and grid.rank == 0:
             warnings.warn(
@@ -373,9 +355,10 @@ class RootAdapter(Adapter):
             owner, _, own = name.rpartition(".")
             if isinstance(buffer, GridTensor):
                 buffer = module.get_submodule(owner)._buffers[own] = buffer.whole()
-            if (buffer is old and version_of(buffer) == version) or name in self.compared_buffers or buffer.is_meta:
+            # once per buffer, because a comparison reads the device
+            unchanged = buffer is old and version_of(buffer) == version
+            if unchanged or buffer.is_meta or not self._first_time("buffer", name):
                 continue
-            self.compared_buffers.add(name)
             if not equal_along(key_of(_digest(buffer)), self.context.grid, BATCH):
                 raise RuntimeError(
                     f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "
@@ -409,7 +392,7 @@ def _digest(tensor: Tensor) -> int:
 
     Values are weighted by position, because the plain sum of small ids is often the same for different rows.
     """
-    flat = tensor.detach().double().nan_to_num().flatten()
+    flat = tensor.detach().double().nan_to_num().flatten()  # NaN is not equal to itself
     weights = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
     return key_of(tuple(tensor.shape), (flat * weights).sum().item())
 
@@ -432,7 +415,7 @@ def seeded_everywhere(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class ContrastiveAdapter(Adapter):
-    """A module with rows that a contrastive loss compares: if the pass has such a loss, it returns all places' rows."""
+    """Runs a module with rows that a contrastive loss compares, and gathers all places' rows for such a loss."""
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         out = forward(*args, **kwargs)
@@ -443,7 +426,7 @@ class ContrastiveAdapter(Adapter):
 
 
 class BlockAdapter(Adapter):
-    """One of several equal modules through which the residual stream passes. It brings the stream to rest."""
+    """Runs one of several equal modules through which the residual stream passes, and brings the stream to rest."""
 
     def __init__(self, name: str, context: ModelContext, why: str, features: int) -> None:
         super().__init__(name, context, why)
@@ -457,7 +440,7 @@ class BlockAdapter(Adapter):
             kwargs = {**kwargs, "hidden_states": self._to_rest(kwargs["hidden_states"])}
         again = context.policy.recompute == "block" and module.training and torch.is_grad_enabled()
         if module.training and context.sample is None:
-            # a seed per block, so that a recomputed block draws the same numbers again
+            # a seed per block, so that a recomputed block draws the same numbers again; 62 bits fit an int64
             seed = int(torch.randint(1 << 62, (), device="cpu"))
             forward = partial(_run_seeded, seed, context.grid.device, again, forward)
         if again:

@@ -20,8 +20,14 @@ from fourfold import comm
 from fourfold.layout import FEATURES, TOKENS, Layout, rest
 from fourfold.nn.embedding import Head
 from fourfold.operators import Conjugate
-from fourfold.wrap.context import WITHIN_PLACE, ModelContext
-from fourfold.wrap.grid_tensor import GridTensor, ShardedPlacement, TensorPlacement, distribute
+from fourfold.wrap.grid_tensor import (
+    WITHIN_PLACE,
+    GridTensor,
+    ModelContext,
+    ShardedPlacement,
+    TensorPlacement,
+    distribute,
+)
 
 
 def conjugate(plain: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

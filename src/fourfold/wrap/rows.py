@@ -34,8 +34,7 @@ from fourfold.grid import Grid
 from fourfold.nn.rng import seeded_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.params import local_of
-from fourfold.wrap.context import ModelContext
-from fourfold.wrap.grid_tensor import RULES, to_whole, version_of
+from fourfold.wrap.grid_tensor import RULES, ModelContext, to_whole, version_of
 from fourfold.wrap.ops import ATTENTION_ARGUMENTS
 
 LABEL = "whole batch"
@@ -136,7 +135,7 @@ def state_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _collect_restores(value: Any, known: set[int], restores: list[Callable[[], None]]) -> None:
-    """Append functions that restore a value: a tensor, a container, or an object of a user's class."""
+    """Append functions that restore a value: a tensor, a container, or an object of the user's class."""
     if id(value) in known:
         return
     known.add(id(value))
@@ -219,7 +218,7 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
 
 
 PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-"""The types of inputs that can be cut, besides mappings, sequences and dataclasses of these."""
+"""The types of inputs that can be cut. Mappings, sequences and dataclasses of these can be cut too."""
 
 
 def rows_along(dim: int, args: Any, kwargs: Any) -> int:
@@ -315,7 +314,10 @@ class RowComparison:
             return leaves_of(self.run(RowSample(self.places, joint), *inputs))
 
     def _first_that_differs(self, alone: list[Any], other: list[Any]) -> str | None:
-        """Describe the first output with rows that differ on some place, alike on all ranks of a place; else None."""
+        """Describe the first output with rows that differ on any place; None if there is no such output.
+
+        All ranks of a place return the same.
+        """
         differs = [at for at, a, b in _floats(alone, other) if a.dim() and not self._alike(a, b)]
         here = f"output {differs[0]} of shape {tuple(alone[differs[0]].shape)}" if differs else None
         if comm.equal_along(here is not None, self.context.grid, BATCH):
