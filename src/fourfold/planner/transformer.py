@@ -110,14 +110,14 @@ class Flops:
     """The same plus what recompute runs again: what HFU counts."""
 
 
-def flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none") -> Flops:
-    """Return what one token of a sequence of `seq` costs in forward and backward."""
-    return Flops(_flops(config, seq, "none"), _flops(config, seq, recompute))
+def flops_per_token(config: ModelConfig, seq: int, policy: Policy = Policy()) -> Flops:
+    """Return the FLOPs of forward and backward per token of a sequence of `seq` tokens."""
+    return Flops(_flops(config, seq, "none"), _flops(config, seq, policy.recompute))
 
 
 @lru_cache(maxsize=256)
 def _flops(config: ModelConfig, seq: int, recompute: Recompute) -> int:
-    """Return the FLOPs per token in the program of one rank that has everything, of one and of further layers."""
+    """Return the FLOPs per token of one rank that holds the whole model, from the programs of one and of two layers."""
     one, two = (
         step_program(
             LocalSizes(replace(config, layers=layers), Shape(), Policy(recompute=recompute), 1, seq), optimizer=False

@@ -18,7 +18,7 @@ from fourfold.environment import Environment
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import DTYPES, Machine, load_machine, machine_names
-from fourfold.planner.price import Priced, Task
+from fourfold.planner.price import Price, Task
 from fourfold.planner.search import Space, search
 from fourfold.policy import Policy
 from fourfold.report.units import duration
@@ -156,7 +156,7 @@ def find_grid(
     return plan.best.candidate.shape, _reason(plan.ranked, grids, located)
 
 
-def _reason(ranked: Sequence[Priced], grids: int, located: LocatedMachine) -> str:
+def _reason(ranked: Sequence[Price], grids: int, located: LocatedMachine) -> str:
     best, *others = ranked
     said = f"grid {best.candidate.shape} by the planner: {duration(best.seconds)} per step on {located.machine.name}"
     if others:
@@ -166,7 +166,7 @@ def _reason(ranked: Sequence[Priced], grids: int, located: LocatedMachine) -> st
     return f"{said} ({'; '.join(located.notes)})" if located.notes else said
 
 
-def _slower(other: Priced, best: Priced) -> str:
+def _slower(other: Price, best: Price) -> str:
     """Say how much slower a grid is, with the largest part of the difference: `18 ms, 5 ms more exposed over x`."""
     parts = {f"exposed over {axis}": _exposed(other, axis) - _exposed(best, axis) for axis in AXES}
     parts["of computing"] = other.totals.compute - best.totals.compute
@@ -176,5 +176,5 @@ def _slower(other: Priced, best: Priced) -> str:
     return f"{duration(other.seconds)}, {duration(parts[worst])} more {worst}"
 
 
-def _exposed(price: Priced, axis: str) -> float:
+def _exposed(price: Price, axis: str) -> float:
     return price.totals.exposed.get(axis, 0.0)

@@ -16,10 +16,19 @@ from typing import Any
 from fourfold.atomic import write_json
 from fourfold.axes import AXES
 from fourfold.grid import Grid, Shape
-from fourfold.planner.price import Candidate, Price, Task, price
+from fourfold.planner.machine import Seconds
+from fourfold.planner.price import (
+    COMPUTE,
+    Candidate,
+    Price,
+    Task,
+    TimelineSpan,
+    chrome_trace,
+    memory_of,
+    price,
+    simulate,
+)
 from fourfold.planner.program import LaunchOp, MatmulOp, Work
-from fourfold.planner.seconds import Seconds
-from fourfold.planner.simulate import COMPUTE, TimelineSpan, chrome_trace, simulate
 from fourfold.planner.transformer import step_program
 from fourfold.train.auto_grid import Hardware, LocatedMachine, locate, memory_bytes
 from fourfold.train.config import DTYPES, TrainConfig
@@ -46,8 +55,8 @@ class Prediction:
     @property
     def facts(self) -> RunEvent:
         """The prediction as run.json stores it."""
-        found, memory = self.price, self.price.memory
-        candidate = found.candidate
+        found, candidate = self.price, self.price.candidate
+        memory = memory_of(found.task, candidate)
         return {
             "machine": found.task.machine.name,
             "notes": list(self.located.notes),
