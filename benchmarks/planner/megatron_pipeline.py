@@ -150,7 +150,7 @@ def _pipelines(whole: Task, devices: int, recompute: Sequence[Recompute]) -> Ite
 
 
 def _least_seconds(whole: Task, devices: int, choice: Candidate, stages: int) -> float:
-    flops = flops_per_token(whole.config, whole.seq, choice.policy.recompute).hardware * whole.tokens
+    flops = flops_per_token(whole.config, whole.seq, choice.policy).hardware * whole.tokens
     return flops / (devices * whole.machine.gemm[whole.dtype]) * _with_bubble(choice, stages)
 
 

@@ -21,8 +21,7 @@ from typing import NamedTuple
 from fourfold.axes import AXES
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import ModelConfig
-from fourfold.planner.machine import Machine
-from fourfold.planner.seconds import inside_link
+from fourfold.planner.machine import Machine, inside_link
 from fourfold.policy import Policy
 
 MESSAGE_ITEMSIZE = 2

@@ -36,9 +36,8 @@ from fourfold.planner.calibrate import (
     machine_of,
     not_negative,
 )
-from fourfold.planner.machine import LinkSpeed, Timed, load_machine, parse_machine, to_toml
-from fourfold.planner.seconds import Seconds
-from fourfold.planner.simulate import simulate
+from fourfold.planner.machine import LinkSpeed, Seconds, Timed, load_machine, parse_machine, to_toml
+from fourfold.planner.price import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy

@@ -30,7 +30,9 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "llama-3-8b"])
 def test_recompute_adds_the_forward_of_what_is_forgotten(name: str) -> None:
     config = ff.models.config(name)
-    none, attention, block = (flops_per_token(config, 64, kind) for kind in ("none", "attention", "block"))
+    none, attention, block = (
+        flops_per_token(config, 64, ff.Policy(recompute=kind)) for kind in ("none", "attention", "block")
+    )
     assert none.hardware == none.model == attention.model == block.model
     head = 2 * config.vocab * config.hidden
     assert block.hardware - none.hardware == none.model / 3 - head

@@ -12,8 +12,20 @@ import pytest
 
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.planner.machine import LinkSpeed, Machine, Timed, load_machine, machine_names, parse_machine, to_toml
-from fourfold.planner.seconds import CARD, Seconds, count_spread, inside_link, spread_of
+from fourfold.planner.machine import (
+    CARD,
+    LinkSpeed,
+    Machine,
+    Seconds,
+    Timed,
+    count_spread,
+    inside_link,
+    load_machine,
+    machine_names,
+    parse_machine,
+    spread_of,
+    to_toml,
+)
 
 GB = 1e9
 

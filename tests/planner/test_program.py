@@ -121,4 +121,4 @@ def test_program_computes_the_closed_form(recompute: ff.layout.Recompute) -> Non
     policy = Policy(recompute=recompute, compute_dtype=torch.bfloat16)
     flops = step_program(LocalSizes(config, shape, policy, 2, 2048)).flops
     tokens = 2 * 2048 * shape.data * shape.z
-    assert flops * shape.world == flops_per_token(config, 2048, recompute).hardware * tokens
+    assert flops * shape.world == flops_per_token(config, 2048, policy).hardware * tokens

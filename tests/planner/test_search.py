@@ -20,7 +20,7 @@ from fourfold.grid import Shape, shapes_of
 from fourfold.planner import search as search_file
 from fourfold.planner.estimate import LEVERS
 from fourfold.planner.machine import Machine, load_machine
-from fourfold.planner.price import Candidate, Priced, Task, memory_of, price, timeline
+from fourfold.planner.price import Candidate, Price, Task, memory_of, price, timeline
 from fourfold.planner.program import LaunchOp
 from fourfold.planner.search import Space, search, search_built
 from fourfold.planner.transformer import step_program
@@ -223,7 +223,7 @@ def test_slower_links_move_the_plan_to_less_communication() -> None:
     assert wire_bytes(slowed) < wire_bytes(fast)
 
 
-def wire_bytes(found: Priced) -> int:
+def wire_bytes(found: Price) -> int:
     work = step_program(found.candidate.sizes(found.task)).work
     return found.candidate.micro_steps * sum(item.record.wire_bytes for item in work if isinstance(item, LaunchOp))
 

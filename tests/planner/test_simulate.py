@@ -10,11 +10,9 @@ import torch
 import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
-from fourfold.planner.machine import LinkSpeed, Machine
-from fourfold.planner.price import Candidate, Task, price, timeline
+from fourfold.planner.machine import LinkSpeed, Machine, Seconds
+from fourfold.planner.price import COMPUTE, Candidate, Task, chrome_trace, price, simulate, timeline
 from fourfold.planner.program import ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
-from fourfold.planner.seconds import Seconds
-from fourfold.planner.simulate import COMPUTE, chrome_trace, simulate
 
 MACHINE = Machine(
     name="toy",
@@ -56,8 +54,8 @@ def test_ring(op: Op, passes: int) -> None:
     record = collective(op, "x", 400_000_000)
     line = run(LaunchOp(0, record, "x"), WaitOp(0))
     assert line.seconds == pytest.approx(1e-3 + passes * (3 * 2e-3 + 0.75 * 0.4), rel=1e-12)
-    assert line.exposed_seconds == {"x": line.seconds}
-    assert line.link_seconds == {"x": line.seconds}
+    assert line.totals.exposed == {"x": line.seconds}
+    assert line.totals.link == {"x": line.seconds}
 
 
 def test_no_overlap_is_the_sum_and_full_overlap_the_larger() -> None:
@@ -68,7 +66,7 @@ def test_no_overlap_is_the_sum_and_full_overlap_the_larger() -> None:
         assert waited.seconds == pytest.approx(alone + compute, rel=1e-12)
         hidden = run(LaunchOp(0, record, "x"), product_of(compute), WaitOp(0))
         assert hidden.seconds == pytest.approx(max(alone, compute), rel=1e-12)
-        assert hidden.exposed_seconds.get("x", 0.0) == pytest.approx(max(0.0, alone - compute), abs=1e-12)
+        assert hidden.totals.exposed.get("x", 0.0) == pytest.approx(max(0.0, alone - compute), abs=1e-12)
 
 
 def test_a_lane_takes_one_after_another_and_lanes_run_beside_each_other() -> None:
@@ -104,7 +102,7 @@ def test_computation_is_slower_while_something_is_in_flight() -> None:
     busy = Seconds(MACHINE, SHAPE).collective(record)
     line = run(LaunchOp(0, record, "x"), product_of(1.0), WaitOp(0), machine=replace(MACHINE, contention=1.25))
     assert line.seconds == pytest.approx(busy + (1.0 - busy / 1.25), rel=1e-12)
-    assert line.compute_seconds == pytest.approx(line.seconds, rel=1e-12)
+    assert line.totals.compute == pytest.approx(line.seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize("contention", [1.0, 1.25])
@@ -118,11 +116,11 @@ def test_a_collective_is_slower_while_the_device_computes(contention: float, axi
     line = run(LaunchOp(0, record, axis), product_of(compute), WaitOp(0), machine=machine)
     if contention * compute < slow * alone:
         left = alone - contention * compute / slow
-        assert line.exposed_seconds[axis] == pytest.approx(left, rel=1e-9)
+        assert line.totals.exposed[axis] == pytest.approx(left, rel=1e-9)
         assert line.seconds == pytest.approx(contention * compute + left, rel=1e-9)
     else:
-        assert line.link_seconds[axis] == pytest.approx(alone + 0.05, rel=1e-9)
-        assert not line.exposed_seconds
+        assert line.totals.link[axis] == pytest.approx(alone + 0.05, rel=1e-9)
+        assert not line.totals.exposed
 
 
 def test_the_launch_of_a_collective_is_computation_on_the_cpu() -> None:
@@ -133,7 +131,7 @@ def test_the_launch_of_a_collective_is_computation_on_the_cpu() -> None:
     )
     for on, seconds in ((MACHINE, 1.0), (machine, 1.0 + MACHINE.launch)):
         hidden = run(LaunchOp(0, record, "x"), product_of(1.0), WaitOp(0), machine=on)
-        assert hidden.seconds == hidden.compute_seconds == pytest.approx(seconds, rel=1e-12)
+        assert hidden.seconds == hidden.totals.compute == pytest.approx(seconds, rel=1e-12)
 
 
 def test_trace_has_a_thread_for_each_track() -> None:
@@ -167,8 +165,8 @@ def test_a_few_layers_stand_for_all(shape: Shape, recompute: ff.layout.Recompute
     assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
     assert price(task, candidate, quick=True).seconds == pytest.approx(whole.seconds, rel=0.12)
     assert sum(found.totals.exposed.values()) == pytest.approx(
-        sum(whole.exposed_seconds.values()), abs=0.02 * whole.seconds
+        sum(whole.totals.exposed.values()), abs=0.02 * whole.seconds
     )
-    assert found.totals.compute == pytest.approx(whole.compute_seconds, rel=0.02)
-    for axis, seconds in whole.link_seconds.items():
+    assert found.totals.compute == pytest.approx(whole.totals.compute, rel=0.02)
+    for axis, seconds in whole.totals.link.items():
         assert found.totals.link[axis] == pytest.approx(seconds, rel=0.05, abs=0.01 * whole.seconds)

@@ -20,9 +20,8 @@ from fourfold.models.open import ModelBuilder, open_model, why_data_only
 from fourfold.models.sizes import SIZES
 from fourfold.planner.explain import model_facts, plan_document, reasons
 from fourfold.planner.machine import DTYPES, Machine, load_machine
-from fourfold.planner.price import Price, Task
+from fourfold.planner.price import Price, Task, chrome_trace
 from fourfold.planner.search import GridPlan, Space, search, search_built
-from fourfold.planner.simulate import chrome_trace
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import plan_table, why_text

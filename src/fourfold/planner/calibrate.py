@@ -43,10 +43,9 @@ from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Op
 from fourfold.models import ModelConfig, build
 from fourfold.models.config import config
-from fourfold.planner.machine import CONSTANTS, DTYPES, LINK, PEAK_FLOPS, LinkSpeed, Machine, Timed
+from fourfold.planner.machine import CONSTANTS, DTYPES, LINK, PEAK_FLOPS, LinkSpeed, Machine, Seconds, Timed
+from fourfold.planner.price import simulate
 from fourfold.planner.program import ComputeOp
-from fourfold.planner.seconds import Seconds
-from fourfold.planner.simulate import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
@@ -518,7 +517,7 @@ def host_seconds(machine: Machine, dtype: str, step: float) -> float:
     parameters = next(found for found, name in DTYPES.items() if name == dtype)
     sizes = LocalSizes(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, parameters)
     work = [item for item in step_program(sizes, optimizer=False).work if isinstance(item, ComputeOp)]
-    busy = simulate(work, Seconds(alone, Shape()), dtype).compute_seconds if machine.device == "cpu" else 0.0
+    busy = simulate(work, Seconds(alone, Shape()), dtype).totals.compute if machine.device == "cpu" else 0.0
     return max(0.0, step - busy) / len(work)
 
 

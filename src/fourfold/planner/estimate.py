@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from fourfold.axes import AXES
-from fourfold.planner.machine import Machine
+from fourfold.planner.machine import Machine, Seconds, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
-from fourfold.planner.seconds import Seconds, route_of
 from fourfold.planner.sizes import Name, SizeReader, Structure, Term
 from fourfold.planner.transformer import ends_program, layers_program
 from fourfold.policy import Policy, Recompute
@@ -45,14 +44,22 @@ NEVER_HIDDEN = 0.02
 
 
 class Lever(NamedTuple):
-    """What trades memory for time."""
+    """The fields of a policy that trade memory for time."""
 
     recompute: Recompute
     keep_gathered: bool
     keep_weights: bool
 
+    @classmethod
+    def of(cls, policy: Policy) -> Lever:
+        return cls(*(getattr(policy, field) for field in cls._fields))
+
     def on(self, policy: Policy) -> Policy:
         return replace(policy, **self._asdict())
+
+    def compare_computation(self, other: Lever) -> str:
+        """Describe how the two differ in what they compute twice; empty if they do not."""
+        return "" if self.recompute == other.recompute else f"recompute={self.recompute} against {other.recompute}"
 
     @property
     def parts(self) -> list[int]:

@@ -1,8 +1,15 @@
-"""Hardware as data: what a machine's devices and links do, each figure with where it comes from.
+"""Hardware as data: what the devices and links of a machine do, and how long one piece of work takes on it.
 
 A machine is a TOML file, packaged in `machines/` or written by `fourfold calibrate`. Every constant is a table
-`{ value = 312e12, source = "NVIDIA A100 data sheet, dense bf16" }`; what is missing, unknown, impossible or without
-a source is refused with its key and the file.
+`{ value = 312e12, source = "NVIDIA A100 data sheet, dense bf16" }`. A key that is missing or unknown, a value that is
+impossible and a constant without a source are refused with the key and the file.
+
+`Seconds` prices one collective, product or kernel that runs alone (docs/planner.md, P1 to P7). A collective is a ring:
+launch + latency of the hops + wire bytes / bandwidth, with one pass for an all-gather or a reduce-scatter, two for an
+all-reduce. An all-reduce may take a tree instead, with 2 log2(ranks) hops and the whole buffer both ways, if that is
+faster. The bandwidth depends on where a group lies: inside a node it is the one measured with all groups active; across
+nodes it is that of the node's network cards, divided by the rings that cross there. What happens when several pieces of
+work run at once is up to the simulator (price.py); `transfer` says what they share.
 
 Invariant: `parse_machine(to_toml(machine)) == machine`.
 """
@@ -12,14 +19,18 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fourfold.grid import Shape
+from fourfold.ledger import Collective
 from fourfold.spelling import nearest
 
 DTYPES: dict[torch.dtype, str] = {
@@ -28,7 +39,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-"""How a machine file names what products are computed in."""
+"""The names that a machine file gives the dtypes of products."""
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -40,24 +51,29 @@ PEAK_FLOPS = {
     "NVIDIA GH200 480GB": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""Dense bf16 FLOP/s by torch's name of the device, from the vendor's data sheets."""
+"""Dense bf16 FLOP/s by torch's name of the device, from the vendors' data sheets."""
 
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
+UNCERTAIN_SOURCES = ("estimate", "fitted")
+"""A machine file marks a constant as uncertain by the first word of its source: `estimate: ...` or `fitted: ...`. This
+is part of the file's format."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """One ring: what it carries while all groups of its kind are active."""
+    """The speed of one ring while all groups of its kind are active."""
 
     bandwidth: float
-    """Bytes a second that each rank sends."""
+    """Bytes per second that each rank sends."""
     latency: float
-    """Seconds a hop."""
+    """Seconds per hop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A product [m, k] x [k, n] that was measured."""
+    """A measured product [m, k] x [k, n]."""
 
     m: int
     k: int
@@ -68,58 +84,66 @@ class Timed:
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal devices, and what joins them."""
+    """Nodes of equal devices and the links between them."""
 
     name: str
     about: str
     device: str
-    """torch's name of it, such as "NVIDIA A100-SXM4-40GB"; "cpu"."""
+    """torch's name of the device, such as "NVIDIA A100-SXM4-40GB", or "cpu"."""
     devices_per_node: int
     memory: int
     """Bytes of a device."""
     reserve: int
-    """Bytes of it that tensors cannot have: the context, buffers of communicators, fragmentation."""
+    """Bytes of the memory that tensors cannot use: the context, buffers of communicators, fragmentation."""
     peak: Mapping[str, float]
     """Advertised FLOP/s by dtype."""
     gemm: Mapping[str, float]
     """FLOP/s that a large product reaches, by dtype."""
     gemm_half: float
-    """The smallest dim of a product with which it reaches half of that: rate = gemm * d / (d + gemm_half)."""
+    """The smallest dim d with which a product reaches half of `gemm`: rate = gemm * d / (d + gemm_half)."""
     attention: float
     """Fraction of `gemm` that the attention kernel reaches."""
     memory_bandwidth: float
-    """Bytes a second, read and written, that elementwise kernels reach."""
+    """Bytes per second that elementwise kernels read and write."""
     overhead: float
-    """Seconds of the host for a piece of work: on a GPU, where it works ahead, a kernel takes at least that long; on
-    the CPU they come on top."""
+    """Seconds that the host needs per piece of work. On a GPU the host works ahead, so this is the least that a kernel
+    takes; on the CPU it is added."""
     launch: float
     """Seconds that a collective takes before the first byte moves."""
     contention: float
-    """By which factor products slow down while a collective is in flight; 1: not at all."""
+    """The factor by which products slow down while a collective is in flight; 1 means not at all."""
     turn: float
-    """Seconds that a collective waits for its turn if the device computes all the time; 0 where nothing that moves
-    bytes needs what computes, as network cards do not."""
+    """Seconds that a collective waits for its turn if the device computes all the time; 0 if the bytes are moved by
+    hardware that does not compute, such as network cards."""
     inside: Mapping[tuple[int, int], LinkSpeed]
-    """Inside a node by (stride, size) of the group: ranks base, base + stride, ..."""
+    """Links inside a node by (stride, size) of the group, which has the ranks base, base + stride, ..."""
     between: LinkSpeed | None
-    """Across nodes: the bandwidth is all that the network cards of a node carry; None where there is one node only."""
+    """The link across nodes: its bandwidth is that of all network cards of a node. None if there is only one node."""
     measured: tuple[Timed, ...] = ()
-    """Products whose seconds are known; shapes near them follow these rather than `gemm` and `gemm_half`."""
+    """Measured products; shapes near them follow these times rather than `gemm` and `gemm_half`."""
     sources: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    """Where each constant comes from, by its key, such as "gemm.bf16" or "inside[1,2].latency"."""
+    """The source of each constant by its key, such as "gemm.bf16" or "inside[1,2].latency"."""
 
     def __hash__(self) -> int:
-        return hash((self.name, self.device, self.memory))  # prices are cached by machine: it must be quick
+        return hash((self.name, self.device, self.memory))  # prices are cached by machine, so hashing must be quick
+
+    @property
+    def uncertain(self) -> list[str]:
+        """The keys of the constants that are estimates or fitted, neither published nor measured."""
+        return sorted(key for key, source in self.sources.items() if source.startswith(UNCERTAIN_SOURCES))
+
+
+# --- machine files
 
 
 def machine_names() -> list[str]:
-    """The machines that come with the package."""
+    """Return the names of the machines that come with the package."""
     found = resources.files("fourfold").joinpath("machines").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in found if file.name.endswith(".toml"))
 
 
 def load_machine(name_or_path: str) -> Machine:
-    """The packaged machine of that name, or the one in that .toml file."""
+    """Return the packaged machine of that name, or the one in that .toml file."""
     if name_or_path.endswith(".toml"):
         path = Path(name_or_path)
         if not path.is_file():
@@ -139,7 +163,7 @@ def load_machine(name_or_path: str) -> Machine:
 
 
 def parse_machine(text: str, file: str) -> Machine:
-    """A machine from TOML; errors name the file."""
+    """Return a machine from TOML; errors name the file."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -148,8 +172,8 @@ def parse_machine(text: str, file: str) -> Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
-    """What a constant's value may be."""
+class _Bounds:
+    """The values that a constant may have."""
 
     what: str
     low: float = 0.0
@@ -173,26 +197,26 @@ class _Rule:
 
 
 CONSTANTS = {
-    "devices_per_node": _Rule("the devices of a node", 1, True, whole=True),
-    "memory": _Rule("bytes of a device", whole=True),
-    "reserve": _Rule("bytes of a device that tensors cannot have", 0, True, whole=True),
-    "gemm_half": _Rule("the smallest dim of a product that reaches half of its FLOP/s", 0, True),
-    "attention": _Rule("the fraction of gemm that attention reaches", 0, high=1),
-    "memory_bandwidth": _Rule("bytes a second of elementwise kernels"),
-    "overhead": _Rule("seconds that a kernel takes at least", 0, True),
-    "launch": _Rule("seconds before a collective moves its first byte", 0, True),
-    "contention": _Rule("the factor by which products slow down beside a collective", 1, True),
-    "turn": _Rule("seconds that a collective waits while the device computes", 0, True),
+    "devices_per_node": _Bounds("the devices of a node", 1, True, whole=True),
+    "memory": _Bounds("bytes of a device", whole=True),
+    "reserve": _Bounds("bytes of a device that tensors cannot have", 0, True, whole=True),
+    "gemm_half": _Bounds("the smallest dim of a product that reaches half of its FLOP/s", 0, True),
+    "attention": _Bounds("the fraction of gemm that attention reaches", 0, high=1),
+    "memory_bandwidth": _Bounds("bytes a second of elementwise kernels"),
+    "overhead": _Bounds("seconds that a kernel takes at least", 0, True),
+    "launch": _Bounds("seconds before a collective moves its first byte", 0, True),
+    "contention": _Bounds("the factor by which products slow down beside a collective", 1, True),
+    "turn": _Bounds("seconds that a collective waits while the device computes", 0, True),
 }
-FLOPS = _Rule("FLOP/s")
-LINK = {"bandwidth": _Rule("bytes a second of a ring"), "latency": _Rule("seconds a hop", 0, True)}
+FLOPS = _Bounds("FLOP/s")
+LINK = {"bandwidth": _Bounds("bytes a second of a ring"), "latency": _Bounds("seconds a hop", 0, True)}
 TEXTS = ("name", "about", "device")
 REQUIRED = [*TEXTS, *CONSTANTS, "peak", "gemm"]
 KEYS = [*REQUIRED, "between", "inside", "measured"]
 
 
 class _Reader:
-    """Reads one file; gathers the sources on the way."""
+    """Reads one machine file and collects the sources of its constants."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -213,7 +237,7 @@ class _Reader:
         return Machine(**values, sources=self.sources)
 
     def check_together(self, values: Mapping[str, Any]) -> None:
-        """What no constant can break by itself."""
+        """Check the rules that involve several constants."""
         if values["reserve"] >= values["memory"]:
             raise self.wrong("reserve", f"= {values['reserve']}", f"less than memory = {values['memory']}")
         if values["gemm"].keys() != values["peak"].keys():
@@ -242,8 +266,8 @@ class _Reader:
             raise self.wrong(key, f"= {value!r}", "a text that is not empty")
         return value
 
-    def constant(self, key: str, table: Any, rule: _Rule) -> float | int:
-        """The value of `{ value = ..., source = "..." }`."""
+    def constant(self, key: str, table: Any, rule: _Bounds) -> float | int:
+        """Return the value of `{ value = ..., source = "..." }`."""
         if not isinstance(table, Mapping):
             raise self.wrong(key, f"= {table!r}", f'written as {{ value = {table!r}, source = "where it comes from" }}')
         self.check_keys(key, table, ["value", "source"], ["value"])
@@ -293,7 +317,7 @@ class _Reader:
         self.sources["measured"] = self.text("measured.source", table.get("source"))
         if not isinstance(table["products"], list):
             raise self.wrong("measured.products", f"= {table['products']!r}", "a list of [m, k, n, dtype, seconds]")
-        seconds = _Rule("seconds")
+        seconds = _Bounds("seconds")
         found = []
         for index, row in enumerate(table["products"]):
             key = f"measured.products[{index}]"
@@ -306,7 +330,7 @@ class _Reader:
 
 
 def to_toml(machine: Machine) -> str:
-    """The machine as the text of its file."""
+    """Return the text of the machine's file."""
     lines = [f"{key} = {_text(getattr(machine, key))}" for key in TEXTS]
     lines += [_constant(machine, key, getattr(machine, key)) for key in CONSTANTS]
     for key in ("peak", "gemm"):
@@ -332,15 +356,250 @@ def _constant(machine: Machine, path: str, value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """The shortest text that gives the same number again."""
+    """Return a short text that reads as the same number."""
     short = f"{value:.4g}"
     return short if isinstance(value, float) and float(short) == value else repr(value)
 
 
 def _text(text: str) -> str:
-    """As TOML writes it: as JSON does, but for one character."""
+    """Quote a text for TOML, which differs from JSON in one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
+
+
+# --- seconds of one piece of work
+
+CARD = "card"
+"""The resource that all transfers across nodes share: the network cards of a node."""
+NEAR = math.log(4)
+"""The distance in log space from a measured product at which the measurement and the formula weigh the same: shapes
+that differ by a factor of 4 in one dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the groups of an axis are placed on nodes."""
+
+    nodes: int
+    """The number of nodes of the most spread group."""
+    members: int
+    """The most ranks that one group has on one node."""
+    rings: int
+    """The most groups that cross the boundary of one node; 0 if none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCost:
+    """The time that a collective takes alone, and what it uses."""
+
+    host: float
+    """Seconds of the launch if the host also computes; on a GPU they are part of `fixed`."""
+    fixed: float
+    """Seconds of latency, which do not depend on the load of the link."""
+    moving: float
+    """Seconds for which the collective occupies the link."""
+    link: str
+    """The resource: `CARD`, which all axes share, or an axis. Different axes inside a node share nothing beyond what
+    their bandwidths were measured with."""
+    beside: float
+    """The factor by which the collective is slower while the device computes all the time, because it waits for its
+    turn."""
+
+    @property
+    def seconds(self) -> float:
+        return self.host + self.fixed + self.moving
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The path of a ring or tree along an axis."""
+
+    latency: float
+    """Seconds of all hops of one pass around the ring."""
+    tree_latency: float
+    """Seconds of the hops of an all-reduce up and down a tree."""
+    bandwidth: float
+    """Bytes per second that a rank sends while all groups of the axis are active."""
+    crosses: bool
+    rings: int
+    """The number of rings that share a node's network cards; 0 inside a node."""
+
+
+class Seconds:
+    """Prices of work on a grid of this shape, in which rank r is on node r // devices_per_node."""
+
+    def __init__(self, machine: Machine, shape: Shape) -> None:
+        if shape.world > machine.devices_per_node and machine.between is None:
+            raise ValueError(
+                f"the grid {shape} has {shape.world} ranks, but {machine.name} is one node of "
+                f"{machine.devices_per_node} devices; add [between] to its file, or take a grid that fits"
+            )
+        self.machine, self.shape = machine, shape
+        self._routes: dict[str, Route] = {}
+        self._transfers: dict[tuple[str, str, int], TransferCost] = {}
+
+    def link(self, axis: str) -> Route:
+        if axis not in self._routes:
+            stride = 1
+            for faster in self.shape.order[: self.shape.order.index(axis)]:
+                stride *= self.shape.sizes[faster]
+            self._routes[axis] = route_of(self.machine, stride, self.shape.sizes[axis], self.shape.world)
+        return self._routes[axis]
+
+    def collective(self, record: Collective) -> float:
+        """Return the seconds from launch to arrival with no other traffic."""
+        return self.transfer(record).seconds
+
+    def transfer(self, record: Collective) -> TransferCost:
+        key = (record.op, record.axis, record.nbytes)
+        if key not in self._transfers:
+            if record.ranks != self.shape.sizes[record.axis]:
+                raise ValueError(f"{record} is of {record.ranks} ranks and not of the grid {self.shape}")
+            self._transfers[key] = self._transfer(record)
+        return self._transfers[key]
+
+    def _transfer(self, record: Collective) -> TransferCost:
+        if record.ranks == 1:
+            return TransferCost(0.0, 0.0, 0.0, record.axis, 1.0)
+        route, launch = self.link(record.axis), self.machine.launch
+        host = launch if self.machine.device == "cpu" else 0.0
+        passes = 2 if record.op == "all_reduce" else 1
+        ring = (launch - host + passes * route.latency, record.wire_bytes / route.bandwidth)
+        tree = (launch - host + route.tree_latency, 2 * record.nbytes / route.bandwidth)
+        fixed, moving = min(ring, tree, key=sum) if record.op == "all_reduce" else ring
+        turn = self.machine.turn
+        beside = 1 + turn / (fixed + moving) if turn else 1.0
+        return TransferCost(host, fixed, moving, CARD if route.crosses else record.axis, beside)
+
+    def product(self, m: int, k: int, n: int, dtype: str) -> float:
+        """Return the seconds of the product [m, k] x [k, n]."""
+        return _product(self.machine, m, k, n, dtype)
+
+    def attention(self, flops: Any, nbytes: Any, dtype: str) -> Any:
+        """Return the seconds of an attention kernel, or of many where sizes are tensors."""
+        rate = _gemm(self.machine, dtype) * self.machine.attention
+        return with_host(self.machine, _larger(flops / rate, nbytes / self.machine.memory_bandwidth))
+
+    def kernel(self, nbytes: Any) -> Any:
+        """Return the seconds of a memory-bound kernel that reads and writes these bytes, or of many."""
+        return with_host(self.machine, nbytes / self.machine.memory_bandwidth)
+
+
+def with_host(machine: Machine, seconds: Any) -> Any:
+    """Add the host's overhead to the seconds of a piece of work; a number, or a tensor of numbers."""
+    return seconds + machine.overhead if machine.device == "cpu" else _larger(seconds, machine.overhead)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """Return the larger of two numbers, or of each pair where the first is a tensor."""
+    return torch.maximum(one, torch.as_tensor(other)) if isinstance(one, torch.Tensor) else max(one, other)
+
+
+@lru_cache(maxsize=4096)
+def route_of(machine: Machine, stride: int, size: int, world: int) -> Route:
+    if size == 1:
+        return Route(0.0, 0.0, math.inf, False, 0)
+    spread = spread_of(stride, size, world, machine.devices_per_node)
+    if not spread.rings or machine.between is None:
+        link = inside_link(machine, stride, size)
+        deep = math.ceil(math.log2(size))
+        return Route((size - 1) * link.latency, 2 * deep * link.latency, link.bandwidth, False, 0)
+    between, near = machine.between, size - spread.nodes  # `near`: hops inside nodes in a whole round
+    bandwidth, hop = between.bandwidth / spread.rings, 0.0
+    if near:
+        inner = inside_link(machine, stride, spread.members)
+        bandwidth, hop = min(bandwidth, inner.bandwidth), inner.latency
+    # a pass has one hop less than a round; the slowest chunk makes all hops except the cheapest
+    latency = spread.nodes * between.latency + near * hop - (min(hop, between.latency) if near else between.latency)
+    deep, wide = math.ceil(math.log2(spread.members)), math.ceil(math.log2(spread.nodes))
+    return Route(latency, 2 * (deep * hop + wide * between.latency), bandwidth, crosses=True, rings=spread.rings)
+
+
+def inside_link(machine: Machine, stride: int, size: int) -> LinkSpeed:
+    """Return the link of a group inside a node: its own, else the nearest one, if possible of the same stride."""
+
+    def distance(group: tuple[int, int]) -> tuple[bool, float, tuple[int, int]]:
+        return group[0] != stride, math.hypot(math.log(group[0] / stride), math.log(group[1] / size)), group
+
+    return machine.inside[min(machine.inside, key=distance)]
+
+
+@lru_cache(maxsize=4096)
+def spread_of(stride: int, size: int, world: int, per_node: int) -> Spread:
+    """Return where the groups with ranks base, base + stride, ... lie, if rank r is on node r // per_node.
+
+    Ranks increase along a group, so its ring enters and leaves each of its nodes once.
+    """
+    block = stride * size
+    if world <= per_node or per_node % block == 0:
+        return Spread(1, size, 0)
+    if stride % per_node == 0:
+        return Spread(size, 1, per_node)
+    if per_node % stride == 0 and block % per_node == 0:
+        return Spread(block // per_node, per_node // stride, stride)
+    return count_spread(stride, size, world, per_node)
+
+
+def count_spread(stride: int, size: int, world: int, per_node: int) -> Spread:
+    """Return the same for any sizes by counting rank by rank until the pattern repeats."""
+    block = stride * size
+    members: Counter[tuple[int, int, int]] = Counter()
+    nodes: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for rank in range(min(world, math.lcm(block, per_node))):
+        group, node = (rank // block, rank % stride), rank // per_node
+        members[*group, node] += 1
+        nodes[group].add(node)
+    crossing = Counter(node for visited in nodes.values() if len(visited) > 1 for node in visited)
+    return Spread(max(map(len, nodes.values())), max(members.values()), max(crossing.values(), default=0))
+
+
+def _gemm(machine: Machine, dtype: str) -> float:
+    if dtype not in machine.gemm:
+        raise ValueError(
+            f"{machine.name} has no FLOP/s for {dtype}, it has them for {', '.join(machine.gemm)}; add peak.{dtype} "
+            f"and gemm.{dtype} to its file, or compute in one of these"
+        )
+    return machine.gemm[dtype]
+
+
+@lru_cache(maxsize=1 << 16)
+def _product(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
+    seconds = formula_seconds(machine, m, k, n, dtype)
+    if min(m, k, n) > 0 and machine.measured:
+        seconds *= math.exp(_correction(machine, m, k, n, dtype))
+    return with_host(machine, seconds)
+
+
+def formula_seconds(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
+    """Return the seconds of a product by its smallest dim and its bytes, without the host."""
+    least = min(m, k, n)
+    rate = _gemm(machine, dtype) * least / (least + machine.gemm_half) if least else math.inf
+    nbytes = ITEMSIZE[dtype] * (m * k + k * n + m * n)
+    return max(2 * m * k * n / rate, nbytes / machine.memory_bandwidth)
+
+
+def _correction(machine: Machine, m: int, k: int, n: int, dtype: str) -> float:
+    """Return the log of measured / formula, interpolated between measured products by their distance in log space.
+
+    A measured product gets exactly its own seconds; far from all of them the formula applies.
+    """
+    weights, total = 1 / NEAR**2, 0.0
+    for one, error in _errors(machine):
+        if one.dtype == dtype:
+            apart = math.log(m / one.m) ** 2 + math.log(k / one.k) ** 2 + math.log(n / one.n) ** 2
+            if apart == 0:
+                return error
+            weights += 1 / apart
+            total += error / apart
+    return total / weights
+
+
+@lru_cache(maxsize=64)
+def _errors(machine: Machine) -> list[tuple[Timed, float]]:
+    return [
+        (one, math.log(one.seconds / formula_seconds(machine, one.m, one.k, one.n, one.dtype)))
+        for one in machine.measured
+    ]

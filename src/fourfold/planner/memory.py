@@ -139,6 +139,8 @@ class LiveBytes:
                 sent = self.gathers if item.record.op == "all_gather" else self.reductions
                 sent.append(self._row({self._column(name): times for name, times in size.parts.items()}))
         self._add(part)
+        self.left = self._row(self._now[KINDS.index("activations")])
+        """The row of activations that are not freed with the layers: token ids and tables of rotary positions."""
         self._read = SizeReader(list(self._columns))
         places = [(row, column, times) for parts, row in self._rows.items() for column, times in parts]
         rows, columns, times = zip(*places, strict=True)
@@ -252,6 +254,7 @@ class _Part:
         self.gathers = [self.bytes_of[row] for row in live.gathers]
         self.reductions = [self.bytes_of[row] for row in live.reductions]
         self.kept = [self.bytes_of[row] for row in live.kept]
+        self.left = self.bytes_of[live.left]
         self.gathering: dict[int, dict[int, int]] = {}
         """Bytes gathered ahead, by how many layers follow and how many gathers went before."""
         self.reducing: dict[tuple[int, int], dict[int, int]] = {}
@@ -371,7 +374,7 @@ class MemoryReading:
     @cached_property
     def _before_layers(self) -> int:
         """Bytes that stay until backward reaches the embedding again: ids, tables of rotary positions, masks."""
-        return self.ends.live[-1][-1] + sum(half.mask_nbytes for half in self.sizes.halves)
+        return self.ends.left + sum(half.mask_nbytes for half in self.sizes.halves)
 
     def _largest(
         self, of: _Part, begin: int, end: int | None, *, layers: int = 0, below: int = 0, above: int = 0,

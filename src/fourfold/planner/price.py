@@ -1,42 +1,303 @@
-"""What a candidate of grid and policy costs: a step simulated, its totals, its memory.
+"""The price of a candidate: its program played on a machine, and its memory.
 
-A step of many equal layers and micro-steps is periodic: a few layers are simulated, and up to two micro-steps; the rest
+The simulated device has one stream for computation and one for each lane of communication (an axis, or its gathers and
+its reductions separately). A collective begins when the computation launched before it is done and its lane is free. It
+first takes its latency, then the link, which transfers that cross nodes share. A wait stops the computation until the
+collective has landed: that is exposed time. On the CPU, launching a collective counts as computation. Computation is
+slower by the machine's `contention` while anything is in flight, and a collective is slower while the device computes
+if it has to wait for its `turn`. Playing the program in its own order is exact: whatever is on a link at some moment
+was launched before that moment.
+
+A step of many equal layers and micro-steps is periodic. A few layers and up to two micro-steps are simulated; the rest
 repeats what one more layer and one more micro-step took.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from math import inf
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from fourfold.axes import AXES
+from fourfold.gradients import REPLICA
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
-from fourfold.planner.machine import DTYPES, Machine
+from fourfold.planner.machine import CARD, DTYPES, Machine, Seconds
 from fourfold.planner.memory import Memory, peak_memory
-from fourfold.planner.program import Program
-from fourfold.planner.seconds import Seconds
-from fourfold.planner.simulate import Timeline, Totals, simulate
+from fourfold.planner.program import AttentionOp, ComputeOp, LaunchOp, MatmulOp, MemoryOp, Program, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import Flops, flops_per_token, step_program
 from fourfold.policy import Policy
 
+if TYPE_CHECKING:
+    from fourfold.planner.trace import DryRun
+
+COMPUTE = "compute"
+"""The track of the timeline that shows computation."""
 QUICK_LAYERS = 3, 4
-"""From these two numbers of layers a price is drawn on; for comparisons."""
+"""The two numbers of layers that are simulated to compare candidates; the price of more layers is extrapolated."""
 CLOSE_LAYERS = 6, 12
-"""The same where the number is shown: sums over data reach their pace late."""
-FEW_MICRO_STEPS = 2
+"""The same for a price that is shown: the sums over data reach their steady pace only after several layers."""
+SIMULATED_MICRO_STEPS = 2
+"""The most micro-steps that are simulated: the second one shows what each further one takes."""
 SHOWN_LAYERS = 4
-"""In a timeline to look at."""
+"""The layers of a timeline that a person looks at."""
+
+
+# --- the simulation
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """One piece of work on a track of the timeline: `compute`, or a lane."""
+
+    track: str
+    label: str
+    start: float
+    end: float
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Seconds of a step or of a part of it."""
+
+    seconds: float
+    compute: float
+    """Seconds of products and kernels, including the slowdown while collectives were in flight."""
+    link: Mapping[str, float]
+    """Seconds that collectives of each axis were in transfer."""
+    exposed: Mapping[str, float]
+    """Seconds that computation waited for collectives of each axis."""
+
+    def plus(self, other: Totals, times: float = 1.0) -> Totals:
+        """Return the sum of these totals and `times` the others."""
+
+        def add(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
+            return {axis: one.get(axis, 0.0) + times * two.get(axis, 0.0) for axis in (*one, *two)}
+
+        return Totals(
+            self.seconds + times * other.seconds,
+            self.compute + times * other.compute,
+            add(self.link, other.link),
+            add(self.exposed, other.exposed),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated step."""
+
+    totals: Totals
+    marks: list[tuple[str, Totals]]
+    """The totals at the beginning of each phase."""
+    spans: list[TimelineSpan]
+    """All pieces of work, if the simulation kept a trace."""
+
+    @property
+    def seconds(self) -> float:
+        return self.totals.seconds
+
+
+@dataclass(slots=True)
+class TransferInFlight:
+    """A collective that was launched; see `TransferCost`."""
+
+    flight: int
+    label: str
+    axis: str
+    fixed: float
+    """Seconds of latency that are left."""
+    moving: float
+    """Seconds on the link that are left, if nothing else uses it."""
+    link: str
+    beside: float
+    start: float = 0.0
+
+
+class LinkQueues:
+    """All lanes: the transfer under way on each, and those that wait behind it."""
+
+    def __init__(self, spans: list[TimelineSpan] | None) -> None:
+        self.now = 0.0
+        self.landed: dict[int, float] = {}
+        """When each collective landed."""
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.spans = spans
+        self._queues: defaultdict[str, deque[TransferInFlight]] = defaultdict(deque)
+        self._under_way: dict[str, TransferInFlight] = {}
+
+    def launch(self, lane: str, transfer: TransferInFlight, at: float) -> None:
+        """Launch a transfer; `at` is not before any moment that was asked about."""
+        self.advance(at)
+        if lane in self._under_way:
+            self._queues[lane].append(transfer)
+        else:
+            transfer.start = at
+            self._under_way[lane] = transfer
+
+    @property
+    def idle(self) -> bool:
+        return not self._under_way
+
+    def land(self, flight: int) -> float:
+        """Return when the collective lands, with the device standing still until then."""
+        while flight not in self.landed:
+            self.take(self.pending(computing=False))
+        return self.landed[flight]
+
+    def advance(self, until: float, *, computing: bool = False) -> None:
+        while self.now < until and self._under_way:
+            self.take(self.pending(computing=computing), until)
+        self.now = max(self.now, until)
+
+    def pending(self, *, computing: bool) -> list[tuple[float, float, str, TransferInFlight]]:
+        """Return for each transfer under way: the seconds until its latency is over or it has landed, the factor by
+        which it is slower than alone, its lane, the transfer."""
+        on_card = 0
+        for one in self._under_way.values():
+            if one.link == CARD and one.fixed <= 0.0:
+                on_card += 1
+        found = []
+        for lane, one in self._under_way.items():
+            slow = one.beside if computing else 1.0
+            if one.fixed > 0.0:
+                found.append((slow * one.fixed, slow, lane, one))
+            else:
+                if one.link == CARD:
+                    slow *= on_card  # transfers on the network cards share their bandwidth equally
+                found.append((slow * one.moving, slow, lane, one))
+        return found
+
+    def take(self, pending: list[tuple[float, float, str, TransferInFlight]], until: float = inf) -> None:
+        """Advance to the first of these changes, or to that time."""
+        step = min(min([left for left, _, _, _ in pending]), until - self.now)
+        self.now += step
+        for left, slow, lane, transfer in pending:
+            done = step / slow
+            if transfer.fixed > 0.0:
+                # assign 0 exactly: a rounding remainder would cost one more event
+                transfer.fixed = 0.0 if step >= left else transfer.fixed - done
+                if transfer.fixed == 0.0 and transfer.moving <= 0.0:
+                    self._end(lane, transfer)
+            elif step >= left:
+                self._end(lane, transfer)
+            else:
+                transfer.moving -= done
+
+    def _end(self, lane: str, transfer: TransferInFlight) -> None:
+        self.landed[transfer.flight] = self.now
+        self.busy[transfer.axis] += self.now - transfer.start
+        if self.spans is not None:
+            self.spans.append(TimelineSpan(lane, transfer.label, transfer.start, self.now))
+        if queue := self._queues[lane]:
+            following = self._under_way[lane] = queue.popleft()
+            following.start = self.now
+        else:
+            del self._under_way[lane]
+
+
+class Simulation:
+    """The compute stream of a device, and its links."""
+
+    def __init__(self, seconds: Seconds, dtype: str, *, trace: bool) -> None:
+        self.seconds, self.dtype, self.trace = seconds, dtype, trace
+        self.spans: list[TimelineSpan] = []
+        self.links = LinkQueues(self.spans if trace else None)
+        self.now = self.compute_seconds = 0.0
+        self._axes: dict[int, str] = {}
+        self._exposed: defaultdict[str, float] = defaultdict(float)
+
+    def play(self, item: Work, phase: str) -> None:
+        if isinstance(item, LaunchOp):
+            record, cost = item.record, self.seconds.transfer(item.record)
+            self._compute(cost.host)
+            self._axes[item.flight] = record.axis
+            transfer = TransferInFlight(
+                item.flight, record.label, record.axis, cost.fixed, cost.moving, cost.link, cost.beside
+            )
+            self.links.launch(item.lane, transfer, self.now)
+        elif isinstance(item, WaitOp):
+            landed = self.links.land(item.flight)
+            if landed > self.now:
+                self._exposed[self._axes[item.flight]] += landed - self.now
+                self.now = landed
+        elif not isinstance(item, MemoryOp):  # allocations take no time
+            begin = self.now
+            self._compute(self._seconds(item))
+            if self.trace:
+                self.spans.append(TimelineSpan(COMPUTE, item.label, begin, self.now, phase))
+
+    def _seconds(self, item: ComputeOp) -> float:
+        if isinstance(item, MatmulOp):
+            return self.seconds.product(item.m, item.k, item.n, self.dtype)
+        if isinstance(item, AttentionOp):
+            return self.seconds.attention(item.flops, item.nbytes, self.dtype)
+        return self.seconds.kernel(item.nbytes)
+
+    def _compute(self, left: float) -> None:
+        """Compute what takes `left` seconds alone; it takes longer while something is in flight."""
+        begin, contention = self.now, self.seconds.machine.contention
+        self.links.advance(self.now)
+        while contention > 1.0 and not self.links.idle:
+            pending = self.links.pending(computing=True)
+            change = self.links.now + min([seconds for seconds, _, _, _ in pending])
+            done = (change - self.now) / contention
+            if done >= left:
+                left *= contention
+                break
+            left -= done
+            self.links.take(pending)
+            self.now = self.links.now
+        self.now += left
+        self.links.advance(self.now, computing=True)
+        self.compute_seconds += self.now - begin
+
+    def totals(self, seconds: float) -> Totals:
+        return Totals(seconds, self.compute_seconds, dict(self.links.busy), dict(self._exposed))
+
+
+def simulate(
+    work: Sequence[Work], seconds: Seconds, dtype: str, *, phases: Sequence[tuple[int, str]] = (), trace: bool = False
+) -> Timeline:
+    """Play a program. With `trace` every span is kept, with the phase that it belongs to."""
+    player, begins, marks, phase = Simulation(seconds, dtype, trace=trace), dict(phases), [], ""
+    for index, item in enumerate(work):
+        if index in begins:
+            phase = begins[index]
+            player.links.advance(player.now)
+            marks.append((phase, player.totals(player.now)))
+        player.play(item, phase)
+    while not player.links.idle:  # collectives that nothing waits for
+        player.links.take(player.links.pending(computing=False))
+    return Timeline(player.totals(max(player.now, player.links.now)), marks, player.spans)
+
+
+def chrome_trace(spans: Sequence[TimelineSpan], *, process: str = "planned") -> dict[str, Any]:
+    """Return the spans as Perfetto and chrome://tracing read them: one thread for each track, computation first."""
+    tracks = sorted({span.track for span in spans}, key=lambda track: (track != COMPUTE, track))
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": process}}]
+    for tid, track in enumerate(tracks):
+        events.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": track}})
+    for span in spans:
+        microseconds = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+        category = span.phase or "communication"
+        place = {"ph": "X", "pid": 0, "tid": tracks.index(span.track)}
+        events.append({**place, "name": span.label, "cat": category, **microseconds})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+# --- candidates and their prices
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be trained on what: a model, a machine, a batch."""
+    """A model to train, a machine and a batch."""
 
     config: ModelConfig
     machine: Machine
@@ -44,9 +305,9 @@ class Task:
     """Sequences of a step, over all ranks and micro-steps."""
     seq: int
     parameters: torch.dtype = torch.float32
-    """Of the weights."""
+    """The dtype of the weights."""
     compute: torch.dtype = torch.bfloat16
-    """Of products and messages."""
+    """The dtype of products and messages."""
 
     @property
     def tokens(self) -> int:
@@ -56,9 +317,30 @@ class Task:
     def dtype(self) -> str:
         return DTYPES[self.compute]
 
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of a device that tensors can use."""
+        return self.machine.memory - self.machine.reserve
 
-class HasKinds(Protocol):
-    """Memory by kind."""
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A grid, a policy and a number of micro-steps for a task."""
+
+    shape: Shape
+    policy: Policy
+    rows: int
+    """Rows of a (data, z) place in one micro-step."""
+    micro_steps: int
+
+    def sizes(self, task: Task, *, layers: int | None = None) -> LocalSizes:
+        """Return the sizes of rank 0, which holds the largest shards; with `layers`, of a model with that many."""
+        config = task.config if layers is None else replace(task.config, layers=layers)
+        return LocalSizes(config, self.shape, self.policy, self.rows, task.seq, task.parameters)
+
+
+class MemoryByKind(Protocol):
+    """Bytes of a rank at its peak, by kind."""
 
     @property
     def kinds(self) -> dict[str, int]: ...
@@ -66,51 +348,36 @@ class HasKinds(Protocol):
     def total(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A way to do it."""
-
-    shape: Shape
-    policy: Policy
-    rows: int
-    """Of a (data, z) place in one micro-step."""
-    micro_steps: int
-
-    def sizes(self, task: Task, *, layers: int | None = None) -> LocalSizes:
-        """Return the sizes of rank 0, which holds the largest shards; with `layers`, of a model with so many."""
-        config = task.config if layers is None else replace(task.config, layers=layers)
-        return LocalSizes(config, self.shape, self.policy, self.rows, task.seq, task.parameters)
-
-
 @dataclass(frozen=True)
-class Priced(ABC):
-    """A candidate with what it takes."""
+class Price:
+    """The seconds and the memory of a candidate."""
 
     task: Task
     candidate: Candidate
     totals: Totals
 
-    @property
-    @abstractmethod
-    def memory(self) -> HasKinds: ...
+    @cached_property
+    def memory(self) -> MemoryByKind:
+        return memory_of(self.task, self.candidate)
 
-    @property
-    @abstractmethod
+    @cached_property
     def flops(self) -> Flops:
-        """Per token."""
+        """FLOPs per token."""
+        return flops_per_token(self.task.config, self.task.seq, self.candidate.policy)
 
     @property
-    @abstractmethod
-    def halves(self) -> int: ...
+    def halves(self) -> int:
+        return self.candidate.sizes(self.task).number_of_halves
 
     @property
-    @abstractmethod
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
+        return self.task.config.parameters
 
-    @abstractmethod
     def timeline(self) -> Timeline:
-        """A micro-step of a few layers with its spans, to look at."""
+        """Return a micro-step of a few layers with its spans, to look at."""
+        layers = min(SHOWN_LAYERS, self.task.config.layers)
+        return timeline(self.task, self.candidate, layers=layers, micro_steps=1, trace=True)
 
     @property
     def seconds(self) -> float:
@@ -122,47 +389,23 @@ class Priced(ABC):
 
     @property
     def mfu(self) -> float:
-        return self._utilization(self.flops.model)
+        return self.flops.model * self.tokens_per_second / self.peak_flops
 
     @property
     def hfu(self) -> float:
-        return self._utilization(self.flops.hardware)
+        return self.flops.hardware * self.tokens_per_second / self.peak_flops
 
-    def _utilization(self, flops: float) -> float:
-        peak = self.task.machine.peak[self.task.dtype] * self.candidate.shape.world
-        return flops * self.tokens_per_second / peak
+    @property
+    def peak_flops(self) -> float:
+        """The advertised FLOP/s of all devices."""
+        return self.task.machine.peak[self.task.dtype] * self.candidate.shape.world
 
     @property
     def bound_by(self) -> str:
-        """What holds it up most: computation, or communication over an axis."""
+        """The largest part of the step: `compute`, or the axis with the most exposed communication."""
         exposed = {axis: self.totals.exposed.get(axis, 0.0) for axis in AXES}
         worst = max(exposed, key=lambda axis: exposed[axis])
         return "compute" if self.totals.compute >= exposed[worst] else worst
-
-
-@dataclass(frozen=True)
-class Price(Priced):
-    """Of a reference model."""
-
-    @cached_property
-    def memory(self) -> Memory:
-        return memory_of(self.task, self.candidate)
-
-    @cached_property
-    def flops(self) -> Flops:
-        return flops_per_token(self.task.config, self.task.seq, self.candidate.policy.recompute)
-
-    @property
-    def halves(self) -> int:
-        return self.candidate.sizes(self.task).number_of_halves
-
-    @property
-    def parameters(self) -> int:
-        return self.task.config.parameters
-
-    def timeline(self) -> Timeline:
-        layers = min(SHOWN_LAYERS, self.task.config.layers)
-        return timeline(self.task, self.candidate, layers=layers, micro_steps=1, trace=True)
 
 
 def memory_of(task: Task, candidate: Candidate) -> Memory:
@@ -170,52 +413,107 @@ def memory_of(task: Task, candidate: Candidate) -> Memory:
 
 
 def price(task: Task, candidate: Candidate, *, quick: bool = False) -> Price:
-    """Simulate a few layers and micro-steps, and add up the rest."""
+    """Simulate a few layers and micro-steps, and extrapolate to all of them."""
     layers, (few, more) = task.config.layers, QUICK_LAYERS if quick else CLOSE_LAYERS
     if layers <= more:
-        return Price(task, candidate, simulated(task, candidate, layers))
-    begin = simulated(task, candidate, few)
-    further = simulated(task, candidate, more).plus(begin, -1.0)
-    return Price(task, candidate, without_less_than_nothing(begin.plus(further, (layers - few) / (more - few))))
-
-
-def without_less_than_nothing(totals: Totals) -> Totals:
-    """What few layers leave exposed of the sums over data, more layers hide: until nothing is left."""
+        return Price(task, candidate, simulate_layers(task, candidate, layers))
+    begin = simulate_layers(task, candidate, few)
+    further = simulate_layers(task, candidate, more).plus(begin, -1.0)
+    totals = begin.plus(further, (layers - few) / (more - few))
+    # With more layers, more of the sums over data is hidden: clamp the exposed time at zero.
     exposed = {axis: max(0.0, seconds) for axis, seconds in totals.exposed.items()}
     missing = sum(exposed.values()) - sum(totals.exposed.values())
-    return replace(totals, seconds=totals.seconds + missing, exposed=exposed)
+    return Price(task, candidate, replace(totals, seconds=totals.seconds + missing, exposed=exposed))
 
 
-def simulated(task: Task, candidate: Candidate, layers: int) -> Totals:
-    """A step of a model with so many layers, all its micro-steps."""
-    played = min(candidate.micro_steps, FEW_MICRO_STEPS)
+def simulate_layers(task: Task, candidate: Candidate, layers: int) -> Totals:
+    """Return the totals of a step, with all micro-steps, of a model with this many layers."""
+    played = min(candidate.micro_steps, SIMULATED_MICRO_STEPS)
     line = timeline(task, candidate, layers=layers, micro_steps=played)
     totals = line.totals
     if candidate.micro_steps > played:
         first, second = [totals for phase, totals in line.marks if phase == "forward"][-2:]
-        totals = totals.plus(without_arrivals(second.plus(first, -1.0)), candidate.micro_steps - played)
+        totals = totals.plus(without_replica_traffic(second.plus(first, -1.0)), candidate.micro_steps - played)
     return totals
 
 
-def without_arrivals(first: Totals) -> Totals:
-    """A micro-step that is not the first: parameters that come from other replicas have arrived."""
-    rest = {axis: seconds for axis, seconds in first.exposed.items() if axis != "data"}
-    link = {axis: seconds for axis, seconds in first.link.items() if axis != "data"}
-    return Totals(first.seconds - first.exposed.get("data", 0.0), first.compute, link, rest)
+def without_replica_traffic(micro_step: Totals) -> Totals:
+    """Return a micro-step without its traffic over data.
+
+    Only the first micro-step waits for parameters from other replicas, only the last one sums gradients over them.
+    """
+    exposed = {axis: seconds for axis, seconds in micro_step.exposed.items() if axis != REPLICA}
+    link = {axis: seconds for axis, seconds in micro_step.link.items() if axis != REPLICA}
+    return Totals(micro_step.seconds - micro_step.exposed.get(REPLICA, 0.0), micro_step.compute, link, exposed)
 
 
 def timeline(
     task: Task, candidate: Candidate, *, layers: int | None = None, micro_steps: int | None = None, trace: bool = False
 ) -> Timeline:
-    """Simulate a step, whole unless told otherwise."""
-    # how ranks walk the axes changes where rank 0's groups lie, but not what it does
-    anyhow = replace(candidate, shape=candidate.shape.reordered(AXES), micro_steps=1)
-    program = _program(task, anyhow, layers, micro_steps or candidate.micro_steps)
+    """Simulate a step; None: with all layers, with all micro-steps."""
+    # the rank order changes where rank 0's groups lie, but not what rank 0 does: orders share one cached program
+    any_order = replace(candidate, shape=candidate.shape.reordered(AXES), micro_steps=1)
+    program = _program(task, any_order, layers, micro_steps or candidate.micro_steps)
     seconds = Seconds(task.machine, candidate.shape)
     return simulate(program.work, seconds, task.dtype, phases=program.phases, trace=trace)
 
 
 @lru_cache(maxsize=128)
 def _program(task: Task, candidate: Candidate, layers: int | None, micro_steps: int) -> Program:
-    """Return the program of a step; the search asks for it in one rank order after another."""
     return step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)
+
+
+# --- models that a function builds
+
+
+@dataclass(frozen=True, slots=True)
+class UndividedMemory:
+    """Peak bytes of a dry run, which does not tell kinds apart."""
+
+    total: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        return {"all": self.total}
+
+
+@dataclass(frozen=True)
+class TracedPrice(Price):
+    """The price of a model that was run dry."""
+
+    dry: DryRun
+
+    @cached_property
+    def memory(self) -> UndividedMemory:
+        return UndividedMemory(self.dry.peak_bytes)
+
+    @cached_property
+    def flops(self) -> Flops:
+        """FLOPs per token of products and attention; a dry run does not tell apart what is computed twice."""
+        counted = Program(self.dry.program, []).flops
+        per_token = counted * self.candidate.micro_steps * self.candidate.shape.world / self.task.tokens
+        return Flops(per_token, per_token)
+
+    @property
+    def halves(self) -> int:
+        return 1
+
+    @property
+    def parameters(self) -> int:
+        return self.dry.parameters
+
+    def timeline(self) -> Timeline:
+        return play_dry_run(self.task, self.candidate, self.dry, trace=True)
+
+
+def price_dry_run(task: Task, candidate: Candidate, dry: DryRun) -> TracedPrice:
+    """Price a dry run of one micro-step and the optimizer step."""
+    one = play_dry_run(task, candidate, dry).totals
+    # gradients are summed over data once; the optimizer step, which is short, is counted in every micro-step
+    totals = one.plus(without_replica_traffic(one), candidate.micro_steps - 1)
+    return TracedPrice(task, candidate, totals, dry)
+
+
+def play_dry_run(task: Task, candidate: Candidate, dry: DryRun, *, trace: bool = False) -> Timeline:
+    seconds = Seconds(task.machine, candidate.shape)
+    return simulate(dry.program, seconds, task.dtype, phases=[(0, "forward")], trace=trace)

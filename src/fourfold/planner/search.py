@@ -1,9 +1,10 @@
-"""The search: the fastest ways to train a model on so many devices, out of all grids, rank orders and policies.
+"""The search: find the fastest grids, rank orders and policies to train a model on a number of devices.
 
-Every factorisation is considered, powers of two or not. What does not fit the model, the batch or the memory is refused
-with the reason. All candidates are estimated (estimate.py). Of each grid the first few that fit into memory are
-simulated (price.py), grid by grid in the order of their estimates; where there are few candidates in all, those in
-other modes and rank orders too. A grid that was not simulated shows its estimate and says so.
+Every factorisation of the number of devices is considered, not only powers of two. A grid that does not fit the model,
+the batch or the memory is refused with the reason. All candidates are estimated (estimate.py). The first few of each
+grid that fit into memory are simulated (price.py), grid by grid in the order of their estimates. If there are few
+candidates, those in other activation modes and rank orders are simulated too. A grid that was not simulated shows its
+estimate and says so.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import permutations
 from math import ceil, inf
@@ -26,44 +26,46 @@ from fourfold.axes import AXES
 from fourfold.gradients import REPLICA
 from fourfold.grid import Shape, shapes_of
 from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
-from fourfold.planner.machine import Machine
+from fourfold.planner.machine import Machine, Route, Seconds
 from fourfold.planner.memory import Memory, MemoryReading
-from fourfold.planner.price import Candidate, Price, Priced, Task, memory_of, price, without_arrivals
-from fourfold.planner.program import Program
-from fourfold.planner.seconds import Route, Seconds
-from fourfold.planner.simulate import Timeline, simulate
-from fourfold.planner.transformer import Flops
+from fourfold.planner.price import Candidate, Price, Task, TracedPrice, memory_of, price, price_dry_run
 from fourfold.policy import Activations, Policy, Recompute
 
 if TYPE_CHECKING:
     from fourfold.models.open import ModelBuilder
-    from fourfold.planner.trace import DryRun
 
 GIB = 2**30
-SIMULATED_GRIDS, ONE_IN = 10, 32
-"""At least so many grids are simulated, and at least one in so many; or as many as are to be shown."""
-SIMULATIONS, THOUSAND = 120, 1000
-"""Where there is little to estimate there is time to simulate: so many candidates, one fewer for each thousand."""
+SIMULATED_GRIDS = 10
+"""The least number of grids that are simulated."""
+SIMULATED_SHARE = 32
+"""At least one in this many grids is simulated, so that large searches look beyond the first estimates."""
+SIMULATIONS = 120
+"""The number of candidates that a small search simulates: a simulation takes about 10 ms."""
+ESTIMATES_PER_SIMULATION = 1000
+"""A search simulates one candidate less for this many estimated ones, which take about as long as one simulation."""
 SHOWN = 8
-"""How many grids are priced closely, unless more are to be shown."""
+"""The number of grids that are priced closely, unless more are to be shown."""
 CLOSER_LOOK = 3
-"""Of how many grids, the best ones, further candidates are simulated."""
-OF_EACH = 3
-"""How many candidates of such a grid are simulated."""
+"""The number of grids, the best ones, of which further candidates are simulated."""
+PER_GRID = 3
+"""The number of candidates of such a grid that are simulated."""
 LOSS_CHUNK = 2048
-"""Tokens whose logits exist at once where all of them do not fit."""
+"""Tokens whose logits exist at once if the logits of all tokens do not fit."""
 MOST_TOKENS = 1 << 16
-"""Tokens of a place in one micro-step, unless all are taken at once: more gain little and take memory."""
+"""The most tokens of a place in one micro-step, unless it takes all of them: more gain little speed and need memory."""
 LONGEST = 60.0
-"""Seconds after which no further grid is tried for a model that must be run dry."""
+"""Seconds after which `search_built` tries no further grid: a person waits for the answer."""
 RECOMPUTE = get_args(Recompute)
-"""The later in this list, the less memory a step takes."""
+"""The kinds of recompute; the later in this list, the less memory a step needs."""
 FRUGAL = Lever("block", keep_gathered=False, keep_weights=False)
+"""The lever that needs the least memory."""
+CHOSEN_FIELDS = ("activations", *Lever._fields, "loss_chunk", "shard_optimizer")
+"""The fields of a policy that the search chooses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What the search may vary; None: everything."""
+    """The values that the search may choose from; None means all."""
 
     shapes: tuple[Shape, ...] | None = None
     policies: tuple[Policy, ...] | None = None
@@ -72,16 +74,16 @@ class Space:
 
 
 class Refused(NamedTuple):
-    """A grid that is not possible, and why."""
+    """A grid that is not possible, and the reason."""
 
     shape: Shape
     reason: str
     lacking: int = 0
-    """Bytes that are missing, where the reason is memory."""
+    """Bytes that are missing, if the reason is memory; else 0."""
 
 
 class Estimated(NamedTuple):
-    """A candidate that was not simulated."""
+    """A candidate with its estimated seconds."""
 
     candidate: Candidate
     seconds: float
@@ -89,14 +91,14 @@ class Estimated(NamedTuple):
 
 @dataclass(slots=True)
 class GridPlan:
-    """Grids for a task, the fastest first."""
+    """The result of a search: grids for a task, the fastest first."""
 
     task: Task
     devices: int
-    ranked: Sequence[Priced] = field(default_factory=list)
+    ranked: Sequence[Price] = field(default_factory=list)
     """The best simulated candidate of each grid."""
     waiting: list[GridCandidates] = field(default_factory=list)
-    """Grids that were not simulated closely, because others seemed faster."""
+    """Grids that were not priced closely, because others seemed faster."""
     refused: list[Refused] = field(default_factory=list)
     candidates: int = 0
     simulated: int = 0
@@ -104,11 +106,11 @@ class GridPlan:
     """Seconds that the search took."""
 
     @property
-    def best(self) -> Priced:
+    def best(self) -> Price:
         return self.ranked[0]
 
     def estimated(self) -> list[Estimated]:
-        """Return the first candidate that fits of each grid that was not ranked, the fastest first."""
+        """Return the first candidate that fits, for each grid that was not ranked, the fastest first."""
         found = []
         for grid in self.waiting:
             while not grid.found and grid.estimate < inf:
@@ -118,7 +120,7 @@ class GridPlan:
 
 
 def search(task: Task, devices: int, *, space: Space = Space(), top: int = SHOWN) -> GridPlan:
-    """Rank the grids of that many devices, at least `top` of them by simulation."""
+    """Rank the grids of this many devices, at least `top` of them by simulation."""
     began = time.perf_counter()
     with _not_collecting():
         found = _Search(task, devices, space, top).run()
@@ -130,7 +132,7 @@ def search(task: Task, devices: int, *, space: Space = Space(), top: int = SHOWN
 
 @contextmanager
 def _not_collecting() -> Iterator[None]:
-    """Pause Python's collector: it would walk all of torch again and again, an eighth of the time, for nothing."""
+    """Pause Python's garbage collector, which would spend an eighth of the time walking all of torch."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -153,25 +155,27 @@ class GridCandidates:
         orders: Sequence[tuple[str, ...]],
         fit: Callable[[Candidate, Lever], Candidate | None],
     ) -> None:
-        """`seconds` [candidate, lever, order]; `fit` returns the candidate with the lever if that fits."""
+        """`seconds` has the dims [candidate, lever, order]; `fit` returns the candidate with the lever if that fits."""
         self.candidates, self.fit, self.orders = candidates, fit, orders
         self.shape = candidates[0].shape
         self.found: list[Estimated] = []
         self._too_large: list[tuple[Candidate, Lever]] = []
         self._bounded: set[tuple[str, str]] = set()
         self._estimates = seconds
-        best, order = (part.flatten() for part in seconds.min(dim=2))  # the order takes no memory
+        best, order = (
+            part.flatten() for part in seconds.min(dim=2)
+        )  # the rank order does not change memory, so only the fastest one counts
         self._seconds, self._order = best.tolist(), order.tolist()
         self._left = best.argsort(descending=True).tolist()
         self._skip()
 
     @property
     def estimate(self) -> float:
-        """The seconds of the next candidate; inf: none is left."""
+        """The seconds of the next candidate; inf if none is left."""
         return self._seconds[self._left[-1]] if self._left else inf
 
     def try_next(self) -> bool:
-        """Say whether the next candidate fits, and keep it if it does."""
+        """Return whether the next candidate fits, and keep it if it does."""
         flat = self._left.pop()
         candidate, lever = self._at(flat)
         fitted = self.fit(candidate, lever)
@@ -184,7 +188,7 @@ class GridCandidates:
         return fitted is not None
 
     def elsewhere(self, machine: Machine) -> Iterator[Estimated]:
-        """Yield every candidate with its best lever in every rank order with other links, if it fits and is new."""
+        """Yield every new candidate that fits, with its best lever, in every rank order that gives it other links."""
         for candidate, estimates in zip(self.candidates, self._estimates, strict=True):
             lever = int(estimates.amin(dim=1).argmin())
             fitted = self.fit(candidate, LEVERS[lever]) if estimates[lever].min() < inf else None
@@ -203,7 +207,7 @@ class GridCandidates:
         return self.candidates[flat // len(LEVERS)], LEVERS[flat % len(LEVERS)]
 
     def _rule_out(self, candidate: Candidate, lever: Lever) -> None:
-        """It does not fit: find the fewest rows that do not fit with the same recompute even if nothing is kept."""
+        """Remember that a candidate does not fit, and find the fewest rows that do not fit even if nothing is kept."""
         self._too_large.append((candidate, lever))
         kind = candidate.policy.activations, lever.recompute
         if kind in self._bounded:
@@ -214,7 +218,7 @@ class GridCandidates:
             (other for other in self.candidates if other.policy.activations == candidate.policy.activations),
             key=lambda other: other.rows,
         )
-        # often not even the fewest rows fit
+        # try the fewest rows first: often not even they fit, and then no bisection is needed
         fits = self.fit(rows[0], least) is not None
         first = bisect_left(rows, True, lo=1, key=lambda other: self.fit(other, least) is None) if fits else 0
         if first < len(rows):
@@ -231,7 +235,7 @@ class GridCandidates:
 
 
 def _needs_no_less(candidate: Candidate, lever: Lever, other: Candidate, others: Lever) -> bool:
-    """Say whether a candidate takes at least the memory of another one on the same grid."""
+    """Return whether a candidate needs at least the memory of another one on the same grid."""
     return (
         candidate.policy.activations == other.policy.activations
         and candidate.rows >= other.rows
@@ -254,7 +258,7 @@ class _Search:
     def __init__(self, task: Task, devices: int, space: Space, top: int) -> None:
         self.task, self.space, self.top = task, space, top
         self.plan = GridPlan(task, devices)
-        self.limit = task.machine.memory - task.machine.reserve
+        self.limit = task.usable_bytes
 
     def run(self) -> GridPlan:
         candidates = list(self._candidates())
@@ -272,13 +276,13 @@ class _Search:
             GridCandidates([candidates[index] for index in indices], seconds[indices], orders, self._fit)
             for indices in by_grid.values()
         ]
-        effort = SIMULATIONS - self.plan.candidates // THOUSAND
-        found = self._fitting(grids, max(self.top, SIMULATED_GRIDS, len(grids) // ONE_IN, effort // OF_EACH))
+        effort = SIMULATIONS - self.plan.candidates // ESTIMATES_PER_SIMULATION
+        found = self._fitting(grids, max(self.top, SIMULATED_GRIDS, len(grids) // SIMULATED_SHARE, effort // PER_GRID))
         self._rank(found, effort - len(found))
         return self.plan
 
     def _fitting(self, grids: list[GridCandidates], many: int) -> list[GridCandidates]:
-        """Return so many grids with something that fits, in the order of its estimate; refuse those with nothing."""
+        """Return this many grids with a candidate that fits, in the order of its estimate; refuse those without one."""
         waiting = [
             (grid.estimate, place)
             for place, grid in enumerate(grids)
@@ -310,13 +314,13 @@ class _Search:
         return True
 
     def _rank(self, grids: Sequence[GridCandidates], others: int) -> None:
-        """Simulate the first candidate of each grid, further ones of the best grids, and so many in other modes and
-        rank orders; then the first grids more closely."""
+        """Simulate the first candidate of each grid, further ones of the best grids, and `others` in other modes and
+        rank orders; then price the first grids more closely."""
         first = [(self._price(grid.found[0]), grid) for grid in grids]
         first.sort(key=lambda found: found[0].seconds)
         prices = {id(grid): [best] for best, grid in first}
         for _, grid in first[:CLOSER_LOOK]:
-            while len(grid.found) < OF_EACH and grid.estimate < inf:
+            while len(grid.found) < PER_GRID and grid.estimate < inf:
                 grid.try_next()
             prices[id(grid)] += [self._price(candidate) for candidate in grid.found[1:]]
         if others > 0:
@@ -350,7 +354,7 @@ class _Search:
                 why = f"data*z = {places} places do not divide a batch of {task.rows} rows"
                 self.plan.refused.append(Refused(shape, why))
                 continue
-            misfits, policies = {}, self._policies(shape)
+            misfits, policies = {}, self._policies(shape)  # reasons by activation mode
             for policy in policies:
                 misfit = task.config.misfit(shape, policy)
                 if misfit is not None:
@@ -384,7 +388,7 @@ class _Search:
         """Leave out levers that change nothing on this grid; where policies are given, take theirs alone."""
         policy, shape = candidate.policy, candidate.shape
         if self.space.policies is not None:
-            return lever == Lever(policy.recompute, policy.keep_gathered, policy.keep_weights)
+            return lever.on(policy) == policy
         if lever.keep_weights and shape.z == 1 and self.task.compute == self.task.parameters:
             return False
         return not lever.keep_gathered or (policy.activations == "sharded" and shape.x * shape.y > 1)
@@ -392,16 +396,16 @@ class _Search:
     # --- memory
 
     def _fit(self, candidate: Candidate, lever: Lever) -> Candidate | None:
-        """Return the candidate with the lever if it fits, with logits in chunks where only that fits."""
+        """Return the candidate with the lever if it fits, with logits in chunks if it fits only then."""
         wanted = replace(candidate, policy=lever.on(candidate.policy))
         reading = MemoryReading(wanted.sizes(self.task), wanted.micro_steps)
         if reading.least > self.limit:
-            return None  # true of most that do not fit
+            return None  # this is quick, and it is the answer for most candidates that do not fit
         tried, memory = self._frugal(wanted, reading)
         return tried if memory.total <= self.limit else None
 
     def _frugal(self, candidate: Candidate, reading: MemoryReading | None = None) -> tuple[Candidate, Memory]:
-        """Return a candidate and its memory, with logits in chunks where it does not fit and they take less."""
+        """Return a candidate and its memory, with logits in chunks if it does not fit and chunks need less."""
         memory = memory_of(self.task, candidate) if reading is None else reading.memory()
         in_chunks = self.space.policies is None and candidate.rows * self.task.seq > LOSS_CHUNK
         if in_chunks and memory.total > self.limit >= memory.total - memory.logits:
@@ -419,65 +423,20 @@ class _Search:
 # --- models that a function builds
 
 
-@dataclass(frozen=True, slots=True)
-class UndividedMemory:
-    """Bytes that are not told apart."""
-
-    total: int
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        return {"all": self.total}
-
-
-@dataclass(frozen=True)
-class TracedPrice(Priced):
-    """The price of a model that was run dry."""
-
-    dry: DryRun
-
-    @property
-    def memory(self) -> UndividedMemory:
-        return UndividedMemory(self.dry.peak_bytes)
-
-    @cached_property
-    def flops(self) -> Flops:
-        """The FLOPs of products and attention; those of recompute are not told apart."""
-        counted = Program(self.dry.program, []).flops
-        per_token = counted * self.candidate.micro_steps * self.candidate.shape.world / self.task.tokens
-        return Flops(per_token, per_token)
-
-    @property
-    def halves(self) -> int:
-        return 1
-
-    @property
-    def parameters(self) -> int:
-        return self.dry.parameters
-
-    def timeline(self) -> Timeline:
-        return _play(self.task, self.candidate, self.dry, trace=True)
-
-
-def _play(task: Task, candidate: Candidate, dry: DryRun, *, trace: bool = False) -> Timeline:
-    seconds = Seconds(task.machine, candidate.shape)
-    return simulate(dry.program, seconds, task.dtype, phases=[(0, "forward")], trace=trace)
-
-
 def search_built(
     task: Task, build: ModelBuilder, devices: int, *, longest: float = LONGEST, progress: Callable[[str], None] = print
 ) -> GridPlan:
-    """Rank the grids of that many devices for a model that a function of a grid and a policy builds.
+    """Rank the grids of this many devices for a model that a function of a grid and a policy builds.
 
-    The code is run dry on every grid, those with few ranks on x and y first, until the time is up. This takes a
-    thousand times as long as a rehearsal; a grid that was not tried says so.
+    The code is run dry on every grid, those with few ranks on x and y first, until the time is up. A dry run takes a
+    thousand times as long as a rehearsal. A grid that was not tried says so.
     """
     began = time.perf_counter()
     plan = GridPlan(task, devices)
     found: list[TracedPrice] = []
     for shape in sorted(shapes_of(devices), key=lambda shape: (shape.x * shape.y, shape.y, shape.z)):
         if time.perf_counter() - began > longest and found:
-            reason = f"not tried: {longest:.0f} s were up; fewer devices have fewer grids"
+            reason = f"not tried: the {longest:.0f} s were over; fewer devices have fewer grids"
         else:
             progress(f"running the module dry on {shape}")
             reason = _try(task, build, shape, plan, found)
@@ -493,12 +452,12 @@ def search_built(
 
 def _try(task: Task, build: ModelBuilder, shape: Shape, plan: GridPlan, found: list[TracedPrice]) -> str:
     """Run the model with as many rows at once as fit into memory; return the reason if nothing does."""
-    from fourfold.planner.trace import dry_run  # reads all of parallelize, which no other search needs
+    from fourfold.planner.trace import dry_run  # imports all of wrap, which no other search needs
 
     places = shape.places
     if task.rows % places:
         return f"data*z = {places} places do not divide a batch of {task.rows} rows"
-    limit = task.machine.memory - task.machine.reserve
+    limit = task.usable_bytes
     policy = Policy(compute_dtype=task.compute, shard_optimizer=shape.sizes[REPLICA] > 1)
     reason = ""
     for rows in (each for each in range(task.rows // places, 0, -1) if task.rows // places % each == 0):
@@ -510,10 +469,7 @@ def _try(task: Task, build: ModelBuilder, shape: Shape, plan: GridPlan, found: l
         if dry.peak_bytes <= limit:
             candidate = Candidate(shape, policy, rows, task.rows // places // rows)
             plan.simulated += 1
-            one = _play(task, candidate, dry).totals
-            # gradients are summed over data once; the optimizer's part, which is small, is counted each time
-            totals = one.plus(without_arrivals(one), candidate.micro_steps - 1)
-            found.append(TracedPrice(task, candidate, totals, dry))
+            found.append(price_dry_run(task, candidate, dry))
             return ""
         reason = f"needs {dry.peak_bytes / GIB:.1f} GiB of {limit / GIB:.1f} GiB with {rows} rows at once"
     return reason
@@ -530,7 +486,7 @@ def describe_memory(memory: Memory) -> str:
 
 
 def why_nothing_fits(plan: GridPlan) -> str:
-    """Say what is missing, and what would make it fit."""
+    """Explain what is missing, and what would make the model fit."""
     task, too_large = plan.task, [refused for refused in plan.refused if refused.lacking]
     if not too_large:
         reasons = dict.fromkeys(refused.reason for refused in plan.refused)
@@ -540,10 +496,8 @@ def why_nothing_fits(plan: GridPlan) -> str:
         )
     closest = min(too_large, key=lambda refused: refused.lacking)
     state = task.config.parameters * (task.parameters.itemsize * 4)
-    usable = task.machine.memory - task.machine.reserve
     return (
         f"the model fits on no grid of {plan.devices} devices of {task.machine.name}: the closest, {closest.shape}, "
-        f"{closest.reason}; weights, "
-        f"gradients and optimizer state alone are {state / GIB:.0f} GiB, {ceil(state / usable)} devices' worth: take "
-        "more devices, shorter sequences, or a smaller model"
+        f"{closest.reason}; weights, gradients and optimizer state alone are {state / GIB:.0f} GiB, "
+        f"{ceil(state / task.usable_bytes)} devices' worth: take more devices, shorter sequences, or a smaller model"
     )

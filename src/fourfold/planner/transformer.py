@@ -110,14 +110,14 @@ class Flops:
     """The same plus what recompute runs again: what HFU counts."""
 
 
-def flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none") -> Flops:
-    """Return what one token of a sequence of `seq` costs in forward and backward."""
-    return Flops(_flops(config, seq, "none"), _flops(config, seq, recompute))
+def flops_per_token(config: ModelConfig, seq: int, policy: Policy = Policy()) -> Flops:
+    """Return the FLOPs of forward and backward per token of a sequence of `seq` tokens."""
+    return Flops(_flops(config, seq, "none"), _flops(config, seq, policy.recompute))
 
 
 @lru_cache(maxsize=256)
 def _flops(config: ModelConfig, seq: int, recompute: Recompute) -> int:
-    """Return the FLOPs per token in the program of one rank that has everything, of one and of further layers."""
+    """Return the FLOPs per token of one rank that holds the whole model, from the programs of one and of two layers."""
     one, two = (
         step_program(
             LocalSizes(replace(config, layers=layers), Shape(), Policy(recompute=recompute), 1, seq), optimizer=False
@@ -224,17 +224,20 @@ class TransformerProgram:
             self.host.free(half.rest_nbytes, "activations")
 
     def run_blocks(self, layers: range) -> None:
-        """Run blocks by themselves."""
-        if self.policy.recompute == "block":
-            self.blocks_again(layers, [ResidualStream() for _ in self.halves])
-            return
+        """Run blocks by themselves, and receive what the last one adds to the residual stream."""
 
         def through(half: LocalSizes) -> Turns[None]:
             stream = ResidualStream()
             for index in layers:
                 stream = yield from self.block(index, stream, half)
+            yield
+            stream.read()
 
-        self.engine.take_turns([through(half) for half in self.halves])
+        if self.policy.recompute == "block":
+            for stream in self.blocks_again(layers, [ResidualStream() for _ in self.halves]):
+                stream.read()
+        else:
+            self.engine.take_turns([through(half) for half in self.halves])
 
     # --- the operators
 
@@ -323,14 +326,15 @@ class TransformerProgram:
 
             host.on_backward(backward)
 
-    def norm(self, label: str, half: LocalSizes, *, last: bool = False) -> None:
+    def norm(self, label: str, half: LocalSizes, *, last: bool = False, reads_kept: bool = False) -> None:
         """A norm that also adds up the residual stream: it reads a and delta and writes their sum and its norm.
 
-        The gradient of the last norm's input is the residual stream's; those of the others are added to it.
+        The gradient of the last norm's input is the residual stream's; those of the others are added to it. With
+        `reads_kept` the norm reads the input that a recomputed block keeps anyway, so it keeps only statistics.
         """
         host, layer_norm = self.host, self.config.norm == "layer"
         names = (f"{label}.weight", f"{label}.bias")[: 2 if layer_norm and self.config.bias else 1]
-        kept = half.rest_nbytes + (2 if layer_norm else 1) * half.statistic_nbytes
+        kept = (2 if layer_norm else 1) * half.statistic_nbytes + (0 if reads_kept else half.rest_nbytes)
         host.allocate(kept, "activations")
 
         def freed() -> None:
@@ -485,7 +489,7 @@ class TransformerProgram:
             stream.read()
             stream.delta = None
         stream.read()
-        self.norm(f"{prefix}.attention_norm", half)
+        self.norm(f"{prefix}.attention_norm", half, reads_kept=self.policy.recompute == "block")
         leaving = yield from self.attention(f"{prefix}.attention", half)
         yield
         leaving.land()

@@ -98,7 +98,7 @@ class Run:
             weight_decay=section.weight_decay,
         )
         self.schedule = config.schedule
-        self.flops = flops_per_token(self.model_config, batch.seq, self.policy.recompute)
+        self.flops = flops_per_token(self.model_config, batch.seq, self.policy)
         self.peak = peak_of(grid, DTYPES[config.policy.dtype], config.log.peak_flops)
         shares = [weight / sum(weights) for weight in weights]
         self.entropy = sum(

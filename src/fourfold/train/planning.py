@@ -26,12 +26,10 @@ from fourfold.axes import AXES, BATCH
 from fourfold.environment import Environment
 from fourfold.grid import Grid, Shape
 from fourfold.planner.machine import DTYPES as DTYPE_NAMES
-from fourfold.planner.machine import Machine, load_machine, machine_names
-from fourfold.planner.price import Candidate, Price, Priced, Task, price
+from fourfold.planner.machine import Machine, Seconds, load_machine, machine_names
+from fourfold.planner.price import COMPUTE, Candidate, Price, Task, TimelineSpan, chrome_trace, memory_of, price, simulate
 from fourfold.planner.program import LaunchOp, MatmulOp, Work
 from fourfold.planner.search import Space, search
-from fourfold.planner.seconds import Seconds
-from fourfold.planner.simulate import COMPUTE, TimelineSpan, chrome_trace, simulate
 from fourfold.planner.transformer import step_program
 from fourfold.report.units import duration
 from fourfold.train.config import AUTO, DTYPES, GridSection, TrainConfig, naming
@@ -211,7 +209,7 @@ def find_grid(config: TrainConfig, job: Hardware) -> tuple[Shape, str]:
     return best.candidate.shape, f"{said} ({'; '.join(notes)})" if notes else said
 
 
-def _slower(other: Priced, best: Priced) -> str:
+def _slower(other: best: Priced) -> str:
     """Say how much slower a grid is, with the largest part of the difference: `18 ms, 5 ms more exposed over x`."""
     exposed, least = other.totals.exposed, best.totals.exposed
     parts = {f"exposed over {axis}": exposed.get(axis, 0.0) - least.get(axis, 0.0) for axis in AXES}
@@ -243,7 +241,8 @@ class Prediction:
     @property
     def facts(self) -> RunEvent:
         """The prediction as run.json stores it."""
-        found, totals, memory = self.price, self.price.totals, self.price.memory
+        found, totals = self.price, self.price.totals
+        memory = memory_of(found.task, found.candidate)
         axes = [axis for axis in AXES if found.candidate.shape.sizes[axis] > 1]
 
         def by_axis(seconds: Mapping[Any, float]) -> dict[str, float]:
