@@ -27,7 +27,17 @@ from fourfold.environment import Environment
 from fourfold.grid import Grid, Shape
 from fourfold.planner.machine import DTYPES as DTYPE_NAMES
 from fourfold.planner.machine import Machine, Seconds, load_machine, machine_names
-from fourfold.planner.price import COMPUTE, Candidate, Price, Task, TimelineSpan, chrome_trace, memory_of, price, simulate
+from fourfold.planner.price import (
+    COMPUTE,
+    Candidate,
+    Price,
+    Task,
+    TimelineSpan,
+    chrome_trace,
+    memory_of,
+    price,
+    simulate,
+)
 from fourfold.planner.program import LaunchOp, MatmulOp, Work
 from fourfold.planner.search import Space, search
 from fourfold.planner.transformer import step_program
@@ -209,7 +219,7 @@ def find_grid(config: TrainConfig, job: Hardware) -> tuple[Shape, str]:
     return best.candidate.shape, f"{said} ({'; '.join(notes)})" if notes else said
 
 
-def _slower(other: best: Priced) -> str:
+def _slower(other: Price, best: Price) -> str:
     """Say how much slower a grid is, with the largest part of the difference: `18 ms, 5 ms more exposed over x`."""
     exposed, least = other.totals.exposed, best.totals.exposed
     parts = {f"exposed over {axis}": exposed.get(axis, 0.0) - least.get(axis, 0.0) for axis in AXES}
