@@ -58,7 +58,7 @@ INSIDE = {
         "rng", "layer", "linear", "norm", "loss", "embedding", "dropout", "attention",
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
-    "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
+    "models": ["sizes", "config", "transformer", "generate", "open", "__init__"],
     "data": ["__init__", "rows", "tokenizer", "token_files", "text", "open", "order", "loader"],
     "wrap": [
         "context", "grid_tensor", "placements", "ops", "ops_dims", "detect", "shared_input", "adapters", "rows",

@@ -30,7 +30,7 @@ from fourfold.checkpoint.hugging_face import (
     write_json,
 )
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
-from fourfold.models.hugging_face import read_config_json, read_keys
+from fourfold.models.open import read_config_json, read_keys
 from fourfold.report.units import count, nbytes
 from fourfold.train.config import (
     BatchSection,

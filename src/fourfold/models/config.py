@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -99,12 +100,16 @@ def config(name: str, **changes: Any) -> ModelConfig:
     """Return the published size of that name, with some fields changed."""
     if name not in SIZES:
         raise ValueError(f"there is no model {name!r}{nearest(name, list(SIZES))}; there are {', '.join(SIZES)}")
-    for key in changes:
-        if key not in MODEL_FIELDS:
-            raise ValueError(
-                f"a model has no {key!r}{nearest(key, list(MODEL_FIELDS))}; it has {', '.join(MODEL_FIELDS)}"
-            )
+    require_fields(changes)
     return ModelConfig(**{**SIZES[name], **changes})
+
+
+def require_fields(names: Iterable[str], where: str = "") -> None:
+    """Raise an error if one of these names is no field of a model; the error begins with `where`."""
+    for name in names:
+        if name not in MODEL_FIELDS:
+            near = nearest(name, list(MODEL_FIELDS))
+            raise ValueError(f"{where}a model has no {name!r}{near}; it has {', '.join(MODEL_FIELDS)}")
 
 
 def halves_of(config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int) -> Halves:
