@@ -252,7 +252,7 @@ class BatchNorm(ChannelNorm):
                 f"{self.engine.turn.of} parts that take turns; use Overlap(halves=1)"
             )
         parts = self.run(batch_moments, a)
-        for axis in reversed(BATCH):
+        for axis in reversed(BATCH):  # waited for axis by axis: the second gather sends what the first one merged
             if self.grid.size(axis) > 1:
                 parts = merge(comm.all_gather(parts[None], self.grid, axis, label=self.label).wait())
         count, mean, m2 = parts.unbind(0)
@@ -294,6 +294,7 @@ class BatchNorm(ChannelNorm):
     @torch.no_grad()
     def _update(self, both: Tensor) -> None:
         self.num_batches_tracked.add_(1)
+        # Without a momentum, the running statistics are the plain average over all batches, as in torch.
         share = 1 / self.num_batches_tracked.to(both.dtype) if self.momentum is None else self.momentum
         for held, batch in zip((self.running_mean, self.running_var), both, strict=True):
             running = local_of(held)
