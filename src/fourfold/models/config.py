@@ -76,6 +76,7 @@ class ModelConfig:
             ("mlp_hidden", self.mlp_hidden, inner, name),
             ("kv_heads*head_dim", self.kv_heads * self.head_dim, x, f"x={x}"),
         )
+        # KV heads need not divide by the ranks, but their features must: K and V are then made whole and selected.
         return next((rule for rule in rules if rule[1] % rule[2]), None)
 
     @property
@@ -86,6 +87,7 @@ class ModelConfig:
         biases = self.head_dim * (self.heads + 2 * self.kv_heads) + 2 * self.hidden + self.mlp_hidden
         if self.mlp == "swiglu":
             biases += self.mlp_hidden
+        # A LayerNorm has a weight and a bias, an RMSNorm only a weight.
         norm = self.hidden * (2 if self.norm == "layer" and self.bias else 1)
         block = attention + mlp + 2 * norm + (biases if self.bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
         tables = self.vocab * (1 if self.tied else 2) + (self.seq if self.positions == "learned" else 0)
@@ -115,7 +117,7 @@ def require_fields(names: Iterable[str], where: str = "") -> None:
 def halves_of(config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int) -> Halves:
     """Return into how many interleaved parts the rows of a place are cut, and why.
 
-    What decides is the largest message of a layer that a second part could hide: activations over x or over y.
+    The largest message of a layer that a second part could hide decides: activations over x or over y.
     """
     over_x = config.hidden // shape.y if shape.x > 1 else 0
     over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0

@@ -118,7 +118,7 @@ def build_on_meta(model: ModelDefinition, grid: Grid, policy: Policy) -> nn.Modu
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Tell whether no layer of the module is cut over a grid."""
+    """Return whether no layer of the module is cut over a grid."""
     return not any(isinstance(part, Layer) or SPECS in vars(part) for part in module.modules())
 
 
@@ -239,7 +239,7 @@ class ConfigJson:
         raise ValueError(f"{self.path} lacks {' or '.join(names)}, which model_type={self.kind!r} needs")
 
     def get(self, name: str, default: Any) -> Any:
-        """Return the value of a key, or the default where the key is missing or null."""
+        """Return the value of a key, or the default if the key is missing or null."""
         self.read.add(name)
         value = self.keys.get(name)
         return default if value is None else value
@@ -296,7 +296,7 @@ def read_config_json(path: Path, *, exact: bool = False) -> tuple[dict[str, Any]
     if source.kind not in READERS:
         near = nearest(source.kind, list(READERS))
         raise ValueError(f"{path}: model_type={source.kind!r} cannot be read{near}; the types are {', '.join(READERS)}")
-    for key, why in INEXACT.items() if exact else ():
+    for key, why in INEXACT.items() if exact else ():  # checked only if weights come with the file
         if keys.get(key):
             raise source.refuse(key, why)
     fields = READERS[source.kind](source)
@@ -311,9 +311,9 @@ def read_config_json(path: Path, *, exact: bool = False) -> tuple[dict[str, Any]
 
 
 def _sizes(source: ConfigJson) -> dict[str, Any]:
-    """Return the sizes that every type has; a head is hidden / heads wide, and KV heads are not shared."""
+    """Return the sizes that every type has, with as many KV heads as heads."""
     keys = GPT2_SIZES if source.kind == "gpt2" else SIZE_KEYS
-    sizes = {field: source.need(*names) for field, names in keys.items()}
+    sizes = {field: source.need(*names.split()) for field, names in keys.items()}
     return dict(sizes, vocab=source.need("vocab_size"), kv_heads=sizes["heads"])
 
 
@@ -431,14 +431,11 @@ def _head_dim(source: ConfigJson, sizes: Mapping[str, Any]) -> int:
     return hidden // heads
 
 
-GPT2_SIZES = dict(layers=("n_layer",), hidden=("n_embd",), heads=("n_head",), seq=("n_positions", "n_ctx"))
+GPT2_SIZES = dict(layers="n_layer", hidden="n_embd", heads="n_head", seq="n_positions n_ctx")
 SIZE_KEYS = dict(
-    layers=("num_hidden_layers",),
-    hidden=("hidden_size",),
-    heads=("num_attention_heads",),
-    seq=("max_position_embeddings",),
+    layers="num_hidden_layers", hidden="hidden_size", heads="num_attention_heads", seq="max_position_embeddings"
 )
-"""The keys of the sizes that every type needs: GPT-2's, and those of all other types."""
+"""The keys of the sizes that every type needs: those of GPT-2, where seq may have either of two, and of other types."""
 READERS: dict[str, Callable[[ConfigJson], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
