@@ -7,6 +7,7 @@ what it holds: outputs, the gradient of the input, every parameter's gradient, r
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,9 +20,10 @@ from fourfold.gradients import gradients_of
 from fourfold.grid import Grid, Shape, shapes_of
 from fourfold.ledger import Collective
 from fourfold.nn.images.channel_norm import BatchNorm, GroupNorm
-from fourfold.nn.images.channels import Channels, convert
+from fourfold.nn.images.channels import Channels, join, take
 from fourfold.nn.images.conv import Conv, Geometry, GroupedConv
 from fourfold.nn.layer import specs_of
+from fourfold.operators import Conjugate, OpContext
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from harness import grid_of, join_shards
@@ -70,7 +72,17 @@ STACKS: dict[str, Any] = {
 }
 SPACE = {"sequences": (6,)}
 ROWS = (2, 1, 0, 3)
-"""Of the places, in turn: they may differ, and one may have none."""
+"""The rows of each place: places may differ, and one may have none."""
+
+
+def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: OpContext) -> Tensor:
+    """Return the same tensor with its channels cut over other axes; backward converts its gradient back."""
+
+    def recut(a: Tensor, here: Channels, aim: Channels) -> Tensor:
+        return take(join(a, here, 0, site), aim.block(site.grid)).clone()
+
+    aim = Channels(channels.count, axes)
+    return Conjugate.apply(a, partial(recut, here=channels, aim=aim), partial(recut, here=aim, aim=channels))
 
 
 def on_grid(plain: nn.Sequential, grid: Grid, policy: Policy) -> nn.Sequential:
@@ -420,11 +432,10 @@ def iter_norm(norm: BatchNorm) -> Any:
 
 
 def test_blocks_cover_all_channels_once() -> None:
-    grid = grid_of(Shape())
     for count in (1, 3, 8, 10):
         for sizes in ({"x": 2, "y": 3}, {"x": 4, "y": 2}):
             for axes in ((), ("x",), ("x", "y"), ("y", "x")):
-                fake = type("Fake", (), {"shape": Shape(**sizes), "coords": grid.coords})()
-                blocks = list(Channels(count, axes).blocks(fake))
+                boxes = Channels(count, axes).layout.boxes((count,), Shape(**sizes).sizes)
+                blocks = [block for _, (block,) in boxes]
                 assert [channel for block in blocks for channel in block] == list(range(count))
                 assert len(blocks) == prod(sizes[axis] for axis in axes)

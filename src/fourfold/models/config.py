@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -75,6 +76,7 @@ class ModelConfig:
             ("mlp_hidden", self.mlp_hidden, inner, name),
             ("kv_heads*head_dim", self.kv_heads * self.head_dim, x, f"x={x}"),
         )
+        # KV heads need not divide by the ranks, but their features must: K and V are then made whole and selected.
         return next((rule for rule in rules if rule[1] % rule[2]), None)
 
     @property
@@ -85,6 +87,7 @@ class ModelConfig:
         biases = self.head_dim * (self.heads + 2 * self.kv_heads) + 2 * self.hidden + self.mlp_hidden
         if self.mlp == "swiglu":
             biases += self.mlp_hidden
+        # A LayerNorm has a weight and a bias, an RMSNorm only a weight.
         norm = self.hidden * (2 if self.norm == "layer" and self.bias else 1)
         block = attention + mlp + 2 * norm + (biases if self.bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
         tables = self.vocab * (1 if self.tied else 2) + (self.seq if self.positions == "learned" else 0)
@@ -99,18 +102,22 @@ def config(name: str, **changes: Any) -> ModelConfig:
     """Return the published size of that name, with some fields changed."""
     if name not in SIZES:
         raise ValueError(f"there is no model {name!r}{nearest(name, list(SIZES))}; there are {', '.join(SIZES)}")
-    for key in changes:
-        if key not in MODEL_FIELDS:
-            raise ValueError(
-                f"a model has no {key!r}{nearest(key, list(MODEL_FIELDS))}; it has {', '.join(MODEL_FIELDS)}"
-            )
+    require_fields(changes)
     return ModelConfig(**{**SIZES[name], **changes})
+
+
+def require_fields(names: Iterable[str], where: str = "") -> None:
+    """Raise an error if one of these names is no field of a model; the error begins with `where`."""
+    for name in names:
+        if name not in MODEL_FIELDS:
+            near = nearest(name, list(MODEL_FIELDS))
+            raise ValueError(f"{where}a model has no {name!r}{near}; it has {', '.join(MODEL_FIELDS)}")
 
 
 def halves_of(config: ModelConfig, shape: Shape, policy: Policy, rows: int, seq: int, itemsize: int) -> Halves:
     """Return into how many interleaved parts the rows of a place are cut, and why.
 
-    What decides is the largest message of a layer that a second part could hide: activations over x or over y.
+    The largest message of a layer that a second part could hide decides: activations over x or over y.
     """
     over_x = config.hidden // shape.y if shape.x > 1 else 0
     over_y = config.mlp_hidden // shape.x if shape.y > 1 else 0

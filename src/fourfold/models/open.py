@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fourfold.grid import Grid
-from fourfold.models.config import MODEL_FIELDS, ModelConfig, config
+from fourfold.models.config import MODEL_FIELDS, ModelConfig, config, require_fields
 from fourfold.models.hugging_face import read_config_json
 from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import build
@@ -35,6 +35,7 @@ from fourfold.spelling import nearest
 
 ModelBuilder = Callable[..., nn.Module]
 ModelDefinition = ModelConfig | ModelBuilder
+"""A config, or a function that builds a module."""
 
 FORMS = "a published size, the path of a config.json or of its folder, the path of a .toml, or package.module:function"
 DATA_ONLY = (
@@ -112,7 +113,7 @@ def build_on_meta(model: ModelDefinition, grid: Grid, policy: Policy) -> nn.Modu
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Tell whether no layer of the module is cut over a grid."""
+    """Return whether no layer of the module is cut over a grid."""
     return not any(isinstance(part, Layer) or SPECS in vars(part) for part in module.modules())
 
 
@@ -144,21 +145,18 @@ def _from_toml(path: Path) -> ModelConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     base = fields.pop("base", None)
-    if base is None:
-        return _make_config(fields, str(path))
-    if base not in SIZES:
+    if base is not None and base not in SIZES:
         raise ValueError(
             f"{path}: there is no model base={base!r}{nearest(str(base), list(SIZES))}; sizes: {', '.join(SIZES)}"
         )
-    return _make_config({**SIZES[base], **fields}, str(path))
+    sizes = {} if base is None else SIZES[base]
+    return _make_config({**sizes, **fields}, str(path))
 
 
 def _make_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
     """Return a config of these fields after checking their names and types."""
+    require_fields(fields, f"{source}: ")
     for key, value in fields.items():
-        if key not in MODEL_FIELDS:
-            near = nearest(key, list(MODEL_FIELDS))
-            raise ValueError(f"{source}: a model has no {key!r}{near}; it has {', '.join(MODEL_FIELDS)}")
         kind = MODEL_FIELDS[key]
         allowed = TYPES.get(kind, (str,))
         # A bool is an int to Python, but layers = true is a mistake.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,9 +71,9 @@ class TransformerBlock(Layer):
 
     def __init__(self, config: ModelConfig, grid: Grid, policy: Policy) -> None:
         super().__init__(grid, policy)
-        init = Init(std=0.02)
         # As in GPT-2: scaled by depth, so that the variance of the residual stream does not grow with it.
         out_init = Init(std=0.02 / (2 * config.layers) ** 0.5)
+        both: Any = dict(bias=config.bias, init=Init(std=0.02), out_init=out_init)
         self.attention_norm = _norm(config, grid, policy)
         self.attention = Attention(
             grid,
@@ -82,24 +82,13 @@ class TransformerBlock(Layer):
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            bias=config.bias,
             dropout=config.dropout,
             head_norm_eps=config.norm_eps if config.qk_norm else None,
-            init=init,
-            out_init=out_init,
+            **both,
         )
         self.attention_dropout = Dropout(grid, policy, config.dropout)
         self.mlp_norm = _norm(config, grid, policy)
-        self.mlp = MLP(
-            grid,
-            policy,
-            config.hidden,
-            config.mlp_hidden,
-            kind=config.mlp,
-            bias=config.bias,
-            init=init,
-            out_init=out_init,
-        )
+        self.mlp = MLP(grid, policy, config.hidden, config.mlp_hidden, kind=config.mlp, **both)
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
 
     def forward(self, a: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -127,7 +116,7 @@ class TransformerBlock(Layer):
     def _compute(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
         self.refuse_hooks(self.attention_norm, self.mlp_norm)
         if stream.delta is not None:
-            yield
+            yield  # the output of the block before may be in flight
         if self.policy.recompute == "block":
             stream.add_now()  # recompute then keeps one tensor instead of two
         a, normed = self.attention_norm.add(*stream.read())
@@ -199,8 +188,8 @@ class Transformer(Layer):
             targets = None if targets is None else tokens
             positions = None
         if self.training:
-            self.clock.advance()
-        targets = None if targets is None else targets.long()
+            self.clock.advance()  # the next micro-step draws other dropout masks
+        targets = None if targets is None else targets.long()  # torch gathers by int64 only
         self.gradients.begin_forward("training" if torch.is_grad_enabled() else "evaluation")
         halves = self._cut(tokens, targets, positions)
         aims = [half.targets for half in halves]
@@ -269,7 +258,7 @@ class Transformer(Layer):
         """Embed the tokens: the stream that the first block reads, in rest."""
         leaving = Ready(self.embedding(half.tokens)) if self.embedding.hooked else self.embedding.launch(half.tokens)
         if leaving.travels:
-            yield
+            yield  # the other half looks up its tokens while this sum over x is in flight
         a = leaving.wait()
         if self.positions is not None:
             a = self.positions(a, half.batch.seq, half.batch.positions)
@@ -279,7 +268,7 @@ class Transformer(Layer):
         self, stream: ResidualStream, half: Half, read: Callable[[Tensor, Half], Turns[Tensor]]
     ) -> Turns[Tensor]:
         self.refuse_hooks(self.norm)
-        yield
+        yield  # the output of the last block may be in flight
         _, a = self.norm.add(*stream.read())
         return (yield from read(a, half))
 
@@ -289,7 +278,7 @@ class Transformer(Layer):
         return (yield from self.head.turns(a, half.batch.tokens))
 
     def _reads(self, tokens: Tensor) -> bool:
-        """Tell whether ids are checked: always on the CPU; on a GPU only on request, since the host must wait."""
+        """Return whether ids are checked: always on the CPU; on a GPU only on request, since the host must wait."""
         return not tokens.is_meta and (tokens.device.type == "cpu" or self.policy.check_inputs)
 
     def _fault(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None, ignore_index: int) -> str:
@@ -344,7 +333,7 @@ class Transformer(Layer):
 
 
 def _count_up(positions: Tensor) -> bool:
-    """Tell whether positions start at 0 in every row and then count up or start again at 0."""
+    """Return whether positions start at 0 in every row and then count up or start again at 0."""
     steps = positions.diff(dim=1, prepend=positions.new_full((len(positions), 1), -1))
     return bool(((steps == 1) | (positions == 0)).all() and (positions[:, 0] == 0).all())
 

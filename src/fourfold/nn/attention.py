@@ -84,6 +84,7 @@ def rope_tables(
     seq: int, head_dim: int, theta: float, positions: Tensor | None, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, [seq, 1, head_dim] or for packed documents [rows, seq, 1, head_dim], in fp32 or wider."""
+    # In fp32 at least: bf16 cannot tell apart the angles of neighbouring positions in a long sequence.
     dtype = torch.promote_types(dtype, torch.float32)
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=dtype) / head_dim)
     angles = torch.outer(torch.arange(seq, device=device, dtype=dtype), frequencies).repeat(1, 2)

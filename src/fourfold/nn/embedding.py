@@ -42,7 +42,7 @@ class Lookup(torch.autograd.Function):
             ctx.held = w.shape[0]
             left_out = elsewhere if untrained is None else elsewhere | (ids == untrained)
             ctx.save_for_backward(rows.masked_fill(left_out, w.shape[0]))
-            if w.shape[0] == 0:
+            if w.shape[0] == 0:  # a rank past the end of a small vocabulary: torch cannot look up in an empty table
                 return w.new_zeros(len(ids), w.shape[1])
             found = functional.embedding(rows.masked_fill(elsewhere, 0), w)
         return found.masked_fill_(elsewhere[:, None], 0)
@@ -203,7 +203,7 @@ class Head(Expand):
         )
         entering = enter(a, site)
         if entering.travels:
-            yield
+            yield  # the other half computes while this half's input is gathered
         return ChunkedLoss.apply(spec, entering.wait(), targets.flatten(), count, factor.weights[0].parameter)
 
 
@@ -242,6 +242,7 @@ class ChunkedLoss(torch.autograd.Function):
             dw = torch.zeros_like(w, dtype=factor.unit.reduce_dtype) if wants_dw else None
             for first in range(0, len(a), spec.chunk):
                 part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
+                # Waited for at once: a second chunk in flight would need memory for a second chunk of logits.
                 logits = spec.spread(part @ w.t()).wait()
                 kept, lse, chunk_nll = log_sum_exp(spec.vocabulary, logits, aims)
                 nll += chunk_nll
@@ -260,5 +261,6 @@ class ChunkedLoss(torch.autograd.Function):
         da, dw = ctx.saved_tensors
         if dw is not None:
             (member,) = ctx.factor.weights
+            # Rows past the member's are padding of the vocabulary.
             ctx.factor.unit.add([dw[: member.rows] * dshare.to(dw.dtype)], turns=ctx.turns)
         return None, None if da is None else da * dshare.to(da.dtype), None, None, None

@@ -110,7 +110,7 @@ def assemble(
     device = grid.device if device is None else device
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Layer)]
     for prefix, layer in layers:
-        layer.label = prefix or layer.label
+        layer.label = prefix or layer.label  # the model itself has no prefix
     specs = specs_of(model)
     shards: dict[str, Tensor] = {}
     joined: dict[str, Tensor] = {}
@@ -126,7 +126,7 @@ def assemble(
         if name not in shards:
             shards |= reserve([name], specs, grid, dtype, device)[1]
         owner, _, own_name = name.rpartition(".")
-        if not shards[name].is_meta:
+        if not shards[name].is_meta:  # a dry run needs no values
             fill_(shards[name], spec.box(grid), spec.shape, spec.init, seed, name)
         parameter = shard_parameter(shards[name], spec, grid)
         if name in joined:

@@ -58,16 +58,6 @@ class Linear(Layer):
     def weight_member(self) -> GroupMember:
         return self.member("weight")
 
-    @property
-    def bias_columns(self) -> range:
-        """The columns of the product to which this rank's bias belongs."""
-        raise NotImplementedError
-
-    @property
-    def adds_bias(self) -> bool:
-        """Whether this rank adds its bias to its partial sum."""
-        raise NotImplementedError
-
 
 class Expand(Linear):
     """A linear layer from rest to inner.
@@ -84,10 +74,12 @@ class Expand(Linear):
 
     @property
     def bias_columns(self) -> range:
+        """The columns of the product to which this rank's bias belongs."""
         return chunk(self.width, self.grid.size("y"), self.grid.coords["y"])
 
     @property
     def adds_bias(self) -> bool:
+        """Whether this rank adds its bias to its partial sum."""
         return True
 
     def forward(self, a: Tensor, tokens: int) -> Tensor:
@@ -182,7 +174,7 @@ def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
     return layer.policy.keep_weights and (layer.grid.size(GATHERED) > 1 or casts)
 
 
-def join(layers: Sequence[Linear]) -> Factor:
+def join(layers: Sequence[Expand] | Sequence[Contract]) -> Factor:
     """Return the weights and biases of layers that read the same tensor as one factor of a product."""
     first = layers[0]
     widths = [layer.width for layer in layers]

@@ -66,7 +66,7 @@ class CrossEntropy(torch.autograd.Function):
         total = torch.stack(sums)
         if not vocabulary.of_place:
             total = sum_over_batch(total, vocabulary.grid, LABEL)
-        count = total[2].clamp(min=1) if count is None else count
+        count = total[2].clamp(min=1) if count is None else count  # at least 1: without targets the loss is 0, not NaN
         ctx.vocabulary = vocabulary
         ctx.save_for_backward(count, *targets, *(kept for kept, _, _ in halves), *(lse for _, lse, _ in halves))
         everyones_faults = total[1].clone()
@@ -122,7 +122,7 @@ def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tupl
     for axis in reversed(vocabulary.cut.over(FEATURES)):  # merge the innermost cut first
         parts = comm.all_gather(stats[None], vocabulary.grid, axis, label=LABEL).wait()
         tops, totals, found = parts.unbind(1)
-        top = tops.amax(0)
+        top = tops.amax(0)  # subtracted before exp, which would overflow
         stats = torch.stack([top, (totals * (tops - top).exp()).sum(0), found.sum(0)])
     top, total, target = stats.unbind(0)
     lse = top + total.log()

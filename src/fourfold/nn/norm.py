@@ -51,6 +51,7 @@ class NormSpec:
         return kernels.region(function, a, compiled=self.unit.policy.compile)(a.detach(), *args)
 
     def sum(self, parts: Tensor) -> Tensor:
+        # Waited for at once: the next line of every caller reads the sum. One number per token travels.
         return comm.all_reduce(parts, self.unit.grid, self.axis or "y", label=self.unit.label, owned=True).wait()
 
     def statistics(self, a: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -129,7 +130,7 @@ class NormFunction(torch.autograd.Function):
                 total = a if delta is None else a + delta
                 mean, rstd = spec.statistics(total)
                 out = spec.run(kernels.normalize, total, mean, rstd, weight, bias)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a zero gradient of an unused output would cost a pass over memory
         ctx.save_for_backward(total, mean, rstd)
         return out if delta is None else (total, out)
 
@@ -140,6 +141,7 @@ class NormFunction(torch.autograd.Function):
         total, mean, rstd = ctx.saved_tensors
         dtotal, dout = (None, *gradients) if len(gradients) == 1 else gradients
         dout = torch.zeros_like(total) if dout is None else dout  # only the sum was used, not its norm
+        # Backward reads no bias, so only the weight is gathered again.
         with spec.unit.only(spec.unit.members[:1]).using(turns=ctx.turns) as (weight,):
             weight = spec.shifted(weight)
             if spec.whole:
@@ -147,8 +149,9 @@ class NormFunction(torch.autograd.Function):
             else:
                 sums, dw, db = spec.run(kernels.norm_sums, dout, total, mean, rstd, weight)
                 da = spec.run(kernels.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
-                da = da if dtotal is None else da.add_(dtotal)
+                da = da if dtotal is None else da.add_(dtotal)  # the gradient that passes by the norm
         add_gradients(spec.unit, [dw, db], ctx.turns)
+        # a and delta are summands of one total, so they have the same gradient.
         return (None, da, None if len(gradients) == 1 else da, *[None] * len(spec.unit.members))
 
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,12 +58,8 @@ def fill_(local: Tensor, box: Sequence[range], shape: Sequence[int], init: Init,
         local[start - box[0].start : stop - box[0].start].copy_(part.mul_(init.std).add_(init.mean))
 
 
-class RngPoint(NamedTuple):
-    """A point in training at which random numbers are drawn."""
-
-    step: int
-    micro_step: int
-    turn: HalfTurn
+RngPoint = tuple[int, int, HalfTurn]
+"""A point in training at which random numbers are drawn: the step, the micro-step and the half of the batch."""
 
 
 class StepRng:
@@ -82,7 +77,7 @@ class StepRng:
 
     @property
     def now(self) -> RngPoint:
-        return RngPoint(self.step, self.micro_step, self.engine.turn)
+        return self.step, self.micro_step, self.engine.turn
 
     def advance(self) -> None:
         self.micro_step += 1

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,32 +37,15 @@ from fourfold.params import local_of
 from fourfold.policy import Policy
 
 
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """The weight and the bias of a norm, one number of each per channel; a norm may lack either."""
-
-    unit: ParamGroup
-    part: range
-    """The channels of this rank among those that it stores."""
-
-    @contextmanager
-    def using(self, turns: int) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-        """Gather the weight and the bias of this rank's channels, for one of `turns` halves."""
-        if not self.unit.members:
-            yield None, None
-            return
-        with self.unit.using(turns=turns) as (weight, *rest):
-            bias = take(rest[0], self.part, dim=0) if rest else None
-            yield take(weight, self.part, dim=0), bias
-
-    @property
-    def weight_alone(self) -> Affine:
-        """The weight without the bias, which backward does not read."""
-        return Affine(self.unit.only(self.unit.members[:1]), self.part)
-
-    def add_gradients(self, gradients: tuple[Tensor, Tensor], turns: int) -> None:
-        stored = zip(self.unit.members, gradients, strict=False)
-        add_gradients(self.unit, [embed(found, self.part, member.rows) for member, found in stored], turns)
+@contextmanager
+def affine(unit: ParamGroup, part: range, turns: int) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Gather the weight and the bias, a norm may lack either, and take the rows `part` of this rank's channels."""
+    if not unit.members:
+        yield None, None
+        return
+    with unit.using(turns=turns) as vectors:
+        weight, *bias = (take(vector, part, dim=0) for vector in vectors)
+        yield weight, bias[0] if bias else None
 
 
 class Moments(NamedTuple):
@@ -252,7 +234,7 @@ class BatchNorm(ChannelNorm):
                 f"{self.engine.turn.of} parts that take turns; use Overlap(halves=1)"
             )
         parts = self.run(batch_moments, a)
-        for axis in reversed(BATCH):
+        for axis in reversed(BATCH):  # waited for axis by axis: the second gather sends what the first one merged
             if self.grid.size(axis) > 1:
                 parts = merge(comm.all_gather(parts[None], self.grid, axis, label=self.label).wait())
         count, mean, m2 = parts.unbind(0)
@@ -294,6 +276,7 @@ class BatchNorm(ChannelNorm):
     @torch.no_grad()
     def _update(self, both: Tensor) -> None:
         self.num_batches_tracked.add_(1)
+        # Without a momentum, the running statistics are the plain average over all batches, as in torch.
         share = 1 / self.num_batches_tracked.to(both.dtype) if self.momentum is None else self.momentum
         for held, batch in zip((self.running_mean, self.running_var), both, strict=True):
             running = local_of(held)
@@ -323,11 +306,11 @@ class NormalizeChannels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, norm: GroupNorm | BatchNorm, moments: Moments, a: Tensor, *_: nn.Parameter) -> Tensor:
-        affine = Affine(norm.unit(*norm.specs), norm.channels.part(norm.grid))
-        ctx.norm, ctx.affine, ctx.turns = norm, affine, norm.engine.turn.of
+        ctx.norm, ctx.unit, ctx.turns = norm, norm.unit(*norm.specs), norm.engine.turn.of
+        ctx.part = norm.channels.part(norm.grid)
         rstd = torch.rsqrt(moments.var + norm.eps)
         ctx.save_for_backward(a, moments.mean, rstd, moments.count)
-        with affine.using(ctx.turns) as (weight, bias):
+        with affine(ctx.unit, ctx.part, ctx.turns) as (weight, bias):
             return norm.run(normalize, a, moments.mean, rstd, weight, bias)
 
     @staticmethod
@@ -336,8 +319,10 @@ class NormalizeChannels(torch.autograd.Function):
         norm: GroupNorm | BatchNorm = ctx.norm
         a, mean, rstd, count = ctx.saved_tensors
         own, total = norm.sum_gradients(norm.run(sums_over_space, dout, a, mean, rstd), count)
-        with ctx.affine.weight_alone.using(ctx.turns) as (weight, _):
+        # Backward reads no bias, so only the weight is gathered again.
+        with affine(ctx.unit.only(ctx.unit.members[:1]), ctx.part, ctx.turns) as (weight, _):
             means = norm.mean_gradients(total, weight, a, count)
             da = norm.run(find_da, dout, a, mean, rstd, weight, means)
-        ctx.affine.add_gradients((own[1], own[0]), ctx.turns)
+        stored = zip(ctx.unit.members, (own[1], own[0]), strict=False)  # dw, db
+        add_gradients(ctx.unit, [embed(found, ctx.part, member.rows) for member, found in stored], ctx.turns)
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))

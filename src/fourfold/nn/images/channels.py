@@ -11,7 +11,6 @@ or empty. Messages are padded to the longest block, tensors never are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +21,7 @@ from fourfold.axes import AXES, BATCH
 from fourfold.comm import Pending
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Layout
-from fourfold.operators import AsyncResult, Body, Conjugate, OpContext, Ready, identity
+from fourfold.operators import AsyncResult, Body, OpContext, Ready, identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,6 @@ class Channels:
     def block(self, grid: Grid) -> range:
         """Return the channels of this rank."""
         return self.layout.box((self.count,), grid.shape.sizes, grid.coords)[0]
-
-    def blocks(self, grid: Grid) -> Iterator[range]:
-        """Yield the channels of every rank, in order."""
-        for _, (held,) in self.layout.boxes((self.count,), grid.shape.sizes):
-            yield held
 
     def outer(self, cuts: int) -> Channels:
         """Return the same channels with only the first `cuts` cuts."""
@@ -80,7 +74,8 @@ class Channels:
 def whole_groups(channels: Channels, groups: int, grid: Grid) -> list[range] | None:
     """Return the groups of every rank, or None if a rank holds a part of a group; all groups have the same size."""
     size = channels.count // groups
-    blocks = [held or range(0) for held in channels.blocks(grid)]
+    boxes = channels.layout.boxes((channels.count,), grid.shape.sizes)
+    blocks = [held or range(0) for _, (held,) in boxes]  # an empty block may start inside a group
     if any(held.start % size or held.stop % size for held in blocks):
         return None
     return [range(held.start // size, held.stop // size) for held in blocks]
@@ -128,28 +123,6 @@ def leave(a: Tensor, site: OpContext, axis: str, *, cut: bool) -> AsyncResult | 
     return site.launch(a, axis, *reversed(_bodies(site, axis, a.shape[1], cut)))
 
 
-def convert(a: Tensor, channels: Channels, axes: tuple[str, ...], site: OpContext) -> Tensor:
-    """Return the same tensor with its channels cut over other axes; backward converts its gradient back.
-
-    Only the axes after the common beginning of both cuts are gathered. No axis is summed over, since a tensor that is
-    whole over an axis has the same gradient on all its ranks.
-    """
-    aim = Channels(channels.count, axes)
-    if aim == channels:
-        return a
-    recut = partial(_recut, site=site)
-    return Conjugate.apply(a, partial(recut, here=channels, aim=aim), partial(recut, here=aim, aim=channels))
-
-
-def _recut(a: Tensor, here: Channels, aim: Channels, site: OpContext) -> Tensor:
-    common = 0
-    while here.axes[common : common + 1] == aim.axes[common : common + 1] != ():
-        common += 1
-    joined = join(a, here, common, site)
-    found = take(joined, within(aim.block(site.grid), here.outer(common).block(site.grid)))
-    return found.clone() if found is a or found._is_view() else found  # model code may write into it
-
-
 def join(a: Tensor, channels: Channels, cuts: int, site: OpContext) -> Tensor:
     """Gather the channels over all axes but the first `cuts`, outside of autograd."""
     shape = (a.shape[0], channels.count, *a.shape[2:])
@@ -163,5 +136,5 @@ def require_block(a: Tensor, channels: Channels, grid: Grid, label: str) -> None
         over = ", ".join(f"{axis}={grid.size(axis)}" for axis in channels.axes) or "no axis"
         raise ValueError(
             f"{label}: {channels.count} channels cut over {over} are {held} on this rank of the grid {grid}, but the "
-            f"input is {tuple(a.shape)}; give [rows, {held}, *space], as fourfold.nn.images.channels.convert cuts it"
+            f"input is {tuple(a.shape)}; give [rows, {held}, *space]"
         )

@@ -61,16 +61,9 @@ class Geometry:
             padding = (0,) * len(conv.kernel_size)
         elif padding == "same" or mode != "zeros":
             margins, padding = tuple(conv._reversed_padding_repeated_twice), (0,) * len(conv.kernel_size)
-        return cls(
-            kernel=tuple(conv.kernel_size),
-            stride=tuple(conv.stride),
-            padding=tuple(padding),  # type: ignore[arg-type]
-            dilation=tuple(conv.dilation),
-            output_padding=tuple(conv.output_padding),
-            transposed=conv.transposed,
-            margins=margins,
-            margin_mode="constant" if mode == "zeros" else mode,
-        )
+        sizes = (conv.kernel_size, conv.stride, padding, conv.dilation, conv.output_padding)
+        mode = "constant" if mode == "zeros" else mode
+        return cls(*(tuple(size) for size in sizes), conv.transposed, margins, mode)  # type: ignore[arg-type]
 
     def weight_shape(self, in_channels: int, out_channels: int, groups: int) -> tuple[int, ...]:
         if self.transposed:
@@ -79,9 +72,6 @@ class Geometry:
 
     def out_channels(self, w: Tensor, groups: int) -> int:
         return w.shape[1] * groups if self.transposed else w.shape[0]
-
-    def surround(self, a: Tensor) -> Tensor:
-        return functional.pad(a, self.margins, self.margin_mode) if any(self.margins) else a
 
     def convolve(self, a: Tensor, w: Tensor, bias: Tensor | None, groups: int) -> Tensor:
         """Return E1. A rank without in-channels has an empty sum, which torch refuses to compute."""
@@ -219,7 +209,8 @@ class _Convolution(Layer):
                 f"{self.label}: a kernel of {self.geometry.kernel} reads [rows, channels, *space] with "
                 f"{len(self.geometry.kernel)} dims of space, but the input is {tuple(a.shape)}"
             )
-        return self.geometry.surround(a if self.policy.compute_dtype is None else a.to(self.policy.compute_dtype))
+        a, geometry = a if self.policy.compute_dtype is None else a.to(self.policy.compute_dtype), self.geometry
+        return functional.pad(a, geometry.margins, geometry.margin_mode) if any(geometry.margins) else a
 
     def convolve(
         self, a: Tensor, cut: Tensor, reread: Body, output_padding: Sequence[int] | None, **options: Any
