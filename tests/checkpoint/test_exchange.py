@@ -364,7 +364,7 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
         (drop("transformer.h.1.ln_2.bias"), r"it lacks 'transformer.h.1.ln_2.bias'$"),
         (
             rename("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fcc.weight"),
-            r"lacks 'transformer.h.0.mlp.c_fc.weight' \(did you mean 'transformer.h.0.mlp.c_fcc.weight'\?\), it also "
+            r"lacks 'transformer.h.0.mlp.c_fc.weight' \(did you mean 'transformer.h.0.mlp.c_fcc.weight'\?\); it also "
             r"holds 'transformer.h.0.mlp.c_fcc.weight' \(did you mean 'transformer.h.0.mlp.c_fc.weight'",
         ),
         (put("score.weight", torch.zeros(2, 32)), "it also holds 'score.weight'"),

@@ -320,61 +320,38 @@ class _StandIn:
         self.state = state
 
 
-class _Metadata(_StandIn): ...
-
-
-class _Tensor(_StandIn): ...
-
-
-class _Properties(_StandIn): ...
-
-
-class _Chunk(_StandIn): ...
-
-
-class _Bytes(_StandIn): ...
-
-
-class _Index(_StandIn): ...
-
-
-class _Storage(_StandIn): ...
-
-
-class _Unused(_StandIn): ...
-
-
 METADATA = ".metadata"
+"""The file of a DCP folder that describes all others."""
+_MODULE = "torch.distributed.checkpoint.metadata"
+_MODULE_UNTIL_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
+"""The module that had the properties of a tensor up to torch 2.2."""
+STAND_INS: dict[str, type[_StandIn]] = {
+    name: type(name, (_StandIn,), {})
+    for name in (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING",
+    )
+}  # fmt: skip
+"""A stand-in for each class of the format, by the name of the class."""
 PICKLED_DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128",
 )  # fmt: skip
-_MODULE = "torch.distributed.checkpoint.metadata"
-_MODULE_UNTIL_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
-"""The module that had the properties of a tensor up to torch 2.2."""
-
 ALLOWED: Mapping[tuple[str, str], Any] = {
-    (_MODULE, "Metadata"): _Metadata,
-    (_MODULE, "TensorStorageMetadata"): _Tensor,
-    (_MODULE, "TensorProperties"): _Properties,
-    (_MODULE, "ChunkStorageMetadata"): _Chunk,
-    (_MODULE, "BytesStorageMetadata"): _Bytes,
-    (_MODULE, "MetadataIndex"): _Index,
-    (_MODULE, "StorageMeta"): _Unused,
-    (_MODULE, "_MEM_FORMAT_ENCODING"): _Unused,
-    (_MODULE_UNTIL_2_2, "TensorProperties"): _Properties,
-    (_MODULE_UNTIL_2_2, "MEM_FORMAT_ENCODING"): _Unused,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Storage,
-    ("torch.serialization", "_get_layout"): _Unused,
+    **{(_MODULE, name): stand_in for name, stand_in in STAND_INS.items()},
+    (_MODULE_UNTIL_2_2, "TensorProperties"): STAND_INS["TensorProperties"],
+    (_MODULE_UNTIL_2_2, "MEM_FORMAT_ENCODING"): _StandIn,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): STAND_INS["_StorageInfo"],
+    ("torch.serialization", "_get_layout"): _StandIn,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
     **{("torch", name): getattr(torch, name) for name in PICKLED_DTYPES},
     # the folder's own path, which the metadata remembers; Python 3.13 moved the classes
-    **{(module, name): _Unused for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+    **{(module, name): _StandIn for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
     # Python 3.11.0 to 3.11.3 pickle an enum as getattr(its class, its name); this stand-in looks nothing up
-    ("builtins", "getattr"): _Unused,
+    ("builtins", "getattr"): _StandIn,
 }
-"""The stand-in for each name that the pickle may have."""
+"""What each name in the pickle stands for; a name that is not here is refused."""
 
 FileRanges = dict[tuple[str, tuple[int, ...] | None], FileRange]
 """Bytes by key and, for a part of a tensor, by the offsets at which the part begins."""
@@ -432,25 +409,26 @@ def _why_missing(folder: Path) -> str:
 
 
 def _parse_contents(found: Any) -> DcpContents:
-    table = _state(found, _Metadata)
+    table = _state(found, "Metadata")
     ranges: FileRanges = {}
     for index, storage in table["storage_data"].items():
-        key = _state(index, _Index)
+        key = _state(index, "MetadataIndex")
         offset = key.get("offset")
-        where = _parse_range(_state(storage, _Storage))
+        where = _parse_range(_state(storage, "_StorageInfo"))
         ranges[_name(key["fqn"]), None if offset is None else _lengths(offset)] = where
     contents = DcpContents({}, {})
     for name, entry in table["state_dict_metadata"].items():
-        if isinstance(entry, _Bytes):
+        if isinstance(entry, STAND_INS["BytesStorageMetadata"]):
             contents.values[_name(name)] = _find(ranges, name, None)
         else:
-            contents.tensors[_name(name)] = _parse_tensor(name, _state(entry, _Tensor), ranges)
+            contents.tensors[_name(name)] = _parse_tensor(name, _state(entry, "TensorStorageMetadata"), ranges)
     return contents
 
 
-def _state(found: Any, kind: type[_StandIn]) -> dict[str, Any]:
-    if not isinstance(found, kind) or not isinstance(found.state, dict):
-        raise TypeError(f"{type(found).__name__.strip('_')} where {kind.__name__.strip('_')} belongs")
+def _state(found: Any, kind: str) -> dict[str, Any]:
+    """Return the fields of an object of the format; raise unless it is of this class."""
+    if not isinstance(found, STAND_INS[kind]) or not isinstance(found.state, dict):
+        raise TypeError(f"{type(found).__name__} where {kind} belongs")
     return found.state
 
 
@@ -486,12 +464,12 @@ def _find(ranges: FileRanges, name: str, offsets: tuple[int, ...] | None) -> Fil
 def _parse_tensor(name: str, state: Mapping[str, Any], ranges: FileRanges) -> DcpTensor:
     shape = _lengths(state["size"])
     properties = state["properties"]
-    dtype = properties.state[0] if isinstance(properties, _Properties) else None
+    dtype = properties.state[0] if isinstance(properties, STAND_INS["TensorProperties"]) else None
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} has no dtype")
     parts = []
     for chunk in state["chunks"]:
-        found = _state(chunk, _Chunk)
+        found = _state(chunk, "ChunkStorageMetadata")
         offsets, sizes = _lengths(found["offsets"]), _lengths(found["sizes"])
         box = tuple(range(start, start + length) for start, length in zip(offsets, sizes, strict=True))
         if not all(sizes):

@@ -31,8 +31,8 @@ from fourfold.grid import Grid
 from fourfold.models import ModelConfig, build
 from fourfold.nn.layer import specs_of
 
-Table = dict[str, str | tuple[str, ...]]
-"""Our modules by the names of theirs."""
+Table = dict[str, tuple[str, ...]]
+"""Our modules by the names of theirs; one of theirs may hold several of ours."""
 HEAD = "lm_head.weight"
 """The name of an untied head's weight in every table, whatever the type's files call it."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -44,43 +44,43 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 QKV = ("layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v")
 GPT2: Table = {
-    "wte": "embedding",
-    "wpe": "positions",
-    "h.*.ln_1": "layers.*.attention_norm",
+    "wte": ("embedding",),
+    "wpe": ("positions",),
+    "h.*.ln_1": ("layers.*.attention_norm",),
     "h.*.attn.c_attn": QKV,
-    "h.*.attn.c_proj": "layers.*.attention.out",
-    "h.*.ln_2": "layers.*.mlp_norm",
-    "h.*.mlp.c_fc": "layers.*.mlp.up",
-    "h.*.mlp.c_proj": "layers.*.mlp.down",
-    "ln_f": "norm",
-    "lm_head": "head",
+    "h.*.attn.c_proj": ("layers.*.attention.out",),
+    "h.*.ln_2": ("layers.*.mlp_norm",),
+    "h.*.mlp.c_fc": ("layers.*.mlp.up",),
+    "h.*.mlp.c_proj": ("layers.*.mlp.down",),
+    "ln_f": ("norm",),
+    "lm_head": ("head",),
 }
 GPT_NEOX: Table = {
-    "embed_in": "embedding",
-    "layers.*.input_layernorm": "layers.*.attention_norm",
+    "embed_in": ("embedding",),
+    "layers.*.input_layernorm": ("layers.*.attention_norm",),
     "layers.*.attention.query_key_value": QKV,
-    "layers.*.attention.dense": "layers.*.attention.out",
-    "layers.*.post_attention_layernorm": "layers.*.mlp_norm",
-    "layers.*.mlp.dense_h_to_4h": "layers.*.mlp.up",
-    "layers.*.mlp.dense_4h_to_h": "layers.*.mlp.down",
-    "final_layer_norm": "norm",
-    "lm_head": "head",
+    "layers.*.attention.dense": ("layers.*.attention.out",),
+    "layers.*.post_attention_layernorm": ("layers.*.mlp_norm",),
+    "layers.*.mlp.dense_h_to_4h": ("layers.*.mlp.up",),
+    "layers.*.mlp.dense_4h_to_h": ("layers.*.mlp.down",),
+    "final_layer_norm": ("norm",),
+    "lm_head": ("head",),
 }
 LLAMA: Table = {
-    "embed_tokens": "embedding",
-    "layers.*.input_layernorm": "layers.*.attention_norm",
-    "layers.*.self_attn.q_proj": "layers.*.attention.q",
-    "layers.*.self_attn.k_proj": "layers.*.attention.k",
-    "layers.*.self_attn.v_proj": "layers.*.attention.v",
-    "layers.*.self_attn.o_proj": "layers.*.attention.out",
-    "layers.*.self_attn.q_norm": "layers.*.attention.q_norm",
-    "layers.*.self_attn.k_norm": "layers.*.attention.k_norm",
-    "layers.*.post_attention_layernorm": "layers.*.mlp_norm",
-    "layers.*.mlp.gate_proj": "layers.*.mlp.gate",
-    "layers.*.mlp.up_proj": "layers.*.mlp.up",
-    "layers.*.mlp.down_proj": "layers.*.mlp.down",
-    "norm": "norm",
-    "lm_head": "head",
+    "embed_tokens": ("embedding",),
+    "layers.*.input_layernorm": ("layers.*.attention_norm",),
+    "layers.*.self_attn.q_proj": ("layers.*.attention.q",),
+    "layers.*.self_attn.k_proj": ("layers.*.attention.k",),
+    "layers.*.self_attn.v_proj": ("layers.*.attention.v",),
+    "layers.*.self_attn.o_proj": ("layers.*.attention.out",),
+    "layers.*.self_attn.q_norm": ("layers.*.attention.q_norm",),
+    "layers.*.self_attn.k_norm": ("layers.*.attention.k_norm",),
+    "layers.*.post_attention_layernorm": ("layers.*.mlp_norm",),
+    "layers.*.mlp.gate_proj": ("layers.*.mlp.gate",),
+    "layers.*.mlp.up_proj": ("layers.*.mlp.up",),
+    "layers.*.mlp.down_proj": ("layers.*.mlp.down",),
+    "norm": ("norm",),
+    "lm_head": ("head",),
 }
 
 
@@ -172,25 +172,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def tensor_mappings(config: ModelConfig, model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorMapping]:
     """Return all tensors of a model with these parameters in files of this type, layer by layer."""
     family = FAMILIES[model_type]
-    once, layered = ([theirs for theirs in family.table if ("*" in theirs) is many] for many in (False, True))
-    modules = [(theirs, "") for theirs in once]
-    modules += [(theirs, str(index)) for index in range(config.layers) for theirs in layered]
-    return [mapping for module in modules for mapping in _module_mappings(family, *module, config.heads, shapes)]
-
-
-def _module_mappings(
-    family: Family, theirs: str, index: str, heads: int, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[TensorMapping]:
-    """Yield weight and bias of a module, where the model has them."""
-    modules = family.table[theirs]
-    modules = (modules,) if isinstance(modules, str) else modules
-    for kind in ("weight", "bias"):
-        ours = tuple(f"{module}.{kind}".replace("*", index) for module in modules)
-        if ours[0] in shapes:
-            in_first = family.transposed is not None and family.transposed.fullmatch(theirs) is not None
-            alternate = family.by_head and len(ours) > 1
-            name = f"{theirs}.{kind}".replace("*", index)
-            yield TensorMapping(name, ours, transposed=in_first and kind == "weight", heads=heads if alternate else 0)
+    modules = [(theirs, "") for theirs in family.table if "*" not in theirs]
+    modules += [(theirs, str(layer)) for layer in range(config.layers) for theirs in family.table if "*" in theirs]
+    found = []
+    for theirs, layer in modules:
+        in_first = family.transposed is not None and family.transposed.fullmatch(theirs) is not None
+        for kind in ("weight", "bias"):
+            ours = tuple(f"{module}.{kind}".replace("*", layer) for module in family.table[theirs])
+            if ours[0] in shapes:  # the model may have no bias, no learned positions, no head of its own
+                name = f"{theirs}.{kind}".replace("*", layer)
+                heads = config.heads if family.by_head and len(ours) > 1 else 0
+                found.append(TensorMapping(name, ours, transposed=in_first and kind == "weight", heads=heads))
+    return found
 
 
 def match_names(
@@ -211,18 +204,12 @@ def match_names(
             raise ValueError(f"{folder} holds both {names[plain]!r} and {name!r}, which are one tensor; remove one")
         names[plain] = name
     missing = [name for name in wanted if name not in names]
-    unknown = [name for name in names if name not in wanted and name != HEAD]
+    unknown = [names[name] for name in names if name not in wanted and name != HEAD]
     if missing or unknown:
-        lacking, extra = [family.file_name(name) for name in missing], [names[name] for name in unknown]
-        faults = [f"it lacks {show_names(lacking, extra)}"] if missing else []
-        if unknown:
-            faults.append(f"it also holds {show_names(extra, lacking or [family.file_name(name) for name in wanted])}")
-        hint = ""
+        faults = show_names(list(map(family.file_name, missing)), unknown, list(map(family.file_name, wanted)))
         if missing == [HEAD]:
-            hint = "; where the head is the embedding's table, say tie_word_embeddings=true in config.json"
-        raise ValueError(
-            f"{folder} is not the {model_type} model that its config.json describes: {', '.join(faults)}{hint}"
-        )
+            faults += "; where the head is the embedding's table, say tie_word_embeddings=true in config.json"
+        raise ValueError(f"{folder} is not the {model_type} model that its config.json describes: {faults}")
     return names
 
 
@@ -285,7 +272,15 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         return {folder / WEIGHTS: set()}
     index = folder / INDEX
     if not index.is_file():
-        raise _no_weights(folder)
+        if pickles := [name for name in PICKLES if (folder / name).exists()]:
+            raise ValueError(
+                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is never opened; if you "
+                'trust it, convert it: python -c "from transformers import AutoModelForCausalLM as M; '
+                f"M.from_pretrained('{folder}').save_pretrained('NEW')\""
+            )
+        raise FileNotFoundError(
+            f"{folder} has neither {WEIGHTS} nor {INDEX}; give a Hugging Face folder with its weights"
+        )
     try:
         files: dict[Path, set[str]] = {}
         for name, file in json.loads(index.read_text())["weight_map"].items():
@@ -297,18 +292,6 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
             f"{index} is not an index of weights ({type(error).__name__}: {error}); copy it again"
         ) from error
     return files
-
-
-def _no_weights(folder: Path) -> Exception:
-    """Return the error for a folder without safetensors files."""
-    pickles = [name for name in PICKLES if (folder / name).exists()]
-    if pickles:
-        return ValueError(
-            f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is never opened; if you "
-            'trust it, convert it: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}').save_pretrained('NEW')\""
-        )
-    return FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}; give a Hugging Face folder with its weights")
 
 
 def _checked_dtype(file: TensorFile, name: str, shape: tuple[int, ...]) -> torch.dtype:
@@ -390,7 +373,7 @@ def _require_model(checkpoint: Path, record: Record, shapes: Mapping[str, tuple[
     """Raise unless the checkpoint has the parameters of the model, each in its shape."""
     wanted = {MODEL + name: shape for name, shape in shapes.items()}
     found = {name: info.shape for name, info in record.tensors.items() if name.startswith(MODEL)}
-    require_same_names(wanted, list(found), checkpoint)
+    require_same_names(list(wanted), list(found), checkpoint)
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ValueError(f"{name!r} has shape {found[name]} in {checkpoint}, and by the config {shape}")

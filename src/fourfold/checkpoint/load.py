@@ -145,7 +145,7 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
         with_state = parameters_with_state(list(record.tensors))
         chosen.update(model_shards(model))
         chosen.update(new_optimizer_shards(optimizer, with_state))
-        require_same_names(chosen, [name for name in record.tensors if not name.startswith(RANDOM)], folder)
+        require_same_names(list(chosen), [name for name in record.tensors if not name.startswith(RANDOM)], folder)
         for name, shard in chosen.items() if with_state else ():
             if record.tensors[name].dtype != shard.local.dtype:
                 raise ValueError(
@@ -174,28 +174,32 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     def choose(record: Record) -> LocalShards:
         wanted = model_shards(model)
-        require_same_names(wanted, [name for name in record.tensors if name.startswith(MODEL)], folder)
+        require_same_names(list(wanted), [name for name in record.tensors if name.startswith(MODEL)], folder)
         return wanted
 
     read_shards(gradients_of(model).grid, folder, choose)
 
 
-def require_same_names(wanted: Mapping[str, object], found: Sequence[str], folder: object) -> None:
+def require_same_names(wanted: Sequence[str], found: Sequence[str], folder: object) -> None:
     """Raise unless a folder holds the wanted tensors, no more and no fewer."""
-    there = set(found)
+    here, there = set(wanted), set(found)
     missing = [name for name in wanted if name not in there]
-    unknown = [name for name in found if name not in wanted]
-    faults = [f"it lacks {show_names(missing, found)}"] if missing else []
-    faults += [f"it also holds {show_names(unknown, list(wanted))}"] if unknown else []
-    if faults:
-        raise ValueError(f"{folder} is of another model: {'; '.join(faults)}; build the model as saved")
+    unknown = [name for name in found if name not in here]
+    if missing or unknown:
+        raise ValueError(f"{folder} is of another model: {show_names(missing, unknown, wanted)}; build it as saved")
 
 
-def show_names(names: Sequence[str], others: Sequence[str]) -> str:
-    """Return the first of the names as a text, each with its nearest spelling among the others."""
-    shown = ", ".join(f"{name!r}{nearest(name, others)}" for name in names[:MOST_NAMES_SHOWN])
-    left = len(names) - MOST_NAMES_SHOWN
-    return f"{shown} and {left} more" if left > 0 else shown
+def show_names(missing: Sequence[str], unknown: Sequence[str], wanted: Sequence[str]) -> str:
+    """Say which tensors a folder lacks and which others it holds, each with the nearest spelling on the other side."""
+
+    def shown(names: Sequence[str], others: Sequence[str]) -> str:
+        first = ", ".join(f"{name!r}{nearest(name, others)}" for name in names[:MOST_NAMES_SHOWN])
+        left = len(names) - MOST_NAMES_SHOWN
+        return f"{first} and {left} more" if left > 0 else first
+
+    faults = [f"it lacks {shown(missing, unknown)}"] if missing else []
+    faults += [f"it also holds {shown(unknown, missing or wanted)}"] if unknown else []
+    return "; ".join(faults)
 
 
 def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Record], LocalShards]) -> Record:

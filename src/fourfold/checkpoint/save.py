@@ -124,13 +124,17 @@ class Saver:
 
     def wait_for_staging(self) -> None:
         """Order whatever follows after the copy, so that it may change the parameters that are being saved."""
-        if self._pending is not None:
-            self._pending.wait_for_staging()
+        if self._pending is not None and self._pending.copy is not None:
+            self._pending.copy.wait_for_staging()
 
     def wait_for_own_part(self, seconds: float) -> None:
-        """Give this rank's part of a save under way at most this long, where a run ends early; asks no other rank."""
+        """Wait at most this long for this rank's part of a save under way, whether it succeeds or fails.
+
+        For a run that ends early: it asks no other rank, since others may be gone.
+        """
         if self._pending is not None:
-            self._pending.wait_for_own_part(seconds)
+            with suppress(BaseException):
+                self._pending.done.result(seconds)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete; what failed on any rank raises on all."""
@@ -254,12 +258,12 @@ class PendingSave:
         self.grid, self.folder, self._after = grid, AtomicFolder(Path(folder).resolve(), CHECKPOINT_FILE), after
         self.record = Record(grid.shape, state, {name: shard.info for name, shard in shards.items()})
         self._what = f"writing {self.folder.target}"
-        self._copy: HostCopy | None = None
+        self.copy: HostCopy | None = None
 
         def start() -> None:
             self.own = self._own_names(shards, previous)
             if staging is not None:
-                self._copy = staging.copy({name: shards[name] for name in self.own})
+                self.copy = staging.copy({name: shards[name] for name in self.own})
             elif grid.device.type == "cuda":
                 # The thread that writes has another stream, which would not wait for the values to be computed.
                 torch.cuda.current_stream(grid.device).synchronize()
@@ -277,7 +281,7 @@ class PendingSave:
         self._channel = grid.channel.open("write", seconds=SLOWEST_RANK_SECONDS, fresh=True, own_connection=True)
         # The interpreter waits for an executor's thread when it ends, so the checkpoint is finished even then.
         thread = ThreadPoolExecutor(1, "fourfold-save")
-        self._done = thread.submit(self._write, {name: shards[name].local for name in self.own})
+        self.done = thread.submit(self._write, {name: shards[name].local for name in self.own})
         thread.shutdown(wait=False)  # the thread ends when the file is written
 
     def _own_names(self, shards: LocalShards, previous: PendingSave | None) -> list[str]:
@@ -288,17 +292,12 @@ class PendingSave:
             shard.require_box(name, self.grid)
         return self.record.written_by(self.grid.coords)
 
-    def wait_for_staging(self) -> None:
-        """Order whatever follows after the copy, so that it may change the tensors that are being saved."""
-        if self._copy is not None:
-            self._copy.wait_for_staging()
-
     def _write(self, own: dict[str, Tensor]) -> None:
         """Write this rank's file and report it to rank 0, which publishes the folder once all ranks have reported."""
         info: FileInfo | None = None
         fault: Exception | None = None
         try:
-            info = self._write_file(own if self._copy is None else self._copy.result())
+            info = self._write_file(own if self.copy is None else self.copy.result())
         except Exception as error:
             fault = error  # rank 0 must hear of it before it raises here
         report = {"file": None if info is None else asdict(info), "failed": fault is not None}
@@ -334,11 +333,6 @@ class PendingSave:
             raise
         self._after()
 
-    def wait_for_own_part(self, seconds: float) -> None:
-        """Wait at most this long for this rank's part, whether it succeeds or fails; asks no other rank."""
-        with suppress(BaseException):
-            self._done.result(seconds)
-
     def wait(self) -> None:
         """Wait until the folder is complete; what failed on any rank raises on all, and the old folder stays."""
-        self.grid.run_together(self._what, self._done.result)
+        self.grid.run_together(self._what, self.done.result)
