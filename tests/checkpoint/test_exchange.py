@@ -22,7 +22,7 @@ import fourfold as ff
 from exchanged import TOKENS, VOCAB, logits, logits_on, whole, write_run, write_run_on
 from fourfold import cli
 from fourfold.checkpoint.format import read_record
-from fourfold.checkpoint.hugging_face import TensorMapping, match_names
+from fourfold.checkpoint.hf_weights import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.checkpoint.save import save_weights
 from fourfold.commands.import_export import export_model, import_model

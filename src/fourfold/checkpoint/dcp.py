@@ -8,7 +8,7 @@
 That string has the names too, so that a folder which Fourfold has written comes back as it was; from a folder of any
 other program the parameters are taken.
 
-Nothing in a folder is run, whoever wrote it. Its `.metadata` is a pickle, and a pickle names what is called while it is
+No folder can run code here. Its `.metadata` is a pickle, and a pickle names what is called while it is
 read. Here every name that the format needs is on a list and stands for a class of ours that holds what it is given and
 does nothing. Neither torch's classes nor any function are handed out, and a name that is not on the list is refused
 before anything is called. Nothing that comes out is trusted: names, positions and boxes are checked here. The data is
@@ -171,7 +171,7 @@ class DcpContents:
 def from_dcp(
     source: Path, target: Path, *, prefix: str | None = None, progress: Progress = lambda *_: None
 ) -> Converted:
-    """Write a DCP folder as a checkpoint; nothing in it is run, whoever wrote it.
+    """Write a DCP folder as a checkpoint; no code in it is run.
 
     From a folder that `to_dcp` has not written, the tensors with keys that begin with `prefix` are taken as parameters,
     without the prefix. None means `model.` if any key begins so, else everything that is not of `NOT_PARAMETERS`.
@@ -376,7 +376,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> DcpContents:
-    """Return what a DCP folder holds; nothing in it is run, whoever wrote it."""
+    """Return the contents of a DCP folder; no code in it is run."""
     path = folder / METADATA
     if not path.is_file():
         raise FileNotFoundError(_why_missing(folder))

@@ -30,7 +30,6 @@ from fourfold.checkpoint.training_state import (
     LocalShards,
     model_shards,
     new_optimizer_shards,
-    parameters_with_state,
     random_states,
     set_optimizer_state,
     set_random_states,
@@ -81,7 +80,10 @@ class Checkpoints:
         return complete[-1][1] if complete else None
 
     def prune(self, keep_last: int, keep_every: int) -> None:
-        """Remove all but the last few and, with `keep_every`, the multiples of it. The newest is never removed."""
+        """Remove all checkpoints but the last few and those of steps that `keep_every` divides (0: none).
+
+        The newest checkpoint is never removed.
+        """
         for step, folder in self.complete()[: -max(1, keep_last)]:
             if not (keep_every and step % keep_every == 0):
                 with suppress(OSError):  # what cannot be removed now is tried again after the next save
@@ -95,7 +97,7 @@ class Checkpoints:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. It gets another name first, so that nobody takes a half-removed one for a checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that a half-removed folder never looks like a checkpoint."""
     removed = folder.with_name(f".{folder.name}.removed")
     os.rename(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)
@@ -114,7 +116,7 @@ def checkpoints_of(path: Path) -> Checkpoints:
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """Return the folder of a checkpoint: `path` itself if it is one, else of a run the one of a step or the newest."""
+    """Return `path` if it is the folder of a checkpoint; else, of that run, the checkpoint of a step or the newest."""
     if is_checkpoint(path):
         if step is not None:
             raise ValueError(f"{path} is one checkpoint; leave out --step {step}, or give the run's folder")
@@ -132,7 +134,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 
 
 def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    """Give model and optimizer what a checkpoint holds, and return its `state`; all ranks call it.
+    """Load a checkpoint into a model and its optimizer, and return its `state`; all ranks call it.
 
     Everything is verified on all ranks before anything changes. A checkpoint without optimizer state (imported
     weights) may have another dtype and leaves the optimizer fresh. The ranks get back their random states on the grid
@@ -142,7 +144,7 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
     chosen: dict[str, LocalShard] = {}
 
     def choose(record: Record) -> LocalShards:
-        with_state = parameters_with_state(list(record.tensors))
+        with_state = {name.removeprefix(OPTIMIZER).partition("/")[2] for name in record.names(OPTIMIZER)}
         chosen.update(model_shards(model))
         chosen.update(new_optimizer_shards(optimizer, with_state))
         require_same_names(list(chosen), [name for name in record.tensors if not name.startswith(RANDOM)], folder)
@@ -154,13 +156,13 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
                 )
         if record.grid == grid.shape:
             for name, state in random_states(grid).items():
-                # another version of torch may have a state of another length
+                # Another version of torch may have a state of another length.
                 if name in record.tensors and record.tensors[name].shape == state.shape:
                     chosen[name] = state
         return chosen
 
     record = read_shards(grid, folder, choose)
-    set_optimizer_state(optimizer, {name: shard for name, shard in chosen.items() if name.startswith(OPTIMIZER)})
+    set_optimizer_state(optimizer, chosen)
     set_random_states(chosen, grid)
     return record.state
 
@@ -168,13 +170,13 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
 def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Read the parameters of a model, in place, from weights or a checkpoint that any grid of any size has written.
 
-    All ranks call it; each reads only what it holds, and values are cast to the dtype of the model. Whatever is
-    missing or does not fit raises on all ranks before any of them has changed a parameter.
+    All ranks call it; each reads only its own shards, and values are cast to the dtype of the model. An error, such as
+    a missing tensor or another shape, is raised on all ranks before any of them has changed a parameter.
     """
 
     def choose(record: Record) -> LocalShards:
         wanted = model_shards(model)
-        require_same_names(list(wanted), [name for name in record.tensors if name.startswith(MODEL)], folder)
+        require_same_names(list(wanted), record.names(MODEL), folder)
         return wanted
 
     read_shards(gradients_of(model).grid, folder, choose)
@@ -205,7 +207,8 @@ def show_names(missing: Sequence[str], unknown: Sequence[str], wanted: Sequence[
 def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Record], LocalShards]) -> Record:
     """Read into the shards that `choose` picks by the record, in place, cast to their dtypes.
 
-    All ranks call it. Whatever is missing, damaged or does not fit raises on all of them before anything has changed.
+    All ranks call it. A file that is missing or damaged, or a tensor that does not fit, raises on all ranks before any
+    tensor has changed.
     """
     source = Path(folder).resolve()
     grid.agree("the folder to read", str(source))
@@ -243,7 +246,7 @@ def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Re
 
 
 def _slices(box: Sequence[range], outer: Sequence[range]) -> tuple[slice, ...]:
-    """Return the slices of a tensor that fills `outer` which select `box`."""
+    """Return the slices that select `box` in a tensor that covers `outer`."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 
@@ -256,7 +259,7 @@ PartsByFile = dict[str, list[tuple[str, Box]]]
 def checked_parts(folder: Path, record: Record, boxes: Mapping[str, Box | None]) -> PartsByFile:
     """Return the parts that overlap these boxes of tensors (None: all of the tensor); raise unless files hold them.
 
-    Only headers are read. So nobody allocates memory for a shape that the record claims and the files do not have.
+    Only headers are read. So a caller never allocates memory for a shape that the record claims and the files lack.
     """
     parts: PartsByFile = {}
     for name, box in boxes.items():
@@ -297,7 +300,7 @@ def verify_share(
     files = len(record.files)
     for number, (name, info) in enumerate(record.files.items()):
         if not number * shares < files * (share + 1) or not files * share < (number + 1) * shares:
-            continue  # the file lies outside of this share
+            continue  # no tensor of the file begins in this share
         with open_checked(folder, record, name) as file:
             offset = 0
             for key, tensor in file.tensors.items():

@@ -2,7 +2,7 @@
 
     copy to the host, then write (in a thread) -> report to rank 0 -> rank 0 writes the record and renames the folder
 
-Nothing is gathered: rank 0 receives the length and a checksum of each rank's file. Of equal copies one is written. With
+Nothing is gathered: rank 0 receives the length and a checksum of each rank's file. Equal copies are written once. With
 a `Saver` the copy runs beside forward and backward; `wait_for_staging` orders it before whatever changes the tensors.
 """
 
@@ -90,10 +90,10 @@ class Saver:
         grid.run_on_rank0("clearing unfinished checkpoints", self.checkpoints.remove_leftovers)
 
     def save(self, step: int, model: nn.Module, optimizer: AdamW, state: dict[str, Any]) -> None:
-        """Write everything that continues the run after this step.
+        """Write everything that is needed to resume after this step.
 
         When asynchronous it returns at once: the copy is taken beside forward and backward, and the optimizer's next
-        step waits for it. Whoever changes parameters otherwise before that step calls `wait_for_staging` first; a
+        step waits for it. Call `wait_for_staging` before anything else changes parameters ahead of that step; a
         change without it fails this save.
         """
         self.wait()
@@ -111,10 +111,10 @@ class Saver:
             self.wait()
         elif optimizer is not self._hooked:
             optimizer.register_step_pre_hook(lambda *_: self.wait_for_staging())
-            self._hooked = optimizer
+            self._hooked = optimizer  # once: every registered hook would run at each step
 
     def _require_newest(self, step: int) -> None:
-        """Raise where the folder has this step or a later one: with two runs in it, retention would mix them up."""
+        """Raise if the folder has this step or a later one: retention would mix up the checkpoints of two runs."""
         complete = self.checkpoints.complete()
         if complete and complete[-1][0] >= step:
             raise FileExistsError(
@@ -182,7 +182,7 @@ class StagingMemory:
 class HostCopy:
     """Shards on their way into staging memory: a GPU's by a stream of the device, a CPU's by the thread that writes.
 
-    Whoever changes the tensors calls `wait_for_staging` before. A change without it is noticed, and `result` raises.
+    Call `wait_for_staging` before changing the tensors. A change without it is noticed, and `result` raises.
     """
 
     def __init__(
@@ -195,7 +195,8 @@ class HostCopy:
         self._shards, self._copies, self._event, self._device = shards, copies, event, device
         self._versions = {name: shard.version for name, shard in shards.items()}
         self._done = Event()
-        self._lock = Lock()  # of the three below: training's thread and the writer's both look for changes
+        # Guards the next two and the reading of versions: training's thread and the writer's both look for changes.
+        self._lock = Lock()
         self._ordered = False
         self._changed = ""
 
@@ -203,7 +204,7 @@ class HostCopy:
         """Return the copies once they are complete; called by the thread that writes them."""
         try:
             if self._event is not None:
-                self._event.synchronize()
+                self._event.synchronize()  # the host must not read the buffers before the GPU has filled them
             else:
                 for name, shard in self._shards.items():
                     self._copies[name].copy_(shard.local)
@@ -299,7 +300,7 @@ class PendingSave:
         try:
             info = self._write_file(own if self.copy is None else self.copy.result())
         except Exception as error:
-            fault = error  # rank 0 must hear of it before it raises here
+            fault = error  # raised below: rank 0 waits for this rank's report and must get it first
         report = {"file": None if info is None else asdict(info), "failed": fault is not None}
         reports = self._channel.gather("files", json.dumps(report))
         if self._channel.leads:

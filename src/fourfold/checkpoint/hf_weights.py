@@ -36,9 +36,11 @@ Table = dict[str, tuple[str, ...]]
 HEAD = "lm_head.weight"
 """The name of an untied head's weight in every table, whatever the type's files call it."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file of a model that has one, and the file that names the others of a model that has several."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
-"""Files that hold weights in other folders, which are never opened: a pickle can run code."""
+"""Files that hold the weights of older folders. They are never opened, since a pickle can run code."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of plain weights; any other dtype holds packed ones."""
 
 # Names
 
@@ -232,12 +234,21 @@ def import_weights(
         types: dict[str, TensorType] = {}
         for mapping in mappings:
             name = names[mapping.theirs]
-            dtype = _checked_dtype(files[name], name, mapping.shape(shapes))
+            path, (dtype, shape), expected = files[name].path, files[name].tensors[name], mapping.shape(shapes)
+            if shape != expected:
+                raise DamagedCheckpointError(
+                    f"{path}: {name!r} has shape {shape}, and by config.json {expected}; copy both again"
+                )
+            if dtype not in FLOATS:
+                raise ValueError(
+                    f"{path}: {name!r} has dtype {dtype}, so the weights are packed; save them in one of "
+                    f"{', '.join(map(str, FLOATS))}"
+                )
             types |= {MODEL + ours: TensorType(dtype, shapes[ours]) for ours in mapping.ours}
         if config.tied and HEAD in names:
             _require_tied(files, names, mappings)
 
-        def tensors() -> Iterator[Tensor]:
+        def tensors() -> Iterator[Tensor]:  # read one at a time, when the writer asks for the next
             for mapping in mappings:
                 name = names[mapping.theirs]
                 yield from mapping.cut(files[name].read(name))
@@ -248,14 +259,14 @@ def import_weights(
 
 @contextmanager
 def _open_files(folder: Path) -> Iterator[dict[str, TensorFile]]:
-    """Open the files of a folder and give the file of every tensor, by the tensor's name."""
+    """Open the files of a folder and yield the file of every tensor, by the tensor's name."""
     with ExitStack() as stack:
         found: dict[str, TensorFile] = {}
         for path, promised in _weight_files(folder).items():
             file = stack.enter_context(TensorFile(path))
             if lacking := sorted(promised - file.tensors.keys()):
                 raise DamagedCheckpointError(
-                    f"{path} does not hold {lacking[0]!r}, but {INDEX} says so; copy the folder again"
+                    f"{path} does not hold {lacking[0]!r}, though {INDEX} lists it there; copy the folder again"
                 )
             for name in file.tensors:
                 if name in found:
@@ -294,23 +305,8 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
     return files
 
 
-def _checked_dtype(file: TensorFile, name: str, shape: tuple[int, ...]) -> torch.dtype:
-    """Return the dtype of a tensor in a file; raise unless it has this shape and holds plain weights."""
-    found = file.tensors[name]
-    if found.shape != shape:
-        raise DamagedCheckpointError(
-            f"{file.path}: {name!r} has shape {found.shape}, and by config.json {shape}; copy both again"
-        )
-    if found.dtype not in FLOATS:
-        raise ValueError(
-            f"{file.path}: {name!r} has dtype {found.dtype}, so the weights are packed; save them in one of "
-            f"{', '.join(map(str, FLOATS))}"
-        )
-    return found.dtype
-
-
 def _require_tied(files: Mapping[str, TensorFile], names: Mapping[str, str], mappings: Iterable[TensorMapping]) -> None:
-    """Raise where the head differs from the embedding's table, though config.json says that they are one."""
+    """Raise if the head differs from the embedding's table, though config.json says that they are one."""
     table = next(names[mapping.theirs] for mapping in mappings if mapping.ours == ("embedding.weight",))
     head = names[HEAD]
     if not torch.equal(files[table].read(table), files[head].read(head)):
@@ -347,12 +343,16 @@ def export_weights(
     Without a dtype each tensor keeps its own.
     """
     shapes = parameter_shapes(config)
-    _require_model(checkpoint, record, shapes)
+    require_same_names([MODEL + name for name in shapes], record.names(MODEL), checkpoint)
+    for name, shape in shapes.items():
+        if record.tensors[MODEL + name].shape != shape:
+            found = record.tensors[MODEL + name].shape
+            raise ValueError(f"{MODEL + name!r} has shape {found} in {checkpoint}, and by the config {shape}")
     family = FAMILIES[model_type]
     mappings = {family.file_name(mapping.theirs): mapping for mapping in tensor_mappings(config, model_type, shapes)}
     types: dict[str, TensorType] = {}
     for name, mapping in mappings.items():
-        # Without a dtype, one that holds all of our tensors in theirs.
+        # Our parts of one of their tensors may differ in dtype; the promoted one holds the values of all.
         own = reduce(torch.promote_types, (record.tensors[MODEL + part].dtype for part in mapping.ours))
         types[name] = TensorType(dtype or own, mapping.shape(shapes))
     groups = _group_by_file(types, max_file_bytes)
@@ -369,20 +369,11 @@ def export_weights(
     return ExportedWeights(len(groups), nbytes, next(iter(types.values())).dtype)
 
 
-def _require_model(checkpoint: Path, record: Record, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise unless the checkpoint has the parameters of the model, each in its shape."""
-    wanted = {MODEL + name: shape for name, shape in shapes.items()}
-    found = {name: info.shape for name, info in record.tensors.items() if name.startswith(MODEL)}
-    require_same_names(list(wanted), list(found), checkpoint)
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            raise ValueError(f"{name!r} has shape {found[name]} in {checkpoint}, and by the config {shape}")
-
-
 def _read_theirs(checkpoint: Path, record: Record, name: str, mapping: TensorMapping, dtype: torch.dtype) -> Tensor:
     """Return one of their tensors, joined from ours and cast."""
     joined = mapping.join([read_full_tensor(checkpoint, record, MODEL + part) for part in mapping.ours])
     cast = joined.to(dtype)
+    # A narrower dtype rounds, which the user asked for; values that became infinite would make the model useless.
     if cast.dtype != joined.dtype and not torch.equal(cast.isfinite(), joined.isfinite()):
         raise ValueError(f"{name!r} has values that {dtype} cannot hold; export in another dtype, such as --dtype bf16")
     return cast
