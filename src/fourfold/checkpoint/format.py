@@ -66,7 +66,7 @@ _DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
 CHUNK_BYTES = 16 << 20
-"""Bytes that get their checksum and are written before the next ones: few enough to stay in the CPU's cache between the
+"""The number of bytes that are checksummed and written at a time: few enough to stay in the CPU's cache between the
 two, many enough that a call per chunk costs nothing."""
 LONGEST_HEADER = 100 << 20
 """The longest header that safetensors accepts, in bytes."""
@@ -78,8 +78,8 @@ RECORD = "checkpoint.json"
 CHECKPOINT_FILE = re.compile(r"checkpoint\.json|rank-\d{5,}\.safetensors")
 """The names of all files of a checkpoint."""
 MAX_RANKS = 1 << 17
-"""The largest grid that a record may claim: the arithmetic over its ranks takes time and memory in proportion, and a
-record may be anybody's."""
+"""The most ranks that the grid of a record may have. The arithmetic over ranks takes time and memory in proportion, and
+anybody may have written the record."""
 
 
 class TensorType(NamedTuple):

@@ -1,7 +1,8 @@
-"""Weights from and to Hugging Face folders: names and shapes as data, then files, one tensor at a time.
+"""Weights from and to Hugging Face folders: tables of names, then files, one tensor at a time.
 
-A table per model type names its modules and ours; `*` is a layer's number, and `.weight` or `.bias` follows. One of
-their tensors may hold several of ours: side by side with in-features first (GPT-2), or head by head (GPT-NeoX).
+In this file *theirs* is a name or tensor in Hugging Face's files, *ours* one of Fourfold's model. A table per model
+type has our modules by the names of theirs; `*` is a layer's number, and `.weight` or `.bias` follows. One of their
+tensors may hold several of ours: side by side with in-features first (GPT-2), or head by head (GPT-NeoX).
 
 Neither direction holds the whole model: a tensor is read, cut or joined, written, and freed before the next. Names,
 shapes and dtypes of all files are checked before the first tensor is read.
@@ -34,7 +35,7 @@ from fourfold.nn.layer import specs_of
 Table = dict[str, tuple[str, ...]]
 """Our modules by the names of theirs; one of theirs may hold several of ours."""
 HEAD = "lm_head.weight"
-"""The name of an untied head's weight in every table, whatever the type's files call it."""
+"""The name of an untied head's weight in every table; the files of a type may have another name for it."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of a model that has one, and the file that names the others of a model that has several."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
@@ -88,17 +89,17 @@ LLAMA: Table = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the files of one or several model types name and lay out their tensors."""
+    """The names and the layout of tensors in the files of one or several model types."""
 
     table: Table
     prefix: str
     """The prefix of all names but the head's in files of a whole model; files of its body alone lack it."""
     buffers: re.Pattern[str]
-    """Names of tensors that older files hold and no model reads."""
+    """The names of tensors that older files hold and no model reads."""
     head: str = HEAD
     """The name of the head's weight in the type's files."""
     transposed: re.Pattern[str] | None = None
-    """Modules that store weights with in-features first."""
+    """The modules that store weights with in-features first; None if no module does."""
     by_head: bool = False
     """Whether q, k and v alternate head by head."""
 
@@ -141,7 +142,7 @@ class TensorMapping:
     ours: tuple[str, ...]
     transposed: bool = False
     heads: int = 0
-    """The number of heads where ours alternate head by head; else 0."""
+    """The number of heads if our tensors alternate head by head in theirs, else 0."""
 
     def cut(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yield ours from theirs, in order, each made when it is asked for."""

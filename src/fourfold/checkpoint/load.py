@@ -46,7 +46,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds its checkpoints."""
 WHAT_TO_GIVE = "give the folder of a run, or the folder of one checkpoint"
-"""The end of the errors of commands that take either."""
+"""The way out in the errors of commands that take either of them."""
 MOST_NAMES_SHOWN = 3
 """How many missing or unknown tensors an error names."""
 

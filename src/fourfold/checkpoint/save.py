@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own parts of the tensors, and the folder appears when all ranks have.
+"""Saving: every rank writes its own parts of the tensors, and the folder appears once all parts are written.
 
     copy to the host, then write (in a thread) -> report to rank 0 -> rank 0 writes the record and renames the folder
 
@@ -42,8 +42,8 @@ from fourfold.layout import Layout
 from fourfold.optim import AdamW
 
 SLOWEST_RANK_SECONDS = 1800.0
-"""How long rank 0 waits for the slowest rank's file once its own is written. Ranks share a file system and write equal
-amounts, so a rank that needs half an hour more does not come."""
+"""Seconds that rank 0 waits for the slowest rank's file once its own is written. Ranks share a file system and write
+equal amounts, so a rank that needs half an hour more is not going to finish."""
 
 
 def save_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -150,7 +150,7 @@ class Saver:
 
 
 class StagingMemory:
-    """Memory on the host that tensors are copied into, kept for the next copy; pinned for tensors of a GPU."""
+    """Memory on the host into which tensors are copied. The next save reuses it. It is pinned for tensors of a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -180,7 +180,7 @@ class StagingMemory:
 
 
 class HostCopy:
-    """Shards on their way into staging memory: a GPU's by a stream of the device, a CPU's by the thread that writes.
+    """A copy of shards into staging memory, made by a stream of the GPU or, on the CPU, by the thread that writes.
 
     Call `wait_for_staging` before changing the tensors. A change without it is noticed, and `result` raises.
     """
