@@ -65,7 +65,7 @@ INSIDE = {
         "parameters", "integrations", "passes", "lora", "images", "structure", "build", "__init__",
     ],
     "checkpoint": [
-        "__init__", "format", "training_state", "load", "save", "hugging_face", "dcp",
+        "__init__", "format", "training_state", "load", "save", "hf_weights", "dcp",
     ],
     "planner": [
         "__init__", "machine", "seconds", "sizes", "program", "transformer", "memory", "trace", "simulate",

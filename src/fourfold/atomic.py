@@ -1,7 +1,7 @@
 """Files and folders that appear complete or not at all. Imports no torch.
 
-Both are written under another name beside their place, and renamed: a rename is atomic inside one file system. Nobody
-reads what a process that died has left under the other name, and the next process that writes there removes it.
+Both are written under another name beside their place, and renamed: a rename is atomic inside one file system. What a
+process that died has left under the other name is never read, and the next process that writes there removes it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class AtomicFolder:
         self.partial.mkdir(parents=True)
 
     def _require_replaceable(self) -> None:
-        """Raise where the target holds files of somebody else: replacing a folder removes all of it."""
+        """Raise if the target holds other files: replacing a folder removes all of it."""
         if self.replaceable is None:
             require_free(self.target)
         elif self.target.exists():

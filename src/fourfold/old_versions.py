@@ -1,7 +1,7 @@
 """The one reader of old checkpoints and configs: it gives the keys of earlier versions the names they have today.
 
-Nothing else in the package knows an old key. Whoever renames a key of a config adds a line to `CONFIG_KEYS`; whoever
-renames a key of the state of training adds one to `STATE_KEYS`. Both upgrades leave today's keys as they are, so they
+Nothing else in the package knows an old key. When you rename a key of a config, add a line to `CONFIG_KEYS`; when you
+rename a key of the state of training, add one to `STATE_KEYS`. Both upgrades leave today's keys as they are, so they
 can be applied to tables of any version.
 """
 
@@ -30,7 +30,7 @@ STATE_KEYS: Renames = {"schedule": {"rate": "learning_rate"}}
 def upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config of any version, as nested tables, with today's keys.
 
-    Keys that are neither old nor known today stay, so that whoever parses the config can refuse them.
+    Keys that are neither old nor known today stay, so that the parser of the config can refuse them.
     """
     upgraded = _renamed(config, CONFIG_KEYS)
     grid = upgraded.get("grid")

@@ -22,7 +22,7 @@ import fourfold as ff
 from exchanged import TOKENS, VOCAB, logits, logits_on, whole, write_run, write_run_on
 from fourfold import cli
 from fourfold.checkpoint.format import read_record
-from fourfold.checkpoint.hugging_face import TensorMapping, match_names
+from fourfold.checkpoint.hf_weights import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.checkpoint.save import save_weights
 from fourfold.commands.import_export import export_model, import_model
@@ -364,7 +364,7 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
         (drop("transformer.h.1.ln_2.bias"), r"it lacks 'transformer.h.1.ln_2.bias'$"),
         (
             rename("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fcc.weight"),
-            r"lacks 'transformer.h.0.mlp.c_fc.weight' \(did you mean 'transformer.h.0.mlp.c_fcc.weight'\?\), it also "
+            r"lacks 'transformer.h.0.mlp.c_fc.weight' \(did you mean 'transformer.h.0.mlp.c_fcc.weight'\?\); it also "
             r"holds 'transformer.h.0.mlp.c_fcc.weight' \(did you mean 'transformer.h.0.mlp.c_fc.weight'",
         ),
         (put("score.weight", torch.zeros(2, 32)), "it also holds 'score.weight'"),

@@ -275,16 +275,14 @@ def test_prepared_text_comes_back(corpus: Path, words: Path, tmp_path: Path, kin
     tokenizer = load_tokenizer("bytes" if kind == "bytes" else words)
     seen: list[tuple[int, int]] = []
     out = tmp_path / "new" / "out.tokens"
-    summary = prepare([corpus, corpus / "b.txt"], out, tokenizer, progress=lambda *pair: seen.append(pair))
-    source = TokenFile(out)
+    source = prepare([corpus, corpus / "b.txt"], out, tokenizer, progress=lambda *pair: seen.append(pair))
     found = documents(source)
     assert [tokenizer.decode(ids) for ids in found] == [*DOCUMENTS, DOCUMENTS[2]]
     assert all(ids[-1] == tokenizer.eod for ids in found)
     assert source.tokenizer == tokenizer.description and source.vocab == tokenizer.vocab
     size = sum(len(text.encode()) for text in TEXTS.values()) + len(DOCUMENTS[2].encode())
     assert seen[-1] == (size, size)
-    assert (summary.tokens, summary.documents, summary.files, summary.empty) == (source.tokens, 6, 6, 1)
-    assert (summary.text_bytes, summary.path, summary.vocab) == (size, out, tokenizer.vocab)
+    assert (source.path, source.documents, source.tokens) == (out, len(found), sum(map(len, found)))
 
 
 def test_long_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,13 @@
     random/cpu                 <->  random.cpu
     the state of the run       <->  fourfold, a string of JSON
 
-That string has the names too, so that a folder which Fourfold has written comes back as it was; from a folder of any
-other program the parameters are taken.
+The JSON has the names too, so that a folder which Fourfold wrote is converted back exactly. From a folder of another
+program only the parameters are taken.
 
-Nothing in a folder is run, whoever wrote it. Its `.metadata` is a pickle, and a pickle names what is called while it is
-read. Here every name that the format needs is on a list and stands for a class of ours that holds what it is given and
-does nothing. Neither torch's classes nor any function are handed out, and a name that is not on the list is refused
-before anything is called. Nothing that comes out is trusted: names, positions and boxes are checked here. The data is
-read by torch's own reader of tensors alone (`weights_only`).
+Reading a folder never runs code from it. Its `.metadata` is a pickle, and a pickle names the functions and classes that
+are called while it is read. Every name that the format needs is on a list here, and stands for a class of ours that
+keeps its arguments and does nothing. A name that is not on the list is refused before anything is called. The contents
+are not trusted either: names, positions and boxes are checked. Tensors are read with torch.load(weights_only=True).
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ from fourfold.layout import Box, boxed, overlap
 from fourfold.old_versions import upgrade_state
 
 STATE = "fourfold"
-"""The key of everything that is no tensor."""
+"""The key of the JSON with everything that is not a tensor."""
 VERSION = 1
-"""The version of the string under that key; the keys inside its state may be older, which `old_versions` knows."""
+"""The version of that JSON. The keys inside its state may be older still; `old_versions` renames them."""
 PREFIX = "model."
 """The prefix of the parameters' keys in a folder of another program, if any key has it."""
 NOT_PARAMETERS = ("optim.", "optimizer.", "lr_scheduler.", "scheduler.", "dataloader.", "train_state.")
 """Prefixes of keys that are not parameters, in a folder where no key begins with `model.`."""
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes that are done, and with the bytes in all."""
+"""A function that is called with the number of bytes done and the number of bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The tensors and bytes that a conversion took, and the keys that it left out."""
+    """The number of tensors and bytes that were converted, and the keys that were left out."""
 
     tensors: int
     nbytes: int
@@ -69,7 +68,7 @@ class Converted:
 
 
 def to_dcp(source: Path, target: Path, *, progress: Progress = lambda *_: None) -> Converted:
-    """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` reads; every byte is verified.
+    """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` reads; verify every byte on the way.
 
     Each tensor gets a file, since torch's writer keeps all tensors of a file in memory until the file is closed.
     """
@@ -85,7 +84,7 @@ def to_dcp(source: Path, target: Path, *, progress: Progress = lambda *_: None) 
     folder = AtomicFolder(target.resolve())
     try:
         with folder.fill() as partial, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what we want
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process converts by itself
             writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, per_thread_copy_ahead=0)
             dcp.save(_nested(record, paths, names), storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
@@ -140,7 +139,7 @@ class _LazyPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Bytes in a file of the folder."""
+    """A range of bytes in a file of the folder."""
 
     file: str
     offset: int
@@ -162,7 +161,7 @@ class DcpTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpContents:
-    """Everything in a DCP folder, by key: the tensors, and the values that are none."""
+    """Everything in a DCP folder, by key: the tensors and the other values."""
 
     tensors: dict[str, DcpTensor]
     values: dict[str, FileRange]
@@ -171,7 +170,7 @@ class DcpContents:
 def from_dcp(
     source: Path, target: Path, *, prefix: str | None = None, progress: Progress = lambda *_: None
 ) -> Converted:
-    """Write a DCP folder as a checkpoint; nothing in it is run, whoever wrote it.
+    """Write a DCP folder as a checkpoint; no code in it is run.
 
     From a folder that `to_dcp` has not written, the tensors with keys that begin with `prefix` are taken as parameters,
     without the prefix. None means `model.` if any key begins so, else everything that is not of `NOT_PARAMETERS`.
@@ -239,7 +238,7 @@ def _read_state(source: Path, contents: DcpContents) -> tuple[dict[str, Any], di
 
 
 def _parameter_names(source: Path, contents: DcpContents, prefix: str | None) -> dict[str, str]:
-    """Return our names of the parameters, by key, in a folder of another program."""
+    """Return Fourfold's names of the parameters, by key, in a folder of another program."""
     left_out = ()
     if prefix is None:
         prefix = PREFIX if any(key.startswith(PREFIX) for key in contents.tensors) else ""
@@ -268,16 +267,16 @@ def _read_tensor(source: Path, key: str, tensor: DcpTensor) -> Tensor:
 def _read_part(source: Path, key: str, tensor: DcpTensor, box: Box, where: FileRange) -> Tensor:
     path = source / where.file
     with path.open("rb") as file:
-        file.seek(where.offset + 8)
+        file.seek(where.offset + 8)  # behind the length of a safetensors header, where its JSON begins
         is_safetensors = file.read(2) == b'{"'
-    if is_safetensors:  # written with SerializationFormat.SAFETENSORS; .metadata does not know the position inside
+    if is_safetensors:  # written with SerializationFormat.SAFETENSORS; .metadata does not have the position inside
         with TensorFile(path) as content:
             if key not in content.tensors:
                 raise DamagedCheckpointError(f"{path} does not hold {key!r}; copy the folder again")
             part = content.read(key)
     else:
         part = _torch_load(source, key, where)
-    # a subclass of Tensor could bring code of its own
+    # A subclass of Tensor could bring code of its own.
     if type(part) is not Tensor or part.layout != torch.strided or part.device.type != "cpu":
         raise ValueError(f"{path} holds no plain tensor for {key!r}; save it again")
     found, expected = (part.dtype, tuple(part.shape)), (tensor.dtype, tuple(map(len, box)))
@@ -289,7 +288,7 @@ def _read_part(source: Path, key: str, tensor: DcpTensor, box: Box, where: FileR
 
 
 def _torch_load(source: Path, key: str, where: FileRange) -> Any:
-    """Return what torch.save wrote there, if it consists of tensors and plain values."""
+    """Return the object that torch.save wrote there, if it consists of tensors and plain values."""
     path = source / where.file
     with path.open("rb") as file:
         file.seek(where.offset)
@@ -320,61 +319,38 @@ class _StandIn:
         self.state = state
 
 
-class _Metadata(_StandIn): ...
-
-
-class _Tensor(_StandIn): ...
-
-
-class _Properties(_StandIn): ...
-
-
-class _Chunk(_StandIn): ...
-
-
-class _Bytes(_StandIn): ...
-
-
-class _Index(_StandIn): ...
-
-
-class _Storage(_StandIn): ...
-
-
-class _Unused(_StandIn): ...
-
-
 METADATA = ".metadata"
+"""The file of a DCP folder that describes all others."""
+_MODULE = "torch.distributed.checkpoint.metadata"
+_MODULE_UNTIL_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
+"""The module that had the properties of a tensor up to torch 2.2."""
+STAND_INS: dict[str, type[_StandIn]] = {
+    name: type(name, (_StandIn,), {})
+    for name in (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING",
+    )
+}  # fmt: skip
+"""A stand-in for each class of the format, by the name of the class."""
 PICKLED_DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128",
 )  # fmt: skip
-_MODULE = "torch.distributed.checkpoint.metadata"
-_MODULE_UNTIL_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
-"""The module that had the properties of a tensor up to torch 2.2."""
-
 ALLOWED: Mapping[tuple[str, str], Any] = {
-    (_MODULE, "Metadata"): _Metadata,
-    (_MODULE, "TensorStorageMetadata"): _Tensor,
-    (_MODULE, "TensorProperties"): _Properties,
-    (_MODULE, "ChunkStorageMetadata"): _Chunk,
-    (_MODULE, "BytesStorageMetadata"): _Bytes,
-    (_MODULE, "MetadataIndex"): _Index,
-    (_MODULE, "StorageMeta"): _Unused,
-    (_MODULE, "_MEM_FORMAT_ENCODING"): _Unused,
-    (_MODULE_UNTIL_2_2, "TensorProperties"): _Properties,
-    (_MODULE_UNTIL_2_2, "MEM_FORMAT_ENCODING"): _Unused,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Storage,
-    ("torch.serialization", "_get_layout"): _Unused,
+    **{(_MODULE, name): stand_in for name, stand_in in STAND_INS.items()},
+    (_MODULE_UNTIL_2_2, "TensorProperties"): STAND_INS["TensorProperties"],
+    (_MODULE_UNTIL_2_2, "MEM_FORMAT_ENCODING"): _StandIn,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): STAND_INS["_StorageInfo"],
+    ("torch.serialization", "_get_layout"): _StandIn,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
     **{("torch", name): getattr(torch, name) for name in PICKLED_DTYPES},
     # the folder's own path, which the metadata remembers; Python 3.13 moved the classes
-    **{(module, name): _Unused for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+    **{(module, name): _StandIn for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
     # Python 3.11.0 to 3.11.3 pickle an enum as getattr(its class, its name); this stand-in looks nothing up
-    ("builtins", "getattr"): _Unused,
+    ("builtins", "getattr"): _StandIn,
 }
-"""The stand-in for each name that the pickle may have."""
+"""What each name in the pickle stands for; a name that is not here is refused."""
 
 FileRanges = dict[tuple[str, tuple[int, ...] | None], FileRange]
 """Bytes by key and, for a part of a tensor, by the offsets at which the part begins."""
@@ -399,7 +375,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> DcpContents:
-    """Return what a DCP folder holds; nothing in it is run, whoever wrote it."""
+    """Return the contents of a DCP folder; no code in it is run."""
     path = folder / METADATA
     if not path.is_file():
         raise FileNotFoundError(_why_missing(folder))
@@ -432,25 +408,26 @@ def _why_missing(folder: Path) -> str:
 
 
 def _parse_contents(found: Any) -> DcpContents:
-    table = _state(found, _Metadata)
+    table = _state(found, "Metadata")
     ranges: FileRanges = {}
     for index, storage in table["storage_data"].items():
-        key = _state(index, _Index)
+        key = _state(index, "MetadataIndex")
         offset = key.get("offset")
-        where = _parse_range(_state(storage, _Storage))
+        where = _parse_range(_state(storage, "_StorageInfo"))
         ranges[_name(key["fqn"]), None if offset is None else _lengths(offset)] = where
     contents = DcpContents({}, {})
     for name, entry in table["state_dict_metadata"].items():
-        if isinstance(entry, _Bytes):
+        if isinstance(entry, STAND_INS["BytesStorageMetadata"]):
             contents.values[_name(name)] = _find(ranges, name, None)
         else:
-            contents.tensors[_name(name)] = _parse_tensor(name, _state(entry, _Tensor), ranges)
+            contents.tensors[_name(name)] = _parse_tensor(name, _state(entry, "TensorStorageMetadata"), ranges)
     return contents
 
 
-def _state(found: Any, kind: type[_StandIn]) -> dict[str, Any]:
-    if not isinstance(found, kind) or not isinstance(found.state, dict):
-        raise TypeError(f"{type(found).__name__.strip('_')} where {kind.__name__.strip('_')} belongs")
+def _state(found: Any, kind: str) -> dict[str, Any]:
+    """Return the fields of an object of the format; raise unless it is of this class."""
+    if not isinstance(found, STAND_INS[kind]) or not isinstance(found.state, dict):
+        raise TypeError(f"{type(found).__name__} where {kind} belongs")
     return found.state
 
 
@@ -468,7 +445,7 @@ def _lengths(found: Any) -> tuple[int, ...]:
 
 def _parse_range(state: Mapping[str, Any]) -> FileRange:
     file, offset, nbytes = state["relative_path"], state["offset"], state["length"]
-    # only files of this folder are opened, whatever the metadata says
+    # The metadata may come from anybody, and must not make us open a file outside of this folder.
     if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
         raise ValueError(f"{file!r} is not the name of a file in the folder")
     if state.get("transform_descriptors"):
@@ -486,16 +463,16 @@ def _find(ranges: FileRanges, name: str, offsets: tuple[int, ...] | None) -> Fil
 def _parse_tensor(name: str, state: Mapping[str, Any], ranges: FileRanges) -> DcpTensor:
     shape = _lengths(state["size"])
     properties = state["properties"]
-    dtype = properties.state[0] if isinstance(properties, _Properties) else None
+    dtype = properties.state[0] if isinstance(properties, STAND_INS["TensorProperties"]) else None
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} has no dtype")
     parts = []
     for chunk in state["chunks"]:
-        found = _state(chunk, _Chunk)
+        found = _state(chunk, "ChunkStorageMetadata")
         offsets, sizes = _lengths(found["offsets"]), _lengths(found["sizes"])
         box = tuple(range(start, start + length) for start, length in zip(offsets, sizes, strict=True))
         if not all(sizes):
-            continue  # a rank that holds nothing
+            continue  # torch lists empty shards too, and writes no bytes for them
         where = _find(ranges, name, offsets)
         if where.nbytes < prod(sizes) * dtype.itemsize:
             raise ValueError(f"{name!r}: {where.nbytes} bytes for a part of {sizes} of {dtype}")

@@ -66,18 +66,20 @@ _DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
 CHUNK_BYTES = 16 << 20
-"""Bytes that get their checksum and are written before the next ones: few enough to stay in the CPU's cache between the
+"""The number of bytes that are checksummed and written at a time: few enough to stay in the CPU's cache between the
 two, many enough that a call per chunk costs nothing."""
 LONGEST_HEADER = 100 << 20
 """The longest header that safetensors accepts, in bytes."""
 
 FORMAT, VERSION = "fourfold-checkpoint", 2
+"""The format and version that a record names; records of all versions up to this one can be read."""
 RECORD = "checkpoint.json"
+"""The file that describes a checkpoint. It is written last, so a folder that has it is complete."""
 CHECKPOINT_FILE = re.compile(r"checkpoint\.json|rank-\d{5,}\.safetensors")
 """The names of all files of a checkpoint."""
 MAX_RANKS = 1 << 17
-"""The largest grid that a record may claim: the arithmetic over its ranks takes time and memory in proportion, and a
-record may be anybody's."""
+"""The most ranks that the grid of a record may have. The arithmetic over ranks takes time and memory in proportion, and
+anybody may have written the record."""
 
 
 class TensorType(NamedTuple):
@@ -182,7 +184,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A safetensors file, opened to read. Whatever is wrong with it raises an error that names it."""
+    """A safetensors file that is open for reading. Every error about it names it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -196,10 +198,13 @@ class TensorFile:
         except OSError as error:
             raise UnreadableCheckpointError(error.errno, f"cannot read {path} ({error.strerror})") from error
         self.info = FileInfo(path.stat().st_size, _crc_text(zlib.crc32(header)))
-        library = _safetensors()
+        try:  # imported here, since only reading a checkpoint needs the library
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ImportError(f"checkpoints need safetensors: pip install 'fourfold[train]' ({error})") from error
         try:
-            self._content = library.safe_open(path, framework="pt").__enter__()
-        except library.SafetensorError as error:
+            self._content = safe_open(path, framework="pt").__enter__()
+        except SafetensorError as error:
             pickled = start[:2] == b"PK" or start[:1] == b"\x80"
             what = "a pickle, which is never opened, in the place of a safetensors file" if pickled else "damaged"
             raise DamagedCheckpointError(
@@ -243,16 +248,6 @@ class TensorFile:
             raise DamagedCheckpointError(f"{self.path} has another header than was written; copy it again")
 
 
-def _safetensors() -> Any:
-    """Return the library, which only whoever reads a checkpoint needs."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(f"checkpoints are files of safetensors: pip install 'fourfold[train]' ({error})") from error
-    return safetensors
-
-
 # The record
 
 
@@ -280,14 +275,14 @@ class Record:
     grid: Shape
     """The shape of the grid that wrote the checkpoint."""
     state: dict[str, Any]
-    """Whatever continues training besides tensors: step, config, position in the data."""
+    """Everything besides tensors that is needed to resume training: step, config, position in the data."""
     tensors: dict[str, TensorInfo]
     files: dict[str, FileInfo] = field(default_factory=dict)
 
     @cached_property
     def _writers(self) -> dict[str, dict[str, int]]:
-        """For every tensor, which of the ranks that hold equal copies writes it: its coordinates on the axes that do
-        not cut the tensor. The largest tensors are assigned first, each to the rank with the least to write.
+        """The writer of every tensor among the ranks that hold equal copies: its coordinates on the axes that do not
+        cut the tensor. The largest tensors are assigned first, each to the rank with the least to write.
 
         The assignment is part of the format, since readers repeat it to find a tensor's files.
         """
@@ -304,6 +299,10 @@ class Record:
             for axis in copies:
                 index, found[name][axis] = divmod(index, self.grid.sizes[axis])
         return found
+
+    def names(self, *prefixes: str) -> list[str]:
+        """Return the names of tensors that begin with one of these prefixes."""
+        return [name for name in self.tensors if name.startswith(prefixes)]
 
     def parts(self, name: str, within: Box | None = None) -> Iterator[tuple[int, Box]]:
         """Yield the ranks that write a tensor and their boxes; with `within`, only of boxes that overlap it."""

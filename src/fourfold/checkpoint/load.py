@@ -30,7 +30,6 @@ from fourfold.checkpoint.training_state import (
     LocalShards,
     model_shards,
     new_optimizer_shards,
-    parameters_with_state,
     random_states,
     set_optimizer_state,
     set_random_states,
@@ -47,7 +46,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds its checkpoints."""
 WHAT_TO_GIVE = "give the folder of a run, or the folder of one checkpoint"
-"""The end of the errors of commands that take either."""
+"""The way out in the errors of commands that take either of them."""
 MOST_NAMES_SHOWN = 3
 """How many missing or unknown tensors an error names."""
 
@@ -81,7 +80,10 @@ class Checkpoints:
         return complete[-1][1] if complete else None
 
     def prune(self, keep_last: int, keep_every: int) -> None:
-        """Remove all but the last few and, with `keep_every`, the multiples of it. The newest is never removed."""
+        """Remove all checkpoints but the last few and those of steps that `keep_every` divides (0: none).
+
+        The newest checkpoint is never removed.
+        """
         for step, folder in self.complete()[: -max(1, keep_last)]:
             if not (keep_every and step % keep_every == 0):
                 with suppress(OSError):  # what cannot be removed now is tried again after the next save
@@ -95,7 +97,7 @@ class Checkpoints:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. It gets another name first, so that nobody takes a half-removed one for a checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that a half-removed folder never looks like a checkpoint."""
     removed = folder.with_name(f".{folder.name}.removed")
     os.rename(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)
@@ -114,7 +116,7 @@ def checkpoints_of(path: Path) -> Checkpoints:
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """Return the folder of a checkpoint: `path` itself if it is one, else of a run the one of a step or the newest."""
+    """Return `path` if it is the folder of a checkpoint; else, of that run, the checkpoint of a step or the newest."""
     if is_checkpoint(path):
         if step is not None:
             raise ValueError(f"{path} is one checkpoint; leave out --step {step}, or give the run's folder")
@@ -132,7 +134,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 
 
 def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    """Give model and optimizer what a checkpoint holds, and return its `state`; all ranks call it.
+    """Load a checkpoint into a model and its optimizer, and return its `state`; all ranks call it.
 
     Everything is verified on all ranks before anything changes. A checkpoint without optimizer state (imported
     weights) may have another dtype and leaves the optimizer fresh. The ranks get back their random states on the grid
@@ -142,10 +144,10 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
     chosen: dict[str, LocalShard] = {}
 
     def choose(record: Record) -> LocalShards:
-        with_state = parameters_with_state(list(record.tensors))
+        with_state = {name.removeprefix(OPTIMIZER).partition("/")[2] for name in record.names(OPTIMIZER)}
         chosen.update(model_shards(model))
         chosen.update(new_optimizer_shards(optimizer, with_state))
-        require_same_names(chosen, [name for name in record.tensors if not name.startswith(RANDOM)], folder)
+        require_same_names(list(chosen), [name for name in record.tensors if not name.startswith(RANDOM)], folder)
         for name, shard in chosen.items() if with_state else ():
             if record.tensors[name].dtype != shard.local.dtype:
                 raise ValueError(
@@ -154,13 +156,13 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
                 )
         if record.grid == grid.shape:
             for name, state in random_states(grid).items():
-                # another version of torch may have a state of another length
+                # Another version of torch may have a state of another length.
                 if name in record.tensors and record.tensors[name].shape == state.shape:
                     chosen[name] = state
         return chosen
 
     record = read_shards(grid, folder, choose)
-    set_optimizer_state(optimizer, {name: shard for name, shard in chosen.items() if name.startswith(OPTIMIZER)})
+    set_optimizer_state(optimizer, chosen)
     set_random_states(chosen, grid)
     return record.state
 
@@ -168,40 +170,45 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
 def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Read the parameters of a model, in place, from weights or a checkpoint that any grid of any size has written.
 
-    All ranks call it; each reads only what it holds, and values are cast to the dtype of the model. Whatever is
-    missing or does not fit raises on all ranks before any of them has changed a parameter.
+    All ranks call it; each reads only its own shards, and values are cast to the dtype of the model. An error, such as
+    a missing tensor or another shape, is raised on all ranks before any of them has changed a parameter.
     """
 
     def choose(record: Record) -> LocalShards:
         wanted = model_shards(model)
-        require_same_names(wanted, [name for name in record.tensors if name.startswith(MODEL)], folder)
+        require_same_names(list(wanted), record.names(MODEL), folder)
         return wanted
 
     read_shards(gradients_of(model).grid, folder, choose)
 
 
-def require_same_names(wanted: Mapping[str, object], found: Sequence[str], folder: object) -> None:
+def require_same_names(wanted: Sequence[str], found: Sequence[str], folder: object) -> None:
     """Raise unless a folder holds the wanted tensors, no more and no fewer."""
-    there = set(found)
+    here, there = set(wanted), set(found)
     missing = [name for name in wanted if name not in there]
-    unknown = [name for name in found if name not in wanted]
-    faults = [f"it lacks {show_names(missing, found)}"] if missing else []
-    faults += [f"it also holds {show_names(unknown, list(wanted))}"] if unknown else []
-    if faults:
-        raise ValueError(f"{folder} is of another model: {'; '.join(faults)}; build the model as saved")
+    unknown = [name for name in found if name not in here]
+    if missing or unknown:
+        raise ValueError(f"{folder} is of another model: {show_names(missing, unknown, wanted)}; build it as saved")
 
 
-def show_names(names: Sequence[str], others: Sequence[str]) -> str:
-    """Return the first of the names as a text, each with its nearest spelling among the others."""
-    shown = ", ".join(f"{name!r}{nearest(name, others)}" for name in names[:MOST_NAMES_SHOWN])
-    left = len(names) - MOST_NAMES_SHOWN
-    return f"{shown} and {left} more" if left > 0 else shown
+def show_names(missing: Sequence[str], unknown: Sequence[str], wanted: Sequence[str]) -> str:
+    """Say which tensors a folder lacks and which others it holds, each with the nearest spelling on the other side."""
+
+    def shown(names: Sequence[str], others: Sequence[str]) -> str:
+        first = ", ".join(f"{name!r}{nearest(name, others)}" for name in names[:MOST_NAMES_SHOWN])
+        left = len(names) - MOST_NAMES_SHOWN
+        return f"{first} and {left} more" if left > 0 else first
+
+    faults = [f"it lacks {shown(missing, unknown)}"] if missing else []
+    faults += [f"it also holds {shown(unknown, missing or wanted)}"] if unknown else []
+    return "; ".join(faults)
 
 
 def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Record], LocalShards]) -> Record:
     """Read into the shards that `choose` picks by the record, in place, cast to their dtypes.
 
-    All ranks call it. Whatever is missing, damaged or does not fit raises on all of them before anything has changed.
+    All ranks call it. A file that is missing or damaged, or a tensor that does not fit, raises on all ranks before any
+    tensor has changed.
     """
     source = Path(folder).resolve()
     grid.agree("the folder to read", str(source))
@@ -239,7 +246,7 @@ def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Re
 
 
 def _slices(box: Sequence[range], outer: Sequence[range]) -> tuple[slice, ...]:
-    """Return the slices of a tensor that fills `outer` which select `box`."""
+    """Return the slices that select `box` in a tensor that covers `outer`."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 
@@ -252,7 +259,7 @@ PartsByFile = dict[str, list[tuple[str, Box]]]
 def checked_parts(folder: Path, record: Record, boxes: Mapping[str, Box | None]) -> PartsByFile:
     """Return the parts that overlap these boxes of tensors (None: all of the tensor); raise unless files hold them.
 
-    Only headers are read. So nobody allocates memory for a shape that the record claims and the files do not have.
+    Only headers are read. So a caller never allocates memory for a shape that the record claims and the files lack.
     """
     parts: PartsByFile = {}
     for name, box in boxes.items():
@@ -293,7 +300,7 @@ def verify_share(
     files = len(record.files)
     for number, (name, info) in enumerate(record.files.items()):
         if not number * shares < files * (share + 1) or not files * share < (number + 1) * shares:
-            continue  # the file lies outside of this share
+            continue  # no tensor of the file begins in this share
         with open_checked(folder, record, name) as file:
             offset = 0
             for key, tensor in file.tensors.items():

@@ -1,8 +1,8 @@
-"""Saving: every rank writes its own parts of the tensors, and the folder appears when all ranks have.
+"""Saving: every rank writes its own parts of the tensors, and the folder appears once all parts are written.
 
     copy to the host, then write (in a thread) -> report to rank 0 -> rank 0 writes the record and renames the folder
 
-Nothing is gathered: rank 0 receives the length and a checksum of each rank's file. Of equal copies one is written. With
+Nothing is gathered: rank 0 receives the length and a checksum of each rank's file. Equal copies are written once. With
 a `Saver` the copy runs beside forward and backward; `wait_for_staging` orders it before whatever changes the tensors.
 """
 
@@ -42,8 +42,8 @@ from fourfold.layout import Layout
 from fourfold.optim import AdamW
 
 SLOWEST_RANK_SECONDS = 1800.0
-"""How long rank 0 waits for the slowest rank's file once its own is written. Ranks share a file system and write equal
-amounts, so a rank that needs half an hour more does not come."""
+"""Seconds that rank 0 waits for the slowest rank's file once its own is written. Ranks share a file system and write
+equal amounts, so a rank that needs half an hour more is not going to finish."""
 
 
 def save_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -90,10 +90,10 @@ class Saver:
         grid.run_on_rank0("clearing unfinished checkpoints", self.checkpoints.remove_leftovers)
 
     def save(self, step: int, model: nn.Module, optimizer: AdamW, state: dict[str, Any]) -> None:
-        """Write everything that continues the run after this step.
+        """Write everything that is needed to resume after this step.
 
         When asynchronous it returns at once: the copy is taken beside forward and backward, and the optimizer's next
-        step waits for it. Whoever changes parameters otherwise before that step calls `wait_for_staging` first; a
+        step waits for it. Call `wait_for_staging` before anything else changes parameters ahead of that step; a
         change without it fails this save.
         """
         self.wait()
@@ -111,10 +111,10 @@ class Saver:
             self.wait()
         elif optimizer is not self._hooked:
             optimizer.register_step_pre_hook(lambda *_: self.wait_for_staging())
-            self._hooked = optimizer
+            self._hooked = optimizer  # once: every registered hook would run at each step
 
     def _require_newest(self, step: int) -> None:
-        """Raise where the folder has this step or a later one: with two runs in it, retention would mix them up."""
+        """Raise if the folder has this step or a later one: retention would mix up the checkpoints of two runs."""
         complete = self.checkpoints.complete()
         if complete and complete[-1][0] >= step:
             raise FileExistsError(
@@ -124,13 +124,17 @@ class Saver:
 
     def wait_for_staging(self) -> None:
         """Order whatever follows after the copy, so that it may change the parameters that are being saved."""
-        if self._pending is not None:
-            self._pending.wait_for_staging()
+        if self._pending is not None and self._pending.copy is not None:
+            self._pending.copy.wait_for_staging()
 
     def wait_for_own_part(self, seconds: float) -> None:
-        """Give this rank's part of a save under way at most this long, where a run ends early; asks no other rank."""
+        """Wait at most this long for this rank's part of a save under way, whether it succeeds or fails.
+
+        For a run that ends early: it asks no other rank, since others may be gone.
+        """
         if self._pending is not None:
-            self._pending.wait_for_own_part(seconds)
+            with suppress(BaseException):
+                self._pending.done.result(seconds)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete; what failed on any rank raises on all."""
@@ -146,7 +150,7 @@ class Saver:
 
 
 class StagingMemory:
-    """Memory on the host that tensors are copied into, kept for the next copy; pinned for tensors of a GPU."""
+    """Memory on the host into which tensors are copied. The next save reuses it. It is pinned for tensors of a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -176,9 +180,9 @@ class StagingMemory:
 
 
 class HostCopy:
-    """Shards on their way into staging memory: a GPU's by a stream of the device, a CPU's by the thread that writes.
+    """A copy of shards into staging memory, made by a stream of the GPU or, on the CPU, by the thread that writes.
 
-    Whoever changes the tensors calls `wait_for_staging` before. A change without it is noticed, and `result` raises.
+    Call `wait_for_staging` before changing the tensors. A change without it is noticed, and `result` raises.
     """
 
     def __init__(
@@ -191,7 +195,8 @@ class HostCopy:
         self._shards, self._copies, self._event, self._device = shards, copies, event, device
         self._versions = {name: shard.version for name, shard in shards.items()}
         self._done = Event()
-        self._lock = Lock()  # of the three below: training's thread and the writer's both look for changes
+        # Guards the next two and the reading of versions: training's thread and the writer's both look for changes.
+        self._lock = Lock()
         self._ordered = False
         self._changed = ""
 
@@ -199,7 +204,7 @@ class HostCopy:
         """Return the copies once they are complete; called by the thread that writes them."""
         try:
             if self._event is not None:
-                self._event.synchronize()
+                self._event.synchronize()  # the host must not read the buffers before the GPU has filled them
             else:
                 for name, shard in self._shards.items():
                     self._copies[name].copy_(shard.local)
@@ -254,12 +259,12 @@ class PendingSave:
         self.grid, self.folder, self._after = grid, AtomicFolder(Path(folder).resolve(), CHECKPOINT_FILE), after
         self.record = Record(grid.shape, state, {name: shard.info for name, shard in shards.items()})
         self._what = f"writing {self.folder.target}"
-        self._copy: HostCopy | None = None
+        self.copy: HostCopy | None = None
 
         def start() -> None:
             self.own = self._own_names(shards, previous)
             if staging is not None:
-                self._copy = staging.copy({name: shards[name] for name in self.own})
+                self.copy = staging.copy({name: shards[name] for name in self.own})
             elif grid.device.type == "cuda":
                 # The thread that writes has another stream, which would not wait for the values to be computed.
                 torch.cuda.current_stream(grid.device).synchronize()
@@ -277,7 +282,7 @@ class PendingSave:
         self._channel = grid.channel.open("write", seconds=SLOWEST_RANK_SECONDS, fresh=True, own_connection=True)
         # The interpreter waits for an executor's thread when it ends, so the checkpoint is finished even then.
         thread = ThreadPoolExecutor(1, "fourfold-save")
-        self._done = thread.submit(self._write, {name: shards[name].local for name in self.own})
+        self.done = thread.submit(self._write, {name: shards[name].local for name in self.own})
         thread.shutdown(wait=False)  # the thread ends when the file is written
 
     def _own_names(self, shards: LocalShards, previous: PendingSave | None) -> list[str]:
@@ -288,19 +293,14 @@ class PendingSave:
             shard.require_box(name, self.grid)
         return self.record.written_by(self.grid.coords)
 
-    def wait_for_staging(self) -> None:
-        """Order whatever follows after the copy, so that it may change the tensors that are being saved."""
-        if self._copy is not None:
-            self._copy.wait_for_staging()
-
     def _write(self, own: dict[str, Tensor]) -> None:
         """Write this rank's file and report it to rank 0, which publishes the folder once all ranks have reported."""
         info: FileInfo | None = None
         fault: Exception | None = None
         try:
-            info = self._write_file(own if self._copy is None else self._copy.result())
+            info = self._write_file(own if self.copy is None else self.copy.result())
         except Exception as error:
-            fault = error  # rank 0 must hear of it before it raises here
+            fault = error  # raised below: rank 0 waits for this rank's report and must get it first
         report = {"file": None if info is None else asdict(info), "failed": fault is not None}
         reports = self._channel.gather("files", json.dumps(report))
         if self._channel.leads:
@@ -334,11 +334,6 @@ class PendingSave:
             raise
         self._after()
 
-    def wait_for_own_part(self, seconds: float) -> None:
-        """Wait at most this long for this rank's part, whether it succeeds or fails; asks no other rank."""
-        with suppress(BaseException):
-            self._done.result(seconds)
-
     def wait(self) -> None:
         """Wait until the folder is complete; what failed on any rank raises on all, and the old folder stays."""
-        self.grid.run_together(self._what, self._done.result)
+        self.grid.run_together(self._what, self.done.result)

@@ -29,8 +29,11 @@ from fourfold.params import local_of
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """The prefixes of the three groups of tensors."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments, as torch names them in the state of an optimizer."""
 COUNT = "step"
+"""The key of AdamW's number of steps, as torch names it."""
 ROW_PER_RANK = Layout.along(0, AXES)
+"""The layout of a tensor with one row for each rank of the grid."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity, since tensors do not compare to one bool
@@ -41,11 +44,11 @@ class LocalShard:
     shape: tuple[int, ...]
     storage: Layout
     parameter: Tensor | None = None
-    """The DTensor that the shard belongs to, where there is one: an in-place operation on either counts on its own."""
+    """The DTensor of the shard, if it has one: torch counts in-place operations on a DTensor and on its shard apart."""
 
     @property
     def version(self) -> tuple[int, int]:
-        """Torch's counts of in-place operations: they differ once somebody has changed the values."""
+        """Torch's counts of in-place operations: they differ once the values have been changed."""
         return self.local._version, 0 if self.parameter is None else self.parameter._version
 
     @property
@@ -64,10 +67,11 @@ class LocalShard:
 
 
 LocalShards = Mapping[str, LocalShard]
+"""Shards of this rank by the names of their tensors."""
 
 
 def training_shards(model: nn.Module, optimizer: AdamW) -> dict[str, LocalShard]:
-    """Return this rank's shards of everything that continues training."""
+    """Return this rank's shards of all tensors that are needed to resume training."""
     return {**model_shards(model), **optimizer_shards(optimizer), **random_states(optimizer.gradients.grid)}
 
 
@@ -129,17 +133,12 @@ def new_optimizer_shards(optimizer: AdamW, names: set[str]) -> dict[str, LocalSh
 
 
 def set_optimizer_state(optimizer: AdamW, shards: LocalShards) -> None:
-    """Make these shards the whole state of the optimizer."""
+    """Replace the optimizer's whole state by these shards."""
     for name, part in optimizer.parts.items():
         keys = [key for key in (*MOMENTS, COUNT) if f"{OPTIMIZER}{key}/{name}" in shards]
         optimizer.state.pop(part, None)
         if keys:
             optimizer.state[part] = {key: shards[f"{OPTIMIZER}{key}/{name}"].local for key in keys}
-
-
-def parameters_with_state(names: list[str]) -> set[str]:
-    """Return the parameters that a checkpoint with these tensors has optimizer state for."""
-    return {name.removeprefix(OPTIMIZER).partition("/")[2] for name in names if name.startswith(OPTIMIZER)}
 
 
 def _require_adamw(optimizer: object) -> None:
@@ -172,7 +171,7 @@ def random_states(grid: Grid) -> dict[str, LocalShard]:
 
 
 def set_random_states(shards: LocalShards, grid: Grid) -> None:
-    """Give the random generators the states among these shards, where there are any."""
+    """Restore the random generators from their states among these shards, if any."""
     if f"{RANDOM}cpu" in shards:
         torch.set_rng_state(shards[f"{RANDOM}cpu"].local[0])
     if f"{RANDOM}cuda" in shards:

@@ -20,7 +20,7 @@ import torch
 from fourfold import models
 from fourfold.atomic import AtomicFolder, write_bytes
 from fourfold.checkpoint.format import RECORD, Record, read_record
-from fourfold.checkpoint.hugging_face import (
+from fourfold.checkpoint.hf_weights import (
     ExportedWeights,
     export_weights,
     import_weights,

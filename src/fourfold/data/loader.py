@@ -1,4 +1,4 @@
-"""Batches for the steps of a run: the rows of this rank, read ahead by a thread, with a position to resume from.
+"""Batches for the steps of a run: a thread prefetches the rows of this rank, and the position can be saved.
 
 The batch of a step is the next `rows` samples of the order, whatever the grid and the number of micro-steps are; a rank
 reads the rows of its place. `Evaluation` gives the held-out windows in the same way.
@@ -42,10 +42,10 @@ class TokenBatch(NamedTuple):
 
 
 class Loader:
-    """Gives the batches of training: `next()` returns the micro-steps of a step, each a `TokenBatch` on the device.
+    """The loader of training batches: `next()` returns the micro-steps of a step, each a `TokenBatch` on the device.
 
-    `rows` is the number of rows of a whole step, over all ranks and micro-steps. One step is read ahead. `state` is the
-    position after the steps that `next` has returned; the step that is read ahead does not count.
+    `rows` is the number of rows of a whole step, over all ranks and micro-steps. One step is prefetched. `state` is
+    the position after the steps that `next` has returned; the prefetched step does not count.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Loader:
         grid.agree("the data", str((self._state["of"], rows, documents)))
         self._pool = ThreadPoolExecutor(1, "fourfold-data", initializer=_set_device, initargs=(self.device,))
         self._closed = False
-        self._ahead: Future[tuple[list[TokenBatch], dict[str, Any]]] | None = None
+        self._prefetched: Future[tuple[list[TokenBatch], dict[str, Any]]] | None = None
 
     def next(self) -> list[TokenBatch]:
         """Return the micro-steps of the next step. An error while reading it is raised here."""
         if self._closed:
             raise RuntimeError("this loader is closed; make a new one and restore its state")
-        ahead = self._ahead or self._pool.submit(self._read)
-        self._ahead = ahead  # kept if reading failed, so that the next call raises the same error
-        batches, state = ahead.result()  # usually done already: it was read during the previous step
-        self._ahead = self._pool.submit(self._read)
+        prefetched = self._prefetched or self._pool.submit(self._read)
+        self._prefetched = prefetched  # kept if reading failed, so that the next call raises the same error
+        batches, state = prefetched.result()  # usually done already: it was read during the previous step
+        self._prefetched = self._pool.submit(self._read)
         self._state = state
         return [batch.to(self.device) for batch in batches]
 
@@ -92,10 +92,10 @@ class Loader:
         return {**self._state, "given": list(self._state["given"])}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position. The step that was read ahead is dropped."""
-        if self._ahead is not None:
-            wait([self._ahead])  # the thread changes the order while it reads
-            self._ahead = None
+        """Continue from a saved position. The prefetched step is dropped."""
+        if self._prefetched is not None:
+            wait([self._prefetched])  # the thread changes the order while it reads
+            self._prefetched = None
             self._order.restore(self._state)
         self._order.restore(state)
         self._state = self._order.state()

@@ -13,7 +13,6 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +52,7 @@ def open_source(
 
     Text (a file, a folder, `standard-library`) is tokenized into a token file in `cache`, which is used again until the
     text or the tokenizer changes. A token file must have been made by `tokenizer`, unless that is None. `eod` is the id
-    that ends documents in files that do not say so themselves.
+    that ends documents in files that do not record it.
     """
     if str(path) != STANDARD_LIBRARY:
         path = Path(path).expanduser()
@@ -135,27 +134,14 @@ class TextChunk(NamedTuple):
     file_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The result of `prepare`; `empty` is the number of files without text."""
-
-    path: Path
-    tokens: int
-    documents: int
-    files: int
-    empty: int
-    text_bytes: int
-    vocab: int
-
-
 def prepare(
     inputs: Iterable[str | Path],
     out: str | Path,
     tokenizer: Tokenizer,
     *,
     progress: Callable[[int, int], None] | None = None,
-) -> Prepared:
-    """Tokenize the text of files and folders (or `standard-library`) into one token file.
+) -> TokenFile:
+    """Tokenize the text of files and folders (or `standard-library`) into one token file, and return it opened.
 
     `progress(bytes_done, bytes_total)` is called every few megabytes.
     """
@@ -176,8 +162,7 @@ def prepare(
                 done += chunk.file_bytes
             if progress is not None:
                 progress(done, total)
-    empty = sum(file.size == 0 for file in files)
-    return Prepared(out, writer.tokens, writer.documents, len(files), empty, total, tokenizer.vocab)
+    return TokenFile(out)
 
 
 def text_files(name: str | Path) -> list[TextFile]:
@@ -206,10 +191,10 @@ def text_files(name: str | Path) -> list[TextFile]:
 
 
 def _walk(folder: Path, suffixes: tuple[str, ...], wanted: Callable[[str], bool]) -> list[TextFile]:
-    """Return the files below a folder that have one of the suffixes and whose names and folders are wanted."""
+    """Return the files below a folder that have one of the suffixes; skip names and folders that are not wanted."""
     found = []
     for root, folders, names in os.walk(folder):
-        folders[:] = filter(wanted, folders)  # os.walk goes into what is left
+        folders[:] = filter(wanted, folders)  # changed in place, since os.walk visits what is left in this list
         found += [Path(root, name) for name in names if wanted(name) and Path(name).suffix.lower() in suffixes]
     # Sorted by the parts of the path: the order must be the same on every machine, whatever the file system lists.
     paths = sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)

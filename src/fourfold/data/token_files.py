@@ -41,6 +41,7 @@ from fourfold.atomic import flush, name_in_errors
 
 DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "uint16": torch.uint16}
 DTYPES |= {"int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64}
+"""The dtypes of numbers in files, by the names that headers have for them."""
 
 BLOCK = 1 << 20
 """Numbers read at once in a pass over a whole file: 8 MiB as int64, so that an index of any size can be checked."""
@@ -51,11 +52,13 @@ HEADER_BYTES = 4096
 """Size of the header. It is fixed and one page long, so that tokens can be written before their number is known."""
 
 HEADER_FIELDS = {"dtype": str, "tokens": int, "documents": int, "vocab": int, "eod": int, "tokenizer": dict}
+"""The keys of the header and their types."""
 PREPARE_AGAIN = "prepare it again with `fourfold data prepare`"
 
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_VERSION = 1
 MEGATRON_HEAD = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, number of sequences, number of document marks."""
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 """Megatron's codes of the dtypes that can hold tokens; 6 and 7 are floating-point."""
 
@@ -63,7 +66,7 @@ PREPROCESS_AGAIN = "make the pair again with Megatron's tools/preprocess_data.py
 
 
 class MappedArray:
-    """Integers of one dtype in a mapped file; nothing is read before it is asked for."""
+    """Integers of one dtype in a mapped file. Pages of the file are read only when they are used."""
 
     def __init__(self, view: mmap.mmap, dtype: str, offset: int = 0, count: int | None = None) -> None:
         self.dtype = DTYPES[dtype]
@@ -216,7 +219,7 @@ def _write(file: BinaryIO, ids: Tensor, dtype: str) -> None:
 
 
 class TokenFile(TokenSource):
-    """A `.tokens` file, mapped."""
+    """A `.tokens` file, mapped into memory."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         header = _read_header(path)

@@ -192,7 +192,7 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None = None) -
     with _suggest_an_earlier_one(checkpoint):
         record = read_record(checkpoint)
     step = step_of(checkpoint)
-    if not any(name.startswith(OPTIMIZER) for name in record.tensors):
+    if not record.names(OPTIMIZER):
         if step:
             raise ValueError(
                 f"{checkpoint} holds only weights, without optimizer state, so step {step} cannot be resumed from "

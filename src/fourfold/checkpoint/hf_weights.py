@@ -1,7 +1,8 @@
-"""Weights from and to Hugging Face folders: names and shapes as data, then files, one tensor at a time.
+"""Weights from and to Hugging Face folders: tables of names, then files, one tensor at a time.
 
-A table per model type names its modules and ours; `*` is a layer's number, and `.weight` or `.bias` follows. One of
-their tensors may hold several of ours: side by side with in-features first (GPT-2), or head by head (GPT-NeoX).
+In this file *theirs* is a name or tensor in Hugging Face's files, *ours* one of Fourfold's model. A table per model
+type has our modules by the names of theirs; `*` is a layer's number, and `.weight` or `.bias` follows. One of their
+tensors may hold several of ours: side by side with in-features first (GPT-2), or head by head (GPT-NeoX).
 
 Neither direction holds the whole model: a tensor is read, cut or joined, written, and freed before the next. Names,
 shapes and dtypes of all files are checked before the first tensor is read.
@@ -31,72 +32,74 @@ from fourfold.grid import Grid
 from fourfold.models import ModelConfig, build
 from fourfold.nn.layer import specs_of
 
-Table = dict[str, str | tuple[str, ...]]
-"""Our modules by the names of theirs."""
+Table = dict[str, tuple[str, ...]]
+"""Our modules by the names of theirs; one of theirs may hold several of ours."""
 HEAD = "lm_head.weight"
-"""The name of an untied head's weight in every table, whatever the type's files call it."""
+"""The name of an untied head's weight in every table; the files of a type may have another name for it."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file of a model that has one, and the file that names the others of a model that has several."""
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
-"""Files that hold weights in other folders, which are never opened: a pickle can run code."""
+"""Files that hold the weights of older folders. They are never opened, since a pickle can run code."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of plain weights; any other dtype holds packed ones."""
 
 # Names
 
 QKV = ("layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v")
 GPT2: Table = {
-    "wte": "embedding",
-    "wpe": "positions",
-    "h.*.ln_1": "layers.*.attention_norm",
+    "wte": ("embedding",),
+    "wpe": ("positions",),
+    "h.*.ln_1": ("layers.*.attention_norm",),
     "h.*.attn.c_attn": QKV,
-    "h.*.attn.c_proj": "layers.*.attention.out",
-    "h.*.ln_2": "layers.*.mlp_norm",
-    "h.*.mlp.c_fc": "layers.*.mlp.up",
-    "h.*.mlp.c_proj": "layers.*.mlp.down",
-    "ln_f": "norm",
-    "lm_head": "head",
+    "h.*.attn.c_proj": ("layers.*.attention.out",),
+    "h.*.ln_2": ("layers.*.mlp_norm",),
+    "h.*.mlp.c_fc": ("layers.*.mlp.up",),
+    "h.*.mlp.c_proj": ("layers.*.mlp.down",),
+    "ln_f": ("norm",),
+    "lm_head": ("head",),
 }
 GPT_NEOX: Table = {
-    "embed_in": "embedding",
-    "layers.*.input_layernorm": "layers.*.attention_norm",
+    "embed_in": ("embedding",),
+    "layers.*.input_layernorm": ("layers.*.attention_norm",),
     "layers.*.attention.query_key_value": QKV,
-    "layers.*.attention.dense": "layers.*.attention.out",
-    "layers.*.post_attention_layernorm": "layers.*.mlp_norm",
-    "layers.*.mlp.dense_h_to_4h": "layers.*.mlp.up",
-    "layers.*.mlp.dense_4h_to_h": "layers.*.mlp.down",
-    "final_layer_norm": "norm",
-    "lm_head": "head",
+    "layers.*.attention.dense": ("layers.*.attention.out",),
+    "layers.*.post_attention_layernorm": ("layers.*.mlp_norm",),
+    "layers.*.mlp.dense_h_to_4h": ("layers.*.mlp.up",),
+    "layers.*.mlp.dense_4h_to_h": ("layers.*.mlp.down",),
+    "final_layer_norm": ("norm",),
+    "lm_head": ("head",),
 }
 LLAMA: Table = {
-    "embed_tokens": "embedding",
-    "layers.*.input_layernorm": "layers.*.attention_norm",
-    "layers.*.self_attn.q_proj": "layers.*.attention.q",
-    "layers.*.self_attn.k_proj": "layers.*.attention.k",
-    "layers.*.self_attn.v_proj": "layers.*.attention.v",
-    "layers.*.self_attn.o_proj": "layers.*.attention.out",
-    "layers.*.self_attn.q_norm": "layers.*.attention.q_norm",
-    "layers.*.self_attn.k_norm": "layers.*.attention.k_norm",
-    "layers.*.post_attention_layernorm": "layers.*.mlp_norm",
-    "layers.*.mlp.gate_proj": "layers.*.mlp.gate",
-    "layers.*.mlp.up_proj": "layers.*.mlp.up",
-    "layers.*.mlp.down_proj": "layers.*.mlp.down",
-    "norm": "norm",
-    "lm_head": "head",
+    "embed_tokens": ("embedding",),
+    "layers.*.input_layernorm": ("layers.*.attention_norm",),
+    "layers.*.self_attn.q_proj": ("layers.*.attention.q",),
+    "layers.*.self_attn.k_proj": ("layers.*.attention.k",),
+    "layers.*.self_attn.v_proj": ("layers.*.attention.v",),
+    "layers.*.self_attn.o_proj": ("layers.*.attention.out",),
+    "layers.*.self_attn.q_norm": ("layers.*.attention.q_norm",),
+    "layers.*.self_attn.k_norm": ("layers.*.attention.k_norm",),
+    "layers.*.post_attention_layernorm": ("layers.*.mlp_norm",),
+    "layers.*.mlp.gate_proj": ("layers.*.mlp.gate",),
+    "layers.*.mlp.up_proj": ("layers.*.mlp.up",),
+    "layers.*.mlp.down_proj": ("layers.*.mlp.down",),
+    "norm": ("norm",),
+    "lm_head": ("head",),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the files of one or several model types name and lay out their tensors."""
+    """The names and the layout of tensors in the files of one or several model types."""
 
     table: Table
     prefix: str
     """The prefix of all names but the head's in files of a whole model; files of its body alone lack it."""
     buffers: re.Pattern[str]
-    """Names of tensors that older files hold and no model reads."""
+    """The names of tensors that older files hold and no model reads."""
     head: str = HEAD
     """The name of the head's weight in the type's files."""
     transposed: re.Pattern[str] | None = None
-    """Modules that store weights with in-features first."""
+    """The modules that store weights with in-features first; None if no module does."""
     by_head: bool = False
     """Whether q, k and v alternate head by head."""
 
@@ -139,7 +142,7 @@ class TensorMapping:
     ours: tuple[str, ...]
     transposed: bool = False
     heads: int = 0
-    """The number of heads where ours alternate head by head; else 0."""
+    """The number of heads if our tensors alternate head by head in theirs, else 0."""
 
     def cut(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yield ours from theirs, in order, each made when it is asked for."""
@@ -172,25 +175,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def tensor_mappings(config: ModelConfig, model_type: str, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorMapping]:
     """Return all tensors of a model with these parameters in files of this type, layer by layer."""
     family = FAMILIES[model_type]
-    once, layered = ([theirs for theirs in family.table if ("*" in theirs) is many] for many in (False, True))
-    modules = [(theirs, "") for theirs in once]
-    modules += [(theirs, str(index)) for index in range(config.layers) for theirs in layered]
-    return [mapping for module in modules for mapping in _module_mappings(family, *module, config.heads, shapes)]
-
-
-def _module_mappings(
-    family: Family, theirs: str, index: str, heads: int, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[TensorMapping]:
-    """Yield weight and bias of a module, where the model has them."""
-    modules = family.table[theirs]
-    modules = (modules,) if isinstance(modules, str) else modules
-    for kind in ("weight", "bias"):
-        ours = tuple(f"{module}.{kind}".replace("*", index) for module in modules)
-        if ours[0] in shapes:
-            in_first = family.transposed is not None and family.transposed.fullmatch(theirs) is not None
-            alternate = family.by_head and len(ours) > 1
-            name = f"{theirs}.{kind}".replace("*", index)
-            yield TensorMapping(name, ours, transposed=in_first and kind == "weight", heads=heads if alternate else 0)
+    modules = [(theirs, "") for theirs in family.table if "*" not in theirs]
+    modules += [(theirs, str(layer)) for layer in range(config.layers) for theirs in family.table if "*" in theirs]
+    found = []
+    for theirs, layer in modules:
+        in_first = family.transposed is not None and family.transposed.fullmatch(theirs) is not None
+        for kind in ("weight", "bias"):
+            ours = tuple(f"{module}.{kind}".replace("*", layer) for module in family.table[theirs])
+            if ours[0] in shapes:  # the model may have no bias, no learned positions, no head of its own
+                name = f"{theirs}.{kind}".replace("*", layer)
+                heads = config.heads if family.by_head and len(ours) > 1 else 0
+                found.append(TensorMapping(name, ours, transposed=in_first and kind == "weight", heads=heads))
+    return found
 
 
 def match_names(
@@ -211,18 +207,12 @@ def match_names(
             raise ValueError(f"{folder} holds both {names[plain]!r} and {name!r}, which are one tensor; remove one")
         names[plain] = name
     missing = [name for name in wanted if name not in names]
-    unknown = [name for name in names if name not in wanted and name != HEAD]
+    unknown = [names[name] for name in names if name not in wanted and name != HEAD]
     if missing or unknown:
-        lacking, extra = [family.file_name(name) for name in missing], [names[name] for name in unknown]
-        faults = [f"it lacks {show_names(lacking, extra)}"] if missing else []
-        if unknown:
-            faults.append(f"it also holds {show_names(extra, lacking or [family.file_name(name) for name in wanted])}")
-        hint = ""
+        faults = show_names(list(map(family.file_name, missing)), unknown, list(map(family.file_name, wanted)))
         if missing == [HEAD]:
-            hint = "; where the head is the embedding's table, say tie_word_embeddings=true in config.json"
-        raise ValueError(
-            f"{folder} is not the {model_type} model that its config.json describes: {', '.join(faults)}{hint}"
-        )
+            faults += "; where the head is the embedding's table, say tie_word_embeddings=true in config.json"
+        raise ValueError(f"{folder} is not the {model_type} model that its config.json describes: {faults}")
     return names
 
 
@@ -245,12 +235,21 @@ def import_weights(
         types: dict[str, TensorType] = {}
         for mapping in mappings:
             name = names[mapping.theirs]
-            dtype = _checked_dtype(files[name], name, mapping.shape(shapes))
+            path, (dtype, shape), expected = files[name].path, files[name].tensors[name], mapping.shape(shapes)
+            if shape != expected:
+                raise DamagedCheckpointError(
+                    f"{path}: {name!r} has shape {shape}, and by config.json {expected}; copy both again"
+                )
+            if dtype not in FLOATS:
+                raise ValueError(
+                    f"{path}: {name!r} has dtype {dtype}, so the weights are packed; save them in one of "
+                    f"{', '.join(map(str, FLOATS))}"
+                )
             types |= {MODEL + ours: TensorType(dtype, shapes[ours]) for ours in mapping.ours}
         if config.tied and HEAD in names:
             _require_tied(files, names, mappings)
 
-        def tensors() -> Iterator[Tensor]:
+        def tensors() -> Iterator[Tensor]:  # read one at a time, when the writer asks for the next
             for mapping in mappings:
                 name = names[mapping.theirs]
                 yield from mapping.cut(files[name].read(name))
@@ -261,14 +260,14 @@ def import_weights(
 
 @contextmanager
 def _open_files(folder: Path) -> Iterator[dict[str, TensorFile]]:
-    """Open the files of a folder and give the file of every tensor, by the tensor's name."""
+    """Open the files of a folder and yield the file of every tensor, by the tensor's name."""
     with ExitStack() as stack:
         found: dict[str, TensorFile] = {}
         for path, promised in _weight_files(folder).items():
             file = stack.enter_context(TensorFile(path))
             if lacking := sorted(promised - file.tensors.keys()):
                 raise DamagedCheckpointError(
-                    f"{path} does not hold {lacking[0]!r}, but {INDEX} says so; copy the folder again"
+                    f"{path} does not hold {lacking[0]!r}, though {INDEX} lists it there; copy the folder again"
                 )
             for name in file.tensors:
                 if name in found:
@@ -285,7 +284,15 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         return {folder / WEIGHTS: set()}
     index = folder / INDEX
     if not index.is_file():
-        raise _no_weights(folder)
+        if pickles := [name for name in PICKLES if (folder / name).exists()]:
+            raise ValueError(
+                f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is never opened; if you "
+                'trust it, convert it: python -c "from transformers import AutoModelForCausalLM as M; '
+                f"M.from_pretrained('{folder}').save_pretrained('NEW')\""
+            )
+        raise FileNotFoundError(
+            f"{folder} has neither {WEIGHTS} nor {INDEX}; give a Hugging Face folder with its weights"
+        )
     try:
         files: dict[Path, set[str]] = {}
         for name, file in json.loads(index.read_text())["weight_map"].items():
@@ -299,35 +306,8 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
     return files
 
 
-def _no_weights(folder: Path) -> Exception:
-    """Return the error for a folder without safetensors files."""
-    pickles = [name for name in PICKLES if (folder / name).exists()]
-    if pickles:
-        return ValueError(
-            f"{folder} has its weights in {pickles[0]}, a pickle, which can run code and is never opened; if you "
-            'trust it, convert it: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}').save_pretrained('NEW')\""
-        )
-    return FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}; give a Hugging Face folder with its weights")
-
-
-def _checked_dtype(file: TensorFile, name: str, shape: tuple[int, ...]) -> torch.dtype:
-    """Return the dtype of a tensor in a file; raise unless it has this shape and holds plain weights."""
-    found = file.tensors[name]
-    if found.shape != shape:
-        raise DamagedCheckpointError(
-            f"{file.path}: {name!r} has shape {found.shape}, and by config.json {shape}; copy both again"
-        )
-    if found.dtype not in FLOATS:
-        raise ValueError(
-            f"{file.path}: {name!r} has dtype {found.dtype}, so the weights are packed; save them in one of "
-            f"{', '.join(map(str, FLOATS))}"
-        )
-    return found.dtype
-
-
 def _require_tied(files: Mapping[str, TensorFile], names: Mapping[str, str], mappings: Iterable[TensorMapping]) -> None:
-    """Raise where the head differs from the embedding's table, though config.json says that they are one."""
+    """Raise if the head differs from the embedding's table, though config.json says that they are one."""
     table = next(names[mapping.theirs] for mapping in mappings if mapping.ours == ("embedding.weight",))
     head = names[HEAD]
     if not torch.equal(files[table].read(table), files[head].read(head)):
@@ -364,12 +344,16 @@ def export_weights(
     Without a dtype each tensor keeps its own.
     """
     shapes = parameter_shapes(config)
-    _require_model(checkpoint, record, shapes)
+    require_same_names([MODEL + name for name in shapes], record.names(MODEL), checkpoint)
+    for name, shape in shapes.items():
+        if record.tensors[MODEL + name].shape != shape:
+            found = record.tensors[MODEL + name].shape
+            raise ValueError(f"{MODEL + name!r} has shape {found} in {checkpoint}, and by the config {shape}")
     family = FAMILIES[model_type]
     mappings = {family.file_name(mapping.theirs): mapping for mapping in tensor_mappings(config, model_type, shapes)}
     types: dict[str, TensorType] = {}
     for name, mapping in mappings.items():
-        # Without a dtype, one that holds all of our tensors in theirs.
+        # Our parts of one of their tensors may differ in dtype; the promoted one holds the values of all.
         own = reduce(torch.promote_types, (record.tensors[MODEL + part].dtype for part in mapping.ours))
         types[name] = TensorType(dtype or own, mapping.shape(shapes))
     groups = _group_by_file(types, max_file_bytes)
@@ -386,20 +370,11 @@ def export_weights(
     return ExportedWeights(len(groups), nbytes, next(iter(types.values())).dtype)
 
 
-def _require_model(checkpoint: Path, record: Record, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise unless the checkpoint has the parameters of the model, each in its shape."""
-    wanted = {MODEL + name: shape for name, shape in shapes.items()}
-    found = {name: info.shape for name, info in record.tensors.items() if name.startswith(MODEL)}
-    require_same_names(wanted, list(found), checkpoint)
-    for name, shape in wanted.items():
-        if found[name] != shape:
-            raise ValueError(f"{name!r} has shape {found[name]} in {checkpoint}, and by the config {shape}")
-
-
 def _read_theirs(checkpoint: Path, record: Record, name: str, mapping: TensorMapping, dtype: torch.dtype) -> Tensor:
     """Return one of their tensors, joined from ours and cast."""
     joined = mapping.join([read_full_tensor(checkpoint, record, MODEL + part) for part in mapping.ours])
     cast = joined.to(dtype)
+    # A narrower dtype rounds, which the user asked for; values that became infinite would make the model useless.
     if cast.dtype != joined.dtype and not torch.equal(cast.isfinite(), joined.isfinite()):
         raise ValueError(f"{name!r} has values that {dtype} cannot hold; export in another dtype, such as --dtype bf16")
     return cast
