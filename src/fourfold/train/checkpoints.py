@@ -18,7 +18,7 @@ from typing import IO, Any
 from torch import nn
 
 from fourfold.atomic import write_json
-from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint, remove_checkpoint
+from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints, find_checkpoint
 from fourfold.checkpoint.format import RECORD, read_record
 from fourfold.checkpoint.load import load_training
 from fourfold.checkpoint.save import Saver
@@ -37,7 +37,7 @@ from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import TrainConfig
 from fourfold.train.guard import StepJudge
-from fourfold.train.run_folder import RunEvent, finish, holds_run, strict
+from fourfold.train.run_folder import RunEvent, finish, holds_run, read_events, strict
 from fourfold.train.schema import to_table
 from fourfold.train.signals import READABLE
 
@@ -62,8 +62,7 @@ class RunSaver:
     """Saves a run while it trains, and reports a checkpoint once it is complete."""
 
     def __init__(self, config: TrainConfig, grid: Grid, out: Path) -> None:
-        section = config.checkpoint
-        self.config, self.grid, self.every = config, grid, section.every
+        self.config, self.grid, section = config, grid, config.checkpoint
         self._pending: RunEvent | None = None
         self._complete: list[RunEvent] = []
         self.saver = Saver(
@@ -76,7 +75,8 @@ class RunSaver:
 
     def due(self, step: int) -> bool:
         """Return whether the config says to save after this step."""
-        return self.every > 0 and step % self.every == 0
+        every = self.config.checkpoint.every
+        return every > 0 and step % every == 0
 
     def save(
         self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, judge: StepJudge, *, last: bool
@@ -98,7 +98,7 @@ class RunSaver:
                 self._wait()
                 event["seconds"] = time.perf_counter() - began
         except (OSError, FailedElsewhereError) as error:
-            # the last note names the newest checkpoint, which is what a user needs to know
+            # The last note of the error names the newest checkpoint, which is what a user needs to know.
             raise NotSavedError("; ".join([str(error), *getattr(error, "__notes__", ())[-1:]])) from error
 
     def _wait(self) -> None:
@@ -112,12 +112,10 @@ class RunSaver:
 
         Rank 0 looks at the disk, so that it can report a checkpoint without waiting for the other ranks.
         """
-        event = self._pending
-        if event is not None and self.grid.rank == 0:
-            folder = self.saver.checkpoints.path(event["step"])
-            if (folder / RECORD).is_file():
-                self._complete.append(event)
-                self._pending = None
+        pending, path = self._pending, self.saver.checkpoints.path
+        if pending is not None and self.grid.rank == 0 and (path(pending["step"]) / RECORD).is_file():
+            self._complete.append(pending)
+            self._pending = None
         found, self._complete = self._complete, []
         return found
 
@@ -167,25 +165,24 @@ def find_start(grid: Grid, out: Path, config: TrainConfig, step: int | None = No
     """Return where a run starts, the same on every rank: after this step, or from the newest checkpoint."""
     if step is not None:
         return grid.run_together(f"looking at {out}", lambda: start_at(out, config, step))
-    # rank 0 says which checkpoint is the newest: nodes may see a shared folder at different times
+    # Rank 0 says which checkpoint is the newest, because nodes may see a shared folder at different times.
     found = grid.broadcast_text(str(newest_checkpoint(out) or "") if grid.rank == 0 else "")
     return grid.run_together(f"looking at {out}", lambda: start_from(out, config, Path(found) if found else None))
 
 
 def start_at(out: Path, config: TrainConfig, step: int | None) -> Start:
-    """Return the start after this step, from which later checkpoints are removed; None means the newest checkpoint."""
+    """Return the start after this step, with the later checkpoints to remove; None means the newest checkpoint."""
     if step is None:
-        return start_from(out, config)
+        return start_from(out, config, newest_checkpoint(out))
     newer = tuple(folder for other, folder in Checkpoints(out / CHECKPOINTS).complete() if other > step)
     return replace(start_from(out, config, find_checkpoint(out, step)), newer=newer)
 
 
-def start_from(out: Path, config: TrainConfig, checkpoint: Path | None = None) -> Start:
-    """Return the start from a checkpoint of a run, by default its newest complete one.
+def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start:
+    """Return the start of a run from a checkpoint; without one the run begins at step 0.
 
-    Raise ValueError where a run with this config cannot continue from it.
+    Raise ValueError if a run with this config cannot continue from the checkpoint.
     """
-    checkpoint = checkpoint or newest_checkpoint(out)
     begun = (out / "metrics.jsonl").exists()
     if checkpoint is None:
         notes = (f"{out} has no complete checkpoint: the run begins again, from step 0",) if begun else ()
@@ -206,7 +203,10 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None = None) -
             f"{checkpoint} is named after step {step} and was saved at step {saved}; give it the name of its step"
         )
     _require_same(config, record.state, checkpoint)
-    changes = _changes(asdict(config.schedule), record.state.get("schedule"))
+    before, schedule = record.state.get("schedule"), asdict(config.schedule)
+    changes = []
+    if isinstance(before, dict):
+        changes = [f"{key} was {before.get(key)}, is {now}" for key, now in schedule.items() if before.get(key) != now]
     notes = (f"the schedule is another one: {'; '.join(changes)}",) if changes else ()
     return Start(step, checkpoint, True, notes=notes, skipped=read_skipped(out, step))
 
@@ -258,12 +258,6 @@ def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) 
             )
 
 
-def _changes(now: dict[str, Any], before: Any) -> list[str]:
-    if not isinstance(before, dict):
-        return []
-    return [f"{key} was {before.get(key)}, is {value}" for key, value in now.items() if before.get(key) != value]
-
-
 # Resuming
 
 
@@ -283,14 +277,8 @@ def restore(start: Start, model: nn.Module, optimizer: AdamW, loader: Loader) ->
     return state
 
 
-def remove_newer(start: Start) -> None:
-    """Remove later checkpoints, the last one first, so that the one to resume from is the newest; on rank 0."""
-    for folder in reversed(start.newer):
-        remove_checkpoint(folder)
-
-
 def roll_back(grid: Grid, out: Path, config: TrainConfig, error: RollBackError) -> Start:
-    """Return where a run with bad losses or gradients continues: after its newest checkpoint, with the data after."""
+    """Return where a run with bad losses or gradients resumes: after its newest checkpoint, without the data since."""
     start = find_start(grid, out, config)
     if not start.step:
         raise BadStepsError(f"stopped: {error}; there is no checkpoint to roll back to, set checkpoint.every")
@@ -369,25 +357,14 @@ def require_named_folder(out: str | None) -> None:
 
 
 def what_was_lost(out: Path) -> str:
-    """Say what a run that SIGTERM has ended can resume from, where that is not its last step."""
-    found, last = newest_checkpoint(out), _last_step(out / "metrics.jsonl")
-    if last <= newest_step(out):
+    """Say what a run that SIGTERM has ended can resume from, if that is not its last step."""
+    found = newest_checkpoint(out)
+    steps = (event["step"] for _, event in read_events(out / "metrics.jsonl") if event["event"] == "step")
+    last = max(steps, default=0)
+    if last <= (step_of(found) if found else 0):
         return READABLE
     kept = f"the newest checkpoint is {found}" if found else "there is no checkpoint"
     return f"step {last} was not saved; {kept}"
-
-
-def _last_step(metrics: Path) -> int:
-    last = 0
-    if metrics.exists():
-        with metrics.open(errors="replace") as lines:
-            for line in lines:
-                try:
-                    event = json.loads(line)
-                    last = event["step"] if event["event"] == "step" else last
-                except (KeyError, TypeError, ValueError):
-                    continue  # a line that was cut off
-    return last
 
 
 def config_to_read(given: Path | None, out: Path | None, others: Sequence[object]) -> Path | None:

@@ -8,8 +8,9 @@
     tensorboard/    the same for TensorBoard, if it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
-    log.txt         what happened, for people; events.jsonl the same for programs; logs/ the log of each rank
-    (`run_log`) passed-over.json  the data that a run skips after it was rolled back
+    log.txt         what happened, for people; events.jsonl the same for programs; logs/ the log of each rank; the
+                    file `progress.py` writes all three
+    passed-over.json  the data that a run skips after it was rolled back
     .lock           held by the job that trains there
     watch/          the tape of what each rank did last; the diagnosis, if the run got stuck
     checkpoints/    complete training states by step, from which any grid can resume
@@ -25,11 +26,13 @@ import json
 import os
 import socket
 import stat
+from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from fourfold.atomic import replacing
 from fourfold.checkpoint.folder import CHECKPOINTS, Checkpoints
@@ -50,16 +53,29 @@ class FolderLock:
         """Take the lock. Raise if another job has it; on a file system without locks always succeed."""
         self._file = (folder / LOCK).open("a+")
         try:
-            _lock(self._file, folder)
-        except BaseException:
-            self._file.close()
-            raise
+            # flock, because the kernel releases it however the process ends: no stale lock is ever left behind
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):  # others: this file system has no locks
+                self._file.seek(0)
+                owner = self._file.read().strip() or "just started"
+                self._file.close()
+                raise BlockingIOError(
+                    f"another job ({owner}) is training in {folder}; wait until it has ended, stop it, or give another "
+                    "folder"
+                ) from error
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
 
     def release(self) -> None:
         self._file.close()
+
+
+def require_unowned(folder: Path) -> None:
+    """Raise if another job has locked the folder."""
+    if (folder / LOCK).exists():
+        FolderLock(folder).release()
 
 
 def deny_others_write() -> None:
@@ -76,26 +92,6 @@ def make_folder(folder: Path) -> None:
     if folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} is another user's and writable by everybody; give a folder of your own")
     folder.chmod(stat.S_IMODE(mode) & ~stat.S_IWOTH)
-
-
-def require_unowned(folder: Path) -> None:
-    """Raise if another job has locked the folder; change nothing."""
-    if (folder / LOCK).exists():
-        with (folder / LOCK).open("r+") as file:
-            _lock(file, folder)
-
-
-def _lock(file: IO[str], folder: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):
-            return  # this file system has no locks
-        file.seek(0)
-        raise BlockingIOError(
-            f"another job ({file.read().strip() or 'just started'}) is training in {folder}; wait until it has ended, "
-            "stop it, or give another folder"
-        ) from error
 
 
 class Sink(Protocol):
@@ -228,6 +224,19 @@ def read_facts(out: Path) -> RunEvent | None:
         return None
 
 
+def read_events(metrics: Path) -> Iterator[tuple[str, RunEvent]]:
+    """Yield the lines of metrics.jsonl with their events; leave out a line that was cut off when the run died."""
+    if metrics.exists():
+        with metrics.open(errors="replace") as lines:
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                    event["event"], event["step"]  # a complete event has both
+                except (KeyError, TypeError, ValueError):
+                    continue
+                yield line, event
+
+
 def stays(event: RunEvent, step: int) -> bool:
     """Return whether an event still belongs to a run that resumes after this step."""
     return event["event"] != "end" and event["step"] <= step
@@ -235,39 +244,24 @@ def stays(event: RunEvent, step: int) -> bool:
 
 def rewind(metrics: Path, step: int) -> None:
     """Keep the events up to this step; drop later ones, the end, and a line that was cut off."""
-
-    def kept(line: str) -> bool:
-        try:
-            return stays(json.loads(line), step)
-        except (KeyError, TypeError, ValueError):
-            return False
-
     if metrics.exists():
-        with replacing(metrics) as partial, metrics.open(errors="replace") as lines, partial.open("w") as file:
-            file.writelines(line for line in lines if kept(line))
+        with replacing(metrics) as partial, partial.open("w") as file:
+            file.writelines(line for line, event in read_events(metrics) if stays(event, step))
 
 
 def last_end(metrics: Path) -> RunEvent | None:
     """Return the event that ended the run, or None if the run still trains or died without one."""
-    last = ""
-    if metrics.exists():
-        with metrics.open(errors="replace") as lines:
-            for last in lines:  # noqa: B007
-                pass
-    with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
-        event = json.loads(last)
-        return event if event["event"] == "end" else None
-    return None
+    last = deque(read_events(metrics), maxlen=1)
+    return last[0][1] if last and last[0][1]["event"] == "end" else None
 
 
 def finish(metrics: Path, step: int) -> None:
     """Record the end of a run that saved its last step and was killed before it could record it."""
-    if last_end(metrics) is not None:
-        return
-    rewind(metrics, step)
-    record = JsonLines(metrics)
-    record.write({"event": "end", "step": step, "reason": End.FINISHED})
-    record.close()
+    if last_end(metrics) is None:
+        rewind(metrics, step)
+        record = JsonLines(metrics)
+        record.write({"event": "end", "step": step, "reason": End.FINISHED})
+        record.close()
 
 
 def holds_run(out: Path) -> bool:

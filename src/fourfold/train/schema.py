@@ -21,12 +21,13 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
     if not isinstance(table, Mapping):
         raise ValueError(f"{path or 'the config'} is {_shown(table)}; it must be a table")
     hints = get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    keys = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [key.name for key in keys]
     for key in table:
         if key not in names:
             known = f"{path or 'it'} has {', '.join(names)}"
             raise ValueError(f"unknown key {_join(path, key)}{nearest(key, names)}; {known}")
-    needed = [field.name for field in dataclasses.fields(kind) if _is_required(field)]  # type: ignore[arg-type]
+    needed = [key.name for key in keys if key.default is key.default_factory is dataclasses.MISSING]
     for name in needed:
         if name not in table:
             raise ValueError(f"{_join(path, name)} is missing; {path or 'it'} needs {', '.join(needed)}")
@@ -35,10 +36,6 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(_join(path, str(error))) from error  # the error begins with the name of the key
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def _value(kind: Any, value: Any, path: str) -> Any:
@@ -75,26 +72,21 @@ def _one_of(kinds: list[Any], value: Any, path: str) -> Any:
 
 
 def _plain(kind: type, value: Any, path: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # to Python True is an int
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
         raise ValueError(f"{path} = {_shown(value)}; it must be {words[kind]}")
     return value
 
 
 def to_table(config: Any) -> dict[str, Any]:
-    """Return the dataclass as nested tables."""
-    table: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            table[field.name] = to_table(value)
-        elif isinstance(value, tuple):
-            table[field.name] = [to_table(item) if dataclasses.is_dataclass(item) else item for item in value]
-        else:
-            table[field.name] = value
-    return table
+    """Return the dataclass as nested tables, with lists in place of tuples."""
+
+    def table(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
+
+    return dataclasses.asdict(config, dict_factory=table)
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
