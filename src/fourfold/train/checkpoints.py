@@ -1,8 +1,8 @@
 """The checkpoints of a run: when they are saved, and which one a run resumes from.
 
 `RunSaver` saves while the run trains. `start_from` looks at the checkpoint that a run is to resume from before anything
-is built or changed, and refuses one that cannot continue the run. Tensors and data are checked by the code that loads
-them, before it changes anything.
+is built or changed, and refuses a checkpoint that cannot continue the run. `restore` loads it; tensors and data are
+checked by the code that loads them, before it changes anything.
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ from fourfold.train.schema import to_table
 from fourfold.train.signals import READABLE
 
 LAST_SAVE_SECONDS = 30.0
-"""How long a run that ends by an error waits for a rank's part of a checkpoint under way: longer than most take, short
-beside the restart that follows."""
+"""How long a rank of a run that ends with an error waits until its part of a checkpoint is written: longer than most
+parts take, short compared with the restart that follows."""
 LAST_SAVE_SECONDS_IN_A_HURRY = 5.0
-"""The same where somebody waits for the end, or where the part of a rank that is gone will never come."""
+"""The same if somebody waits for the end, or if another rank is gone, so that the checkpoint will never be complete."""
 FIXED = (("train", "seed"), ("batch", "rows"))
 """Keys of the config that a resumed run cannot change: they determine which samples a step has."""
 PASSED_OVER = "passed-over.json"
 """The file in a run's folder that says which data a run that was rolled back skips."""
 MOST_ROLL_BACKS = 3
-"""How often a run rolls back to one checkpoint: by then three stretches of data have failed, and the data is not the
-cause."""
+"""How often a run rolls back to one checkpoint. If three stretches of data have failed, the data is not the cause."""
 
 
 # Saving
@@ -90,7 +89,7 @@ class RunSaver:
         }
         began = time.perf_counter()
         try:
-            self._wait()
+            self._wait()  # one checkpoint is written at a time
             self.saver.save(step, model, optimizer, state)
             event: RunEvent = {"event": "saved", "step": step, "seconds": time.perf_counter() - began}
             self._pending = event
@@ -120,7 +119,7 @@ class RunSaver:
         return found
 
     def wait_for_own_part(self, *, hurried: bool) -> None:
-        """Give this rank's part of a checkpoint under way a little time, where the run ends; asks no other rank."""
+        """Wait a little for this rank's part of a checkpoint when the run ends early, without asking other ranks."""
         self.saver.wait_for_own_part(LAST_SAVE_SECONDS_IN_A_HURRY if hurried else LAST_SAVE_SECONDS)
 
 
@@ -152,7 +151,7 @@ class Start:
     step: int = 0
     checkpoint: Path | None = None
     resumes: bool = False
-    """The folder holds a run already, which continues or starts again from step 0."""
+    """Whether the folder holds a run already, which continues or starts again from step 0."""
     newer: tuple[Path, ...] = ()
     """Checkpoints of later steps, which are removed when the run starts."""
     notes: tuple[str, ...] = ()
@@ -190,6 +189,7 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start
     with _suggest_an_earlier_one(checkpoint):
         record = read_record(checkpoint)
     step = step_of(checkpoint)
+    # An imported model has no optimizer state: a run may begin with its weights, and cannot resume at a step.
     if not any(name.startswith(OPTIMIZER) for name in record.tensors):
         if step:
             raise ValueError(
@@ -197,7 +197,7 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start
                 "them; put it in step-00000000 of a new folder to start with them"
             )
         return Start(0, checkpoint, begun, notes=(f"begins with the weights in {checkpoint}",))
-    saved = record.state.get("step")
+    saved = record.state.get("step")  # a folder that somebody renamed would repeat or skip data
     if type(saved) is not int or saved != step:
         raise ValueError(
             f"{checkpoint} is named after step {step} and was saved at step {saved}; give it the name of its step"
@@ -229,7 +229,7 @@ def step_of(checkpoint: Path) -> int:
 
 @contextmanager
 def _suggest_an_earlier_one(checkpoint: Path) -> Iterator[None]:
-    """Add an earlier checkpoint, if there is one, to the error about a damaged one."""
+    """Inside, an error about a damaged checkpoint also names the checkpoint before it, if the run has one."""
     try:
         yield
     except (DamagedCheckpointError, FailedElsewhereError) as error:
@@ -240,7 +240,7 @@ def _suggest_an_earlier_one(checkpoint: Path) -> Iterator[None]:
 
 
 def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) -> None:
-    """Raise where the config of a checkpoint differs in a key that a run cannot change."""
+    """Raise if the config of a checkpoint differs in a key that a resumed run cannot change."""
     now, before = to_table(config), state.get("config")
     if not isinstance(before, dict):
         raise ValueError(f"{checkpoint} does not say what it was trained with; give one that fourfold train has saved")
@@ -262,13 +262,13 @@ def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) 
 
 
 def restore(start: Start, model: nn.Module, optimizer: AdamW, loader: Loader) -> dict[str, Any]:
-    """Give model, optimizer and loader the state of the checkpoint, and return the rest of it."""
+    """Load the checkpoint into model, optimizer and loader, and return its whole state; {} if the run starts at 0."""
     if start.checkpoint is None:
         return {}
     with _suggest_an_earlier_one(start.checkpoint):
         state = load_training(start.checkpoint, model, optimizer)
     if start.step == 0:
-        return {}
+        return {}  # weights that somebody else trained bring no position in the data
     skipped = start.skipped
     try:
         loader.restore(state.get("data", {}) if skipped is None else skipped.data)
@@ -288,12 +288,13 @@ def roll_back(grid: Grid, out: Path, config: TrainConfig, error: RollBackError) 
             f"stopped: {error}; the run was rolled back to step {start.step} {times - 1} times, and no data goes well"
         )
     skipped = SkippedData(start.step, error.step, str(error), times, error.data)
+    # on disk, so that a run that is restarted after this skips the same data
     grid.run_on_rank0("noting which data is skipped", lambda: write_json(out / PASSED_OVER, strict(asdict(skipped))))
     return replace(start, skipped=skipped)
 
 
 def read_skipped(out: Path, step: int) -> SkippedData | None:
-    """Return the data that a run skips when it resumes after this step; what was noted for another step is ignored."""
+    """Return the data that a run skips when it resumes after this step; a note about another step is ignored."""
     path = out / PASSED_OVER
     if not path.exists():
         return None
@@ -318,7 +319,7 @@ def is_done(start: Start, config: TrainConfig, out: Path, stream: IO[str] | None
 
 
 def earlier_parts(stored: Any, step: int) -> list[RunEvent]:
-    """Return when and on which grids the run was trained before, from its run.json; the last part up to this step."""
+    """Return when and on which grids the run was trained before, from its run.json; the last part ends at this step."""
     if not isinstance(stored, dict):
         return []
     before = stored.get("resumed", [])
@@ -329,7 +330,7 @@ def earlier_parts(stored: Any, step: int) -> list[RunEvent]:
 def steps_to_profile(profile: range, step: int, *, asked: bool) -> range:
     """Return the steps to profile of a run that resumes after this step.
 
-    A job that was restarted has profiled the steps before already; a user who asks for such steps gets an error.
+    A job that was restarted has profiled earlier steps already; a user who asks for such steps gets an error.
     """
     if not profile or profile[0] > step:
         return profile
@@ -341,13 +342,14 @@ def steps_to_profile(profile: range, step: int, *, asked: bool) -> range:
 def any_restarted(grid: Grid) -> bool:
     """Return whether the ranks were restarted because one of them died. All ranks call it and get the same answer.
 
-    A launcher counts the starts of its own node, so a node that replaces another one has seen no start before.
+    Every rank is asked, because a launcher counts the starts of its own node, and a node that replaces another one has
+    seen no start before.
     """
     return grid.channel.decide(str(int(was_restarted())), max) == "1"
 
 
 def require_named_folder(out: str | None) -> None:
-    """Raise where a job that may be restarted would not find its run: unnamed folders are named by the time."""
+    """Raise if a job that may be restarted would not find its run, because a folder without a name gets the time."""
     times = max_restarts()
     if out is None and times > 0:
         raise ValueError(
@@ -357,12 +359,12 @@ def require_named_folder(out: str | None) -> None:
 
 
 def what_was_lost(out: Path) -> str:
-    """Say what a run that SIGTERM has ended can resume from, if that is not its last step."""
-    found = newest_checkpoint(out)
+    """Return words for what a run that SIGTERM has ended can resume from, if that is not its last step."""
     steps = (event["step"] for _, event in read_events(out / "metrics.jsonl") if event["event"] == "step")
     last = max(steps, default=0)
-    if last <= (step_of(found) if found else 0):
+    if last <= newest_step(out):
         return READABLE
+    found = newest_checkpoint(out)
     kept = f"the newest checkpoint is {found}" if found else "there is no checkpoint"
     return f"step {last} was not saved; {kept}"
 

@@ -28,7 +28,7 @@ import socket
 import stat
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -41,6 +41,7 @@ from fourfold.train.config import LogSection, TrainConfig
 from fourfold.train.schema import to_table
 
 RunEvent = dict[str, Any]
+"""An event of a run: `event` names its kind, `step` its step, and the other keys depend on the kind."""
 KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "end")
 """The kinds of events in metrics.jsonl."""
 LOCK = ".lock"
@@ -64,7 +65,7 @@ class FolderLock:
                     f"another job ({owner}) is training in {folder}; wait until it has ended, stop it, or give another "
                     "folder"
                 ) from error
-        self._file.truncate(0)
+        self._file.truncate(0)  # removes the name of an owner that has ended
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
 
@@ -80,7 +81,7 @@ def require_unowned(folder: Path) -> None:
 
 def deny_others_write() -> None:
     """From now on, let only this user and group change the files that this process writes."""
-    os.umask(os.umask(0o077) | stat.S_IWOTH)
+    os.umask(os.umask(0o077) | stat.S_IWOTH)  # the only way to read the mask is to set it
 
 
 def make_folder(folder: Path) -> None:
@@ -111,7 +112,7 @@ class JsonLines:
     def write(self, event: RunEvent) -> None:
         try:
             self._file.write(json.dumps(strict(event)) + "\n")
-            self._file.flush()
+            self._file.flush()  # whoever follows the file sees the event at once, and a killed run keeps it
         except OSError as error:
             raise OSError(
                 error.errno, f"cannot log to {self.path} ({error.strerror}); what was written so far stays readable"
@@ -123,7 +124,7 @@ class JsonLines:
 
 
 def strict(content: Any) -> Any:
-    """Return the content as strict JSON allows it: numbers that are not finite become null."""
+    """Return the content as JSON allows it: numbers that are not finite become null, which every reader accepts."""
     if isinstance(content, dict):
         return {key: strict(value) for key, value in content.items()}
     if isinstance(content, list):
@@ -149,11 +150,10 @@ class MemorySink:
 
 
 class TensorBoard:
-    """Writes events for TensorBoard. A run that resumes after `resumed_after` hides the later steps it had shown
-    before."""
+    """Writes events for TensorBoard. A run that resumes after a step hides the later steps that it showed before."""
 
     def __init__(self, folder: Path, resumed_after: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes a second to import
 
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_after is None else resumed_after + 1)
 
@@ -184,9 +184,7 @@ class WeightsAndBiases:
 
 def scalars(event: RunEvent) -> list[tuple[str, float]]:
     """Return the numbers of an event by name; numbers by axis are named like `wire_bytes/x`."""
-    return [
-        found for key, value in event.items() if key != "step" for found in _numbers(f"{event['event']}/{key}", value)
-    ]
+    return _numbers(event["event"], {key: value for key, value in event.items() if key != "step"})
 
 
 def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
@@ -196,23 +194,21 @@ def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
 
 
 def open_sinks(log: LogSection, folder: Path, config: TrainConfig, resumed_after: int | None = None) -> list[Sink]:
-    """Open all sinks that the config asks for, or none if one fails. `resumed_after` is the step the run resumes
-    after."""
-    if log.tensorboard is True and find_spec("tensorboard") is None:
+    """Open all sinks that the config asks for, or none if one fails.
+
+    `resumed_after` is the step after which a run resumes, None for a new run.
+    """
+    installed = find_spec("tensorboard") is not None
+    if log.tensorboard is True and not installed:
         raise ImportError("log.tensorboard is true but tensorboard is not installed: pip install 'fourfold[train]'")
     sinks: list[Sink] = []
     with ExitStack() as opened:
-
-        def add(sink: Sink) -> None:
-            opened.callback(sink.close)
-            sinks.append(sink)
-
-        add(JsonLines(folder / "metrics.jsonl"))
-        if log.tensorboard is True or (log.tensorboard == "auto" and find_spec("tensorboard") is not None):
-            add(TensorBoard(folder / "tensorboard", resumed_after))
+        sinks.append(opened.enter_context(closing(JsonLines(folder / "metrics.jsonl"))))
+        if log.tensorboard and installed:
+            sinks.append(opened.enter_context(closing(TensorBoard(folder / "tensorboard", resumed_after))))
         if log.wandb is not None:
-            add(WeightsAndBiases(log.wandb, folder, config))
-        opened.pop_all()
+            sinks.append(opened.enter_context(closing(WeightsAndBiases(log.wandb, folder, config))))
+        opened.pop_all()  # all are open: from here on the run closes them
     return sinks
 
 
@@ -226,14 +222,15 @@ def read_facts(out: Path) -> RunEvent | None:
 
 def read_events(metrics: Path) -> Iterator[tuple[str, RunEvent]]:
     """Yield the lines of metrics.jsonl with their events; leave out a line that was cut off when the run died."""
-    if metrics.exists():
-        with metrics.open(errors="replace") as lines:
-            for line in lines:
-                try:
-                    event = json.loads(line)
-                    event["event"], event["step"]  # a complete event has both
-                except (KeyError, TypeError, ValueError):
-                    continue
+    if not metrics.exists():
+        return
+    with metrics.open(errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event and isinstance(event.get("step"), int):
                 yield line, event
 
 
@@ -265,7 +262,7 @@ def finish(metrics: Path, step: int) -> None:
 
 
 def holds_run(out: Path) -> bool:
-    """Return whether a run was started there, or a model imported."""
+    """Return whether a run was started in the folder, or a model was imported into it."""
     return (out / "metrics.jsonl").exists() or bool(Checkpoints(out / CHECKPOINTS).complete())
 
 

@@ -1,4 +1,4 @@
-"""Conversion of nested tables to dataclasses and back: every key and type is checked, nothing is ignored.
+"""Conversion of nested tables to dataclasses and back. Every key and type is checked, and nothing is ignored.
 
 An error names the key by its full path, the value, what is allowed, and the nearest spelling.
 """
@@ -20,7 +20,7 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
     """Return an instance of the dataclass from a table; missing keys get their defaults."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{path or 'the config'} is {_shown(table)}; it must be a table")
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind)  # the fields themselves have their types as text
     keys = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [key.name for key in keys]
     for key in table:
@@ -49,6 +49,7 @@ def _value(kind: Any, value: Any, path: str) -> Any:
         return _one_of([option for option in get_args(kind) if option is not NoneType], value, path)
     if origin is Literal:
         allowed = get_args(kind)
+        # the second test, because to Python True equals 1
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
             choices = ", ".join(_shown(choice) for choice in allowed)
             near = nearest(str(value), [str(choice) for choice in allowed])
@@ -73,8 +74,8 @@ def _one_of(kinds: list[Any], value: Any, path: str) -> Any:
 
 def _plain(kind: type, value: Any, path: str) -> Any:
     if kind is float and type(value) is int:
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # to Python True is an int
+        return float(value)  # 1 in TOML is a fine value for a number
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # True is an int too
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
         raise ValueError(f"{path} = {_shown(value)}; it must be {words[kind]}")
     return value
@@ -106,6 +107,7 @@ def _shown(value: Any) -> str:
     """Return the value in TOML's notation, which for plain values is JSON's, except for infinities."""
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return "inf" if value > 0 else "-inf"
+    # TOML wants DEL escaped, which JSON leaves as it is
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
