@@ -318,8 +318,12 @@ def is_done(start: Start, config: TrainConfig, out: Path, stream: IO[str] | None
     return True
 
 
-def earlier_parts(stored: Any, step: int) -> list[RunEvent]:
+def earlier_parts(out: Path, step: int) -> list[RunEvent]:
     """Return when and on which grids the run was trained before, from its run.json; the last part ends at this step."""
+    try:
+        stored = json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        return []  # the file is missing, or was damaged: the run can continue without its history
     if not isinstance(stored, dict):
         return []
     before = stored.get("resumed", [])

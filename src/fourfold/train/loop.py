@@ -46,7 +46,7 @@ from fourfold.train.config import DTYPES, TrainConfig
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
-from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, read_facts, rewind, strict
+from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, rewind, strict
 from fourfold.train.signals import Stop
 from fourfold.watch.replicas import check_replicas
 from fourfold.watch.tape import Waits
@@ -200,7 +200,7 @@ class Run:
         self.stored = self.facts()
         if start.resumes:
             rewind(self.out / "metrics.jsonl", start.step)
-            if before := earlier_parts(read_facts(self.out), start.step):
+            if before := earlier_parts(self.out, start.step):
                 self.stored["resumed"] = before
         if self.config.plan.compare:
             predicted = predict_run(self.config, self.grid, self.profile.steps, self.profile.folder)

@@ -65,7 +65,7 @@ def percent_of(what: str = "") -> Callable[[int, int], None]:
     return show
 
 
-def progress(stream: IO[str], steps: int, done: int = 0) -> PlainProgress | ProgressBar:
+def progress(stream: IO[str], steps: int, done: int = 0) -> PlainProgress:
     """Return a bar if the stream is a terminal and `rich` is installed, else plain lines. `done` steps came before."""
     bar = stream.isatty() and find_spec("rich") is not None
     return (ProgressBar if bar else PlainProgress)(stream, steps, done)
@@ -84,10 +84,13 @@ class PlainProgress:
         print(text, file=self.stream, flush=True)
 
     def write(self, event: RunEvent) -> None:
-        if event["event"] != "step":
-            if text := sentence(event):
-                self.say(text)
-            return
+        if event["event"] == "step":
+            self._show(event)
+        elif text := sentence(event):
+            self.say(text)
+
+    def _show(self, event: RunEvent) -> None:
+        """Print the line of a step, if one is due."""
         step, now = event["step"], time.monotonic()
         if step not in (self.done + 1, self.steps) and step % self._every and now - self._last < LINE_SECONDS:
             return
@@ -106,10 +109,11 @@ class PlainProgress:
         self.stream.flush()
 
 
-class ProgressBar:
+class ProgressBar(PlainProgress):
     """Shows rich's progress bar; messages appear above it."""
 
     def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
+        super().__init__(stream, steps, done)
         from rich.console import Console  # optional, so it is imported only when it is used
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -122,11 +126,7 @@ class ProgressBar:
     def say(self, text: str = "") -> None:
         self._console.print(text, markup=False, highlight=False)  # brackets in a text are no markup
 
-    def write(self, event: RunEvent) -> None:
-        if event["event"] != "step":
-            if text := sentence(event):
-                self.say(text)
-            return
+    def _show(self, event: RunEvent) -> None:
         self._progress.start()  # the first step starts the bar; afterwards this does nothing
         loss, speed = f"{event['loss']:.4f}", f"{event['tokens_per_second']:.0f}"
         self._progress.update(self._task, completed=event["step"], loss=loss, speed=speed, mfu=percent(event["mfu"]))

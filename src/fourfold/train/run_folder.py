@@ -212,14 +212,6 @@ def open_sinks(log: LogSection, folder: Path, config: TrainConfig, resumed_after
     return sinks
 
 
-def read_facts(out: Path) -> RunEvent | None:
-    """Return the contents of run.json, or None if it is missing or incomplete."""
-    try:
-        return json.loads((out / "run.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def read_events(metrics: Path) -> Iterator[tuple[str, RunEvent]]:
     """Yield the lines of metrics.jsonl with their events; leave out a line that was cut off when the run died."""
     if not metrics.exists():
