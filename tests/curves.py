@@ -189,9 +189,8 @@ def check(
     write_texts(folder)
     one = {} if known is None else known
     found: dict[str, Deviation] = {}
-    for case in sorted(
-        cases, key=lambda case: case.shape.world
-    ):  # a pool is expensive, so one pool runs all its cases before the next
+    # A pool is expensive, so one pool runs all its cases before the next one starts.
+    for case in sorted(cases, key=lambda case: case.shape.world):
         pool = pools(case.shape.world)
         shared = (changes or {}) | case.data
         pool.start(train, config_of(name, dtype, steps, folder, case.shape, shared | case.policy), folder)

@@ -91,9 +91,7 @@ def _begin(
     cwd: Path,
 ) -> None:
     gc.freeze()
-    _forkserver._forkserver_address = (
-        server  # Python forgets the address in a child, which would then start another forkserver
-    )
+    _forkserver._forkserver_address = server  # a child forgets the address, and would start a forkserver of its own
     _forkserver.ensure_running = lambda: None
     os.setsid()
     os.environ.clear()
