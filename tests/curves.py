@@ -1,6 +1,6 @@
-"""Loss curves of the trainer on a grid beside one process: what is trained, on which grids, and how far they differ.
+"""Loss curves of the trainer on a grid and in one process: the model, the grids, and how far the curves may differ.
 
-`check(pools, name, dtype, steps, folder)` trains the model once by itself and once for every case, through the
+`check(pools, name, dtype, steps, folder)` trains the model once in one process and once for every case, through the
 trainer's own `Run`, and returns the largest deviations of each case, which `bound` limits. The tests ask for 20
 steps of `CASES`; 200 steps and `MORE_CASES` are for the soak.
 """
@@ -30,7 +30,7 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A grid and what is special about it. `data` changes what is trained on, so one process does the same."""
+    """A grid and its options. `data` changes what is trained on, so the run in one process has the same change."""
 
     shape: Shape
     policy: Changes = field(default_factory=dict)
@@ -70,11 +70,11 @@ MORE_CASES = [
     Case(Shape(x=4, z=2)),
     Case(Shape(y=2, data=4)),
 ]
-"""Those that only the soak has time for, up to 8 ranks."""
+"""Further cases on up to 8 ranks, which only the soak has time for."""
 
 
 def bound(dtype: str, steps: int) -> float:
-    """How far curves may differ, relative to their largest value.
+    """Return how far curves may differ, relative to their largest value.
 
     fp64 rounds at 1e-16: 1e-9 is far above what sums in another order give, and far below any mistake. fp32 rounds
     at 6e-8, and each step hands its error on to the next, AdamW enlarging it where gradients are near 0; over 20
@@ -97,7 +97,7 @@ class Deviation:
 
 
 def write_texts(folder: Path) -> Path:
-    """Documents of words, some shorter than a row and some longer; the same ones every time."""
+    """Write documents of words, some shorter than a row and some longer; they are the same every time."""
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randrange(1, 8))) for _ in range(60)]
     texts = folder / "texts"
@@ -109,7 +109,7 @@ def write_texts(folder: Path) -> Path:
 
 
 def config_of(name: str, dtype: str, steps: int, folder: Path, shape: Shape, changes: Changes) -> TrainConfig:
-    """A small run, resolved."""
+    """Return the resolved config of a small run."""
     given: Changes = {
         "model.name": name,
         "model.seq": SEQ,
@@ -132,14 +132,14 @@ def config_of(name: str, dtype: str, steps: int, folder: Path, shape: Shape, cha
 
 
 class Curves(MemorySink):
-    """Events by column."""
+    """Keeps the events, and returns them by column."""
 
     def column(self, event: str, key: str) -> list[Any]:
         return [found[key] for found in self.events if found["event"] == event]
 
 
 def train(config: TrainConfig, folder: Path, grid: Grid | None = None) -> dict[str, Any]:
-    """The whole run on this rank: its curves, and a digest of the parameters that it ends with."""
+    """Train the whole run on this rank; return its curves, and a digest of the parameters at the end."""
     run = Run(config, grid or grid_of(config.grid.shape), folder)
     kept = Curves()
     run.sinks = [kept]
@@ -157,7 +157,7 @@ def train(config: TrainConfig, folder: Path, grid: Grid | None = None) -> dict[s
 
 
 def alone(name: str, dtype: str, steps: int, folder: Path, changes: Changes) -> dict[str, Any]:
-    """The run on one process, which is this one."""
+    """Train the run in this process alone."""
     return train(config_of(name, dtype, steps, folder, Shape(), changes), folder, Grid.alone("cpu"))
 
 
@@ -182,14 +182,15 @@ def check(
     known: dict[str, dict[str, Any]] | None = None,
     timeout: float = 120,
 ) -> dict[str, Deviation]:
-    """The deviation of each case from one process, where `changes` are made to all. Raises where ranks differ.
+    """Return the deviation of each case from one process; `changes` apply to all runs. Raise if ranks differ.
 
-    Runs of one process are kept in `known`, for the next call.
+    The curves of one process are kept in `known`, for the next call.
     """
     write_texts(folder)
     one = {} if known is None else known
     found: dict[str, Deviation] = {}
-    for case in sorted(cases, key=lambda case: case.shape.world):  # pools are dear: all cases of one before the next
+    # A pool is expensive, so one pool runs all its cases before the next one starts.
+    for case in sorted(cases, key=lambda case: case.shape.world):
         pool = pools(case.shape.world)
         shared = (changes or {}) | case.data
         pool.start(train, config_of(name, dtype, steps, folder, case.shape, shared | case.policy), folder)

@@ -1,4 +1,4 @@
-"""Runs of `fourfold train` for tests: how they are started, ended and read."""
+"""Runs of `fourfold train` for tests: functions that start, end and read them. A *job* runs on every rank of a pool."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Left:
-    """How a command ended."""
+    """The exit code of a command, and what it printed."""
 
     code: int
     out: str
@@ -42,7 +42,7 @@ class Left:
 
 
 def cli(*arguments: str) -> Left:
-    """A job: the command in this process."""
+    """Run the command in this process, as a job."""
     from fourfold.cli import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -67,7 +67,7 @@ def column(folder: Path, event: str, key: str) -> list[Any]:
 
 
 def assert_error(left: Left, *parts: str) -> None:
-    """A user's error is one line that begins alike."""
+    """Check that a command ended with an error for users: one line, with the usual beginning."""
     assert left.code == 1, left
     assert left.err.startswith("fourfold: error: "), left.err
     assert left.err.count("\n") == 1, left.err
@@ -75,7 +75,7 @@ def assert_error(left: Left, *parts: str) -> None:
 
 
 def interrupted(folder: Path, number: int, *arguments: str) -> Left:
-    """A job: the command, and a signal to its process once it trains."""
+    """Run the command as a job, and send its process a signal once it trains."""
 
     def interrupt() -> None:
         while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < 2:
@@ -88,7 +88,7 @@ def interrupted(folder: Path, number: int, *arguments: str) -> Left:
 
 @dataclass(frozen=True)
 class Job:
-    """A launcher of ranks under way, in a session of its own; and its run's folder."""
+    """A launcher that is running its ranks, in a session of its own, and the folder of its run."""
 
     process: warm.Process
     folder: Path
@@ -99,7 +99,7 @@ class Job:
 
 
 def started(program: Callable[..., int], folder: Path, arguments: Sequence[str]) -> Job:
-    """With files beside the folder for what it prints, and for the ids of its ranks."""
+    """Start a launcher. Files beside the folder receive what it prints and the process ids of its ranks."""
     pids = folder.with_suffix(".pids")
     pids.mkdir()
     out, errors = (folder.with_suffix(suffix) for suffix in (".out", ".err"))
@@ -117,7 +117,7 @@ def end(jobs: Iterable[Job]) -> None:
 
 
 def ranks_of(job: Job) -> dict[int, int]:
-    """The processes that a launcher has started last, by rank."""
+    """Return the process ids that the launcher started last, by rank."""
     return {int(path.name): int(path.read_text()) for path in job.folder.with_suffix(".pids").iterdir()}
 
 
@@ -145,7 +145,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="finds the ra
 
 
 def trained(config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
-    """A job: a run in a folder, or what is left of it."""
+    """Train a run in a folder as a job, from its start or from its newest checkpoint."""
     grid = grid_of(config.grid.shape)
     start = find_start(grid, folder, config) if resume else Start()
     run = Run(config, grid, folder)

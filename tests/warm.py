@@ -1,8 +1,8 @@
-"""`fourfold` in processes whose imports are done already.
+"""Processes that run `fourfold` and have imported everything already.
 
-Importing torch and Fourfold takes a process 4 s, and what a test then does takes less. Commands, and the ranks that
-they start, are therefore forked from the harness's forkserver. All else is as it is for users: launcher, elastic agent,
-environment, signals, exit codes. `tests/train/test_train.py` starts some for real.
+Importing torch and Fourfold takes a process 4 s, which is more than most tests need afterwards. So commands, and the
+ranks that they start, are forked from the harness's forkserver. Everything else is as users have it: launcher, elastic
+agent, environment, signals, exit codes. `tests/train/test_train.py` starts some processes without forking.
 
     warm.Process(warm.command, *arguments)   # `fourfold` as a process of its own, much like subprocess.Popen
     with warm.ranks(): main(arguments)       # in this process, with such ranks
@@ -40,10 +40,10 @@ STREAMS = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutEx
 
 
 class Process:
-    """`program(*args)` in a session of its own; what it returns is the exit code.
+    """A process that runs `program(*args)` in a session of its own; the return value becomes the exit code.
 
-    Standard output and error go where they go in this process, unless a file is named. Its environment's `PIDS` is a
-    folder where ranks leave their ids, its `NODE` the network namespace and the host that it runs in.
+    Standard output and error go where they go in this process, unless a file is named. In its environment, `PIDS` names
+    a folder in which ranks leave their process ids, and `NODE` the network namespace and the host that it runs in.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ def _begin(
     cwd: Path,
 ) -> None:
     gc.freeze()
-    _forkserver._forkserver_address = server  # which Python forgets, so that it would start another one
+    _forkserver._forkserver_address = server  # a child forgets the address, and would start a forkserver of its own
     _forkserver.ensure_running = lambda: None
     os.setsid()
     os.environ.clear()
     os.environ |= env
     os.chdir(cwd)
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # which is read when torch is loaded, long ago here
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch has read the variable long ago, when it was imported
     if PIDS in env and "RANK" in env:
         Path(env[PIDS], env["RANK"]).write_text(str(os.getpid()))
     if NODE in env:
@@ -119,7 +119,7 @@ def _enter(namespace: str, host: str) -> None:
 
 
 def command(*arguments: str) -> int:
-    """`fourfold` with these arguments; ranks that it starts are of this kind too."""
+    """Run `fourfold` with these arguments; the ranks that it starts are forked too."""
     from fourfold.cli import main
 
     with ranks():
@@ -137,7 +137,7 @@ def ranks() -> Iterator[None]:
         return Process(python, *program, env=env)
 
     def close(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
-        with suppress(ProcessLookupError):  # the forkserver may have waited for it, and be about to say so
+        with suppress(ProcessLookupError):  # the forkserver may have reaped the process, and not reported it yet
             close_handler(handler, death_sig)
 
     close_handler = SubprocessHandler.close
@@ -163,7 +163,7 @@ def nodes() -> Iterator[None]:
 
 
 def python(*arguments: str) -> int:
-    """What `python` does with these: `-c CODE`, `-m MODULE` or a script, and what is for them."""
+    """Do what `python` does with these arguments: `-c CODE`, `-m MODULE` or a script, and its own arguments."""
     kind, *rest = arguments
     if kind == "-c":
         sys.argv = ["-c", *rest[1:]]

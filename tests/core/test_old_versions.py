@@ -21,7 +21,7 @@ from fourfold.checkpoint.load import load_training, read_full_tensor, verify_che
 from fourfold.checkpoint.training_state import RANDOM, training_shards
 from fourfold.grid import Grid, Shape
 from fourfold.old_versions import CONFIG_KEYS, complete_order, upgrade_config, upgrade_state
-from fourfold.train.checkpoints import start_from
+from fourfold.train.checkpoints import start_at
 from fourfold.train.config import read_config, table_of
 from fourfold.train.schema import to_table
 from harness import DEVICE, Ranks
@@ -111,7 +111,7 @@ def test_weights_of_a_wrapped_module_are_whole() -> None:
 
 
 def test_a_run_of_version_1_resumes_with_the_same_losses(one: Ranks, tmp_path: Path) -> None:
-    start = start_from(RUN, read_config(RUN / "config.toml"))
+    start = start_at(RUN, read_config(RUN / "config.toml"), None)
     assert (start.step, start.checkpoint, start.notes) == (4, CHECKPOINT, ())
     shutil.copytree(OLD, tmp_path / "old")
     (left,) = one.run(resumed, tmp_path / "old")

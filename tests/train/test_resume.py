@@ -44,7 +44,7 @@ from fourfold.job import Channel
 from fourfold.report.run_data import read_run
 from fourfold.train import launch as launching
 from fourfold.train import signals as stopping
-from fourfold.train.checkpoints import any_restarted, find_start, start_from, what_was_lost
+from fourfold.train.checkpoints import any_restarted, find_start, start_at, start_from, what_was_lost
 from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import FolderLock, JsonLines, rewind
@@ -305,7 +305,7 @@ def test_a_state_of_somebody_elses_is_refused(finished: Path, tmp_path: Path, ch
     checkpoint.mkdir(parents=True)
     write_record(checkpoint, Record(record.grid, {**record.state, **change}, record.tensors, record.files))
     with pytest.raises(ValueError, match=rf"{re.escape(str(checkpoint))}.*{said}"):
-        start_from(tmp_path, read_config(finished / "config.toml"))
+        start_at(tmp_path, read_config(finished / "config.toml"), None)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The checkpoints of a run: when they are saved, and which one a run resumes from.
 
 `RunSaver` saves while the run trains. `start_from` looks at the checkpoint that a run is to resume from before anything
-is built or changed, and refuses one that cannot continue the run. Tensors and data are checked by the code that loads
-them, before it changes anything.
+is built or changed, and refuses a checkpoint that cannot continue the run. `restore` loads it; tensors and data are
+checked by the code that loads them, before it changes anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from fourfold.atomic import write_json
 from fourfold.checkpoint.format import RECORD, read_record
-from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint, load_training, remove_checkpoint
+from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint, load_training
 from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training_state import OPTIMIZER
 from fourfold.data.loader import Loader
@@ -36,22 +36,21 @@ from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import TrainConfig
 from fourfold.train.guard import StepJudge
-from fourfold.train.run_folder import RunEvent, finish, holds_run, strict
+from fourfold.train.run_folder import RunEvent, finish, holds_run, read_events, strict
 from fourfold.train.schema import to_table
 from fourfold.train.signals import READABLE
 
 LAST_SAVE_SECONDS = 30.0
-"""How long a run that ends by an error waits for a rank's part of a checkpoint under way: longer than most take, short
-beside the restart that follows."""
+"""How long a rank of a run that ends with an error waits until its part of a checkpoint is written: longer than most
+parts take, short compared with the restart that follows."""
 LAST_SAVE_SECONDS_IN_A_HURRY = 5.0
-"""The same where somebody waits for the end, or where the part of a rank that is gone will never come."""
+"""The same if somebody waits for the end, or if another rank is gone, so that the checkpoint will never be complete."""
 FIXED = (("train", "seed"), ("batch", "rows"))
 """Keys of the config that a resumed run cannot change: they determine which samples a step has."""
 PASSED_OVER = "passed-over.json"
 """The file in a run's folder that says which data a run that was rolled back skips."""
 MOST_ROLL_BACKS = 3
-"""How often a run rolls back to one checkpoint: by then three stretches of data have failed, and the data is not the
-cause."""
+"""How often a run rolls back to one checkpoint. If three stretches of data have failed, the data is not the cause."""
 
 
 # Saving
@@ -61,8 +60,7 @@ class RunSaver:
     """Saves a run while it trains, and reports a checkpoint once it is complete."""
 
     def __init__(self, config: TrainConfig, grid: Grid, out: Path) -> None:
-        section = config.checkpoint
-        self.config, self.grid, self.every = config, grid, section.every
+        self.config, self.grid, section = config, grid, config.checkpoint
         self._pending: RunEvent | None = None
         self._complete: list[RunEvent] = []
         self.saver = Saver(
@@ -75,7 +73,8 @@ class RunSaver:
 
     def due(self, step: int) -> bool:
         """Return whether the config says to save after this step."""
-        return self.every > 0 and step % self.every == 0
+        every = self.config.checkpoint.every
+        return every > 0 and step % every == 0
 
     def save(
         self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, judge: StepJudge, *, last: bool
@@ -89,7 +88,7 @@ class RunSaver:
         }
         began = time.perf_counter()
         try:
-            self._wait()
+            self._wait()  # one checkpoint is written at a time
             self.saver.save(step, model, optimizer, state)
             event: RunEvent = {"event": "saved", "step": step, "seconds": time.perf_counter() - began}
             self._pending = event
@@ -97,7 +96,7 @@ class RunSaver:
                 self._wait()
                 event["seconds"] = time.perf_counter() - began
         except (OSError, FailedElsewhereError) as error:
-            # the last note names the newest checkpoint, which is what a user needs to know
+            # The last note of the error names the newest checkpoint, which is what a user needs to know.
             raise NotSavedError("; ".join([str(error), *getattr(error, "__notes__", ())[-1:]])) from error
 
     def _wait(self) -> None:
@@ -111,17 +110,15 @@ class RunSaver:
 
         Rank 0 looks at the disk, so that it can report a checkpoint without waiting for the other ranks.
         """
-        event = self._pending
-        if event is not None and self.grid.rank == 0:
-            folder = self.saver.checkpoints.path(event["step"])
-            if (folder / RECORD).is_file():
-                self._complete.append(event)
-                self._pending = None
+        pending, path = self._pending, self.saver.checkpoints.path
+        if pending is not None and self.grid.rank == 0 and (path(pending["step"]) / RECORD).is_file():
+            self._complete.append(pending)
+            self._pending = None
         found, self._complete = self._complete, []
         return found
 
     def wait_for_own_part(self, *, hurried: bool) -> None:
-        """Give this rank's part of a checkpoint under way a little time, where the run ends; asks no other rank."""
+        """Wait a little for this rank's part of a checkpoint when the run ends early, without asking other ranks."""
         self.saver.wait_for_own_part(LAST_SAVE_SECONDS_IN_A_HURRY if hurried else LAST_SAVE_SECONDS)
 
 
@@ -153,7 +150,7 @@ class Start:
     step: int = 0
     checkpoint: Path | None = None
     resumes: bool = False
-    """The folder holds a run already, which continues or starts again from step 0."""
+    """Whether the folder holds a run already, which continues or starts again from step 0."""
     newer: tuple[Path, ...] = ()
     """Checkpoints of later steps, which are removed when the run starts."""
     notes: tuple[str, ...] = ()
@@ -166,25 +163,24 @@ def find_start(grid: Grid, out: Path, config: TrainConfig, step: int | None = No
     """Return where a run starts, the same on every rank: after this step, or from the newest checkpoint."""
     if step is not None:
         return grid.run_together(f"looking at {out}", lambda: start_at(out, config, step))
-    # rank 0 says which checkpoint is the newest: nodes may see a shared folder at different times
+    # Rank 0 says which checkpoint is the newest, because nodes may see a shared folder at different times.
     found = grid.broadcast_text(str(newest_checkpoint(out) or "") if grid.rank == 0 else "")
     return grid.run_together(f"looking at {out}", lambda: start_from(out, config, Path(found) if found else None))
 
 
 def start_at(out: Path, config: TrainConfig, step: int | None) -> Start:
-    """Return the start after this step, from which later checkpoints are removed; None means the newest checkpoint."""
+    """Return the start after this step, with the later checkpoints to remove; None means the newest checkpoint."""
     if step is None:
-        return start_from(out, config)
+        return start_from(out, config, newest_checkpoint(out))
     newer = tuple(folder for other, folder in Checkpoints(out / CHECKPOINTS).complete() if other > step)
     return replace(start_from(out, config, find_checkpoint(out, step)), newer=newer)
 
 
-def start_from(out: Path, config: TrainConfig, checkpoint: Path | None = None) -> Start:
-    """Return the start from a checkpoint of a run, by default its newest complete one.
+def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start:
+    """Return the start of a run from a checkpoint; without one the run begins at step 0.
 
-    Raise ValueError where a run with this config cannot continue from it.
+    Raise ValueError if a run with this config cannot continue from the checkpoint.
     """
-    checkpoint = checkpoint or newest_checkpoint(out)
     begun = (out / "metrics.jsonl").exists()
     if checkpoint is None:
         notes = (f"{out} has no complete checkpoint: the run begins again, from step 0",) if begun else ()
@@ -192,6 +188,7 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None = None) -
     with _suggest_an_earlier_one(checkpoint):
         record = read_record(checkpoint)
     step = step_of(checkpoint)
+    # An imported model has no optimizer state: a run may begin with its weights, and cannot resume at a step.
     if not record.names(OPTIMIZER):
         if step:
             raise ValueError(
@@ -199,13 +196,16 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None = None) -
                 "them; put it in step-00000000 of a new folder to start with them"
             )
         return Start(0, checkpoint, begun, notes=(f"begins with the weights in {checkpoint}",))
-    saved = record.state.get("step")
+    saved = record.state.get("step")  # a folder that somebody renamed would repeat or skip data
     if type(saved) is not int or saved != step:
         raise ValueError(
             f"{checkpoint} is named after step {step} and was saved at step {saved}; give it the name of its step"
         )
     _require_same(config, record.state, checkpoint)
-    changes = _changes(asdict(config.schedule), record.state.get("schedule"))
+    before, schedule = record.state.get("schedule"), asdict(config.schedule)
+    changes = []
+    if isinstance(before, dict):
+        changes = [f"{key} was {before.get(key)}, is {now}" for key, now in schedule.items() if before.get(key) != now]
     notes = (f"the schedule is another one: {'; '.join(changes)}",) if changes else ()
     return Start(step, checkpoint, True, notes=notes, skipped=read_skipped(out, step))
 
@@ -228,7 +228,7 @@ def step_of(checkpoint: Path) -> int:
 
 @contextmanager
 def _suggest_an_earlier_one(checkpoint: Path) -> Iterator[None]:
-    """Add an earlier checkpoint, if there is one, to the error about a damaged one."""
+    """Inside, an error about a damaged checkpoint also names the checkpoint before it, if the run has one."""
     try:
         yield
     except (DamagedCheckpointError, FailedElsewhereError) as error:
@@ -239,7 +239,7 @@ def _suggest_an_earlier_one(checkpoint: Path) -> Iterator[None]:
 
 
 def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) -> None:
-    """Raise where the config of a checkpoint differs in a key that a run cannot change."""
+    """Raise if the config of a checkpoint differs in a key that a resumed run cannot change."""
     now, before = to_table(config), state.get("config")
     if not isinstance(before, dict):
         raise ValueError(f"{checkpoint} does not say what it was trained with; give one that fourfold train has saved")
@@ -257,23 +257,17 @@ def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) 
             )
 
 
-def _changes(now: dict[str, Any], before: Any) -> list[str]:
-    if not isinstance(before, dict):
-        return []
-    return [f"{key} was {before.get(key)}, is {value}" for key, value in now.items() if before.get(key) != value]
-
-
 # Resuming
 
 
 def restore(start: Start, model: nn.Module, optimizer: AdamW, loader: Loader) -> dict[str, Any]:
-    """Give model, optimizer and loader the state of the checkpoint, and return the rest of it."""
+    """Load the checkpoint into model, optimizer and loader, and return its whole state; {} if the run starts at 0."""
     if start.checkpoint is None:
         return {}
     with _suggest_an_earlier_one(start.checkpoint):
         state = load_training(start.checkpoint, model, optimizer)
     if start.step == 0:
-        return {}
+        return {}  # weights that somebody else trained bring no position in the data
     skipped = start.skipped
     try:
         loader.restore(state.get("data", {}) if skipped is None else skipped.data)
@@ -282,14 +276,8 @@ def restore(start: Start, model: nn.Module, optimizer: AdamW, loader: Loader) ->
     return state
 
 
-def remove_newer(start: Start) -> None:
-    """Remove later checkpoints, the last one first, so that the one to resume from is the newest; on rank 0."""
-    for folder in reversed(start.newer):
-        remove_checkpoint(folder)
-
-
 def roll_back(grid: Grid, out: Path, config: TrainConfig, error: RollBackError) -> Start:
-    """Return where a run with bad losses or gradients continues: after its newest checkpoint, with the data after."""
+    """Return where a run with bad losses or gradients resumes: after its newest checkpoint, without the data since."""
     start = find_start(grid, out, config)
     if not start.step:
         raise BadStepsError(f"stopped: {error}; there is no checkpoint to roll back to, set checkpoint.every")
@@ -299,12 +287,13 @@ def roll_back(grid: Grid, out: Path, config: TrainConfig, error: RollBackError) 
             f"stopped: {error}; the run was rolled back to step {start.step} {times - 1} times, and no data goes well"
         )
     skipped = SkippedData(start.step, error.step, str(error), times, error.data)
+    # on disk, so that a run that is restarted after this skips the same data
     grid.run_on_rank0("noting which data is skipped", lambda: write_json(out / PASSED_OVER, strict(asdict(skipped))))
     return replace(start, skipped=skipped)
 
 
 def read_skipped(out: Path, step: int) -> SkippedData | None:
-    """Return the data that a run skips when it resumes after this step; what was noted for another step is ignored."""
+    """Return the data that a run skips when it resumes after this step; a note about another step is ignored."""
     path = out / PASSED_OVER
     if not path.exists():
         return None
@@ -328,8 +317,12 @@ def is_done(start: Start, config: TrainConfig, out: Path, stream: IO[str] | None
     return True
 
 
-def earlier_parts(stored: Any, step: int) -> list[RunEvent]:
-    """Return when and on which grids the run was trained before, from its run.json; the last part up to this step."""
+def earlier_parts(out: Path, step: int) -> list[RunEvent]:
+    """Return when and on which grids the run was trained before, from its run.json; the last part ends at this step."""
+    try:
+        stored = json.loads((out / "run.json").read_text())
+    except (OSError, ValueError):
+        return []  # the file is missing, or was damaged: the run can continue without its history
     if not isinstance(stored, dict):
         return []
     before = stored.get("resumed", [])
@@ -340,7 +333,7 @@ def earlier_parts(stored: Any, step: int) -> list[RunEvent]:
 def steps_to_profile(profile: range, step: int, *, asked: bool) -> range:
     """Return the steps to profile of a run that resumes after this step.
 
-    A job that was restarted has profiled the steps before already; a user who asks for such steps gets an error.
+    A job that was restarted has profiled earlier steps already; a user who asks for such steps gets an error.
     """
     if not profile or profile[0] > step:
         return profile
@@ -352,13 +345,14 @@ def steps_to_profile(profile: range, step: int, *, asked: bool) -> range:
 def any_restarted(grid: Grid) -> bool:
     """Return whether the ranks were restarted because one of them died. All ranks call it and get the same answer.
 
-    A launcher counts the starts of its own node, so a node that replaces another one has seen no start before.
+    Every rank is asked, because a launcher counts the starts of its own node, and a node that replaces another one has
+    seen no start before.
     """
     return grid.channel.decide(str(int(was_restarted())), max) == "1"
 
 
 def require_named_folder(out: str | None) -> None:
-    """Raise where a job that may be restarted would not find its run: unnamed folders are named by the time."""
+    """Raise if a job that may be restarted would not find its run, because a folder without a name gets the time."""
     times = max_restarts()
     if out is None and times > 0:
         raise ValueError(
@@ -368,25 +362,14 @@ def require_named_folder(out: str | None) -> None:
 
 
 def what_was_lost(out: Path) -> str:
-    """Say what a run that SIGTERM has ended can resume from, where that is not its last step."""
-    found, last = newest_checkpoint(out), _last_step(out / "metrics.jsonl")
+    """Return words for what a run that SIGTERM has ended can resume from, if that is not its last step."""
+    steps = (event["step"] for _, event in read_events(out / "metrics.jsonl") if event["event"] == "step")
+    last = max(steps, default=0)
     if last <= newest_step(out):
         return READABLE
+    found = newest_checkpoint(out)
     kept = f"the newest checkpoint is {found}" if found else "there is no checkpoint"
     return f"step {last} was not saved; {kept}"
-
-
-def _last_step(metrics: Path) -> int:
-    last = 0
-    if metrics.exists():
-        with metrics.open(errors="replace") as lines:
-            for line in lines:
-                try:
-                    event = json.loads(line)
-                    last = event["step"] if event["event"] == "step" else last
-                except (KeyError, TypeError, ValueError):
-                    continue  # a line that was cut off
-    return last
 
 
 def config_to_read(given: Path | None, out: Path | None, others: Sequence[object]) -> Path | None:

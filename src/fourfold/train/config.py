@@ -31,6 +31,7 @@ from fourfold.spelling import nearest
 from fourfold.train.schema import parse, to_table, to_toml
 
 AUTO = "auto"
+"""The value of keys that `planning.resolve` fills in."""
 Dtype = Literal["fp32", "bf16", "fp64"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 BYTES = "bytes"
@@ -60,10 +61,11 @@ class ModelKeys:
     name: str
 
     def build(self) -> models.ModelConfig:
-        """Return the model's config: the published size with the given keys changed, or a model of these keys alone."""
+        """Return the model's config: the published size with the given keys changed, or a model of only these keys."""
         changes = {key: getattr(self, key) for key in MODEL_FIELDS if getattr(self, key) is not None}
         required = [field.name for field in fields(models.ModelConfig) if field.default is MISSING]
         missing = [name for name in required if name not in changes]
+        # with none of the required keys, an unknown name is a misspelled size, and `models.config` suggests one
         if self.name in models.SIZES or len(missing) == len(required):
             return models.config(self.name, **changes)
         if not missing:
@@ -152,8 +154,8 @@ PolicySection = make_dataclass(
     bases=(PolicyKeys,),
     frozen=True,
 )
-"""What is sharded, kept, recomputed and cast; `Policy` explains the fields. `dtype` is that of matrix products and
-messages: auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64 with fp64. `compile` auto compiles on a
+"""What is sharded, kept, recomputed and cast; `Policy` explains the fields. Matrix products and messages have
+`dtype`: auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64 with fp64. `compile` auto compiles on a
 GPU."""
 
 # Before Python 3.12 make_dataclass says "types", where pickle does not find the classes.
@@ -177,6 +179,8 @@ class SourceSection:
 
 @dataclass(frozen=True, slots=True)
 class DataSection:
+    """What the run trains and evaluates on."""
+
     sources: tuple[SourceSection, ...] = (SourceSection("standard-library"),)
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face tokenizer.json."""
@@ -196,6 +200,8 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True)
 class BatchSection:
+    """The size of a step."""
+
     rows: int = 16
     """Sequences per step, over all ranks and micro-batches."""
     seq: int = 128
@@ -221,12 +227,12 @@ class OptimizerSection:
 
     learning_rate: float = 1e-3
     warmup: int | None = None
-    """Steps of linear warm-up; by default 10, or all steps if the run has fewer."""
+    """Steps of linear warmup; by default 10, or all steps if the run has fewer."""
     schedule: Decay = "cosine"
     decay: float = 0.2
     """The share of the steps, at the end, in which a stable schedule decays."""
     floor: float = 0.1
-    """The last learning rate, as a share of the highest."""
+    """The learning rate of the last step, as a share of the highest."""
     base_rows: int | None = None
     """The batch.rows for which the learning rate is meant. With more rows the learning rate grows linearly."""
     beta1: float = 0.9
@@ -234,7 +240,7 @@ class OptimizerSection:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
-    """Gradients with a larger norm are scaled down to this norm; inf never does."""
+    """Gradients with a larger norm are scaled down to this norm; inf turns clipping off."""
 
     def __post_init__(self) -> None:
         if not self.clip > 0:
@@ -247,6 +253,8 @@ class OptimizerSection:
 
 @dataclass(frozen=True, slots=True)
 class TrainSection:
+    """How long the run trains, where it writes, and how often it evaluates."""
+
     steps: int = 100
     seed: int = 0
     out: str | None = None
@@ -272,7 +280,7 @@ class CheckpointSection:
     keep_last: int = 2
     """How many of the newest checkpoints are kept."""
     keep_every: int = 0
-    """Checkpoints of steps that are multiples of this are never removed; 0 keeps none for that reason."""
+    """Checkpoints of steps that are multiples of this number are never removed; 0 turns this rule off."""
     asynchronous: bool = True
     """Whether training continues while a copy of the state is written."""
 
@@ -282,6 +290,8 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True)
 class LogSection:
+    """Where metrics go besides the run's folder, and what MFU is measured against."""
+
     tensorboard: Literal["auto"] | bool = "auto"
     """auto logs to TensorBoard if the package tensorboard is installed."""
     wandb: str | None = None
@@ -415,6 +425,7 @@ def read_config(
         data = table.get("data")
         if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
             data["tokenizer"] = beside(data["tokenizer"], path.parent)
+    # The order of the axes stays: it says how ranks lie on the machine, whatever the sizes.
     if forget_grid and isinstance(table.get("grid"), dict):
         table["grid"] = {key: value for key, value in table["grid"].items() if key not in AXES}
     for key, value in changes:

@@ -49,7 +49,7 @@ MIN_LOSSES = 32
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 MIN_SPREAD = 0.01
-"""The spread is at least this share of the median: otherwise rounding would be a spike where losses hardly vary."""
+"""The spread is at least this share of the median: otherwise rounding would be a spike if losses hardly vary."""
 
 
 # The numbers of steps
@@ -156,7 +156,7 @@ class Guard(NoGuard):
     def __init__(self, grid: Grid, folder: Path, deadline: float) -> None:
         self._ledger = grid.ledger
         self._tape = Tape(tape_path(folder, grid.rank), grid.rank, grid.shape)
-        self._ledger.listener = self._tape
+        self._ledger.listener = self._tape  # from now on every launch and wait of a collective is on the tape
         self._alarm = Alarm(self._tape, grid, folder, deadline, end)
         self._windows = StepWindows(grid)
 

@@ -1,8 +1,8 @@
 """Starts ranks on this machine with torch's elastic agent, restarts them, and reports why they failed.
 
 The agent watches the ranks: when one fails or dies it ends the others. `watch.liveness` chooses which of their errors
-people read. Where another start may help, all ranks are restarted, if that is asked for. Restarts are not left to the
-agent: it would also restart what fails every time, and say nothing about it.
+people read. All ranks are restarted if the user asked for restarts and another start may help. Restarts are not left to
+the agent, because it would also restart what fails every time, and would not say why.
 """
 
 from __future__ import annotations
@@ -35,35 +35,37 @@ from fourfold.watch.liveness import RankEnd, first_cause
 
 RANK = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch is imported Ctrl-C ends it without a traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C during the import of torch leaves no traceback
 from fourfold.cli import main
 sys.exit(main())
 """
-"""The program of a rank."""
+"""The Python program that each rank runs."""
 GRACE = 30.0
-"""Seconds that ranks have to end after SIGTERM, unless the config says otherwise."""
+"""Seconds that ranks have to end after SIGTERM, unless the config sets watch.grace."""
 MARGIN = 30
-"""Seconds beyond their grace after which whoever started the ranks kills them: they print and flush in that time."""
+"""Seconds beyond their grace after which whoever started the ranks kills them. The ranks print and flush in that
+time."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The variables that name the network interface on which gloo and NCCL listen."""
 
 
 class RestartPolicy:
-    """Tells the launcher where and how to restart its ranks. By default the ranks leave nothing behind."""
+    """Decides where and how the launcher restarts its ranks. This default is for ranks that leave nothing behind."""
 
     def resume_step(self) -> int:
-        """Return the step that a restart resumes after. A higher one than before means progress."""
+        """Return the step that a restart resumes after. A higher step than before means progress."""
         return 0
 
     def resume_text(self, step: int) -> str:  # noqa: ARG002
-        """Say where a restart resumes."""
+        """Return words for where a restart resumes."""
         return "from its start"
 
     def after_sigterm(self) -> str:
-        """Say what the ranks have left behind after SIGTERM."""
+        """Return words for what the ranks have left behind after SIGTERM."""
         return READABLE
 
     def evidence(self, since: float) -> str:  # noqa: ARG002
-        """Say why the ranks may have failed, by what they have written since that time; empty if nothing is known."""
+        """Return why the ranks may have failed, from what they have written since that time; empty if unknown."""
         return ""
 
     def next_start(self, ranks: int, arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
@@ -85,14 +87,14 @@ def launch(
 ) -> int:
     """Run `fourfold` with these arguments on that many local ranks; return the exit code.
 
-    The ranks communicate over the loopback, where nobody else reaches them. When a rank dies, all are restarted, up to
-    `restarts` times in a row without progress. After SIGTERM they have `grace` seconds to end.
+    The ranks communicate over the loopback, where no other machine reaches them. When a rank dies, all ranks are
+    restarted, up to `restarts` times in a row without progress. After SIGTERM they have `grace` seconds to end.
     """
     policy = policy or RestartPolicy()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # this file says it in one line
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # this file reports the same in one line
     try:
         with loopback_only():
             return _launch(ranks, arguments, errors, restarts, grace, policy)
@@ -115,6 +117,7 @@ def _launch(
         os.environ |= {LAUNCHED: "1", RESTARTED: str(times)}
         began = time.time()
         try:
+            # a name of its own for each start, so that its store shares no key with the one before
             elastic_launch(_config(ranks, f"fourfold-{times}", grace), sys.executable)("-u", "-c", RANK, *arguments)
             return 0
         except ChildFailedError as failed:
@@ -122,19 +125,19 @@ def _launch(
         if any(end.exit_code == TERMINATED for end in ends):
             return _terminated(errors, policy)
         first = first_cause(ends)
+        failure = first.failure or Failure.ERROR
         before, reached = reached, policy.resume_step()
-        tries = tries if reached == before else restarts
-        cause, diagnosed = explain(first), first.failure is not None and first.failure.is_diagnosis
-        if not diagnosed and (more := policy.evidence(began)):
+        tries = tries if reached == before else restarts  # progress earns the full number of restarts again
+        cause = explain(first)
+        if not failure.is_diagnosis and (more := policy.evidence(began)):
             cause = f"{cause}\n{more}"
-        may_pass = first.exit_code != INTERRUPTED and (first.failure or Failure.ERROR).may_pass
-        if tries == 0 or not may_pass:
+        if tries == 0 or first.exit_code == INTERRUPTED or not failure.may_pass:
             print(f"fourfold: error: {cause}", file=errors)
             policy.note("failed", cause)
             return first.exit_code if first.exit_code > 0 else 1
         tries, times = tries - 1, times + 1
         # one line: the headline of a diagnosis, or the last line of a traceback
-        cause = cause.splitlines()[0 if diagnosed else -1]
+        cause = cause.splitlines()[0 if failure.is_diagnosis else -1]
         had, (ranks, arguments) = ranks, policy.next_start(ranks, arguments)
         where = policy.resume_text(reached) + ("" if ranks == had else f" on {ranks} of {had} ranks")
         said = f"{cause}; the run resumes {where} (start {times + 1})"
@@ -162,7 +165,7 @@ def kill_seconds(grace: float) -> int:
 
 @contextmanager
 def loopback_only() -> Iterator[None]:
-    """Inside, processes that are started use the loopback, unless the environment names another interface."""
+    """Inside, processes that are started use the loopback, unless the environment names an interface already."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     added = [name for name in INTERFACES if name not in os.environ]
     os.environ |= dict.fromkeys(added, loopback)
@@ -181,11 +184,11 @@ def _terminated(errors: IO[str], policy: RestartPolicy) -> int:
 
 
 def explain(end: RankEnd) -> str:
-    """Say why a rank ended, for people."""
+    """Return why a rank ended, in words for people."""
     if end.killed:
         name = signal.Signals(-end.exit_code).name
         return f"rank {end.rank} (process {end.process}) was killed by {name}; the other ranks were stopped"
-    if end.exit_code == INTERRUPTED:  # that rank alone: an interrupted launcher says so itself
+    if end.exit_code == INTERRUPTED:  # only that rank got the signal: an interrupted launcher reports it itself
         return f"rank {end.rank} (process {end.process}) was interrupted by a signal; the other ranks were stopped"
     if end.failure is not None and end.failure.is_diagnosis:
         return end.message
@@ -200,7 +203,7 @@ def report_failure(message: str, kind: Failure, *, whole: bool = True) -> None:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if is_watched() and path:
-        # whole or absent: this rank may be killed while it writes
+        # The file appears whole or not at all, because this rank may be killed while it writes.
         write_json(Path(path), {"message": message, "timestamp": str(int(time.time())), "kind": kind})
         return
     who = f"rank {Environment.read().rank}: " if inside_a_job() else ""
@@ -210,10 +213,10 @@ def report_failure(message: str, kind: Failure, *, whole: bool = True) -> None:
 
 @cache
 def cores() -> int:
-    """Return the cores that the ranks of this machine share.
+    """Return how many cores the ranks of this machine share.
 
-    The first call counts those that this process may use; later ones repeat it, because `share_cores` keeps the process
-    on one of them.
+    The first call counts the cores that this process may use. Later calls repeat that number, because `share_cores` has
+    bound the process to one core by then.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -221,20 +224,20 @@ def cores() -> int:
 def share_cores() -> None:
     """Let ranks on the CPU of one machine share its cores well, once their process groups exist.
 
-    gloo's socket threads spin for milliseconds after each message. With more ranks than cores they take the time
-    that the ranks need, and wake-ups across cores cost most of a message: each rank stays on a core of its own, and
-    the threads of gloo yield.
+    gloo's socket threads spin for milliseconds after each message. With more ranks than cores, these threads take the
+    time that the ranks need, and waking a thread on another core costs most of a message. So each rank stays on one
+    core, and gloo's threads get the lowest priority.
     """
     here = Environment.read()
     local_ranks = here.local_world or 1
     if local_ranks <= 1 or not Path("/proc/self/task").exists():
         return
-    cores()  # while this process may still use all of them
+    cores()  # counts now, while this process may still use all of them
     mine = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, len(mine) // local_ranks))
     if 1 < len(mine) <= local_ranks:
         os.sched_setaffinity(0, {mine[here.local_rank * len(mine) // local_ranks]})
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread may have ended meanwhile
             if (task / "comm").read_text().strip() == "gloo_tcp_loop":
                 os.setpriority(os.PRIO_PROCESS, int(task.name), 19)  # the lowest priority

@@ -1,16 +1,21 @@
 """The training loop: one run on this rank, from a resolved config.
 
+    Run(config, grid, out)   builds loader, model and optimizer
+    load(start)              loads the checkpoint that the run resumes from
+    begin(sinks, start)      prepares the folder, and starts to save and to watch
+    train()                  trains the remaining steps, and records why training ended
+
 On a GPU the host runs one step ahead: it reads the results of a step after it has launched the next one, so reading
-never makes the device wait.
+never makes the device wait. Work between steps (evaluation, comparing replicas, saving) reads all steps first.
 """
 
 from __future__ import annotations
 
 import platform
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from math import isfinite
@@ -22,6 +27,7 @@ from torch import Tensor
 
 import fourfold
 from fourfold.atomic import write_json, write_text
+from fourfold.checkpoint.folder import remove_checkpoint
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
@@ -35,12 +41,12 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
 from fourfold.planner.trace import kept_bytes
 from fourfold.planner.transformer import flops_per_token
-from fourfold.train.checkpoints import RunSaver, Start, earlier_parts, remove_newer, restore
+from fourfold.train.checkpoints import RunSaver, Start, earlier_parts, restore
 from fourfold.train.config import DTYPES, TrainConfig
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
-from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, read_facts, rewind, strict
+from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, rewind, strict
 from fourfold.train.signals import Stop
 from fourfold.watch.replicas import check_replicas
 from fourfold.watch.tape import Waits
@@ -61,34 +67,26 @@ class StepInFlight:
 
 
 class Run:
-    """A training run. Every rank has one; rank 0 records it. `profile` names the steps to trace."""
+    """A training run. Every rank has one, and rank 0 records it. `profile` names the steps to trace."""
 
     def __init__(self, config: TrainConfig, grid: Grid, out: Path, *, profile: range = range(0)) -> None:
         self.config, self.grid, self.out = config, grid, out
         self.model_config = config.model.build()
         self.policy = config.build_policy()
         self.sources = open_sources(config, grid, out / "data")
-        batch, data = config.batch, config.data
-        common: dict[str, Any] = dict(
-            seq=batch.seq, vocab=self.model_config.vocab, held_out=data.held_out, documents=data.documents
-        )
+        batch, data, seed = config.batch, config.data, config.train.seed
         weights = [source.weight for source in data.sources]
+        vocab = self.model_config.vocab
+        rows = batch.rows // batch.micro_steps
+        common: dict[str, Any] = dict(seq=batch.seq, vocab=vocab, held_out=data.held_out, documents=data.documents)
         self.loader = Loader(
-            self.sources,
-            weights,
-            grid,
-            rows=batch.rows,
-            micro_steps=batch.micro_steps,
-            seed=config.train.seed,
-            **common,
+            self.sources, weights, grid, rows=batch.rows, micro_steps=batch.micro_steps, seed=seed, **common
         )
         self.evaluation = None
         if config.train.evaluate_every and data.held_out:
-            rows, batches = batch.rows // batch.micro_steps, config.train.evaluate_batches * batch.micro_steps
+            batches = config.train.evaluate_batches * batch.micro_steps
             self.evaluation = Evaluation(self.sources, grid, rows=rows, batches=batches, **common)
-        self.model = build(
-            self.model_config, grid, policy=self.policy, seed=config.train.seed, dtype=config.policy.parameters
-        )
+        self.model = build(self.model_config, grid, policy=self.policy, seed=seed, dtype=config.policy.parameters)
         section = config.optimizer
         self.optimizer = AdamW(
             self.model,
@@ -100,29 +98,27 @@ class Run:
         self.schedule = config.schedule
         self.flops = flops_per_token(self.model_config, batch.seq, self.policy)
         self.peak = peak_of(grid, DTYPES[config.policy.dtype], config.log.peak_flops)
-        shares = [weight / sum(weights) for weight in weights]
         self.entropy = sum(
-            share * unigram_entropy(source, self.model_config.vocab, held_out=data.held_out, seq=batch.seq)
-            for share, source in zip(shares, self.sources, strict=True)
+            weight / sum(weights) * unigram_entropy(source, vocab, held_out=data.held_out, seq=batch.seq)
+            for weight, source in zip(weights, self.sources, strict=True)
         )
-        self.local_rows = batch.rows // batch.micro_steps // grid.shape.places
+        self.local_rows = rows // grid.shape.places
         self.meter = Meter(grid)
         self.profile = StepProfiler(profile, grid, out / "profile")
-        self.sinks: list[Sink] = []
-        self.stored: RunEvent = {}
-        """The contents of run.json, on rank 0 after `begin`."""
-        self._prediction_check: PredictionCheck | None = None
-        self.saving: RunSaver | None = None
-        """Set by `begin` if the config asks for checkpoints."""
-        self.guard = NoGuard()
-        """Watches the ranks after `begin`."""
-        self.lock: FolderLock | None = None
-        """The lock on the run's folder, on rank 0 after `begin`."""
+        self.step_judge = StepJudge(config.watch, config.train.max_skipped)
         self.stop = Stop(grid, config.watch.grace)
         self.stopped = False
         """Whether the run stopped before its last step because of SIGTERM."""
         self.step = 0
-        self.step_judge = StepJudge(config.watch, config.train.max_skipped)
+        """The last step that was read."""
+        # `begin` sets the following; a run that is not begun trains without folder, checkpoints and guard.
+        self.sinks: list[Sink] = []
+        self.stored: RunEvent = {}
+        """The contents of run.json, on rank 0."""
+        self.saving: RunSaver | None = None
+        self.guard = NoGuard()
+        self._lock: FolderLock | None = None
+        self._prediction_check: PredictionCheck | None = None
         self._in_flight: deque[StepInFlight] = deque()
 
     @cached_property
@@ -140,11 +136,12 @@ class Run:
 
     def facts(self) -> RunEvent:
         """Return the description of the run for run.json."""
-        shape = self.grid.shape
+        shape, device = self.grid.shape, self.grid.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
         return {
             "fourfold": fourfold.__version__,
             "torch": torch.__version__,
-            "device": device_name(self.grid.device),
+            "device": name,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "grid": shape.sizes,
             "order": list(shape.order),
@@ -168,45 +165,11 @@ class Run:
         self.step_judge.restore(restore(start, self.model, self.optimizer, self.loader))
         self.step = start.step
 
-    def describe(self, before: list[RunEvent]) -> None:
-        """Write run.json on rank 0, with the planner's prediction and the earlier parts of a resumed run."""
-        self.stored = self.facts()
-        if before:
-            self.stored["resumed"] = before
-        if self.config.plan.compare:
-            profile = self.profile
-            self.stored["predicted"], self._prediction_check = predict_run(
-                self.config, self.grid, profile.steps, profile.folder
-            )
-        write_json(self.out / "run.json", strict(self.stored))
-
-    def _record_comparison(self, compared: RunEvent | None) -> None:
-        """Record how the run compares with its prediction, if that is known now."""
-        if compared is not None:
-            self.stored["compared"] = {key: value for key, value in compared.items() if key != "event"}
-            write_json(self.out / "run.json", strict(self.stored))
-            self._record(compared)
-
     def begin(self, sinks: Callable[[], Sequence[Sink]], start: Start | None = None) -> None:
         """Prepare the folder and open the sinks on rank 0, then start saving and watching on every rank.
 
         If rank 0 fails, all ranks raise. When a run resumes, records and checkpoints after its step are removed first.
         """
-        start = start or Start()
-
-        def prepare_folder() -> None:
-            make_folder(self.out)
-            self.lock = FolderLock(self.out)
-            remove_newer(start)
-            write_text(self.out / "config.toml", self.config.stored(self.out).toml())
-            if start.resumes:
-                rewind(self.out / "metrics.jsonl", start.step)
-            self.describe(earlier_parts(read_facts(self.out), start.step) if start.resumes else [])
-            self.sinks = list(sinks())
-            if start.step:
-                where = {"grid": str(self.grid.shape), "checkpoint": str(start.checkpoint)}
-                left_out = {} if start.skipped is None else {"passed_over": str(start.skipped)}
-                self._record({"event": "resumed", "step": start.step, **where, **left_out})
 
         def find_folder() -> None:
             if self.config.checkpoint.save and not (self.out / "run.json").exists():
@@ -216,16 +179,38 @@ class Run:
                 )
 
         try:
-            self.grid.run_on_rank0("starting the run", prepare_folder)
+            self.grid.run_on_rank0("starting the run", lambda: self._prepare_folder(sinks, start or Start()))
             self.grid.run_together("finding the run's folder", find_folder)
             if self.config.checkpoint.save:
                 self.saving = RunSaver(self.config, self.grid, self.out)
             if self.grid.shape.world > 1:
                 self.guard = Guard(self.grid, self.out, self.config.watch.deadline)
         except BaseException:
-            if self.lock is not None:
-                self.lock.release()
+            if self._lock is not None:
+                self._lock.release()
             raise
+
+    def _prepare_folder(self, sinks: Callable[[], Sequence[Sink]], start: Start) -> None:
+        """Lock the folder, remove what a resumed run is about to do again, describe the run, and open the sinks."""
+        make_folder(self.out)
+        self._lock = FolderLock(self.out)  # before anything in the folder changes
+        for later in reversed(start.newer):  # the last one first, so that the one to resume from becomes the newest
+            remove_checkpoint(later)
+        write_text(self.out / "config.toml", self.config.stored(self.out).toml())
+        self.stored = self.facts()
+        if start.resumes:
+            rewind(self.out / "metrics.jsonl", start.step)
+            if before := earlier_parts(self.out, start.step):
+                self.stored["resumed"] = before
+        if self.config.plan.compare:
+            predicted = predict_run(self.config, self.grid, self.profile.steps, self.profile.folder)
+            self.stored["predicted"], self._prediction_check = predicted
+        write_json(self.out / "run.json", strict(self.stored))
+        self.sinks = list(sinks())
+        if start.step:
+            where = {"grid": str(self.grid.shape), "checkpoint": str(start.checkpoint)}
+            left_out = {} if start.skipped is None else {"passed_over": str(start.skipped)}
+            self._record({"event": "resumed", "step": start.step, **where, **left_out})
 
     def train(self) -> None:
         """Train the remaining steps, and record why training ended."""
@@ -235,25 +220,11 @@ class Run:
             self.meter.begin()
             for step in range(self.step + 1, self.config.train.steps + 1):
                 self._run_step(step)
-                self._record_saved()
-                last = step == self.config.train.steps
-                if self.evaluation is not None and (last or step % self.config.train.evaluate_every == 0):
-                    self._drain()
-                    self.guard.doing("evaluating")
-                    with self.profile.aside("evaluation"):
-                        self._record({"event": "evaluation", "step": step, **self.evaluate()})
-                    self.meter.begin()
-                self._check_replicas(step)
-                self.guard.doing("asking the others whether to stop", Waits.RANKS)
-                self.stopped = not last and self.stop.after(step)
-                self.guard.doing("between steps")
-                if self.stop.met_after == step:
-                    self._record_stragglers(step)
-                self._save(step, last=last or self.stopped)  # after the records of the step are written
+                self._after_step(step, last=step == self.config.train.steps)
                 if self.stopped:
                     reason = End.STOPPED
                     break
-            self._drain()
+            self._read_steps()
             if self._prediction_check is not None:
                 self._record_comparison(self._prediction_check.finish())
         except KeyboardInterrupt as error:
@@ -261,24 +232,56 @@ class Run:
             raise
         except Exception as error:
             reason, failed = f"{type(error).__name__}: {error}", error
-            # our launcher sees which process died, so a lost connection needs no diagnosis of the ranks
+            # Our launcher sees which process died, so a lost connection needs no diagnosis by the ranks.
             if isinstance(error, CollectiveError) and not (is_watched() and isinstance(error, LostPeerError)):
                 self.guard.failed(str(error))
             raise
         finally:
             self._end(reason, failed)
 
+    def _after_step(self, step: int, *, last: bool) -> None:
+        """Evaluate, compare replicas, ask whether to stop, and save, as far as each is due after this step."""
+        self._record_saved()
+        if self.evaluation is not None and (last or _due(step, self.config.train.evaluate_every)):
+            with self._between_steps("evaluating", "evaluation"):
+                self._record({"event": "evaluation", "step": step, **self.evaluate()})
+        if _due(step, self.config.watch.replicas_every):
+            with self._between_steps("comparing replicas", "replicas"):
+                check_replicas(self.model, self.grid)
+        self.guard.doing("asking the others whether to stop", Waits.RANKS)
+        self.stopped = not last and self.stop.after(step)
+        self.guard.doing("between steps")
+        if self.stop.met_after == step:  # all ranks were here just now, so exchanging times waits for nobody
+            for one in self.guard.stragglers():
+                facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
+                self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
+        ends = last or self.stopped
+        if self.saving is not None and (ends or self.saving.due(step)):
+            # after the records of the step: a checkpoint without them would resume a run with a gap
+            with self._between_steps("saving a checkpoint", "saving"):
+                self.saving.save(step, self.model, self.optimizer, self.loader, self.step_judge, last=ends)
+                self._record_saved()
+
+    @contextmanager
+    def _between_steps(self, doing: str, name: str) -> Iterator[None]:
+        """Do work that belongs to no step: earlier steps are read first, and the time is not counted."""
+        self._read_steps()
+        self.guard.doing(doing)
+        with self.profile.aside(name):
+            yield
+        self.meter.begin()
+
     def _run_step(self, step: int) -> None:
         """Run one step, and start or end the profile if the step is its first or last."""
         if step in self.profile.steps[:1]:
-            self._drain()
+            self._read_steps()
             self.profile.begin()
             self.meter.begin()
         with self.profile.step(step):
             self._launch(step)
-        self._read_down_to(1 if self.meter.on_gpu else 0)
+        self._read_steps(leave=1 if self.meter.on_gpu else 0)
         if step in self.profile.steps[-1:]:
-            self._drain()
+            self._read_steps()
             self._record(self.profile.end())
             self.meter.begin()
 
@@ -290,7 +293,7 @@ class Run:
         learning_rate = self.schedule.apply(optimizer, step)
         batches = self.loader.next()
         self.guard.doing("computing")
-        count = None
+        count = None  # each forward counts its own targets, unless several of them share one mean
         if len(batches) > 1:
             count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
         loss = torch.zeros((), dtype=torch.float64, device=self.grid.device)
@@ -298,20 +301,17 @@ class Run:
         for tokens, targets, positions in batches:
             share = model(tokens, targets, positions=positions, count=count)
             share.backward()
-            loss += share.detach()
+            loss += share.detach()  # each micro-batch returns its share of the mean over the whole batch
+        # The limit is the one of now: on a GPU the step before is not judged yet when this step is launched.
         limit, skip_above = self.step_judge.limit, self.step_judge.skip_above
-        jumps = loss > skip_above if isfinite(skip_above) else None
+        jumps = loss > skip_above if isfinite(skip_above) else None  # stays on the device, so the host does not wait
         clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
         optimizer.zero_grad()
         self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, self.meter.end()))
 
-    def _drain(self) -> None:
-        """Read all steps in flight."""
-        self._read_down_to(0)
-
-    def _read_down_to(self, left: int) -> None:
-        """Read the oldest steps in flight until this many are left."""
-        while len(self._in_flight) > left:
+    def _read_steps(self, leave: int = 0) -> None:
+        """Read the oldest steps in flight, and leave this many of the newest."""
+        while len(self._in_flight) > leave:
             self._read(self._in_flight.popleft())
 
     def _read(self, done: StepInFlight) -> None:
@@ -332,13 +332,10 @@ class Run:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": done.learning_rate,
-            "seconds": metrics.seconds,
+            **asdict(metrics),
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
             "hfu": hfu,
-            "wire_bytes": metrics.wire_bytes,
-            "exposed_seconds": metrics.exposed_seconds,
-            "peak_memory_bytes": metrics.peak_memory_bytes,
             "skipped": bad is not None and bad.in_a_row > 0,
         }
         self._record(event)
@@ -372,32 +369,12 @@ class Run:
                 count += targets_here
         return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
 
-    def _check_replicas(self, step: int) -> None:
-        """Compare the replicas of the parameters, if that is due after this step."""
-        every = self.config.watch.replicas_every
-        if every and step % every == 0:
-            self._drain()
-            self.guard.doing("comparing replicas")
-            with self.profile.aside("replicas"):
-                check_replicas(self.model, self.grid)
-            self.meter.begin()
-
-    def _record_stragglers(self, step: int) -> None:
-        """Record the ranks that became slow, on rank 0, from the step times that all ranks have exchanged."""
-        for one in self.guard.stragglers():
-            facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
-            self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
-
-    def _save(self, step: int, *, last: bool) -> None:
-        """Save a checkpoint if one is due after this step; wait for the last one."""
-        if self.saving is None or not (last or self.saving.due(step)):
-            return
-        self._drain()
-        self.guard.doing("saving a checkpoint")
-        with self.profile.aside("saving"):
-            self.saving.save(step, self.model, self.optimizer, self.loader, self.step_judge, last=last)
-        self._record_saved()
-        self.meter.begin()
+    def _record_comparison(self, compared: RunEvent | None) -> None:
+        """Record how the run compares with its prediction, if that is known now."""
+        if compared is not None:
+            self.stored["compared"] = {key: value for key, value in compared.items() if key != "event"}
+            write_json(self.out / "run.json", strict(self.stored))
+            self._record(compared)
 
     def _record_saved(self) -> None:
         """Record the checkpoints that were completed since the last call."""
@@ -413,24 +390,23 @@ class Run:
         self.guard.close(done=failed is None)
         self.loader.close()
         self.profile.close()
-        # a sink that fails now, for example because the disk is full, must not hide why the run ended
+        # A sink that fails now, for example because the disk is full, must not hide why the run ended.
         with nullcontext() if reason == End.FINISHED else suppress(OSError), ExitStack() as stack:
-            if self.lock is not None:
-                stack.callback(self.lock.release)
+            if self._lock is not None:
+                stack.callback(self._lock.release)
             for sink in self.sinks:
                 stack.callback(sink.close)
             if self.saving is not None:
-                # hurry if a user waits for the end, or if the part of a dead rank will never come
-                self.saving.wait_for_own_part(
-                    hurried=isinstance(failed, (KeyboardInterrupt, LostPeerError, LostStoreError))
-                )
+                # Hurry if a user waits for the end, or if the part of a dead rank will never come.
+                hurried = isinstance(failed, (KeyboardInterrupt, LostPeerError, LostStoreError))
+                self.saving.wait_for_own_part(hurried=hurried)
                 self._record_saved()
             self._record({"event": "end", "step": self.step, "reason": reason})
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the architecture of the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
+def _due(step: int, every: int) -> bool:
+    """Return whether something that is done after every so many steps is due; 0 never is."""
+    return every > 0 and step % every == 0
 
 
 def open_sources(config: TrainConfig, grid: Grid, cache: Path) -> list[TokenSource]:

@@ -82,7 +82,7 @@ class Meter:
         self.grid = grid
         self.on_gpu = grid.device.type == "cuda"
         if self.on_gpu:
-            grid.ledger.time_stalls()
+            grid.ledger.time_stalls()  # by events on the streams; on the CPU the host's clock measures each wait
         self.begin()
 
     def begin(self) -> None:
@@ -111,7 +111,7 @@ class Meter:
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record()  # on the current stream, behind the work of the step
         return event
 
 

@@ -57,7 +57,9 @@ COMPARED = 5
 DRAWN = 4
 """Layers and micro-batches in a predicted timeline at most; further ones look the same."""
 STEP = "step"
+"""The track of a timeline that shows the step as a whole."""
 PREDICTED = "predicted.json"
+"""The file of the predicted timeline, beside the traces of ranks."""
 WHOLE_PROCESS = "on the CPU the measured memory is the whole process, including torch itself"
 
 
@@ -103,7 +105,7 @@ def locate(name: str, job: Hardware, compute: torch.dtype) -> tuple[Machine, lis
     machine, notes = _automatic(job) if name == AUTO else (load_machine(name), [])
     dtype = DTYPE_NAMES[compute]
     if dtype not in machine.gemm and "fp32" in machine.gemm:
-        part = 0.5 if dtype == "fp64" else 1.0
+        part = 0.5 if dtype == "fp64" else 1.0  # CPUs and data-center GPUs reach half the FLOP/s
         peak, gemm = ({**rates, dtype: part * rates["fp32"]} for rates in (machine.peak, machine.gemm))
         half = "half of " if part < 1 else ""
         notes.append(f"{machine.name} has no FLOP/s for {dtype}: priced with {half}those of fp32")
@@ -120,9 +122,10 @@ def _automatic(job: Hardware) -> tuple[Machine, list[str]]:
     """Return the packaged machine that is most like this hardware, with its nodes and memory."""
     machine, notes = (load_machine(CPU), []) if job.device == "cpu" else _like(job.device)
     several = job.ranks_per_node < job.ranks
-    if several and machine.between is None:
+    if several and machine.between is None:  # the file describes a single node, such as a laptop
         notes.append(f"{machine.name} has no network between nodes: priced as one node")
         several = False
+    # on one node the file may have fewer devices than the job has ranks: processes on a CPU are as many as one starts
     devices = job.ranks_per_node if several else max(machine.devices_per_node, job.ranks)
     machine = replace(machine, devices_per_node=devices, memory=job.memory_bytes)
     if job.device != "cpu":
@@ -134,13 +137,14 @@ def _automatic(job: Hardware) -> tuple[Machine, list[str]]:
         peak={dtype: part * rate for dtype, rate in machine.peak.items()},
         gemm={dtype: part * rate for dtype, rate in machine.gemm.items()},
         memory_bandwidth=part * machine.memory_bandwidth,
-        overhead=machine.overhead / min(1.0, part),
+        overhead=machine.overhead / min(1.0, part),  # the host's own work is not faster with more than one core
     )
     return machine, notes
 
 
 def _like(device: str) -> tuple[Machine, list[str]]:
     """Return the packaged machine with that GPU, else the one with the GPU of the nearest name."""
+    # reversed, so that of several machines with the same GPU the first name wins
     packaged = {machine.device: machine for machine in map(load_machine, reversed(machine_names()))}
     if device in packaged:
         return packaged[device], []
@@ -178,6 +182,7 @@ def resolve(
     if config.grid.auto:
         shape = Shape(order=config.grid.order)
         if ranks > 1:
+            # only now, because the planner needs the dtype and the sequence length that were filled in above
             shape, reason = find_grid(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
             say(reason)
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
@@ -276,7 +281,7 @@ class Prediction:
     def trace(self) -> dict[str, Any]:
         """Return the timeline of a step for Perfetto, with the same names as the traces of ranks."""
         task, candidate = self.price.task, self.price.candidate
-        layers, micro_steps = min(task.config.layers, DRAWN), min(candidate.micro_steps, DRAWN)
+        layers, micro_steps = (min(number, DRAWN) for number in (task.config.layers, candidate.micro_steps))
         program = step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)
         line = simulate(
             program.work, Seconds(task.machine, candidate.shape), task.dtype, phases=program.phases, trace=True

@@ -65,7 +65,7 @@ def percent_of(what: str = "") -> Callable[[int, int], None]:
     return show
 
 
-def progress(stream: IO[str], steps: int, done: int = 0) -> PlainProgress | ProgressBar:
+def progress(stream: IO[str], steps: int, done: int = 0) -> PlainProgress:
     """Return a bar if the stream is a terminal and `rich` is installed, else plain lines. `done` steps came before."""
     bar = stream.isatty() and find_spec("rich") is not None
     return (ProgressBar if bar else PlainProgress)(stream, steps, done)
@@ -76,7 +76,7 @@ class PlainProgress:
 
     def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
         self.stream, self.steps, self.done = stream, steps, done
-        self._every = max(1, steps // 10)
+        self._every = max(1, steps // 10)  # about ten lines for a run that is quick
         self._began = self._last = time.monotonic()
         self._headed = False
 
@@ -84,10 +84,13 @@ class PlainProgress:
         print(text, file=self.stream, flush=True)
 
     def write(self, event: RunEvent) -> None:
-        if event["event"] != "step":
-            if text := sentence(event):
-                self.say(text)
-            return
+        if event["event"] == "step":
+            self._show(event)
+        elif text := sentence(event):
+            self.say(text)
+
+    def _show(self, event: RunEvent) -> None:
+        """Print the line of a step, if one is due."""
         step, now = event["step"], time.monotonic()
         if step not in (self.done + 1, self.steps) and step % self._every and now - self._last < LINE_SECONDS:
             return
@@ -106,11 +109,12 @@ class PlainProgress:
         self.stream.flush()
 
 
-class ProgressBar:
+class ProgressBar(PlainProgress):
     """Shows rich's progress bar; messages appear above it."""
 
     def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
-        from rich.console import Console
+        super().__init__(stream, steps, done)
+        from rich.console import Console  # optional, so it is imported only when it is used
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = Console(file=stream)
@@ -120,13 +124,9 @@ class ProgressBar:
         self._task = self._progress.add_task("train", total=steps, completed=done, loss="-", speed="-", mfu="-")
 
     def say(self, text: str = "") -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False)  # brackets in a text are no markup
 
-    def write(self, event: RunEvent) -> None:
-        if event["event"] != "step":
-            if text := sentence(event):
-                self.say(text)
-            return
+    def _show(self, event: RunEvent) -> None:
         self._progress.start()  # the first step starts the bar; afterwards this does nothing
         loss, speed = f"{event['loss']:.4f}", f"{event['tokens_per_second']:.0f}"
         self._progress.update(self._task, completed=event["step"], loss=loss, speed=speed, mfu=percent(event["mfu"]))
@@ -210,7 +210,7 @@ class TimestampedFile(TextIO):
         self._file, self._begins = file, True
 
     def write(self, text: str) -> int:
-        stamp = f"{now()} "
+        stamp = f"{now()} "  # one time for all lines of a text
         for line in text.splitlines(keepends=True):
             self._file.write(stamp + line if self._begins and line.strip() else line)
             self._begins = line.endswith("\n")
@@ -263,9 +263,9 @@ class RankLog:
         self._file = (folder / RANK_LOGS / f"rank-{grid.rank:05}.txt").open("a")
         self._handler = logging.StreamHandler(self._file)
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.getLogger().addHandler(self._handler)
+        logging.getLogger().addHandler(self._handler)  # the root logger: torch's messages belong here too
         self._show_warning, warnings.showwarning = warnings.showwarning, self._warn
-        faulthandler.enable(self._file)
+        faulthandler.enable(self._file)  # a crash in C++ or CUDA leaves Python's stack in the file
         where = ", ".join(f"{axis}={place}" for axis, place in grid.coords.items())
         logger.info("rank %d (%s) begins: %s, process %d", grid.rank, where, socket.gethostname(), os.getpid())
 

@@ -1,11 +1,11 @@
-"""How elastic agents find each other: on one node over the loopback, on several nodes at one address each.
+"""The rendezvous of elastic agents: on one node over the loopback, on several nodes at one address each.
 
     torchrun --rdzv-backend fourfold --rdzv-endpoint node0:29400 ...
 
 torch's own rendezvous listens on all interfaces of a machine, so whoever reaches any of them reaches the job. It also
 keeps one store for all starts, in which restarted ranks would find the addresses of ranks that are gone.
 
-torchrun loads this file wherever Fourfold is installed, so it imports little.
+torchrun loads this file wherever Fourfold is installed, so the file imports little.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from fourfold.job import LOOPBACK, serve
 
 BACKEND = "fourfold"
-"""The name that torchrun's --rdzv-backend gives."""
+"""The value of torchrun's --rdzv-backend that selects `NodesRendezvous`."""
 LOCAL = "fourfold-here"
-"""The name that our own launcher gives, for ranks on one machine."""
+"""The backend that our own launcher names, for ranks on one machine."""
 PORT = 29400
-"""The port of an endpoint that names none; torchrun has the same default."""
+"""The port of an endpoint without a port; torchrun has the same default."""
 TIMEOUT = timedelta(seconds=60)
-"""How long an agent waits for an answer of the store; torch's own rendezvous waits as long."""
+"""How long an agent waits for an answer from the store; torch's own rendezvous waits as long."""
 
 
 class LocalRendezvous(RendezvousHandler):
@@ -81,7 +81,8 @@ class NodesRendezvous(DynamicRendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._shared_tcp_store_server = self._bootstrap_store_info = None  # the store of the last start
+        # forgets the store of the last start, so that torch makes a new one
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
         return super().next_rendezvous()
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> dist.TCPStore:
@@ -89,15 +90,14 @@ class NodesRendezvous(DynamicRendezvousHandler):
 
 
 def handler() -> RendezvousHandlerCreator:
-    """Return what torchrun asks for; pyproject.toml names this function."""
+    """Return the function that makes the rendezvous; torchrun calls this one, which pyproject.toml names."""
     return among_nodes
 
 
 def among_nodes(params: RendezvousParameters) -> RendezvousHandler:
     """Make the rendezvous of several nodes.
 
-    Its stores listen at the endpoint, and at the address of the node of rank 0, which is that node's host name or its
-    --local-addr.
+    Its stores listen at the endpoint, and at the address of rank 0's node: its host name, or its --local-addr.
     """
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
     is_host = params.get_as_bool("is_host")

@@ -8,8 +8,9 @@
     tensorboard/    the same for TensorBoard, if it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
-    log.txt         what happened, for people; events.jsonl the same for programs; logs/ the log of each rank
-    (`run_log`) passed-over.json  the data that a run skips after it was rolled back
+    log.txt         what happened, for people; events.jsonl the same for programs; logs/ the log of each rank; the
+                    file `progress.py` writes all three
+    passed-over.json  the data that a run skips after it was rolled back
     .lock           held by the job that trains there
     watch/          the tape of what each rank did last; the diagnosis, if the run got stuck
     checkpoints/    complete training states by step, from which any grid can resume
@@ -25,11 +26,13 @@ import json
 import os
 import socket
 import stat
-from contextlib import ExitStack, suppress
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from fourfold.atomic import replacing
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints
@@ -38,6 +41,7 @@ from fourfold.train.config import LogSection, TrainConfig
 from fourfold.train.schema import to_table
 
 RunEvent = dict[str, Any]
+"""An event of a run: `event` names its kind, `step` its step, and the other keys depend on the kind."""
 KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "end")
 """The kinds of events in metrics.jsonl."""
 LOCK = ".lock"
@@ -50,11 +54,18 @@ class FolderLock:
         """Take the lock. Raise if another job has it; on a file system without locks always succeed."""
         self._file = (folder / LOCK).open("a+")
         try:
-            _lock(self._file, folder)
-        except BaseException:
-            self._file.close()
-            raise
-        self._file.truncate(0)
+            # flock, because the kernel releases it however the process ends: no stale lock is ever left behind
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):  # others: this file system has no locks
+                self._file.seek(0)
+                owner = self._file.read().strip() or "just started"
+                self._file.close()
+                raise BlockingIOError(
+                    f"another job ({owner}) is training in {folder}; wait until it has ended, stop it, or give another "
+                    "folder"
+                ) from error
+        self._file.truncate(0)  # removes the name of an owner that has ended
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
 
@@ -62,9 +73,15 @@ class FolderLock:
         self._file.close()
 
 
+def require_unowned(folder: Path) -> None:
+    """Raise if another job has locked the folder."""
+    if (folder / LOCK).exists():
+        FolderLock(folder).release()
+
+
 def deny_others_write() -> None:
     """From now on, let only this user and group change the files that this process writes."""
-    os.umask(os.umask(0o077) | stat.S_IWOTH)
+    os.umask(os.umask(0o077) | stat.S_IWOTH)  # the only way to read the mask is to set it
 
 
 def make_folder(folder: Path) -> None:
@@ -76,26 +93,6 @@ def make_folder(folder: Path) -> None:
     if folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} is another user's and writable by everybody; give a folder of your own")
     folder.chmod(stat.S_IMODE(mode) & ~stat.S_IWOTH)
-
-
-def require_unowned(folder: Path) -> None:
-    """Raise if another job has locked the folder; change nothing."""
-    if (folder / LOCK).exists():
-        with (folder / LOCK).open("r+") as file:
-            _lock(file, folder)
-
-
-def _lock(file: IO[str], folder: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):
-            return  # this file system has no locks
-        file.seek(0)
-        raise BlockingIOError(
-            f"another job ({file.read().strip() or 'just started'}) is training in {folder}; wait until it has ended, "
-            "stop it, or give another folder"
-        ) from error
 
 
 class Sink(Protocol):
@@ -115,7 +112,7 @@ class JsonLines:
     def write(self, event: RunEvent) -> None:
         try:
             self._file.write(json.dumps(strict(event)) + "\n")
-            self._file.flush()
+            self._file.flush()  # whoever follows the file sees the event at once, and a killed run keeps it
         except OSError as error:
             raise OSError(
                 error.errno, f"cannot log to {self.path} ({error.strerror}); what was written so far stays readable"
@@ -127,7 +124,7 @@ class JsonLines:
 
 
 def strict(content: Any) -> Any:
-    """Return the content as strict JSON allows it: numbers that are not finite become null."""
+    """Return the content as JSON allows it: numbers that are not finite become null, which every reader accepts."""
     if isinstance(content, dict):
         return {key: strict(value) for key, value in content.items()}
     if isinstance(content, list):
@@ -153,11 +150,10 @@ class MemorySink:
 
 
 class TensorBoard:
-    """Writes events for TensorBoard. A run that resumes after `resumed_after` hides the later steps it had shown
-    before."""
+    """Writes events for TensorBoard. A run that resumes after a step hides the later steps that it showed before."""
 
     def __init__(self, folder: Path, resumed_after: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes a second to import
 
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_after is None else resumed_after + 1)
 
@@ -188,9 +184,7 @@ class WeightsAndBiases:
 
 def scalars(event: RunEvent) -> list[tuple[str, float]]:
     """Return the numbers of an event by name; numbers by axis are named like `wire_bytes/x`."""
-    return [
-        found for key, value in event.items() if key != "step" for found in _numbers(f"{event['event']}/{key}", value)
-    ]
+    return _numbers(event["event"], {key: value for key, value in event.items() if key != "step"})
 
 
 def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
@@ -200,32 +194,36 @@ def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
 
 
 def open_sinks(log: LogSection, folder: Path, config: TrainConfig, resumed_after: int | None = None) -> list[Sink]:
-    """Open all sinks that the config asks for, or none if one fails. `resumed_after` is the step the run resumes
-    after."""
-    if log.tensorboard is True and find_spec("tensorboard") is None:
+    """Open all sinks that the config asks for, or none if one fails.
+
+    `resumed_after` is the step after which a run resumes, None for a new run.
+    """
+    installed = find_spec("tensorboard") is not None
+    if log.tensorboard is True and not installed:
         raise ImportError("log.tensorboard is true but tensorboard is not installed: pip install 'fourfold[train]'")
     sinks: list[Sink] = []
     with ExitStack() as opened:
-
-        def add(sink: Sink) -> None:
-            opened.callback(sink.close)
-            sinks.append(sink)
-
-        add(JsonLines(folder / "metrics.jsonl"))
-        if log.tensorboard is True or (log.tensorboard == "auto" and find_spec("tensorboard") is not None):
-            add(TensorBoard(folder / "tensorboard", resumed_after))
+        sinks.append(opened.enter_context(closing(JsonLines(folder / "metrics.jsonl"))))
+        if log.tensorboard and installed:
+            sinks.append(opened.enter_context(closing(TensorBoard(folder / "tensorboard", resumed_after))))
         if log.wandb is not None:
-            add(WeightsAndBiases(log.wandb, folder, config))
-        opened.pop_all()
+            sinks.append(opened.enter_context(closing(WeightsAndBiases(log.wandb, folder, config))))
+        opened.pop_all()  # all are open: from here on the run closes them
     return sinks
 
 
-def read_facts(out: Path) -> RunEvent | None:
-    """Return the contents of run.json, or None if it is missing or incomplete."""
-    try:
-        return json.loads((out / "run.json").read_text())
-    except (OSError, ValueError):
-        return None
+def read_events(metrics: Path) -> Iterator[tuple[str, RunEvent]]:
+    """Yield the lines of metrics.jsonl with their events; leave out a line that was cut off when the run died."""
+    if not metrics.exists():
+        return
+    with metrics.open(errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event and isinstance(event.get("step"), int):
+                yield line, event
 
 
 def stays(event: RunEvent, step: int) -> bool:
@@ -235,43 +233,28 @@ def stays(event: RunEvent, step: int) -> bool:
 
 def rewind(metrics: Path, step: int) -> None:
     """Keep the events up to this step; drop later ones, the end, and a line that was cut off."""
-
-    def kept(line: str) -> bool:
-        try:
-            return stays(json.loads(line), step)
-        except (KeyError, TypeError, ValueError):
-            return False
-
     if metrics.exists():
-        with replacing(metrics) as partial, metrics.open(errors="replace") as lines, partial.open("w") as file:
-            file.writelines(line for line in lines if kept(line))
+        with replacing(metrics) as partial, partial.open("w") as file:
+            file.writelines(line for line, event in read_events(metrics) if stays(event, step))
 
 
 def last_end(metrics: Path) -> RunEvent | None:
     """Return the event that ended the run, or None if the run still trains or died without one."""
-    last = ""
-    if metrics.exists():
-        with metrics.open(errors="replace") as lines:
-            for last in lines:  # noqa: B007
-                pass
-    with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
-        event = json.loads(last)
-        return event if event["event"] == "end" else None
-    return None
+    last = deque(read_events(metrics), maxlen=1)
+    return last[0][1] if last and last[0][1]["event"] == "end" else None
 
 
 def finish(metrics: Path, step: int) -> None:
     """Record the end of a run that saved its last step and was killed before it could record it."""
-    if last_end(metrics) is not None:
-        return
-    rewind(metrics, step)
-    record = JsonLines(metrics)
-    record.write({"event": "end", "step": step, "reason": End.FINISHED})
-    record.close()
+    if last_end(metrics) is None:
+        rewind(metrics, step)
+        record = JsonLines(metrics)
+        record.write({"event": "end", "step": step, "reason": End.FINISHED})
+        record.close()
 
 
 def holds_run(out: Path) -> bool:
-    """Return whether a run was started there, or a model imported."""
+    """Return whether a run was started in the folder, or a model was imported into it."""
     return (out / "metrics.jsonl").exists() or bool(Checkpoints(out / CHECKPOINTS).complete())
 
 

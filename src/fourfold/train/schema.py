@@ -1,4 +1,4 @@
-"""Conversion of nested tables to dataclasses and back: every key and type is checked, nothing is ignored.
+"""Conversion of nested tables to dataclasses and back. Every key and type is checked, and nothing is ignored.
 
 An error names the key by its full path, the value, what is allowed, and the nearest spelling.
 """
@@ -20,13 +20,14 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
     """Return an instance of the dataclass from a table; missing keys get their defaults."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{path or 'the config'} is {_shown(table)}; it must be a table")
-    hints = get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    hints = get_type_hints(kind)  # the fields themselves have their types as text
+    keys = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [key.name for key in keys]
     for key in table:
         if key not in names:
             known = f"{path or 'it'} has {', '.join(names)}"
             raise ValueError(f"unknown key {_join(path, key)}{nearest(key, names)}; {known}")
-    needed = [field.name for field in dataclasses.fields(kind) if _is_required(field)]  # type: ignore[arg-type]
+    needed = [key.name for key in keys if key.default is key.default_factory is dataclasses.MISSING]
     for name in needed:
         if name not in table:
             raise ValueError(f"{_join(path, name)} is missing; {path or 'it'} needs {', '.join(needed)}")
@@ -35,10 +36,6 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(_join(path, str(error))) from error  # the error begins with the name of the key
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def _value(kind: Any, value: Any, path: str) -> Any:
@@ -52,6 +49,7 @@ def _value(kind: Any, value: Any, path: str) -> Any:
         return _one_of([option for option in get_args(kind) if option is not NoneType], value, path)
     if origin is Literal:
         allowed = get_args(kind)
+        # the second test, because to Python True equals 1
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
             choices = ", ".join(_shown(choice) for choice in allowed)
             near = nearest(str(value), [str(choice) for choice in allowed])
@@ -75,26 +73,21 @@ def _one_of(kinds: list[Any], value: Any, path: str) -> Any:
 
 
 def _plain(kind: type, value: Any, path: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    if kind is float and type(value) is int:
+        return float(value)  # 1 in TOML is a fine value for a number
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # True is an int too
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
         raise ValueError(f"{path} = {_shown(value)}; it must be {words[kind]}")
     return value
 
 
 def to_table(config: Any) -> dict[str, Any]:
-    """Return the dataclass as nested tables."""
-    table: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            table[field.name] = to_table(value)
-        elif isinstance(value, tuple):
-            table[field.name] = [to_table(item) if dataclasses.is_dataclass(item) else item for item in value]
-        else:
-            table[field.name] = value
-    return table
+    """Return the dataclass as nested tables, with lists in place of tuples."""
+
+    def table(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
+
+    return dataclasses.asdict(config, dict_factory=table)
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
@@ -114,6 +107,7 @@ def _shown(value: Any) -> str:
     """Return the value in TOML's notation, which for plain values is JSON's, except for infinities."""
     if isinstance(value, float) and value in (float("inf"), float("-inf")):
         return "inf" if value > 0 else "-inf"
+    # TOML wants DEL escaped, which JSON leaves as it is
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 

@@ -5,8 +5,8 @@ finish the same step, so that they can save it together.
 
 The signal reaches the ranks at different times, or only some of them. The handler only notes it. After certain steps,
 which all ranks know, the ranks ask each other through a channel whether any of them got the signal: about once per
-second, or after every step where steps take longer, and less often where asking would take more than a hundredth of the
-time. Nothing here is a collective, and a rank that waits for the others can still be interrupted.
+second, or after every step if steps take longer, and less often if asking would take more than a hundredth of the time.
+Nothing here is a collective, and a rank that waits for the others can still be interrupted.
 
 This file imports no torch, because a command uses it before it imports torch.
 """
