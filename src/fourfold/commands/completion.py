@@ -16,7 +16,7 @@ from fourfold.commands.options import parser
 PACKAGE = Path(__file__).parent.parent
 FOLDERS = ("RUN", "DIR", "FOLDER")
 FILES = ("PATH", "INPUT", "SOURCE", "CONFIG.toml", "FILE", "FILE.toml", "FILE.html", "FILE.tokens")
-"""The metavars of options that take a folder or a file."""
+"""The metavars of options that take a folder, and of options that take a file."""
 
 
 def completion(options: argparse.Namespace, _: Sequence[str]) -> int:
@@ -26,6 +26,7 @@ def completion(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def script(top: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script that completes the commands of this parser in a shell."""
     try:
         import shtab
     except ImportError as error:
@@ -65,7 +66,7 @@ def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def names_or_files(what: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return how each shell completes a known name or a file. A grid is never a file."""
+    """Return how each shell completes a known name or a file; a grid is never a file."""
     words, function = " ".join(names), f"_fourfold_{what}_or_file"
     if what == "grid":
         function, files = "_fourfold_grid", {"bash": "", "zsh": "", "fish": ""}
@@ -83,7 +84,7 @@ def names_or_files(what: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def known_models() -> list[str]:
-    """Return the names in the file of sizes, which is run on its own because its package imports torch."""
+    """Return the names of the published sizes. Their file is run on its own, because its package imports torch."""
     return list(runpy.run_path(str(PACKAGE / "models" / "sizes.py"))["SIZES"])
 
 

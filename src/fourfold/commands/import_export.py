@@ -49,11 +49,11 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")
 LONGEST_SEQ = 1024
-"""Tokens per sequence that an imported run trains with at most, unless its config is edited: many models allow far
-longer ones, which would not fit into memory."""
+"""Maximum sequence length, in tokens, in the config of an imported run: many models allow far longer sequences, which
+would not fit into memory."""
 LEARNING_RATE = 2e-5
-"""The learning rate that an imported run trains with, unless its config is edited: a usual one for fine-tuning, which
-does not undo what the model has learned."""
+"""The learning rate in the config of an imported run: a usual one for fine-tuning, which does not undo what the model
+has learned."""
 
 
 def prepare_data(options: argparse.Namespace, _: Sequence[str]) -> int:
@@ -66,7 +66,7 @@ def prepare_data(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The run that an import has made."""
+    """Describes the run that an import has made."""
 
     model_type: str
     config: TrainConfig
@@ -77,7 +77,7 @@ class Imported:
 def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported:
     """Make a run from a Hugging Face folder: its config, its weights as the checkpoint of step 0, its tokenizer.
 
-    `eod` is the token that ends a document, where the tokenizer has an unusual name for it.
+    `eod` names the token that ends a document, for tokenizers that have an unusual name for it.
     """
     path = source / CONFIG
     if not path.is_file():
@@ -98,7 +98,7 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
 
 
 def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
-    """Return the model type, the config of ours that computes the same, and notes on keys that were not read."""
+    """Return the model type, a model config that computes the same, and notes about keys that were not read."""
     fields, notes = read_config_json(path, exact=True)
     try:
         section = parse(ModelSection, {"name": "", **fields})  # checks the type of every value
@@ -130,7 +130,7 @@ def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | N
 
 
 def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
-    """Return the id that ends a document, and a note, where the tokenizer has no token of a usual name for it."""
+    """Return None if the tokenizer has a usual token that ends a document, else the id from config.json, and a note."""
     try:
         load_tokenizer(source / TOKENIZER)
     except ValueError:
@@ -144,7 +144,7 @@ def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The Hugging Face folder that an export has made."""
+    """Describes the Hugging Face folder that an export has made."""
 
     model_type: str
     checkpoint: str
@@ -163,9 +163,9 @@ def export_model(
     dtype: torch.dtype | None = None,
     max_shard: int = 5_000_000_000,
 ) -> Exported:
-    """Make a Hugging Face folder from a run's newest checkpoint, from the one of a step, or from a checkpoint's folder.
+    """Make a Hugging Face folder from a checkpoint: the newest of a run, the one of a step, or a given folder.
 
-    Without a dtype the weights keep theirs. Files have at most `max_shard` bytes.
+    Without a dtype the weights keep their own. Files have at most `max_shard` bytes.
     """
     checkpoint = find_checkpoint(run, step)
     record = read_record(checkpoint)
@@ -189,7 +189,7 @@ def export_model(
 
 
 def _sections_of(checkpoint: Path, record: Record) -> tuple[ModelSection, DataSection]:
-    """Return the sections model and data of the config in a checkpoint, or else of its run's config."""
+    """Return the sections model and data of the config in a checkpoint, or else of the config of its run."""
     written = record.state.get("config")
     if isinstance(written, dict):
         try:
@@ -212,7 +212,7 @@ def _export_tokenizer(
         return load_tokenizer(name), []
     path = Path(name).expanduser()
     if not path.is_file():
-        return None, [f"the run's tokenizer {name} is not there: the folder has none"]
+        return None, [f"the run's tokenizer {name} does not exist, so the folder has no tokenizer"]
     tokenizer = load_tokenizer(path, data.eod)
     content = path.read_bytes()
     write_bytes(folder / TOKENIZER, content)
@@ -225,7 +225,7 @@ def _export_tokenizer(
 
 
 def run_import(options: argparse.Namespace, _: Sequence[str]) -> int:
-    """Import, and print what was made and what to do with it."""
+    """Import a model, and print what was made and how to use it."""
     made = import_model(options.source, options.out, eod=options.eod)
     model = made.config.model.build()
     tokenizer = "bytes" if made.config.data.tokenizer == "bytes" else TOKENIZER
@@ -242,7 +242,7 @@ def run_import(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def run_export(options: argparse.Namespace, _: Sequence[str]) -> int:
-    """Export, and print what was made and how transformers opens it."""
+    """Export a model, and print what was made and how transformers opens it."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     made = export_model(options.run_folder, options.to, step=options.step, dtype=dtype, max_shard=options.max_shard)
     files = f"{made.weights.files} file{'s' if made.weights.files > 1 else ''}"
@@ -252,7 +252,7 @@ def run_export(options: argparse.Namespace, _: Sequence[str]) -> int:
     )
     for note in made.notes:
         print(f"  {note}")
-    to = json.dumps(str(options.to), ensure_ascii=False)  # in double quotes: shlex.quote uses the single ones
+    to = json.dumps(str(options.to), ensure_ascii=False)  # double quotes, because shlex.quote adds single ones
     code = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({to}))"
     if made.tokenizer:
         code = f'from transformers import pipeline; print(pipeline("text-generation", {to})("Once upon a time"))'

@@ -59,7 +59,7 @@ OPENED = inf
 
 
 class Budget:
-    """Seconds that a whole sequence of measurements may take."""
+    """The seconds that a whole sequence of measurements may take."""
 
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
@@ -110,6 +110,7 @@ def myself(rank: int, device: torch.device) -> Rank:
 
 
 def versions(*, on_gpu: bool) -> dict[str, str]:
+    """Return the versions of the software that must agree between nodes."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -124,7 +125,7 @@ def versions(*, on_gpu: bool) -> dict[str, str]:
 
 
 def sources() -> str:
-    """Return a digest of this package's files: nodes may have different states of one version."""
+    """Return a digest of this package's files, because nodes may have different files under one version number."""
     package, digest = Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
@@ -132,7 +133,7 @@ def sources() -> str:
 
 
 def product_flops(device: torch.device) -> float:
-    """Measure the FLOP/s of a product on the device, now."""
+    """Measure the FLOP/s of a matrix product on the device."""
     on_gpu = device.type == "cuda"
     m, k, n = shape = GPU_PRODUCT if on_gpu else CPU_PRODUCT
     act = product(shape, torch.bfloat16 if on_gpu else torch.float32, device)
@@ -144,10 +145,10 @@ def product_flops(device: torch.device) -> float:
                 act()
                 runs += 1
             if on_gpu:
-                torch.cuda.synchronize(device)
+                torch.cuda.synchronize(device)  # a launch returns before its product has run
         return 2 * m * k * n * runs / took
 
-    window(WINDOW_SECONDS)  # the first product initialises the libraries
+    window(WINDOW_SECONDS)  # not counted: the first product initialises the libraries
     return median(window(WINDOW_SECONDS) for _ in range(WINDOWS))
 
 
@@ -158,8 +159,9 @@ def free_bytes(device: torch.device) -> int:
     free = memory_bytes("cpu")
     with suppress(OSError):
         free = 1024 * _figure(Path("/proc/meminfo"), "MemAvailable:")
-    with suppress(OSError, ValueError):  # no container, or one without a limit
+    with suppress(OSError, ValueError):  # there is no container, or it has no limit
         limit = int((CGROUP / "memory.max").read_text())
+        # the kernel frees cached files that are not in use before it runs out of memory
         used = int((CGROUP / "memory.current").read_text()) - _figure(CGROUP / "memory.stat", "inactive_file")
         free = min(free, max(0, limit - used))
     return free
@@ -179,6 +181,7 @@ class FolderMark:
 
     @classmethod
     def leave(cls, folder: Path, name: str) -> FolderMark:
+        """Write the mark, and make the folder if it does not exist yet."""
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         mark = cls(folder / f"{HIDDEN}{name}", tuple(made))
@@ -186,9 +189,10 @@ class FolderMark:
         return mark
 
     def remove(self) -> None:
+        """Remove the mark, and the folders that were made for it."""
         self.path.unlink(missing_ok=True)
         for folder in self.made:
-            with suppress(OSError):  # somebody else uses the folder by now
+            with suppress(OSError):  # somebody else has put files into the folder meanwhile
                 folder.rmdir()
 
 
@@ -200,13 +204,13 @@ def look_at(mark: Path, rank: int) -> Disk:
     if not seen:
         return Disk(seen=False)
     folder = mark.parent
-    mine, content = folder / f"{mark.name}-{rank:05d}", os.urandom(WRITTEN)
+    mine, content = folder / f"{mark.name}-{rank:05d}", os.urandom(WRITTEN)  # random: a disk may compress zeros
     try:
         began = time.perf_counter()
         with mine.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # otherwise only the page cache is timed
         seconds = time.perf_counter() - began
         mine.unlink()
     except OSError as error:
@@ -223,7 +227,10 @@ def look_at(mark: Path, rank: int) -> Disk:
 
 
 def ask_clock(channel: Channel, seconds: float) -> tuple[float, float] | None:
-    """Return by how many seconds this clock is ahead of rank 0's, by the shortest round trip, and half of that trip."""
+    """Return the seconds by which this clock is ahead of rank 0's, and the uncertainty of that.
+
+    The shortest of several round trips counts; the uncertainty is half of it.
+    """
     trips = []
     with suppress(TimeoutError):
         for trip in range(TRIPS):
@@ -284,7 +291,7 @@ class LinkTimer:
         if mine is not None:
             try:
                 own = [replace(mine, rate=within(self.budget.left(LINK_SECONDS), act))]
-            except Exception:  # the backend's own, or no end in time
+            except Exception:  # any error of the backend, or TimeoutError: the link did not answer
                 own = [mine]
         text, left = json.dumps([asdict(link) for link in own]), self.budget.left
         texts = self.channel.gather(f"links/{name}", text, left(MEET_SECONDS), partial=True)
@@ -312,7 +319,8 @@ class LinkTimer:
         self._synchronize()
         until, seconds, go_on = time.monotonic() + LINK_WINDOW, [], True
         while go_on:
-            self.message[0] = float(time.monotonic() < until)  # of the two ranks one decides for both
+            # the leading rank decides for both when to stop, and sends its decision in the message
+            self.message[0] = float(time.monotonic() < until)
             self._synchronize()
             began = time.perf_counter()
             arrived = comm.exchange(self.message, self.grid, axis, other)
@@ -323,5 +331,5 @@ class LinkTimer:
 
     def _synchronize(self) -> None:
         if self.grid.device.type == "cuda":
-            torch.cuda.set_device(self.grid.device)  # threads have their own
+            torch.cuda.set_device(self.grid.device)  # every thread has its own current device
             torch.cuda.synchronize(self.grid.device)

@@ -70,8 +70,10 @@ from fourfold.train.schema import to_table
 from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import read_all
 
-LISTED = {"steps": "step", "evaluations": "evaluation", "skipped": "skipped", "spikes": "spike", "saved": "saved"}
-LISTED |= {"resumed": "resumed", "stragglers": "straggler"}
+LISTED = {
+    "steps": "step", "evaluations": "evaluation", "skipped": "skipped", "spikes": "spike", "saved": "saved",
+    "resumed": "resumed", "stragglers": "straggler",
+}  # fmt: skip
 """The lists of events in the JSON of --json, and the kind of events in each."""
 RESTARTS = 3
 """How often to restart local ranks without a new checkpoint by default: some failures of a node last for a while."""
