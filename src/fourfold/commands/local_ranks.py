@@ -74,6 +74,6 @@ def default_folder(config: TrainConfig) -> str:
 
 
 def close(grid: Grid) -> None:
-    """Close the grid and leave the job, at the end of a command that succeeded."""
-    grid.close()
+    """Close the grid and leave the job at the end of a command that succeeded."""
+    grid.close()  # first: its process groups are part of the one that is destroyed next
     dist.destroy_process_group()

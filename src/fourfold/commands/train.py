@@ -172,7 +172,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
     grid, config, reason = join(options, device)
     if reason and grid.rank == 0:
         print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
-    listen_to_signals()
+    listen_to_signals()  # only now: while a rank waited for others to join, a Python handler could not run
     if options.print_config:
         if grid.rank == 0:
             print(config.toml(), end="")
@@ -188,6 +188,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
     """Train the run, again after each rollback, and return the exit code."""
     stream = output(options.json)
     require_named_folder(config.train.out)
+    # rank 0 decides for all ranks, because the name of a default folder contains the time
     out = Path(grid.broadcast_text(config.train.out or default_folder(config)))
     again = any_restarted(grid)
     resumes = options.resume is not None or again
@@ -197,7 +198,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
     if is_done(start, config, out, stream if grid.rank == 0 else None):
         close(grid)
         return 0
-    memory = [MemorySink()] if options.json is not None else []
+    memory = [MemorySink()] if options.json is not None else []  # outlives a rollback: --json lists all steps
     profile = steps_to_profile(options.profile, start.step, asked=not again)
     while True:
         run = prepare(Run(config, grid, out, profile=profile), start, stream, memory)
@@ -268,7 +269,7 @@ def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | Non
         else:
             check_folder(out, save=config.checkpoint.save)
         if json_to not in (None, "-"):
-            Path(json_to).open("a").close()
+            Path(json_to).open("a").close()  # raises now if the file cannot be written after the last step
 
     grid.run_on_rank0("the run's folder", check)
 
@@ -282,7 +283,7 @@ def join(options: argparse.Namespace, device: str) -> tuple[Grid, TrainConfig, s
     config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=reasons.append)
     grid = Grid.of_shape(config.grid.shape, device=device)
     if device == "cpu":
-        share_cores()
+        share_cores()  # otherwise every rank starts as many threads as the node has cores
     return grid, config, "".join(reasons)
 
 
