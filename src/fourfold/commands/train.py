@@ -7,7 +7,6 @@ grid, calls `train` again inside the job, and trains in `_run`.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from fourfold.commands.local_ranks import (
     grid_options,
     join_job,
     let_sigint_end_ranks,
+    put_json,
     wanted_ranks,
 )
 from fourfold.compare import compare_serial
@@ -63,7 +63,6 @@ from fourfold.train.run_folder import (
     open_sinks,
     require_unowned,
     require_writing,
-    strict,
 )
 from fourfold.train.run_log import RankLog, RunLog, note
 from fourfold.train.schema import to_table
@@ -302,11 +301,7 @@ def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> No
         **{key: by_kind[kind] for key, kind in LISTED.items()},
         "end": by_kind["end"][-1] if by_kind["end"] else None,
     }
-    text = json.dumps(strict(result), indent=1)
-    if path == "-":
-        print(text, flush=True)
-    else:
-        Path(path).write_text(text + "\n")
+    put_json(result, path)
 
 
 def greeting(run: Run, start: Start) -> Iterator[str]:
