@@ -115,7 +115,7 @@ def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | N
         note = f"{source} has no {TOKENIZER}: the run reads text as bytes; set data.tokenizer to the model's own"
         if others := [name for name in OTHER_TOKENIZERS if (source / name).exists()]:
             note += (
-                f'; {others[0]} becomes one by: python -c "from transformers import AutoTokenizer as T; '
+                f'; to convert {others[0]}: python -c "from transformers import AutoTokenizer as T; '
                 f"T.from_pretrained('{source}').save_pretrained('NEW')\""
             )
         return DataSection(), [note]

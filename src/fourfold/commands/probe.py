@@ -246,21 +246,23 @@ def ask_clock(channel: Channel, seconds: float) -> tuple[float, float] | None:
 
 
 def pairs_of(ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the links of a ring in rounds; in a round every place has at most one link."""
-    ring = [(place, (place + 1) % ranks) for place in range(ranks if ranks > 2 else ranks - 1)]
+    """Yield the links of a ring in rounds, as pairs of positions; in a round every position has at most one link."""
+    # two ranks have one link, not one in each direction
+    ring = [(position, (position + 1) % ranks) for position in range(ranks if ranks > 2 else ranks - 1)]
+    # in a ring of an odd number, the link that closes it shares a position with both other rounds
     last = ring.pop() if ranks % 2 and ranks > 1 else None
     yield from (pairs for pairs in (ring[::2], ring[1::2], [last] if last else []) if pairs)
 
 
 class LinkTimer:
-    """Times the links of every axis, those of all groups at once.
+    """Times the links of every axis; all groups of an axis are timed at once, as they are used at once in training.
 
     It stops at the first link that does not answer, because the ranks that wait for it cannot measure any other.
     """
 
     def __init__(self, channel: Channel, budget: Budget, grid: Grid) -> None:
         self.channel, self.budget, self.grid = channel, budget, grid
-        self.message = torch.zeros(MESSAGE[grid.device.type] // 4, device=grid.device)
+        self.message = torch.zeros(MESSAGE[grid.device.type] // 4, device=grid.device)  # fp32 has 4 bytes
         self.broken = False
         self.lost: list[int] = []
 
@@ -276,14 +278,15 @@ class LinkTimer:
     def _rounds(self) -> Iterator[tuple[str, MeasuredLink | None, Callable[[], float]]]:
         """Yield for each round the link of this rank, if it has one, and the function that times it."""
         for axis in self.grid.shape.used_axes:
-            group, place = self.grid.shape.ranks_along(axis, self.grid.rank), self.grid.coords[axis]
+            group, position = self.grid.shape.ranks_along(axis, self.grid.rank), self.grid.coords[axis]
             yield f"{axis}/open", MeasuredLink(axis, tuple(group), None), partial(self._open, axis)
             for number, pairs in enumerate(pairs_of(len(group))):
-                pair = next((pair for pair in pairs if place in pair), None)
-                other = -1 if pair is None else sum(pair) - place
-                mine = None if pair is None else MeasuredLink(axis, (group[pair[0]], group[pair[1]]), None)
-                leads = pair is not None and place == pair[0]
-                yield f"{axis}/{number}", mine, partial(self._rate, axis, other, leads)
+                mine, act = None, lambda: OPENED
+                for first, second in pairs:
+                    if position in (first, second):
+                        mine = MeasuredLink(axis, (group[first], group[second]), None)
+                        act = partial(self._rate, axis, first + second - position, position == first)
+                yield f"{axis}/{number}", mine, act
 
     def _round(self, name: str, mine: MeasuredLink | None, act: Callable[[], float]) -> list[MeasuredLink]:
         """Run a round; return the links of all ranks. A link counts as answered if both of its ends measured it."""
@@ -298,9 +301,10 @@ class LinkTimer:
         found: dict[tuple[int, ...], MeasuredLink] = {}
         for one in (one for text in texts.values() for one in json.loads(text)):
             link = MeasuredLink(one["axis"], tuple(one["ranks"]), one["rate"])
-            rates = [end.rate for end in (link, found.get(link.ranks, link))]
+            rates = [end.rate for end in (link, found.get(link.ranks, link))]  # of both ends; the slower one counts
             found[link.ranks] = replace(link, rate=None if None in rates else min(rate for rate in rates if rate))
         if self.channel.leads:
+            # one rank decides for all whether to continue; otherwise some would wait for a round that others skip
             self.lost = [rank for rank in self.channel.ranks if rank not in texts]
             broken = self.lost or any(link.rate is None for link in found.values())
             self.channel.put(f"links/{name}/broken", str(int(bool(broken))))
