@@ -41,7 +41,7 @@ def list_checkpoints(options: argparse.Namespace, _: object) -> int:
     for step, folder in checkpoints.all():
         try:
             record = read_record(folder)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # a damaged checkpoint must not hide the others
             rows.append((str(step), *[DASH] * 4, "damaged"))
             below.append(str(error))
             continue
@@ -50,7 +50,7 @@ def list_checkpoints(options: argparse.Namespace, _: object) -> int:
         saved = local_time(record.state.get("saved"))
         rows.append((str(step), saved, str(record.grid), str(len(record.tensors)), total, ", ".join(groups)))
     damaged = len(below)
-    for folder in sorted(checkpoints.root.glob(".step-*")):
+    for folder in sorted(checkpoints.root.glob(".step-*")):  # a save works in a hidden folder until it is complete
         if folder.suffix in UNFINISHED:
             below.append(f"{folder.name}: {UNFINISHED[folder.suffix]}")
     if len(rows) == 1 and not below:
@@ -154,7 +154,7 @@ def verify(options: argparse.Namespace, _: object) -> int:
     for folder in folders:
         try:
             print(f"{folder}: {_verify_one(folder)}, every checksum is right")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # continue, so that one call names all damaged files
             print(f"fourfold: {error}", file=sys.stderr)
             damaged += 1
     return 1 if damaged else 0

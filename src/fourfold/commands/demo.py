@@ -91,7 +91,7 @@ def demo(options: argparse.Namespace, _: Sequence[str]) -> int:
     length = QUICK if options.quick else FULL
     out.mkdir(parents=True, exist_ok=True)
     (out / "llama.toml").write_text(CONFIG.format(layers=length.layers, steps=length.first))
-    if options.pause and not sys.stdin.isatty():
+    if options.pause and not sys.stdin.isatty():  # Enter could never be pressed
         print("fourfold: --pause needs a terminal as standard input; continuing without it", file=sys.stderr)
         options.pause = False
     with signals_interrupt():

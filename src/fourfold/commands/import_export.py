@@ -135,7 +135,9 @@ def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
         load_tokenizer(source / TOKENIZER)
     except ValueError:
         eos = read_keys(source / CONFIG).get("eos_token_id")
-        eos = eos[0] if isinstance(eos, list) and eos else eos
+        eos = (
+            eos[0] if isinstance(eos, list) and eos else eos
+        )  # models for chats list several; the first ends a document
         if not isinstance(eos, int):
             raise  # the error says that --eod can name the token
         return eos, [f"documents end with the id {eos}, the eos_token_id of {CONFIG}"]
@@ -181,6 +183,7 @@ def export_model(
         tokenizer, more = _export_tokenizer(data, checkpoint, folder, model.seq)
         weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)
         keys = config_keys(model, model_type)
+        # explicit, because transformers would otherwise assume the ids of the original model's tokenizer
         keys["bos_token_id"], keys["eos_token_id"] = None, None if tokenizer is None else tokenizer.eod
         keys["dtype"] = keys["torch_dtype"] = _name(weights.dtype)  # older versions of transformers read the second
         write_json(folder / CONFIG, keys)
