@@ -135,9 +135,8 @@ def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
         load_tokenizer(source / TOKENIZER)
     except ValueError:
         eos = read_keys(source / CONFIG).get("eos_token_id")
-        eos = (
-            eos[0] if isinstance(eos, list) and eos else eos
-        )  # models for chats list several; the first ends a document
+        # models for chats list several ids; the first ends a document
+        eos = eos[0] if isinstance(eos, list) and eos else eos
         if not isinstance(eos, int):
             raise  # the error says that --eod can name the token
         return eos, [f"documents end with the id {eos}, the eos_token_id of {CONFIG}"]
