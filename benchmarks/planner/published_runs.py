@@ -72,7 +72,7 @@ class Fit(NamedTuple):
     attention: float
     """For the speed of attention: the machine file assumes a fused kernel, which those runs may not have had."""
     between: float
-    """For the bandwidth between nodes: the published value is that of a single ring."""
+    """For the bandwidth between nodes: the published value was measured with a single ring."""
 
 
 FITTED = {"perlmutter": Fit(attention=0.100, between=0.987), "frontier": Fit(attention=0.141, between=1.132)}

@@ -83,7 +83,7 @@ def fitted_machine(machine: Machine, fit: Fit) -> Machine:
 
 
 def replay(task: Task, choice: Candidate) -> Totals:
-    """Simulate a step that prefetches in forward only: its backward is that of the same choice without prefetch."""
+    """Simulate a step that prefetches in forward only; its backward is simulated without prefetch."""
     forward, backward = passes(task, choice)
     overlap = choice.policy.overlap
     if overlap.prefetch:

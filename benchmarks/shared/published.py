@@ -1,7 +1,7 @@
-"""The published communication model: what planners before this one ranked grids by, and what ours is compared with.
+"""The published communication model, by which earlier planners ranked grids and with which ours is compared.
 
-Rings and bandwidths of arXiv 2305.13525 and 2502.08145: no latency, no computation, no overlap, no memory, neither
-embedding nor head, nothing that recompute repeats. A layer O = I W, I [m, k], W [k, n], on m tokens of a replica:
+It has the rings and bandwidths of arXiv 2305.13525 and 2502.08145, without latency, computation, overlap, memory,
+embedding, head, and messages that recompute repeats. A layer O = I W, I [m, k], W [k, n], on m tokens of a replica:
 
     gather of W over z          (z-1) k n / (x y z) / b_z
     reduce-scatter of dW over z ((z-1)/z) k n / (x y) / b_z
@@ -9,7 +9,7 @@ embedding nor head, nothing that recompute repeats. A layer O = I W, I [m, k], W
     all-reduce of dI over x     2 ((x-1)/x) m k / (z y) / b_x
     all-reduce of dW over data  2 ((d-1)/d) k n / (x y z) / b_data
 
-with x and y swapped in every second layer. Nothing of the planner may depend on this file.
+with x and y swapped in every second layer. The planner must not depend on this file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fourfold.planner.machine import Machine, inside_link
 from fourfold.policy import Policy
 
 MESSAGE_ITEMSIZE = 2
-"""Weights and activations travel in bf16, unless told otherwise ..."""
+"""Bytes of an element of weights and activations in messages: by default they are sent in bf16."""
 GRADIENT_ITEMSIZE = 4
-"""... and gradients over data in fp32."""
+"""Bytes of an element of gradients in the all-reduce over data, which is in fp32."""
 
 
 class PublishedLayer(NamedTuple):
-    """A product with weights [k, n]; in a transposed one x cuts the in-features and y the out-features."""
+    """A product with weights [k, n]; in a transposed layer x cuts the in-features and y the out-features."""
 
     k: int
     n: int
@@ -39,14 +39,14 @@ class PublishedLayer(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """A grid with what its communication takes."""
+    """A grid with the seconds that its communication takes per step."""
 
     shape: Shape
     seconds: float
 
 
 def layers_of(config: ModelConfig) -> list[PublishedLayer]:
-    """The layers of one block, ordinary and transposed ones in turn."""
+    """Return the layers of one block; every second layer is transposed."""
     heads, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     up = config.mlp_hidden * (2 if config.mlp == "swiglu" else 1)
     return [
@@ -58,7 +58,10 @@ def layers_of(config: ModelConfig) -> list[PublishedLayer]:
 
 
 def published_bandwidth(machine: Machine, shape: Shape, axis: str) -> float:
-    """Bytes a second of a ring along the axis: inside a node as measured, else the cards over the rings on them."""
+    """Return the bytes per second of a ring along the axis.
+
+    Inside a node this is the measured bandwidth; between nodes the rings of a node share its network cards.
+    """
     size, stride = shape.sizes[axis], 1
     for faster in shape.order[: shape.order.index(axis)]:
         stride *= shape.sizes[faster]
@@ -69,13 +72,13 @@ def published_bandwidth(machine: Machine, shape: Shape, axis: str) -> float:
     if machine.between is None:
         raise ValueError(
             f"axis {axis}={size} of the grid {shape} leaves the one node of {machine.devices_per_node} devices that "
-            f"{machine.name} is; add [between] to its file, or take a grid that fits"
+            f"{machine.name} is; add [between] to its file, or choose a grid that fits"
         )
     return machine.between.bandwidth / min(machine.devices_per_node, stride)
 
 
 def layer_elements(layer: PublishedLayer, shape: Shape, m: float) -> dict[str, float]:
-    """What a rank sends for one layer, by axis; m tokens of a replica."""
+    """Return the elements that a rank sends for one layer, by axis, with m tokens per replica."""
     x, y, z, data = shape.x, shape.y, shape.z, shape.data
     one, other = ("x", "y") if not layer.transposed else ("y", "x")
     cut_n, cut_k = shape.sizes[one], shape.sizes[other]
@@ -91,7 +94,7 @@ def layer_elements(layer: PublishedLayer, shape: Shape, m: float) -> dict[str, f
 def published_seconds(
     config: ModelConfig, shape: Shape, rows: int, seq: int, machine: Machine, message_itemsize: int = MESSAGE_ITEMSIZE
 ) -> dict[str, float]:
-    """Seconds of a step's communication by axis, for a batch of `rows` sequences over all ranks."""
+    """Return the seconds of a step's communication by axis, for a batch of `rows` sequences over all ranks."""
     elements = dict.fromkeys(AXES, 0.0)
     for layer in layers_of(config):
         for axis, number in layer_elements(layer, shape, rows * seq / shape.data).items():
@@ -105,7 +108,7 @@ def published_seconds(
 def published_ranking(
     config: ModelConfig, devices: int, rows: int, seq: int, machine: Machine, order: Sequence[str] = AXES
 ) -> list[Ranked]:
-    """Every grid of so many devices that can cut the model and the batch, the fastest first."""
+    """Return every grid of this number of devices that can cut the model and the batch, the fastest first."""
     ranked = [
         Ranked(shape, sum(published_seconds(config, shape, rows, seq, machine).values()))
         for shape in _grids(config, devices, rows, order)

@@ -315,7 +315,7 @@ class _Picture:
     def lane(
         self, name: str, totals: str, rows: Sequence[tuple[int, Sequence[tuple[str, Sequence[Interval]]]]]
     ) -> None:
-        """Draw a heading with totals, then rows; each row has the intervals of one or more kinds, told by colour."""
+        """Draw a heading with totals, then rows; each row has intervals of one or more kinds, by colour."""
         self.parts.append(f"<g><title>{escape(f'{name}: {totals}')}</title>")
         self.text(LEFT, self.y, name, bold=True)
         self.text(RIGHT, self.y, totals, anchor="end")

@@ -6,7 +6,8 @@
 A step is forward, backward, clipping and AdamW. Both sides keep fp32 weights unless --weights bf16 is given. On a GPU
 both compute in bf16 (plain torch through autocast) and both are compiled. The two sides alternate and swap their order
 every round; the ratio is the median over rounds. MFU counts 6 FLOPs per matmul parameter and token, and half of the
-attention scores because attention is causal. Peak memory is that of one side's step, without what the other side holds.
+attention scores because attention is causal. Peak memory is measured for the step of one side,
+without the memory of the other.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ WAYS_OUT = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)  # exits with code 2 if the arguments are wrong
     try:
         return command(options.run)(options, arguments)
     except KeyboardInterrupt:
@@ -53,6 +53,7 @@ def _failed(error: Exception) -> int:
     """Report an error, in one line if the user can fix it, and return the exit code."""
     if inside_a_job():
         ignore_signals()  # the launcher may send SIGTERM because another rank has failed; report our error first
+    # a command that failed before it needed torch: importing torch only to report the error would take seconds
     if "torch" not in sys.modules and isinstance(error, (ValueError, OSError, ImportError)):
         print(f"fourfold: error: {plain(error)}", file=sys.stderr)
         return 1

@@ -336,7 +336,7 @@ def test_a_missing_tokenizer_is_said(gpt2: Path, tmp_path: Path) -> None:
     assert made.config.data.tokenizer == "bytes"
     (said,) = made.notes
     assert "has no tokenizer.json" in said
-    assert "vocab.json becomes one by" in said
+    assert "to convert vocab.json: python -c" in said
     write_tokenizer(gpt2, "</s>")
     edit(gpt2, vocab_size=5)
     rewrite(gpt2, lambda tensors: tensors.update({"transformer.wte.weight": torch.zeros(5, 32)}))

@@ -134,7 +134,7 @@ def test_a_signal_to_the_tour_alone_ends_its_command(
     program.write_text("#!/bin/sh\necho $$ > pid\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr(demo.sys, "executable", str(program))
-    monkeypatch.setattr(demo, "SECONDS", 0.1)
+    monkeypatch.setattr(demo, "GRACE_SECONDS", 0.1)
     before = signal.getsignal(number)
 
     def send() -> None:

@@ -1,1 +1,1 @@
-"""The commands of `fourfold`: `options` declares what they take, and each command has a file for what it does."""
+"""The commands of `fourfold`: `options` declares the options of all of them, and the other files hold their bodies."""

@@ -60,6 +60,7 @@ def _measure(options: argparse.Namespace, device: str) -> int:
     """Measure as one rank of the job."""
     let_sigint_end_ranks()
     line = Grid(data=join_job(device, options.ranks), device=device)  # all ranks along one axis
+    # on the CPU the ranks of a node share its cores; otherwise each starts as many threads as there are cores
     settle = share_cores if device == "cpu" else lambda: None
     settle()
     raise_on_signals()

@@ -1,6 +1,6 @@
 """`fourfold checkpoint list | inspect | verify | convert`.
 
-Each runs in one process, reads one tensor at a time, and executes nothing that a folder contains.
+Each of them runs in one process, reads one tensor at a time, and executes nothing that a folder contains.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from fourfold.report.units import DASH, aligned, count, nbytes
 from fourfold.train.progress import percent_of
 
 UNFINISHED = {
-    ".partial": "not complete: a save is in progress or died",
-    ".removed": "not complete: being removed, or left over from a removal",
-    ".replaced": "the former one: a save died while it replaced it",
+    ".partial": "not complete: a save is in progress or has died",
+    ".removed": "not complete: it is being removed, or a removal has died",
+    ".replaced": "an older checkpoint: a save died while it replaced it",
 }
 """Explanations of the folders beside the checkpoints, by the ends of their names."""
 MOST_KEYS_SHOWN = 8
-"""How many of the keys that a conversion left out are named."""
+"""Number of keys to name at most when a conversion leaves keys out; a foreign checkpoint may have thousands."""
 
 
 def list_checkpoints(options: argparse.Namespace, _: object) -> int:
-    """Print a line for each checkpoint of a run; return 1 where one is damaged."""
+    """Print a line for each checkpoint of a run; return 1 if one of them is damaged."""
     checkpoints = checkpoints_of(options.path)
     rows: list[tuple[str, ...]] = [("step", "saved", "grid", "tensors", "bytes", "holds")]
     below: list[str] = []
     for step, folder in checkpoints.all():
         try:
             record = read_record(folder)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # a damaged checkpoint must not hide the others
             rows.append((str(step), *[DASH] * 4, "damaged"))
             below.append(str(error))
             continue
@@ -49,7 +49,7 @@ def list_checkpoints(options: argparse.Namespace, _: object) -> int:
         saved = local_time(record.state.get("saved"))
         rows.append((str(step), saved, str(record.grid), str(len(record.tensors)), total, ", ".join(groups)))
     damaged = len(below)
-    for folder in sorted(checkpoints.root.glob(".step-*")):
+    for folder in sorted(checkpoints.root.glob(".step-*")):  # a save works in a hidden folder until it is complete
         if folder.suffix in UNFINISHED:
             below.append(f"{folder.name}: {UNFINISHED[folder.suffix]}")
     if len(rows) == 1 and not below:
@@ -129,7 +129,7 @@ def _counted(things: Sized, word: str) -> str:
 
 
 def local_time(value: object) -> str:
-    """Return the time of an ISO text in the time zone of whoever reads it."""
+    """Return the time of an ISO text in the reader's time zone."""
     try:
         return datetime.fromisoformat(str(value)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError):
@@ -137,14 +137,14 @@ def local_time(value: object) -> str:
 
 
 def model_name(state: dict[str, Any]) -> str:
-    """Return the model's name in the config of the run; a checkpoint with only weights has none."""
+    """Return the model's name from the config of the run, or a dash for a checkpoint that holds only weights."""
     config = state.get("config")
     model = config.get("model") if isinstance(config, dict) else None
     return _shown(model.get("name")) if isinstance(model, dict) else DASH
 
 
 def verify(options: argparse.Namespace, _: object) -> int:
-    """Verify a checkpoint, or all of a run; name each that is damaged, and return 1 where there is one."""
+    """Verify a checkpoint, or all checkpoints of a run; name the damaged ones, and return 1 if there is any."""
     path: Path = options.path
     folders = [path] if is_checkpoint(path) else [folder for _, folder in checkpoints_of(path).all()]
     if not folders:
@@ -153,7 +153,7 @@ def verify(options: argparse.Namespace, _: object) -> int:
     for folder in folders:
         try:
             print(f"{folder}: {_verify_one(folder)}, every checksum is right")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # continue, so that one call names all damaged files
             print(f"fourfold: {error}", file=sys.stderr)
             damaged += 1
     return 1 if damaged else 0
@@ -175,7 +175,8 @@ def _verify_one(folder: Path) -> str:
 
 def convert(options: argparse.Namespace, _: object) -> int:
     """Convert a checkpoint to or from a folder of torch's distributed checkpoint."""
-    from fourfold.checkpoint.dcp import from_dcp, to_dcp  # here, since torch's own takes a second to import
+    # imported here, because torch.distributed.checkpoint takes a second to import
+    from fourfold.checkpoint.dcp import from_dcp, to_dcp
 
     source, target, show = options.source, options.to, percent_of("converting")
     if options.to_dcp:
@@ -186,8 +187,8 @@ def convert(options: argparse.Namespace, _: object) -> int:
         next_step = "torch.distributed.checkpoint.load reads it: model.NAME, optim.state.NAME.exp_avg"
     else:
         print(
-            f"fourfold: {source / '.metadata'} is a pickle; it is read through a list of allowed names, nothing in it "
-            "is run",
+            f"fourfold: {source / '.metadata'} is a pickle; it is read through a list of allowed names, so nothing in "
+            "it is executed",
             file=sys.stderr,
         )
         done = from_dcp(source, target, prefix=options.prefix, progress=show)
@@ -201,10 +202,10 @@ def convert(options: argparse.Namespace, _: object) -> int:
 
 
 def printable(text: str) -> str:
-    """Return a text that anybody may have written without characters that a terminal would obey."""
+    """Return a text from a file without control characters, which a terminal would obey."""
     return text if text.isprintable() else ascii(text)
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Return the lines of a table of texts that anybody may have written."""
+    """Return the lines of a table of texts from a file, without control characters."""
     return aligned([[printable(cell) for cell in row] for row in rows], right)

@@ -16,7 +16,7 @@ from fourfold.commands.options import parser
 PACKAGE = Path(__file__).parent.parent
 FOLDERS = ("RUN", "DIR", "FOLDER")
 FILES = ("PATH", "INPUT", "SOURCE", "CONFIG.toml", "FILE", "FILE.toml", "FILE.html", "FILE.tokens")
-"""The metavars of options that take a folder or a file."""
+"""The metavars of options that take a folder, and of options that take a file."""
 
 
 def completion(options: argparse.Namespace, _: Sequence[str]) -> int:
@@ -26,16 +26,19 @@ def completion(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def script(top: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script that completes the commands of this parser in a shell."""
     try:
         import shtab
     except ImportError as error:
         raise ImportError("fourfold completion needs the package shtab; install fourfold[train], or shtab") from error
     if shell not in shtab.SUPPORTED_SHELLS:
         raise ImportError(f"shtab {shtab.__version__} cannot write a script for {shell}; install shtab 1.10 or newer")
-    shorten(top)
     names = {"--model": known_models(), "--machine": known_machines(), "--grid": ["auto"]}
-    for action in actions(top):
-        if found := [names[option] for option in action.option_strings if option in names]:
+    for action in (action for command in parsers(top) for action in command._actions):
+        if isinstance(action, argparse._SubParsersAction):
+            for listed in action._choices_actions:  # a shell shows one line about a command, not its whole description
+                action.choices[listed.dest].description = listed.help
+        elif found := [names[option] for option in action.option_strings if option in names]:
             action.complete = names_or_files(action.dest, found[0])  # type: ignore[attr-defined]
         elif action.metavar in FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
@@ -44,28 +47,17 @@ def script(top: argparse.ArgumentParser, shell: str) -> str:
     return shtab.complete(top, shell)
 
 
-def shorten(command: argparse.ArgumentParser) -> None:
-    """Replace the description of every command by its one-line help, because a shell shows one line."""
-    for action in command._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for listed in action._choices_actions:
-                action.choices[listed.dest].description = listed.help
-            for inner in action.choices.values():
-                shorten(inner)
-
-
-def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the actions of a command and of all its subcommands."""
+def parsers(command: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parser of a command and the parsers of all its subcommands."""
+    yield command
     for action in command._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
-                yield from actions(inner)
-        else:
-            yield action
+                yield from parsers(inner)
 
 
 def names_or_files(what: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return how each shell completes a known name or a file. A grid is never a file."""
+    """Return how each shell completes a known name or a file; a grid is never a file."""
     words, function = " ".join(names), f"_fourfold_{what}_or_file"
     if what == "grid":
         function, files = "_fourfold_grid", {"bash": "", "zsh": "", "fish": ""}
@@ -83,7 +75,7 @@ def names_or_files(what: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def known_models() -> list[str]:
-    """Return the names in the file of sizes, which is run on its own because its package imports torch."""
+    """Return the names of the published sizes. Their file is run on its own, because its package imports torch."""
     return list(runpy.run_path(str(PACKAGE / "models" / "sizes.py"))["SIZES"])
 
 

@@ -26,11 +26,11 @@ from fourfold.environment import inside_a_job
 from fourfold.train.signals import INTERRUPTED, signals_interrupt
 
 NEEDS = {"safetensors": "train", "plotly": "report"}
-"""Packages that the commands of the tour need, with the extra that installs each."""
-SECONDS = 15.0
-"""Seconds that a command has to end after Ctrl-C, before the tour terminates it; a save takes less."""
-STEPS = 10
-"""Steps over which a loss is averaged, because batches differ."""
+"""Packages that the commands of the tour need, and the extra of fourfold that installs each."""
+GRACE_SECONDS = 15.0
+"""Seconds that a command has to end after Ctrl-C before the tour terminates it; saving this small model takes less."""
+AVERAGED_STEPS = 10
+"""Steps over which a loss is averaged, because the loss of a single batch is noisy."""
 CONFIG = """\
 # A Llama of {layers} layers that reads bytes: the source of Python's standard library.
 # `fourfold train --print-config` shows all sections and keys.
@@ -91,7 +91,7 @@ def demo(options: argparse.Namespace, _: Sequence[str]) -> int:
     length = QUICK if options.quick else FULL
     out.mkdir(parents=True, exist_ok=True)
     (out / "llama.toml").write_text(CONFIG.format(layers=length.layers, steps=length.first))
-    if options.pause and not sys.stdin.isatty():
+    if options.pause and not sys.stdin.isatty():  # Enter could never be pressed
         print("fourfold: --pause needs a terminal as standard input; continuing without it", file=sys.stderr)
         options.pause = False
     with signals_interrupt():
@@ -103,7 +103,7 @@ def demo(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def check(out: Path) -> None:
-    """Raise before anything is written if the tour cannot run here."""
+    """Raise if the tour cannot run here, before it writes anything."""
     if inside_a_job():
         raise ValueError("fourfold demo starts its own ranks; run it outside of torchrun and srun")
     if missing := [name for name in NEEDS if find_spec(name) is None]:
@@ -184,14 +184,14 @@ def walk(tour: Sequence[TourPart], out: Path, *, pause: bool) -> int:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run a command as a process with our output; return its exit code, or minus the signal that ended it."""
+    """Run a command as a process that shares our output; return its exit code, or minus the signal that ended it."""
     with subprocess.Popen([sys.executable, "-m", "fourfold.cli", *command]) as child:
         try:
             return child.wait()
         except KeyboardInterrupt:
             # Ctrl-C in a terminal has reached the child too; a second signal would end it without cleaning up
             try:
-                child.wait(SECONDS)
+                child.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 child.terminate()
                 child.wait()
@@ -199,12 +199,12 @@ def run(command: Sequence[str]) -> int:
 
 
 def seam(metrics: Path, step: int) -> str:
-    """Say what the mean loss was before and after the change of grids."""
+    """Return a sentence about the mean loss before and after the change of grids."""
     if not metrics.is_file():
         return ""
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [event["loss"] for event in events if event["event"] == "step"]
-    before, after = losses[:step][-STEPS:], losses[step:][:STEPS]
+    before, after = losses[:step][-AVERAGED_STEPS:], losses[step:][:AVERAGED_STEPS]
     return (
         f"Loss over the last {len(before)} steps on 4 ranks: {mean(before):.4f}; over the first {len(after)} on 2: "
         f"{mean(after):.4f}. It began at {losses[0]:.4f}."

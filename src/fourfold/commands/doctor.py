@@ -30,6 +30,7 @@ from fourfold.commands.local_ranks import (
     default_folder,
     grid_options,
     let_sigint_end_ranks,
+    put_json,
     require_world,
     wanted_ranks,
 )
@@ -54,7 +55,7 @@ from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.launch import launch, share_cores
 from fourfold.train.planning import Hardware, memory_bytes, predict, resolve
 from fourfold.train.progress import output
-from fourfold.train.run_folder import last_end, strict
+from fourfold.train.run_folder import last_end
 from fourfold.watch.checks import Check, Disk, Facts, MeasuredLink, Needs, Rank, judge, lines, most_kept
 from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import DIAGNOSIS, TapeReading, read_all
@@ -201,11 +202,7 @@ def show(checks: Sequence[Check], facts: Facts, json_to: str | None, seconds: fl
     print(f"\n{len(checks)} checks in {seconds:.0f} s: {said}", file=stream, flush=True)
     if json_to is not None:
         table = {"checks": [asdict(check) for check in checks], **asdict(facts), "seconds": seconds}
-        text = json.dumps(strict(table | {"ranks": list(table["ranks"].values())}), indent=1)
-        if json_to == "-":
-            print(text, flush=True)
-        else:
-            Path(json_to).write_text(text + "\n")
+        put_json(table | {"ranks": list(table["ranks"].values())}, json_to)
 
 
 class Preflight:

@@ -47,11 +47,11 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model")
 LONGEST_SEQ = 1024
-"""Tokens per sequence that an imported run trains with at most, unless its config is edited: many models allow far
-longer ones, which would not fit into memory."""
+"""Maximum sequence length, in tokens, in the config of an imported run: many models allow far longer sequences, which
+would not fit into memory."""
 LEARNING_RATE = 2e-5
-"""The learning rate that an imported run trains with, unless its config is edited: a usual one for fine-tuning, which
-does not undo what the model has learned."""
+"""The learning rate in the config of an imported run: a usual one for fine-tuning, which does not undo what the model
+has learned."""
 
 
 def prepare_data(options: argparse.Namespace, _: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def prepare_data(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The run that an import has made."""
+    """Describes the run that an import has made."""
 
     model_type: str
     config: TrainConfig
@@ -75,7 +75,7 @@ class Imported:
 def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported:
     """Make a run from a Hugging Face folder: its config, its weights as the checkpoint of step 0, its tokenizer.
 
-    `eod` is the token that ends a document, where the tokenizer has an unusual name for it.
+    `eod` names the token that ends a document, for tokenizers that have an unusual name for it.
     """
     path = source / CONFIG
     if not path.is_file():
@@ -96,7 +96,7 @@ def import_model(source: Path, out: Path, *, eod: str | None = None) -> Imported
 
 
 def _read_model(path: Path) -> tuple[str, models.ModelConfig, tuple[str, ...]]:
-    """Return the model type, the config of ours that computes the same, and notes on keys that were not read."""
+    """Return the model type, a model config that computes the same, and notes about keys that were not read."""
     fields, notes = read_config_json(path, exact=True)
     try:
         section = parse(ModelSection, {"name": "", **fields})  # checks the type of every value
@@ -113,7 +113,7 @@ def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | N
         note = f"{source} has no {TOKENIZER}: the run reads text as bytes; set data.tokenizer to the model's own"
         if others := [name for name in OTHER_TOKENIZERS if (source / name).exists()]:
             note += (
-                f'; {others[0]} becomes one by: python -c "from transformers import AutoTokenizer as T; '
+                f'; to convert {others[0]}: python -c "from transformers import AutoTokenizer as T; '
                 f"T.from_pretrained('{source}').save_pretrained('NEW')\""
             )
         return DataSection(), [note]
@@ -128,11 +128,12 @@ def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | N
 
 
 def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
-    """Return the id that ends a document, and a note, where the tokenizer has no token of a usual name for it."""
+    """Return None if the tokenizer has a usual token that ends a document, else the id from config.json, and a note."""
     try:
         load_tokenizer(source / TOKENIZER)
     except ValueError:
         eos = read_keys(source / CONFIG).get("eos_token_id")
+        # models for chats list several ids; the first ends a document
         eos = eos[0] if isinstance(eos, list) and eos else eos
         if not isinstance(eos, int):
             raise  # the error says that --eod can name the token
@@ -142,7 +143,7 @@ def _end_of_document(source: Path) -> tuple[int | None, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The Hugging Face folder that an export has made."""
+    """Describes the Hugging Face folder that an export has made."""
 
     model_type: str
     checkpoint: str
@@ -161,9 +162,9 @@ def export_model(
     dtype: torch.dtype | None = None,
     max_shard: int = 5_000_000_000,
 ) -> Exported:
-    """Make a Hugging Face folder from a run's newest checkpoint, from the one of a step, or from a checkpoint's folder.
+    """Make a Hugging Face folder from a checkpoint: the newest of a run, the one of a step, or a given folder.
 
-    Without a dtype the weights keep theirs. Files have at most `max_shard` bytes.
+    Without a dtype the weights keep their own. Files have at most `max_shard` bytes.
     """
     checkpoint = find_checkpoint(run, step)
     record = read_record(checkpoint)
@@ -179,6 +180,7 @@ def export_model(
         tokenizer, more = _export_tokenizer(data, checkpoint, folder, model.seq)
         weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)
         keys = config_keys(model, model_type)
+        # explicit, because transformers would otherwise assume the ids of the original model's tokenizer
         keys["bos_token_id"], keys["eos_token_id"] = None, None if tokenizer is None else tokenizer.eod
         keys["dtype"] = keys["torch_dtype"] = _name(weights.dtype)  # older versions of transformers read the second
         write_json(folder / CONFIG, keys)
@@ -187,7 +189,7 @@ def export_model(
 
 
 def _sections_of(checkpoint: Path, record: Record) -> tuple[ModelSection, DataSection]:
-    """Return the sections model and data of the config in a checkpoint, or else of its run's config."""
+    """Return the sections model and data of the config in a checkpoint, or else of the config of its run."""
     written = record.state.get("config")
     if isinstance(written, dict):
         try:
@@ -210,7 +212,7 @@ def _export_tokenizer(
         return load_tokenizer(name), []
     path = Path(name).expanduser()
     if not path.is_file():
-        return None, [f"the run's tokenizer {name} is not there: the folder has none"]
+        return None, [f"the run's tokenizer {name} does not exist, so the folder has no tokenizer"]
     tokenizer = load_tokenizer(path, data.eod)
     content = path.read_bytes()
     write_bytes(folder / TOKENIZER, content)
@@ -223,7 +225,7 @@ def _export_tokenizer(
 
 
 def run_import(options: argparse.Namespace, _: Sequence[str]) -> int:
-    """Import, and print what was made and what to do with it."""
+    """Import a model, and print what was made and how to use it."""
     made = import_model(options.source, options.out, eod=options.eod)
     model = made.config.model.build()
     tokenizer = "bytes" if made.config.data.tokenizer == "bytes" else TOKENIZER
@@ -240,7 +242,7 @@ def run_import(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def run_export(options: argparse.Namespace, _: Sequence[str]) -> int:
-    """Export, and print what was made and how transformers opens it."""
+    """Export a model, and print what was made and how transformers opens it."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     made = export_model(options.run_folder, options.to, step=options.step, dtype=dtype, max_shard=options.max_shard)
     files = f"{made.weights.files} file{'s' if made.weights.files > 1 else ''}"
@@ -250,7 +252,7 @@ def run_export(options: argparse.Namespace, _: Sequence[str]) -> int:
     )
     for note in made.notes:
         print(f"  {note}")
-    to = json.dumps(str(options.to), ensure_ascii=False)  # in double quotes: shlex.quote uses the single ones
+    to = json.dumps(str(options.to), ensure_ascii=False)  # double quotes, because shlex.quote adds single ones
     code = f"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained({to}))"
     if made.tokenizer:
         code = f'from transformers import pipeline; print(pipeline("text-generation", {to})("Once upon a time"))'

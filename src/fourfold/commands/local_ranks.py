@@ -1,4 +1,4 @@
-"""How a command that runs on a grid chooses its device and ranks, joins the job, and leaves it in the end."""
+"""How a command that runs on a grid chooses its device and ranks, joins the job, writes its JSON, and leaves again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import signal
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from fourfold.environment import inside_a_job
 from fourfold.grid import Grid, Shape
 from fourfold.train.config import TrainConfig
+from fourfold.train.run_folder import strict
 
 
 def chosen_device(asked: str | None) -> str:
@@ -64,6 +66,7 @@ def require_world(ranks: int | None, world: int) -> None:
 
 def grid_options(shape: Shape) -> list[str]:
     """Return the options that pass this grid to the ranks, so that they do not search for one again."""
+    # --grid has no syntax for the order of the axes, so a key of the config sets it
     sizes = ",".join(f"{axis}={size}" for axis, size in shape.sizes.items())
     return ["--grid", sizes, "--set", f"grid.order={json.dumps(shape.order)}"]
 
@@ -73,7 +76,16 @@ def default_folder(config: TrainConfig) -> str:
     return f"runs/{Path(config.model.name).name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
+def put_json(document: dict[str, Any], path: str) -> None:
+    """Write the JSON that --json asks for; the path - stands for standard output."""
+    text = json.dumps(strict(document), indent=1)
+    if path == "-":
+        print(text, flush=True)
+    else:
+        Path(path).write_text(text + "\n")
+
+
 def close(grid: Grid) -> None:
-    """Close the grid and leave the job, at the end of a command that succeeded."""
-    grid.close()
+    """Close the grid and leave the job at the end of a command that succeeded."""
+    grid.close()  # first: its process groups are part of the one that is destroyed next
     dist.destroy_process_group()

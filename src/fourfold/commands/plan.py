@@ -55,10 +55,10 @@ def plan(options: argparse.Namespace, _: object) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """Raise before the search if an option makes no sense."""
-    for name, least in (("devices", 1), ("top", 1), ("seq", 1)):
+    for name in ("devices", "top", "seq"):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} {value}: it must be at least {least}")
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: it must be at least 1")
     if options.why == {}:
         raise ValueError("--why auto: name the grid to explain, such as --why x=8,z=4")
     if options.why is not None and (asked := Shape(**options.why)).world != options.devices:
@@ -66,7 +66,7 @@ def check(options: argparse.Namespace) -> None:
             f"--why {asked}: that grid has {asked.world} ranks, but the plan has {options.devices} devices; give "
             f"sizes with the product {options.devices}, or other --devices"
         )
-    for name in ("config", "html", "trace", "json"):  # before the search takes its time
+    for name in ("config", "html", "trace", "json"):  # now, because the search may take a minute
         path = getattr(options, name)
         if path not in (None, "-") and not Path(path).parent.is_dir():
             raise FileNotFoundError(f"--{name} {path}: the folder {Path(path).parent} does not exist; make it first")
@@ -91,7 +91,7 @@ def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machi
         raise ValueError(
             f"--config: fourfold train cannot train the module {options.model}; write your own training loop"
         )
-    placeholder = models.config("gpt-tiny")  # a task needs a config; for a module nothing reads it
+    placeholder = models.config("gpt-tiny")  # a task needs a config, but the search for a module never reads it
     task = make_task(options, placeholder, machine, options.seq)
     return search_built(task, build, options.devices, progress=_say)
 
@@ -109,13 +109,14 @@ def name_of(model: str) -> str:
 
 
 def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine, seq: int) -> Task:
+    """Return the question for the planner: a model, a machine and a batch."""
     if options.devices > machine.devices_per_node and machine.between is None:
         raise ValueError(
             f"--devices {options.devices}: {machine.name} is one node with {machine.devices_per_node} devices: its "
             "file has no [between]; use a machine with a network, or fewer devices"
         )
     rows = rows_of(options.batch_tokens, seq, options.devices)
-    if abs(rows * seq - options.batch_tokens) > 0.01 * options.batch_tokens:
+    if abs(rows * seq - options.batch_tokens) > 0.01 * options.batch_tokens:  # less than 1% is not worth a line
         _say(f"the batch has {rows} sequences, {rows * seq:,} tokens: the nearest number that grids divide")
     compute = torch.bfloat16 if "bf16" in machine.gemm else torch.float32
     if options.dtype is not None:
@@ -126,7 +127,7 @@ def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine
 def rows_of(tokens: float, seq: int, devices: int) -> int:
     """Return the sequences of a batch with about this many tokens: within 5%, the number that most grids divide."""
     rows = max(1, round(tokens / seq))
-    steps = [devices << power for power in range(12, -1, -1)]
+    steps = [devices << power for power in range(12, -1, -1)]  # up to 4096 sequences per device
     steps += [step for step in range(devices - 1, 0, -1) if devices % step == 0]
     return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
 
@@ -137,18 +138,14 @@ def run_config(best: Price, model: str, machine: str) -> TrainConfig:
     keys = [field.name for field in fields(PolicySection) if field.name not in NAMED_OTHERWISE]
     shared = {key: getattr(candidate.policy, key) for key in keys}
     return TrainConfig(
-        model=model_section(model, task.config),
+        # a published size by its name, any other model by all its fields
+        model=ModelSection(name=model) if model in SIZES else ModelSection(**asdict(task.config)),
         grid=GridSection(**candidate.shape.sizes, order=candidate.shape.order),  # type: ignore[arg-type]
         policy=PolicySection(dtype=task.dtype, **shared),  # type: ignore[arg-type]
         overlap=Overlap(halves=best.halves),
         batch=BatchSection(rows=task.rows, seq=task.seq, micro_steps=candidate.micro_steps),
         plan=PlanSection(machine=machine),
     )
-
-
-def model_section(model: str, config: ModelConfig) -> ModelSection:
-    """Return a published size by its name, and any other model by all its fields."""
-    return ModelSection(name=model) if model in SIZES else ModelSection(**asdict(config))
 
 
 def why(found: GridPlan, shape: Shape) -> dict[str, Any]:

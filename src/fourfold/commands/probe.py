@@ -59,7 +59,7 @@ OPENED = inf
 
 
 class Budget:
-    """Seconds that a whole sequence of measurements may take."""
+    """The seconds that a whole sequence of measurements may take."""
 
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
@@ -110,6 +110,7 @@ def myself(rank: int, device: torch.device) -> Rank:
 
 
 def versions(*, on_gpu: bool) -> dict[str, str]:
+    """Return the versions of the software that must agree between nodes."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -124,7 +125,7 @@ def versions(*, on_gpu: bool) -> dict[str, str]:
 
 
 def sources() -> str:
-    """Return a digest of this package's files: nodes may have different states of one version."""
+    """Return a digest of this package's files, because nodes may have different files under one version number."""
     package, digest = Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
@@ -132,7 +133,7 @@ def sources() -> str:
 
 
 def product_flops(device: torch.device) -> float:
-    """Measure the FLOP/s of a product on the device, now."""
+    """Measure the FLOP/s of a matrix product on the device."""
     on_gpu = device.type == "cuda"
     m, k, n = shape = GPU_PRODUCT if on_gpu else CPU_PRODUCT
     act = product(shape, torch.bfloat16 if on_gpu else torch.float32, device)
@@ -144,10 +145,10 @@ def product_flops(device: torch.device) -> float:
                 act()
                 runs += 1
             if on_gpu:
-                torch.cuda.synchronize(device)
+                torch.cuda.synchronize(device)  # a launch returns before its product has run
         return 2 * m * k * n * runs / took
 
-    window(WINDOW_SECONDS)  # the first product initialises the libraries
+    window(WINDOW_SECONDS)  # not counted: the first product initialises the libraries
     return median(window(WINDOW_SECONDS) for _ in range(WINDOWS))
 
 
@@ -158,8 +159,9 @@ def free_bytes(device: torch.device) -> int:
     free = memory_bytes("cpu")
     with suppress(OSError):
         free = 1024 * _figure(Path("/proc/meminfo"), "MemAvailable:")
-    with suppress(OSError, ValueError):  # no container, or one without a limit
+    with suppress(OSError, ValueError):  # there is no container, or it has no limit
         limit = int((CGROUP / "memory.max").read_text())
+        # the kernel frees cached files that are not in use before it runs out of memory
         used = int((CGROUP / "memory.current").read_text()) - _figure(CGROUP / "memory.stat", "inactive_file")
         free = min(free, max(0, limit - used))
     return free
@@ -179,6 +181,7 @@ class FolderMark:
 
     @classmethod
     def leave(cls, folder: Path, name: str) -> FolderMark:
+        """Write the mark, and make the folder if it does not exist yet."""
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         mark = cls(folder / f"{HIDDEN}{name}", tuple(made))
@@ -186,9 +189,10 @@ class FolderMark:
         return mark
 
     def remove(self) -> None:
+        """Remove the mark, and the folders that were made for it."""
         self.path.unlink(missing_ok=True)
         for folder in self.made:
-            with suppress(OSError):  # somebody else uses the folder by now
+            with suppress(OSError):  # somebody else has put files into the folder meanwhile
                 folder.rmdir()
 
 
@@ -200,13 +204,13 @@ def look_at(mark: Path, rank: int) -> Disk:
     if not seen:
         return Disk(seen=False)
     folder = mark.parent
-    mine, content = folder / f"{mark.name}-{rank:05d}", os.urandom(WRITTEN)
+    mine, content = folder / f"{mark.name}-{rank:05d}", os.urandom(WRITTEN)  # random: a disk may compress zeros
     try:
         began = time.perf_counter()
         with mine.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # otherwise only the page cache is timed
         seconds = time.perf_counter() - began
         mine.unlink()
     except OSError as error:
@@ -223,7 +227,10 @@ def look_at(mark: Path, rank: int) -> Disk:
 
 
 def ask_clock(channel: Channel, seconds: float) -> tuple[float, float] | None:
-    """Return by how many seconds this clock is ahead of rank 0's, by the shortest round trip, and half of that trip."""
+    """Return the seconds by which this clock is ahead of rank 0's, and the uncertainty of that.
+
+    The shortest of several round trips counts; the uncertainty is half of it.
+    """
     trips = []
     with suppress(TimeoutError):
         for trip in range(TRIPS):
@@ -239,21 +246,23 @@ def ask_clock(channel: Channel, seconds: float) -> tuple[float, float] | None:
 
 
 def pairs_of(ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the links of a ring in rounds; in a round every place has at most one link."""
-    ring = [(place, (place + 1) % ranks) for place in range(ranks if ranks > 2 else ranks - 1)]
+    """Yield the links of a ring in rounds, as pairs of positions; in a round every position has at most one link."""
+    # two ranks have one link, not one in each direction
+    ring = [(position, (position + 1) % ranks) for position in range(ranks if ranks > 2 else ranks - 1)]
+    # in a ring of an odd number, the link that closes it shares a position with both other rounds
     last = ring.pop() if ranks % 2 and ranks > 1 else None
     yield from (pairs for pairs in (ring[::2], ring[1::2], [last] if last else []) if pairs)
 
 
 class LinkTimer:
-    """Times the links of every axis, those of all groups at once.
+    """Times the links of every axis; all groups of an axis are timed at once, as they are used at once in training.
 
     It stops at the first link that does not answer, because the ranks that wait for it cannot measure any other.
     """
 
     def __init__(self, channel: Channel, budget: Budget, grid: Grid) -> None:
         self.channel, self.budget, self.grid = channel, budget, grid
-        self.message = torch.zeros(MESSAGE[grid.device.type] // 4, device=grid.device)
+        self.message = torch.zeros(MESSAGE[grid.device.type] // 4, device=grid.device)  # fp32 has 4 bytes
         self.broken = False
         self.lost: list[int] = []
 
@@ -269,14 +278,15 @@ class LinkTimer:
     def _rounds(self) -> Iterator[tuple[str, MeasuredLink | None, Callable[[], float]]]:
         """Yield for each round the link of this rank, if it has one, and the function that times it."""
         for axis in self.grid.shape.used_axes:
-            group, place = self.grid.shape.ranks_along(axis, self.grid.rank), self.grid.coords[axis]
+            group, position = self.grid.shape.ranks_along(axis, self.grid.rank), self.grid.coords[axis]
             yield f"{axis}/open", MeasuredLink(axis, tuple(group), None), partial(self._open, axis)
             for number, pairs in enumerate(pairs_of(len(group))):
-                pair = next((pair for pair in pairs if place in pair), None)
-                other = -1 if pair is None else sum(pair) - place
-                mine = None if pair is None else MeasuredLink(axis, (group[pair[0]], group[pair[1]]), None)
-                leads = pair is not None and place == pair[0]
-                yield f"{axis}/{number}", mine, partial(self._rate, axis, other, leads)
+                mine, act = None, lambda: OPENED
+                for first, second in pairs:
+                    if position in (first, second):
+                        mine = MeasuredLink(axis, (group[first], group[second]), None)
+                        act = partial(self._rate, axis, first + second - position, position == first)
+                yield f"{axis}/{number}", mine, act
 
     def _round(self, name: str, mine: MeasuredLink | None, act: Callable[[], float]) -> list[MeasuredLink]:
         """Run a round; return the links of all ranks. A link counts as answered if both of its ends measured it."""
@@ -284,16 +294,17 @@ class LinkTimer:
         if mine is not None:
             try:
                 own = [replace(mine, rate=within(self.budget.left(LINK_SECONDS), act))]
-            except Exception:  # the backend's own, or no end in time
+            except Exception:  # any error of the backend, or TimeoutError: the link did not answer
                 own = [mine]
         text, left = json.dumps([asdict(link) for link in own]), self.budget.left
         texts = self.channel.gather(f"links/{name}", text, left(MEET_SECONDS), partial=True)
         found: dict[tuple[int, ...], MeasuredLink] = {}
         for one in (one for text in texts.values() for one in json.loads(text)):
             link = MeasuredLink(one["axis"], tuple(one["ranks"]), one["rate"])
-            rates = [end.rate for end in (link, found.get(link.ranks, link))]
+            rates = [end.rate for end in (link, found.get(link.ranks, link))]  # of both ends; the slower one counts
             found[link.ranks] = replace(link, rate=None if None in rates else min(rate for rate in rates if rate))
         if self.channel.leads:
+            # one rank decides for all whether to continue; otherwise some would wait for a round that others skip
             self.lost = [rank for rank in self.channel.ranks if rank not in texts]
             broken = self.lost or any(link.rate is None for link in found.values())
             self.channel.put(f"links/{name}/broken", str(int(bool(broken))))
@@ -312,7 +323,8 @@ class LinkTimer:
         self._synchronize()
         until, seconds, go_on = time.monotonic() + LINK_WINDOW, [], True
         while go_on:
-            self.message[0] = float(time.monotonic() < until)  # of the two ranks one decides for both
+            # the leading rank decides for both when to stop, and sends its decision in the message
+            self.message[0] = float(time.monotonic() < until)
             self._synchronize()
             began = time.perf_counter()
             arrived = comm.exchange(self.message, self.grid, axis, other)
@@ -323,5 +335,5 @@ class LinkTimer:
 
     def _synchronize(self) -> None:
         if self.grid.device.type == "cuda":
-            torch.cuda.set_device(self.grid.device)  # threads have their own
+            torch.cuda.set_device(self.grid.device)  # every thread has its own current device
             torch.cuda.synchronize(self.grid.device)

@@ -32,12 +32,11 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     grid = Grid.of_shape(shape, device=device)
     raise_on_signals()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-    # every token has another shape, which would be compiled again
+    # every new token changes the shapes, and each shape would be compiled again
     policy = replace(config.build_policy(), compile=False)
     model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
-    load_weights(
-        model, grid.broadcast_text(str(checkpoint))
-    )  # rank 0 decides: the run may save a newer checkpoint meanwhile
+    # rank 0 decides which checkpoint: a run in progress may save a newer one before the other ranks look
+    load_weights(model, grid.broadcast_text(str(checkpoint)))
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
     (found,) = generate(
         model,

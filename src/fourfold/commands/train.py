@@ -7,7 +7,6 @@ grid, calls `train` again inside the job, and trains in `_run`.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from fourfold.commands.local_ranks import (
     grid_options,
     join_job,
     let_sigint_end_ranks,
+    put_json,
     wanted_ranks,
 )
 from fourfold.compare import compare_serial
@@ -62,15 +62,16 @@ from fourfold.train.run_folder import (
     open_sinks,
     require_unowned,
     require_writing,
-    strict,
 )
 from fourfold.train.schema import to_table
 from fourfold.train.signals import TERMINATED, raise_on_signals
 from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import read_all
 
-LISTED = {"steps": "step", "evaluations": "evaluation", "skipped": "skipped", "spikes": "spike", "saved": "saved"}
-LISTED |= {"resumed": "resumed", "stragglers": "straggler"}
+LISTED = {
+    "steps": "step", "evaluations": "evaluation", "skipped": "skipped", "spikes": "spike", "saved": "saved",
+    "resumed": "resumed", "stragglers": "straggler",
+}  # fmt: skip
 """The lists of events in the JSON of --json, and the kind of events in each."""
 RESTARTS = 3
 """How often to restart local ranks without a new checkpoint by default: some failures of a node last for a while."""
@@ -169,7 +170,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
     grid, config, reason = join(options, device)
     if reason and grid.rank == 0:
         print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
-    raise_on_signals()
+    raise_on_signals()  # only now: while a rank waited for others to join, a Python handler could not run
     if options.print_config:
         if grid.rank == 0:
             print(config.toml(), end="")
@@ -185,6 +186,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
     """Train the run, again after each rollback, and return the exit code."""
     stream = output(options.json)
     require_named_folder(config.train.out)
+    # rank 0 decides for all ranks, because the name of a default folder contains the time
     out = Path(grid.broadcast_text(config.train.out or default_folder(config)))
     again = any_restarted(grid)
     resumes = options.resume is not None or again
@@ -194,7 +196,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
     if is_done(start, config, out, stream if grid.rank == 0 else None):
         close(grid)
         return 0
-    memory = [MemorySink()] if options.json is not None else []
+    memory = [MemorySink()] if options.json is not None else []  # outlives a rollback: --json lists all steps
     profile = steps_to_profile(options.profile, start.step, asked=not again)
     while True:
         run = prepare(Run(config, grid, out, profile=profile), start, stream, memory)
@@ -265,7 +267,7 @@ def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | Non
         else:
             check_folder(out, save=config.checkpoint.save)
         if json_to not in (None, "-"):
-            Path(json_to).open("a").close()
+            Path(json_to).open("a").close()  # raises now if the file cannot be written after the last step
 
     grid.run_on_rank0("the run's folder", check)
 
@@ -279,7 +281,7 @@ def join(options: argparse.Namespace, device: str) -> tuple[Grid, TrainConfig, s
     config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=reasons.append)
     grid = Grid.of_shape(config.grid.shape, device=device)
     if device == "cpu":
-        share_cores()
+        share_cores()  # otherwise every rank starts as many threads as the node has cores
     return grid, config, "".join(reasons)
 
 
@@ -298,11 +300,7 @@ def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> No
         **{key: by_kind[kind] for key, kind in LISTED.items()},
         "end": by_kind["end"][-1] if by_kind["end"] else None,
     }
-    text = json.dumps(strict(result), indent=1)
-    if path == "-":
-        print(text, flush=True)
-    else:
-        Path(path).write_text(text + "\n")
+    put_json(result, path)
 
 
 def greeting(run: Run, start: Start) -> Iterator[str]:

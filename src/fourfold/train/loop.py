@@ -27,7 +27,7 @@ from torch import Tensor
 
 import fourfold
 from fourfold.atomic import write_json, write_text
-from fourfold.checkpoint.folder import remove_checkpoint
+from fourfold.checkpoint.load import remove_checkpoint
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
