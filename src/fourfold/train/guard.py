@@ -15,7 +15,7 @@ from fourfold.grid import Grid
 from fourfold.train.launch import report_failure
 from fourfold.train.run_log import logger
 from fourfold.watch.liveness import Alarm, JobDiagnosis
-from fourfold.watch.stragglers import StepWindows, Straggler
+from fourfold.watch.peers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
 
 

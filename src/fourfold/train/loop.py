@@ -44,7 +44,7 @@ from fourfold.train.prediction import PredictionCheck, predict_run
 from fourfold.train.profile import StepProfiler
 from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, read_facts, rewind, strict
 from fourfold.train.stop import Stop
-from fourfold.watch.replicas import check_replicas
+from fourfold.watch.peers import check_replicas
 from fourfold.watch.tape import Waits
 
 
