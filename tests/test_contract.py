@@ -45,8 +45,8 @@ ORDER = [
     "checkpoint",
     "compare",
     "planner",
-    "watch",
     "report",
+    "watch",
     "train",
     "commands",
     "cli",
@@ -71,7 +71,7 @@ INSIDE = {
         "__init__", "machine", "seconds", "sizes", "program", "transformer", "memory", "trace", "simulate",
         "calibrate", "price", "estimate", "search", "explain",
     ],
-    "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
+    "watch": ["__init__", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
         "__init__", "signals", "rendezvous", "launch", "schema", "config", "run_folder", "planning", "metrics",

@@ -30,8 +30,7 @@ from fourfold.train.config import WatchSection
 from fourfold.train.guard import Guard, NoGuard
 from fourfold.train.launch import share_cores
 from fourfold.train.metrics import Meter
-from fourfold.watch.replicas import check_replicas
-from fourfold.watch.stragglers import StepWindows
+from fourfold.watch.peers import StepWindows, check_replicas
 from fourfold.watch.tape import Waits
 
 EVERY = WatchSection().replicas_every

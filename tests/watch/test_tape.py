@@ -116,7 +116,7 @@ def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "watch" / "rank-00000.tape"
     path.parent.mkdir()
     path.write_text("hello")
-    with pytest.raises(ValueError, match="is no tape of a rank: a tape must begin with 'fourfold tape 1'"):
+    with pytest.raises(ValueError, match="is not a tape: a tape begins with 'fourfold tape 1'"):
         read_all(tmp_path)
 
 

@@ -17,7 +17,7 @@ from fourfold.train import signals as stopping
 from fourfold.train.config import TrainConfig
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import MemorySink, RunEvent
-from fourfold.watch.stragglers import COMPUTE, StepWindows
+from fourfold.watch.peers import COMPUTE, StepWindows
 from harness import grid_of
 
 SMALL: dict[str, Any] = {"model.layers": 1, "train.evaluate_every": 0, "plan.compare": False}

@@ -37,7 +37,7 @@ from fourfold.train.config import WatchSection
 from fourfold.train.launch import report_failure
 from fourfold.train.progress import logger
 from fourfold.watch.liveness import Alarm, JobDiagnosis
-from fourfold.watch.stragglers import StepWindows, Straggler
+from fourfold.watch.peers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
 
 WAY_OUT = "lower optimizer.learning_rate, raise optimizer.warmup, or look at the data of these steps"

@@ -48,7 +48,7 @@ from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
 from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, rewind, strict
 from fourfold.train.signals import Stop
-from fourfold.watch.replicas import check_replicas
+from fourfold.watch.peers import check_replicas
 from fourfold.watch.tape import Waits
 
 

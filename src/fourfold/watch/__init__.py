@@ -1,1 +1,1 @@
-"""Watches over a run: tapes and their diagnosis, dead and stuck ranks, stragglers, replicas, checks before a run."""
+"""Watches over a run: tapes of what ranks do and their diagnosis, dead and stuck ranks, peers, checks before a run."""

@@ -1,15 +1,15 @@
 """The diagnosis of a run that is stuck, from the tapes of all its ranks. Pure functions.
 
 Along an axis the ranks of a group launch the same collectives in the same order. So the n-th launch of one rank along x
-is a *meeting* with the n-th of the others, and when a run is stuck one of these is true:
+is a *meeting* with the n-th launches of the others. When a run is stuck, one of these is true:
 
     disagreement   two ranks of a group have launched different collectives as their n-th
     absence        ranks wait at a meeting to which others have not come; a rank that has not come, and does not wait at
                    such a meeting itself, holds up all others
     no transport   all ranks have come to every meeting that somebody waits at, and the bytes do not arrive
 
-Without a disagreement ranks cannot wait for each other in a circle: at the meeting that comes first in the program,
-ranks wait only for those that are late.
+Without a disagreement, ranks cannot wait for each other in a circle: at the meeting that comes first in the program,
+ranks wait only for ranks that are late.
 """
 
 from __future__ import annotations
@@ -43,25 +43,17 @@ class Disagreement:
     launched: Mapping[int, TapeEntry]
     """The launch of each rank."""
 
-    @property
-    def sides(self) -> list[tuple[str, list[int]]]:
-        """Each collective that was launched, with its ranks; the one of most ranks first."""
-        by_what: defaultdict[str, list[int]] = defaultdict(list)
-        for rank, entry in self.launched.items():
-            by_what[f"{entry.record} of {entry.record.nbytes} bytes in step {entry.step}"].append(rank)
-        return sorted(by_what.items(), key=lambda side: (-len(side[1]), side[1]))
-
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The cause that the tapes and stacks of a job show together; `lines` puts it into words."""
+    """The cause that the tapes and stacks of a job show together; `lines` yields it as text."""
 
     readings: Mapping[int, TapeReading]
     stacks: Mapping[int, str]
-    """The stacks of the ranks that answered; empty where nobody was asked."""
+    """The stacks of the ranks that answered; empty if no rank was asked."""
     disagreement: Disagreement | None
     meetings: tuple[Meeting, ...]
-    """Meetings that somebody waits at, each once: those with absent ranks first, in the order of the program."""
+    """Meetings at which ranks wait, each once: those with absent ranks first, in the order of the program."""
     culprits: tuple[int, ...]
     """Ranks that hold up all others."""
 
@@ -69,7 +61,11 @@ class Diagnosis:
     def headline(self) -> str:
         """The cause in one line."""
         if self.disagreement is not None:
-            (one, by), (other, by_others), *_ = self.disagreement.sides
+            sides: defaultdict[str, list[int]] = defaultdict(list)
+            for rank, entry in self.disagreement.launched.items():
+                sides[f"{entry.record} of {entry.record.nbytes} bytes in step {entry.step}"].append(rank)
+            # The collective that most ranks launched comes first; with more than two, the others are not shown.
+            (one, by), (other, by_others), *_ = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))
             step = min(entry.step for entry in self.disagreement.launched.values())
             return (
                 f"step {step}: ranks disagree on which collective comes next along {self.disagreement.axis}: "
@@ -92,59 +88,47 @@ class Diagnosis:
         return f"{what}: all of {ranks_text(came)} arrived, but their bytes did not{gone}; look at the links of {hosts}"
 
     def lines(self) -> Iterator[str]:
+        """Yield the headline, the meetings, the last launches of culprits and silent ranks, and the stacks."""
         yield self.headline
         for meeting in self.meetings:
             absent = f"; {ranks_text(meeting.absent)} did not come" if meeting.absent else "; all have come"
             yield f"  {_place(meeting.entry)}: {ranks_text(meeting.came)} came{absent}"
-        for rank in self.culprits:
-            yield f"  {self._last_of(rank)}"
-        for rank in sorted(silent_of(self.readings, self.stacks) - set(self.culprits)):
-            yield f"  {self._last_of(rank)}"
-        for stack, ranks in self._stacks():
-            yield f"  {ranks_text(ranks)} stood at"
-            yield from (f"    {line}" for line in stack.rstrip().splitlines())
-
-    def _last_of(self, rank: int) -> str:
-        """Say what the tape of a rank knows about it."""
-        found = self.readings[rank]
-        answers = " does not answer;" if silent_of([rank], self.stacks) else ""
-        last = f"last launched {_place(found.entries[-1])}" if found.entries else "launched nothing"
-        doing = f"; was {found.doing.what} (step {found.doing.step})" if found.doing is not None else ""
-        return f"rank {rank} ({found.who.host}, process {found.who.process}){answers} {last}{doing}"
-
-    def _stacks(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield each stack with its ranks; the stack of a culprit first."""
+        silent = silent_of(self.readings, self.stacks)
+        for rank in (*self.culprits, *sorted(silent - set(self.culprits))):
+            found = self.readings[rank]
+            answers = " does not answer;" if rank in silent else ""
+            last = f"last launched {_place(found.entries[-1])}" if found.entries else "launched nothing"
+            doing = f"; was {found.doing.what} (step {found.doing.step})" if found.doing is not None else ""
+            yield f"  rank {rank} ({found.who.host}, process {found.who.process}){answers} {last}{doing}"
         by_stack: defaultdict[str, list[int]] = defaultdict(list)
         for rank, stack in sorted(self.stacks.items()):
             by_stack[stack].append(rank)
-        yield from sorted(by_stack.items(), key=lambda item: not set(item[1]) & set(self.culprits))
+        # The stacks of culprits first: they show what everybody waits for.
+        for stack, ranks in sorted(by_stack.items(), key=lambda item: not set(item[1]) & set(self.culprits)):
+            yield f"  {ranks_text(ranks)} stood at"
+            yield from (f"    {line}" for line in stack.rstrip().splitlines())
 
 
 def diagnose(readings: Mapping[int, TapeReading], stacks: Mapping[int, str]) -> Diagnosis:
-    """Diagnose from the tapes of all ranks, and from the stacks of the ranks that answered."""
+    """Find the cause from the tapes of all ranks, and from the stacks of the ranks that answered."""
     meetings = _meetings(readings)
     silent = silent_of(readings, stacks)
     held_up = {rank for meeting in meetings if meeting.absent for rank in meeting.came}
     held_up |= {rank for meeting in meetings if silent & set(meeting.came) for rank in meeting.came} - silent
     late = {rank for meeting in meetings for rank in meeting.absent}
-    if not meetings:  # ranks wait for each other through the store: a rank that does not wait there is late
+    if not meetings:  # no rank waits for a collective, so ranks wait through the store: who does not wait there is late
         late = silent | {rank for rank, reading in readings.items() if not reading.waits}
     return Diagnosis(readings, stacks, _disagreement(readings), tuple(meetings), tuple(sorted(late - held_up)))
 
 
 def silent_of(ranks: Iterable[int], stacks: Mapping[int, str]) -> set[int]:
-    """Return those of the ranks that did not answer; where nobody was asked nobody is silent."""
+    """Return the ranks that did not answer; none if no rank was asked."""
     return set(ranks) - stacks.keys() if stacks else set()
 
 
-def groups(readings: Mapping[int, TapeReading], axis: str) -> Iterator[list[int]]:
-    """Yield the groups of ranks that meet along an axis, as far as there are tapes of them."""
-    seen: set[int] = set()
-    for rank, reading in sorted(readings.items()):
-        if rank not in seen:
-            group = [one for one in reading.who.shape.ranks_along(axis, rank) if one in readings]
-            seen.update(group)
-            yield group
+def _group(readings: Mapping[int, TapeReading], axis: str, rank: int) -> list[int]:
+    """Return the ranks that a rank meets along an axis, itself included, as far as their tapes can be read."""
+    return [one for one in readings[rank].who.shape.ranks_along(axis, rank) if one in readings]
 
 
 def _meetings(readings: Mapping[int, TapeReading]) -> list[Meeting]:
@@ -152,38 +136,37 @@ def _meetings(readings: Mapping[int, TapeReading]) -> list[Meeting]:
     for rank, reading in sorted(readings.items()):
         for entry in reading.waits_for:
             axis = entry.record.axis
-            group = next(group for group in groups(readings, axis) if rank in group)
-            came = [one for one in group if readings[one].launched.get(axis, 0) >= entry.number]
+            group = _group(readings, axis, rank)
+            came = tuple(one for one in group if readings[one].launched.get(axis, 0) >= entry.number)
             absent = tuple(one for one in group if one not in came)
-            found.setdefault((axis, entry.number, group[0]), Meeting(entry, tuple(came), absent))
+            found.setdefault((axis, entry.number, group[0]), Meeting(entry, came, absent))
+    # The rank with the most launches knows the order of the program best.
     ahead = max(readings.values(), key=lambda reading: sum(reading.launched.values()), default=None)
-    order = {} if ahead is None else {_key(entry): place for place, entry in enumerate(ahead.entries)}
-    return sorted(found.values(), key=lambda one: (not one.absent, order.get(_key(one.entry), 0), one.entry.time))
+    entries = enumerate(ahead.entries if ahead is not None else ())
+    order = {(entry.record.axis, entry.number): place for place, entry in entries}
 
+    def first(meeting: Meeting) -> tuple[bool, int, float]:
+        entry = meeting.entry
+        return not meeting.absent, order.get((entry.record.axis, entry.number), 0), entry.time
 
-def _key(entry: TapeEntry) -> tuple[str, int]:
-    return entry.record.axis, entry.number
+    return sorted(found.values(), key=first)
 
 
 def _disagreement(readings: Mapping[int, TapeReading]) -> Disagreement | None:
     """Return the earliest disagreement."""
-    found = []
-    for axis in sorted({axis for reading in readings.values() for axis in reading.launched}):
-        for group in groups(readings, axis):
-            by_number: defaultdict[int, dict[int, TapeEntry]] = defaultdict(dict)
-            for rank in group:
-                for entry in readings[rank].entries:
-                    if entry.record.axis == axis:
-                        by_number[entry.number][rank] = entry
-            differ = (number for number in sorted(by_number) if _differ(by_number[number].values()))
-            number = next(differ, None)
-            if number is not None:
-                found.append(Disagreement(axis, number, by_number[number]))
+    meetings: defaultdict[tuple[str, int, int], dict[int, TapeEntry]] = defaultdict(dict)
+    for rank, reading in sorted(readings.items()):
+        axes = {entry.record.axis for entry in reading.entries}
+        firsts = {axis: _group(readings, axis, rank)[0] for axis in axes}
+        for entry in reading.entries:
+            axis = entry.record.axis
+            meetings[axis, firsts[axis], entry.number][rank] = entry
+    found = [
+        Disagreement(axis, number, launched)
+        for (axis, _, number), launched in meetings.items()
+        if len({(entry.record, entry.step) for entry in launched.values()}) > 1
+    ]
     return min(found, key=lambda one: min(entry.time for entry in one.launched.values()), default=None)
-
-
-def _differ(entries: Iterable[TapeEntry]) -> bool:
-    return len({(entry.record, entry.step) for entry in entries}) > 1
 
 
 def _place(entry: TapeEntry) -> str:

@@ -1,4 +1,4 @@
-"""Where a dead rank is detected, and whose word counts.
+"""Detects dead and stuck ranks, and decides which detector's finding is shown.
 
 A rank is *dead* when its process is gone and *stuck* when it does not come to the collective that others wait for. Five
 detectors look for both; each sees something that the others do not:
@@ -8,24 +8,24 @@ detectors look for both; each sees something that the others do not:
     collective error    `job.typed_errors`          a broken connection: `LostPeerError`              at once
     siblings            `Siblings`, below           a process of the same machine that is gone        DEATH_SECONDS
     clock and tapes     `Alarm`, below, `diagnose`  a rank on any node that is stuck                  watch.deadline
-    store               `Alarm`, below              that the node with the store, or the network,     watch.deadline
-                                                    is gone: the store does not answer                + CUT_OFF_SECONDS
+    store               `Alarm`, below              a store that does not answer: its node, or the    watch.deadline
+                                                    network, is gone                                  + CUT_OFF_SECONDS
 
-What they find reaches the launcher as exit codes and failure files of a `Failure` kind each, and `first_cause` chooses
-the one that people read.
+Each finding reaches the launcher as an exit code and a failure file of some `Failure` kind. `first_cause` chooses the
+finding that the user reads.
 
 **The alarm.** Each rank has two threads. The *clock* measures how long the rank has been waiting. The *listener* asks
-the job's store whether any rank has raised the alarm, and raises it itself when a sibling has died, so that nobody who
-waits for that rank waits for the deadline. Once the alarm is raised, every living rank answers with its stack. The rank
-that raised it (the *judge*) reads the tapes of all ranks, also of those that did not answer, and its diagnosis is the
-last thing that every rank reports. A rank that the store does not answer any more reports what it knows by itself.
+the job's store whether any rank has raised the alarm, and raises it itself when a sibling has died, so that ranks that
+wait for the dead rank do not wait until the deadline. Once the alarm is raised, every living rank answers with its
+stack. The rank that raised it (the *judge*) reads the tapes of all ranks, also of those that did not answer, and its
+diagnosis is the last thing that every rank reports. If the store no longer answers, a rank reports what it knows alone.
 
 **Siblings.** A rank that dies leaves others waiting. Ranks that wait for bytes over a connection notice it; ranks that
-wait for a text in the job's store do not. But every rank can look whether the processes that the same parent has
+wait for a text in the job's store do not. But every rank can check whether the processes that the same parent has
 started on this machine still run. Each rank appends `RANK:PROCESS` to the list of its host and parent: when it starts,
-and again when it is done. A process that is listed once and does not run any more has died.
+and again when it is done. A process that is listed once and no longer runs has died.
 
-Nothing here is a collective, and the main thread, which may never return from its wait, is not needed.
+Nothing here is a collective or needs the main thread, which may never return from its wait.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import DIAGNOSIS, Tape, read, tape_path
 
 PAUSE = 1.0
-"""Seconds between two looks of each thread, a fifth of the deadline where that is shorter: a look costs two messages to
-the store, and a second more or less does not matter beside deadlines of minutes."""
+"""Seconds between two checks of each thread, or a fifth of the deadline if that is shorter. A check costs two messages
+to the store, and a second more or less does not matter beside deadlines of minutes."""
 ANSWER_SECONDS = 5.0
-"""Seconds that living ranks have to answer an alarm: several pauses of the listener."""
+"""Seconds that living ranks have to answer an alarm: several times `PAUSE`, because a listener may be busy."""
 JUDGE_SECONDS = 30.0
-"""Seconds beyond that for the judge to read all tapes, perhaps from a slow network file system."""
+"""Seconds after the answers for the judge to read all tapes, perhaps from a slow network file system."""
 CUT_OFF_SECONDS = 10.0
 """Seconds beyond the deadline after which a rank that the store does not answer reports by itself."""
 DEATH_SECONDS = 3.0
-"""Seconds between the death of a sibling and the alarm: whoever has a connection to it fails earlier, in order."""
+"""Seconds between the death of a sibling and the alarm: ranks with a connection to it fail earlier, by themselves."""
 STACK_DEPTH = 12
-"""Frames of a stack that are shown, the innermost ones."""
+"""The number of frames of a stack that are shown, the innermost ones: more would hide the other ranks."""
 
 
-# --- whose word counts
+# --- whose finding is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class RankEnd:
     exit_code: int
     """Below 0 the process was killed by that signal."""
     failure: Failure | None
-    """The kind that the rank wrote into its failure file; None where it could not write one."""
+    """The kind that the rank wrote into its failure file; None if it could not write one."""
     message: str
     time: float
     """When it failed, by the wall clock."""
@@ -92,21 +92,17 @@ def first_cause(ends: Iterable[RankEnd]) -> RankEnd:
     """Choose which rank's error to show, and among equals the one that failed first:
 
     1. a diagnosis that names who is stuck, or what the ranks disagree on;
-    2. a rank whose process was killed: whoever found out that it died knows less than how it died;
+    2. a rank whose process was killed: its exit code says how it died, other ranks only see that it did;
     3. a rank with an error of its own;
     4. a rank that only lost a connection, or only saw that another process is gone.
     """
 
+    places: dict[Failure | None, int] = {Failure.DIAGNOSIS: 1, Failure.DEATH: 4, Failure.LOST_PEER: 4}
+
     def order(end: RankEnd) -> tuple[int, float]:
-        if end.failure is Failure.DIAGNOSIS:
-            place = 1
-        elif end.failure is Failure.DEATH:
-            place = 4
-        elif end.killed:
-            place = 2
-        else:
-            place = 4 if end.failure is Failure.LOST_PEER else 3
-        return place, end.time
+        # A rank that reported a diagnosis or a death had found it before it was killed; of any other the signal counts.
+        reported = end.failure in (Failure.DIAGNOSIS, Failure.DEATH)
+        return 2 if end.killed and not reported else places.get(end.failure, 3), end.time
 
     return min(ends, key=order)
 
@@ -125,11 +121,11 @@ class Siblings:
         self._channel.append(self._key, self._mine)
 
     def leave(self) -> None:
-        """Say that this rank is done, so that nobody takes its end for a death."""
+        """Announce that this rank is done, so that no sibling takes its end for a death."""
         self._channel.append(self._key, self._mine)
 
     def dead(self) -> dict[int, int]:
-        """Return the processes, by rank, that do not run any more and had not left."""
+        """Return the processes, by rank, that no longer run and had not announced that they were done."""
         dead = {}
         for word, times in Counter(self._channel.words(self._key)).items():
             rank, process = map(int, word.split(":"))
@@ -139,7 +135,7 @@ class Siblings:
         return dead
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """Kill those of the ranks that are siblings: a process that was stopped would not end by SIGTERM."""
+        """Kill those of the ranks that are siblings, with SIGKILL: a stopped process does not react to SIGTERM."""
         for rank in ranks:
             process = self._processes.get(rank)
             if process is not None and is_sibling(process):
@@ -148,14 +144,14 @@ class Siblings:
 
 
 def is_sibling(process: int) -> bool:
-    """Return whether a process runs and has the same parent as this one; True where there is no /proc to tell."""
+    """Return whether a process runs and has the same parent as this one; True on systems without /proc."""
     if not Path("/proc/self/stat").exists():
         return True
     try:
         state = Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    # after the name, which may hold anything up to the last parenthesis: the state, then the parent
+    # The state and the parent follow the name, which is in parentheses and may contain any character.
     how, parent, *_ = state.rpartition(")")[2].split()
     return how not in "ZX" and int(parent) == os.getppid()
 
@@ -174,7 +170,7 @@ class JobDiagnosis:
 
 
 class Alarm:
-    """Watches the waits of this rank; all ranks make it together.
+    """Watches the waits of this rank; all ranks create theirs together.
 
     `end` gets the diagnosis and whether this rank is the judge, and ends this process.
     """
@@ -184,7 +180,7 @@ class Alarm:
     ) -> None:
         self._tape, self._rank = tape, grid.rank
         self._folder, self._deadline, self._end_with = folder, deadline, end
-        # the listener is a thread, and the main thread may be inside the job's store at the same time
+        # Its own connection: the main thread may be blocked inside the job's store while the listener needs it.
         self._channel = grid.channel.open("watch", fresh=True, own_connection=True)
         self._pause = min(PAUSE, deadline / 5)
         self._siblings = Siblings(self._channel)
@@ -199,7 +195,7 @@ class Alarm:
             thread.start()
 
     def close(self, *, done: bool) -> None:
-        """Stop watching; `done` says that this rank did all that others may wait for, and did not fail."""
+        """Stop watching; `done` means that this rank did everything that others may wait for, and did not fail."""
         self._done = done
         self._over.set()
         for thread in self._threads:
@@ -238,7 +234,9 @@ class Alarm:
     def _listen(self) -> None:
         judge = False
         while not self._over.wait(self._pause):
-            with suppress(RuntimeError):  # the store does not answer: the clock reports after its own deadline
+            with suppress(
+                RuntimeError
+            ):  # the store does not answer: the clock's thread reports that, after its deadline
                 self._look_for_dead()
                 if self._raised.is_set():
                     alarm = self._rank, f"rank {self._rank} {self._reason}", self._failure
@@ -261,36 +259,34 @@ class Alarm:
             self._raise(f"saw that {who} had died", Failure.DEATH)
 
     def _answer(self, judge: int, reason: str, failure: str, *, judges: bool) -> None:
-        self._tape.freeze()  # whatever holds the ranks up may pass while they look at each other
+        self._tape.freeze()  # the cause may pass while the ranks are asked, and the tape must still show it
         self._channel.put("answer", stack_of_main())
         self._answering = True
         if judges:
             found = self._judge(reason, Failure(failure))
             self._channel.put("diagnosis", json.dumps(asdict(found)))
         else:
-            found = self._await_diagnosis(judge)
+            try:
+                told = json.loads(self._channel.get("diagnosis", judge, ANSWER_SECONDS + JUDGE_SECONDS))
+                found = JobDiagnosis(told["text"], Failure(told["failure"]), tuple(told["silent"]))
+            except LateRanksError:
+                found = JobDiagnosis(f"rank {judge} raised the alarm and gave no reason", Failure.DIAGNOSIS)
         self._end(found, judge=judges)
 
     def _judge(self, reason: str, failure: Failure) -> JobDiagnosis:
+        """Read the answers and the tapes of all ranks; write the diagnosis into the run's folder and return it."""
         ranks = self._channel.ranks
         living = [rank for rank in ranks if rank not in self._dead]
         stacks = self._channel.collect("answer", living, ANSWER_SECONDS, partial=True)
         readings = {}
         for rank in ranks:
-            with suppress(OSError, ValueError):  # a node that is gone may have taken its tape along
+            with suppress(OSError, ValueError):  # the tape may be lost with its node
                 readings[rank] = read(tape_path(self._folder, rank))
         headline, *more = diagnose(readings, stacks).lines()
         text = "\n".join((f"{headline} ({reason})", *more))
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk must not hide the diagnosis from the ranks
             (self._folder / DIAGNOSIS).write_text(text + "\n")
         return JobDiagnosis(text, failure, tuple(rank for rank in ranks if rank not in stacks))
-
-    def _await_diagnosis(self, judge: int) -> JobDiagnosis:
-        try:
-            found = json.loads(self._channel.get("diagnosis", judge, ANSWER_SECONDS + JUDGE_SECONDS))
-        except LateRanksError:
-            return JobDiagnosis(f"rank {judge} raised the alarm and did not say why", Failure.DIAGNOSIS)
-        return JobDiagnosis(found["text"], Failure(found["failure"]), tuple(found["silent"]))
 
     def _end(self, found: JobDiagnosis, *, judge: bool) -> None:
         self._siblings.kill(found.silent)

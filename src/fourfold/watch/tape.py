@@ -1,8 +1,8 @@
-"""A tape: what a rank launched last and what it waits for, on disk, so that it can be read when the rank is gone.
+"""A tape: the last launches of a rank and what it waits for, on disk, so that they can be read when the rank is gone.
 
 A tape is a file of fixed size that is mapped into memory: a header of `HEAD` bytes, then a ring of `ENTRIES` launches
-of `TapeEntry.FORMAT`. Writing is a copy into memory and takes a few microseconds; the kernel brings it to the disk,
-also after the process was killed.
+of `TapeEntry.FORMAT`. Writing is a copy into memory and takes a few microseconds; the kernel writes it to the disk,
+even after the process was killed.
 
     head    which rank this is, as JSON | launches so far | what it waits for | what it does | launches by axis
     ring    launch n is entry n % ENTRIES
@@ -10,7 +10,7 @@ also after the process was killed.
 Along an axis all ranks of a group launch the same collectives in the same order, so the n-th launch of one rank meets
 the n-th of the others: `number` counts the launches by axis.
 
-Invariant: an entry is complete before the count includes it, hence a reader never sees half of one.
+Invariant: an entry is complete before the count includes it, so a reader never sees half an entry.
 """
 
 from __future__ import annotations
@@ -31,37 +31,43 @@ from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
 
 ENTRIES = 2048
-"""Launches that a tape keeps: several steps of most models, in about 300 KB."""
+"""The number of launches that a tape keeps: several steps of most models, in about 300 KB."""
 MAGIC = b"fourfold tape 1\n"
+"""The first bytes of a tape: the kind of the file, and the version of its format."""
 WHO = 1024
 """Bytes of the header for the JSON that says which rank this is."""
 AXIS = 16
 """Bytes of the name of an axis."""
-COUNT, WAITING, DOING, ALONG = (struct.Struct(f"<{form}") for form in ("Q", f"dQ{AXIS}s", "dBI115s", f"Q{AXIS}s"))
+LABEL = 88
+"""Bytes of the label of a collective. A longer label loses its beginning: its end says more about the layer."""
+WHAT = 115
+"""Bytes of the text that says what a rank does."""
+COUNT, WAITING, DOING, ALONG = (struct.Struct(f"<{form}") for form in ("Q", f"dQ{AXIS}s", f"dBI{WHAT}s", f"Q{AXIS}s"))
 COUNT_AT = len(MAGIC) + WHO
 WAITING_AT = COUNT_AT + COUNT.size
 DOING_AT = WAITING_AT + WAITING.size
 ALONG_AT = DOING_AT + DOING.size
 MAX_AXES = 16
-"""Axes for which the header has room to count launches."""
+"""The number of axes whose launches the header has room to count."""
 HEAD = 2048
 """Bytes of the header, padded so that the format can grow without moving the ring."""
 OPS: tuple[Op, ...] = get_args(Op)
+"""The operations; a tape has the place of an operation in this tuple."""
 
 
 class Waits(IntEnum):
-    """The thing that the host of a rank waits for while it is not inside a collective; one byte of the tape."""
+    """What the host of a rank waits for while it is not inside a collective; one byte of the tape."""
 
     NOTHING = 0
     RANKS = 1
     """Other ranks, through the job's store."""
     DEVICE = 2
-    """Its own device, and so every collective that it has launched there."""
+    """Its own device, and therefore every collective that it has launched there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Who:
-    """Which rank of which job wrote a tape."""
+    """The rank that wrote a tape, and the shape of its job."""
 
     rank: int
     sizes: dict[str, int]
@@ -87,7 +93,7 @@ class TapeEntry:
     """Its number among the launches along its axis, counted from 1."""
     record: Collective
 
-    FORMAT = struct.Struct("<dQQIIB15s88s")
+    FORMAT = struct.Struct(f"<dQQIIB{AXIS - 1}s{LABEL}s")
 
 
 class Tape:
@@ -98,37 +104,29 @@ class Tape:
         who = Who(rank, shape.sizes, list(shape.order), socket.gethostname(), os.getpid(), time.time())
         head = MAGIC + json.dumps(asdict(who)).encode().ljust(WHO)
         size = HEAD + ENTRIES * TapeEntry.FORMAT.size
-        with replacing(path) as partial, partial.open("wb+") as file:  # whoever finds a tape finds a whole one
-            file.write(head.ljust(size, b"\0"))  # take all the space now: a write to a full disk would kill the process
+        with replacing(path) as partial, partial.open("wb+") as file:  # a reader finds a complete tape, or none
+            # Take all the space now: a later write to a full disk through the mapping would kill the process.
+            file.write(head.ljust(size, b"\0"))
             file.flush()
             self._file = mmap.mmap(file.fileno(), size)
-        self._map: mmap.mmap | bytearray = self._file
+        self._map: mmap.mmap | bytearray = self._file  # a buffer in memory once the tape is frozen
         self.step = 0
         self.since: float | None = None
         """When this rank began to wait, by the monotonic clock; None while it does not wait."""
         self._count = 0
         self._numbers: dict[str, int] = {}
+        # Collectives in flight, by identity: equal records of one axis may be in flight at the same time.
         self._flying: dict[int, int] = {}
 
     def launched(self, record: Collective) -> None:
         """Write a launch; the ledger calls it."""
         self._numbers[record.axis] = number = self._numbers.get(record.axis, 0) + 1
         self._flying[id(record)] = number
-        axis = record.axis.encode()
-        TapeEntry.FORMAT.pack_into(
-            self._map,
-            HEAD + self._count % ENTRIES * TapeEntry.FORMAT.size,
-            time.time(),
-            number,
-            record.nbytes,
-            self.step,
-            record.ranks,
-            OPS.index(record.op),
-            axis,
-            record.label.encode()[-88:],
-        )
+        axis, at = record.axis.encode(), HEAD + self._count % ENTRIES * TapeEntry.FORMAT.size
+        numbers = (time.time(), number, record.nbytes, self.step, record.ranks, OPS.index(record.op))
+        TapeEntry.FORMAT.pack_into(self._map, at, *numbers, axis, record.label.encode()[-LABEL:])
         self._count += 1
-        COUNT.pack_into(self._map, COUNT_AT, self._count)
+        COUNT.pack_into(self._map, COUNT_AT, self._count)  # after the entry, so that a reader finds it complete
         place = list(self._numbers).index(record.axis)
         ALONG.pack_into(self._map, ALONG_AT + place * ALONG.size, number, axis)
 
@@ -144,12 +142,12 @@ class Tape:
         WAITING.pack_into(self._map, WAITING_AT, 0.0, 0, b"")
 
     def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None:
-        """Write what this rank does from now on, in about a hundred characters, and what it waits for meanwhile."""
+        """Write what this rank does from now on, in at most `WHAT` bytes, and what it waits for meanwhile."""
         self.since = time.monotonic() if waits else None
-        DOING.pack_into(self._map, DOING_AT, time.time(), waits, self.step, what.encode()[:115])
+        DOING.pack_into(self._map, DOING_AT, time.time(), waits, self.step, what.encode()[:WHAT])
 
     def freeze(self) -> None:
-        """Keep what is on the tape, and bring it to the disk for other nodes; later writes go nowhere."""
+        """Keep the tape as it is, and write it to the disk for other nodes; later writes are lost."""
         if self._map is self._file:
             self._file.flush()
             self._map = bytearray(len(self._file))
@@ -161,7 +159,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A rank waits for the collective of that number along an axis."""
+    """The wait of a rank for the collective with this number along an axis."""
 
     since: float
     axis: str
@@ -194,7 +192,7 @@ class TapeReading:
     def waits_for(self) -> list[TapeEntry]:
         """The launches that the rank waits for, as far as they are on the tape.
 
-        That is one collective, or, for a rank that waits for its device, the last one along each axis.
+        A rank waits for one collective or, if it waits for its device, for the last one along each axis.
         """
         numbers = self.launched if self.doing is not None and self.doing.waits is Waits.DEVICE else {}
         if self.waiting is not None:
@@ -209,30 +207,30 @@ class TapeReading:
     @property
     def last_seen(self) -> float:
         """When the rank wrote something last, by the wall clock; 0 if never."""
-        newest = self.entries[-1].time if self.entries else 0.0
-        return max(newest, self.waiting.since if self.waiting else 0.0, self.doing.since if self.doing else 0.0)
+        times = [entry.time for entry in self.entries[-1:]]
+        times += [found.since for found in (self.waiting, self.doing) if found is not None]
+        return max(times, default=0.0)
 
 
 def read(path: Path) -> TapeReading:
     """Read a tape, also while it is being written."""
     found = path.read_bytes()
     if not found.startswith(MAGIC) or len(found) != HEAD + ENTRIES * TapeEntry.FORMAT.size:
-        raise ValueError(f"{path} is no tape of a rank: a tape must begin with {MAGIC.decode().strip()!r} and be whole")
+        raise ValueError(f"{path} is not a tape: a tape begins with {MAGIC.decode().strip()!r} and is complete")
     who = Who(**json.loads(found[len(MAGIC) : COUNT_AT]))
     (count,) = COUNT.unpack_from(found, COUNT_AT)
-    numbers = range(max(0, count - ENTRIES + 1), count)  # the oldest may be overwritten right now
-    entries = tuple(_entry(found, HEAD + number % ENTRIES * TapeEntry.FORMAT.size) for number in numbers)
+    entries = []
+    for place in range(max(0, count - ENTRIES + 1), count):  # without the oldest, which may be overwritten right now
+        fields = TapeEntry.FORMAT.unpack_from(found, HEAD + place % ENTRIES * TapeEntry.FORMAT.size)
+        moment, number, nbytes, step, ranks, op, axis, label = fields
+        entries.append(TapeEntry(moment, step, number, Collective(OPS[op], _text(axis), nbytes, ranks, _text(label))))
     since, number, axis = WAITING.unpack_from(found, WAITING_AT)
     waiting = Waiting(since, _text(axis), number) if since else None
     since, waits, step, what = DOING.unpack_from(found, DOING_AT)
     doing = Doing(since, Waits(waits), step, _text(what)) if since else None
     along = (ALONG.unpack_from(found, ALONG_AT + place * ALONG.size) for place in range(MAX_AXES))
-    return TapeReading(who, entries, {_text(axis): launches for launches, axis in along if launches}, waiting, doing)
-
-
-def _entry(found: bytes, at: int) -> TapeEntry:
-    moment, number, nbytes, step, ranks, op, axis, label = TapeEntry.FORMAT.unpack_from(found, at)
-    return TapeEntry(moment, step, number, Collective(OPS[op], _text(axis), nbytes, ranks, _text(label)))
+    launched = {_text(axis): launches for launches, axis in along if launches}
+    return TapeReading(who, tuple(entries), launched, waiting, doing)
 
 
 def _text(found: bytes) -> str:
@@ -240,7 +238,7 @@ def _text(found: bytes) -> str:
 
 
 DIAGNOSIS = Path("watch/diagnosis.txt")
-"""The file in a run's folder that has the last diagnosis of its ranks."""
+"""The file in a run's folder with the last diagnosis of its ranks."""
 
 
 def tape_path(folder: Path, rank: int) -> Path:
@@ -249,7 +247,7 @@ def tape_path(folder: Path, rank: int) -> Path:
 
 
 def read_all(folder: Path) -> dict[int, TapeReading]:
-    """Read all tapes of a run's last start, by rank; an earlier start on another grid may have left some too."""
+    """Read all tapes of a run's last start, by rank. Tapes of an earlier start on another grid are left out."""
     tapes = [read(path) for path in sorted((folder / "watch").glob("rank-*.tape"))]
     newest = max(tapes, key=lambda tape: tape.who.began, default=None)
     return {tape.who.rank: tape for tape in tapes if newest is not None and tape.who.shape == newest.who.shape}
