@@ -79,9 +79,11 @@ class SharedInput:
         """Return the reader's result for a tensor, and compute the results of all readers if there are none yet."""
         context = reader.context
         if len(self.readers) == 1 and len(reader.layers) > 1 and not context.is_cut:
+            # nothing is cut: the layers' weights lie side by side, and their output need not be taken apart
             return _expand_as_one(context, reader.layers, a)
         if len(self.readers) == 1:
             return _joined(expand_all(context, reader.layers, a, self.counts))
+        # the same tensor, unchanged since it was read: identity is not enough, because code may change it in place
         state = state_of(a)
         read, read_in, found = context.shared_reads.get(self, (None, None, {}))
         if read is not a or read_in != state or reader not in found:
@@ -327,6 +329,7 @@ class ComputedExpandAdapter(ComputedWeightAdapter):
         resting = to_rest(a, self.context)
         leading = resting.shape[:-1]
         site = self.layer.site(prod(leading))
+        # both waits are at once: the product needs the whole input, and the caller's code needs the output
         owed = functional.linear(enter(resting.local, site).wait(), self.block(weight, EXPAND_WEIGHT.compute))
         out = spread(owed, site, [owed.shape[1]]).wait()
         placement = ChunkPlacement(self.context, len(leading), self.context.inner_axes)
@@ -452,6 +455,7 @@ class MultiheadAdapter(Adapter[Layer]):
     def _read(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Return q, k and v with features cut; layers that read the same tensor read it together."""
         q, k, v = self.readers
+        # identity, because comparing numbers would read the device
         if query is key is value:
             groups = [([q, k, v], query)]
         elif key is value:

@@ -228,7 +228,7 @@ class LoraB(LoraFactor):
         leading = u.shape[:-1]
         if isinstance(self.base, ContractAdapter):
             resting, tokens = RestPlacement(self.context), prod(leading)
-            # each rank of y finds one part of du
+            # each rank of y computes some features of the output, so it finds one part of du
             own = conjugate(
                 u.reshape(tokens, -1),
                 lambda flat: resting.take_flat(flat, tokens=True, features=False),
@@ -280,7 +280,7 @@ def _join_tokens(part: Tensor, resting: RestPlacement, tokens: int) -> Tensor:
 
 
 class ShapeOnly(Tensor):
-    """Stands for a weight that is stored in parts or transposed: shape, dtype and device, but no numbers."""
+    """Stands for a weight that is stored in parts or transposed. It has shape, dtype and device, but no numbers."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], like: Tensor) -> ShapeOnly:
@@ -347,6 +347,7 @@ def merge_on_shards(model: nn.Module, grid: Grid) -> None:
 
 
 def _refuse_merging(name: str, *_: Any, **__: Any) -> None:
+    """Refuse to merge a pair into a layer that is not a linear layer on the grid."""
     raise ValueError(
         f"{name}: on the grid only LoRA pairs beside linear layers are merged; save the adapters and merge them into "
         "the plain model"
@@ -372,7 +373,7 @@ def _unmerge(name: str, module: Any, grid: Grid) -> None:
 
 @torch.no_grad()
 def _add_to_base(name: str, module: Any, adapter: str, grid: Grid, scale: float, *, finite: bool) -> None:
-    """Compute base + scale * B A on each rank's shards, from whole A and B."""
+    """Add scale * B A to the base layer: each rank to its own shards, from whole A and B, which are small."""
     a, b = (plain_parameter(getattr(module, factor)[adapter], "weight") for factor in FACTORS)
     base, bias = inside(module), None
     if module.lora_B[adapter].bias is not None:
@@ -392,6 +393,7 @@ def _add_to_base(name: str, module: Any, adapter: str, grid: Grid, scale: float,
             continue
         shard = local_of(base._parameters[own])  # type: ignore[arg-type]
         total = shard + change.to(shard.dtype) * scale
+        # reads the device; peft's `safe_merge` asks for it
         if finite and not torch.isfinite(total).all():
             raise ValueError(f"{name}: adapter {adapter!r} would make weights that are not finite; it seems broken")
         shard.copy_(total)

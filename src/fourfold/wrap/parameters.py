@@ -73,7 +73,7 @@ class ParameterSharder:
         """The shard, its spec and its name, by the plain parameter."""
 
     def shard(self) -> None:
-        """Shard everything."""
+        """Shard all parameters and buffers."""
         memory = self._reserve_side_by_side()
         # layers first, so that a module that runs its own code does not claim a parameter that a layer holds
         for name in sorted(self.adapters, key=lambda name: isinstance(self.adapters[name], GatheredAdapter)):
@@ -103,7 +103,7 @@ class ParameterSharder:
         for own, (layer, inside, part) in parameters.items():
             original, full = plain[part.original], f"{name}.{own}".lstrip(".")
             if original is None:
-                raise ValueError(f"{full} is None")
+                raise ValueError(f"{full} is None, but the module's style needs it; give the module WholeTensors()")
             if original in self._sharded and part.rows is None:
                 made[own], specs[own] = self._share(original, layer, inside, full, adapter)
             else:
@@ -161,6 +161,7 @@ class ParameterSharder:
 def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: ReservedMemory | None) -> nn.Parameter:
     """Return this rank's shard of a parameter."""
     part = spec.storage.take(whole, grid)
+    # a copy, because a view would keep the whole tensor alive
     own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory
     parameter = shard_parameter(own.copy_(part), spec, grid)
     if joint is not None:
@@ -187,7 +188,7 @@ class InitialValues:
 
     def of(self, module: str, name: str, parameter: Tensor) -> Tensor:
         """Return the values of a tensor of that module, on the grid's device."""
-        if self.grid.device.type == "meta":
+        if self.grid.device.type == "meta":  # a dry run needs shapes alone
             return parameter.detach().to("meta")
         if not parameter.is_meta:
             return comm.from_first(parameter.detach().to(self.grid.device), self.grid)
@@ -197,6 +198,7 @@ class InitialValues:
         _, drawn, versions = self._drawn
         inside = drawn.get_submodule(module[len(block) :].lstrip("."))
         found = {**inside._parameters, **inside._buffers}[name]
+        # torch counts changes in place, so an unchanged version shows that nothing was drawn
         if found is None or versions.get(id(found), -1) == found._version:
             raise ValueError(
                 f"{f'{module}.{name}'.lstrip('.')} is on the meta device and nothing draws its values; give "

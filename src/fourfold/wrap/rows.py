@@ -250,6 +250,7 @@ class RowComparison:
         # the smallest number that divides all places: each sampled place is then repeated equally often, so statistics
         # over all places are those of the sample
         self.places = next(k for k in range(2, grid.shape.places + 1) if grid.shape.places % k == 0)
+        # two rows show what one row cannot, such as a statistic over the rows of a place
         self.few = 2 if self.rows >= 2 * self.places else 1
         if not comm.equal_along(self.few, grid, BATCH):
             self.few = 1
@@ -273,6 +274,7 @@ class RowComparison:
             return RowVerdict("the structure of its result", set())
         dependent = self._first_that_differs(alone, joint)
         if dependent is not None:
+            # run the same rows once more with other random numbers: a model that draws its own differs here too
             again = self._outputs(own, joint=False, seed=1)
             if self._first_that_differs(alone, again) is not None:
                 self.context.unchecked = "the model draws random numbers"
@@ -300,6 +302,7 @@ class RowComparison:
         """Run the model on a sample, without traces in its state, in the ledger or in random generators."""
         grid = self.context.grid
         devices = [grid.device] if grid.device.type == "cuda" else []
+        # each of these keeps one kind of trace out: attributes and buffers, gradients, ledger, random numbers, warnings
         with (
             state_restored(self.model),
             torch.no_grad(),
@@ -336,7 +339,7 @@ class RowComparison:
             other = other.narrow(along[0], self.place * length, length)
         elif other.shape[:1] != (self.few,):
             return True
-        finite = alone.isfinite()
+        finite = alone.isfinite()  # a mask of minus infinity is the same in both, but inf - inf is NaN
         if not torch.equal(finite, other.isfinite()):
             return False
         a, b = alone[finite], other[finite]
