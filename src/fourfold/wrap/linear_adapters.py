@@ -32,7 +32,7 @@ from fourfold.nn.linear import Contract, Expand, expand_in_turns, read
 from fourfold.operators import collect, enter, leave, spread
 from fourfold.wrap.adapters import Adapter, GatheredAdapter, L, LayerAdapter, LayerParameter, PlainSlice
 from fourfold.wrap.detect import LinearForm
-from fourfold.wrap.grid_tensor import GridTensor, ModelContext, TensorPlacement, distribute, to_whole, version_of
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_whole, version_of
 from fourfold.wrap.placements import (
     ChunkPlacement,
     LogitsPlacement,
@@ -114,11 +114,7 @@ def expand_all(
     """Return the outputs [..., n_i] of all layers for a tensor [..., k], features cut over x and y."""
     resting = to_rest(a, context)
     leading, tokens = resting.shape[:-1], prod(resting.shape[:-1])
-    dim, over = len(leading), context.inner_axes
-    placements: list[TensorPlacement] = [
-        LogitsPlacement(context, dim, over, layer) if isinstance(layer, Head) else ChunkPlacement(context, dim, over)
-        for layer in layers
-    ]
+    placements = [inner_placement(context, layer, len(leading)) for layer in layers]
     if counts is None:
         outs = context.engine.alone(expand_in_turns(layers, resting.local, tokens))
     else:
@@ -127,8 +123,9 @@ def expand_all(
         if held.shared:
             group = counts.heads // counts.kv_heads
             wanted = range(held.queries.start // group, (held.queries.stop - 1) // group + 1)
-            sizes = (counts.kv_heads, counts.head_dim)
-            placements[1:] = [SharedHeadsPlacement(context, dim, over, *sizes, wanted, held.queries, group)] * 2
+            dim, sizes = len(leading), (counts.kv_heads, counts.head_dim)
+            shared = SharedHeadsPlacement(context, dim, context.inner_axes, *sizes, wanted, held.queries, group)
+            placements[1:] = [shared, shared]
             # of the K and V heads in this rank's output, keep those that its queries read
             first = (wanted.start - held.keys.start) * counts.head_dim
             width = len(wanted) * counts.head_dim
@@ -138,6 +135,13 @@ def expand_all(
         GridTensor(out.view(*leading, out.shape[-1]), placement, (*leading, width))
         for out, placement, width in zip(outs, placements, widths, strict=True)
     ]
+
+
+def inner_placement(context: ModelContext, layer: Layer, dim: int) -> ChunkPlacement:
+    """Return the placement in which an Expand layer leaves its output, with features as dim `dim`."""
+    if isinstance(layer, Head):
+        return LogitsPlacement(context, dim, context.inner_axes, layer)
+    return ChunkPlacement(context, dim, context.inner_axes)
 
 
 def _expand_as_one(context: ModelContext, layers: Sequence[Expand], a: Tensor) -> GridTensor:

@@ -29,11 +29,10 @@ from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, REPEATED, Layout, Spec
 from fourfold.nn.initial import key_of
 from fourfold.nn.layer import SPECS, Layer, reserve
-from fourfold.operators import once_differentiable
 from fourfold.optimizer_checks import REPLACED
 from fourfold.params import local_of, shard_parameter
 from fourfold.product import MEMORY
-from fourfold.wrap.adapters import Adapter, GatheredAdapter, PlainSlice, adapters_of, lost_change_error
+from fourfold.wrap.adapters import Adapter, GatheredAdapter, PlainSlice, ReadWhole, adapters_of, lost_change_error
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, TensorPlacement, version_of
 from fourfold.wrap.linear_adapters import ExpandAdapter
 
@@ -425,7 +424,7 @@ class ParameterPlacement(TensorPlacement):
 
 
 def lend_parameter(module: nn.Module, name: str, context: ModelContext, owner: str) -> GridTensor | None:
-    """Return a parameter of the module `owner` for code that runs in a pass; None if the module has none to lend."""
+    """Return a parameter of the module `owner` for code that runs in a pass; None if it cannot be lent."""
     slices: Mapping[str, PlainSlice] = vars(module).get(PLAIN_SLICES, {})
     own = [stored for stored, part in slices.items() if part.original == name]
     if not own or not (context.in_pass or in_backward()):
@@ -445,27 +444,6 @@ def lend_parameter(module: nn.Module, name: str, context: ModelContext, owner: s
     )
     placement = ParameterPlacement(context, f"{owner}.{name}".lstrip("."), parts, part)
     return GridTensor(empty, placement, shape[::-1] if part.transposed else shape)
-
-
-class ReadWhole(torch.autograd.Function):
-    """A parameter gathered over all axes that cut it. Every rank of a place finds its whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, context: ModelContext, name: str, spec: Spec, parameter: nn.Parameter) -> Tensor:
-        ctx.context, ctx.name, ctx.spec, ctx.parameter = context, name, spec, parameter
-        ctx.during = context.gradients.forward_pass
-        ctx.during.use(parameter)
-        held = local_of(parameter).detach()
-        if held.is_floating_point():
-            held = held.to(context.policy.compute_dtype or held.dtype)  # cast before it travels
-        # a clone, because on a grid of one rank the gathered tensor is the shard itself
-        return comm.join(held, spec.storage, spec.shape, context.grid, label=name).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.context.gradients.deposit_whole(ctx.name, ctx.parameter, ctx.spec, gradient, during=ctx.during)
-        return None, None, None, None
 
 
 def require_unchanged_parameters(context: ModelContext) -> None:

@@ -1,7 +1,7 @@
 """Rows that need each other: `whole_batch`, and the check that finds models which need it.
 
-Every (data, z) place runs the model on its own rows. That is right as long as a row's output does not depend on the
-other rows of the batch and the loss is a mean (or a sum) over rows. It is wrong for a contrastive loss and for a
+Every (data, z) place runs the model on its own rows. The result is right as long as a row's output does not depend on
+the other rows of the batch and the loss is a mean (or a sum) over rows. It is wrong for a contrastive loss and for a
 statistic over the batch. `whole_batch` gathers the rows of all places, so that such code sees the batch that one
 process would see.
 
@@ -184,7 +184,7 @@ RunSample = Callable[[RowSample, tuple, dict], Any]
 
 
 def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tuple, kwargs: dict) -> set[int]:
-    """Refuse a model with rows that depend on other rows; return which of its scalar outputs are no mean over rows.
+    """Refuse a model with rows that depend on other rows; return which of its scalar outputs are not means over rows.
 
     The scalars are returned as positions among the leaves of the model's result. Whether one of them is a loss that
     will be trained is known only when gradients are on.
@@ -236,7 +236,7 @@ class RowVerdict:
     dependent: str | None
     """The output with rows that depend on other rows; None if all rows are independent."""
     scalars: set[int]
-    """The scalar outputs that are no mean over rows, as positions among the leaves of the result."""
+    """The scalar outputs that are not means over rows, as positions among the leaves of the result."""
 
 
 class RowComparison:
@@ -423,7 +423,7 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def _count_targets(own_rows: Any) -> list[Tensor]:
-    """Return candidates for this place's number of targets: what a mask keeps, or ids that are no padding."""
+    """Return candidates for this place's number of targets: what a mask keeps, or ids that are not padding."""
     counts = []
     for tensor in (leaf for leaf in leaves_of(own_rows) if isinstance(leaf, Tensor) and leaf.dim()):
         if tensor.is_floating_point() or tensor.is_complex():

@@ -184,7 +184,7 @@ class ModelStructure:
             if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) == 0:
                 continue
             blocks = dict(module.named_children())
-            # a list of linear layers is no list of blocks
+            # a list of linear layers is not a list of blocks
             if len({type(block) for block in blocks.values()}) > 1 or next(iter(blocks.values())) in self.forms:
                 continue
             for own, block in blocks.items():
@@ -318,7 +318,7 @@ class ModelStructure:
 
 
 def find_structure(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, StyleChoice]) -> ModelStructure:
-    """Choose a style for every module with parameters of its own; `given` styles go before found ones."""
+    """Choose a style for every module with parameters of its own; `given` styles are kept."""
     plain = plain_names(model)
     layers = {plain[name]: name for name, module in model.named_modules() if inside(module) is module}
     modules = {name: model.get_submodule(layer) for name, layer in layers.items()}
