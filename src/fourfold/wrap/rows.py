@@ -189,7 +189,7 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
     The scalars are returned as positions among the leaves of the model's result. Whether one of them is a loss that
     will be trained is known only when gradients are on.
     """
-    verdicts: list[RowVerdict] = []
+    dependent: list[str] = []
     if hidden := next((leaf for leaf in leaves_of((args, kwargs)) if not isinstance(leaf, PLAIN)), None):
         context.unchecked = f"an input of type {type(hidden).__name__} may hide tensors"
         return set()
@@ -197,20 +197,21 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
         if not rows_along(dim, args, kwargs):
             continue
         try:
-            verdicts.append(RowComparison(context, model, run, args, kwargs, dim).verdict())
+            differs, scalars = RowComparison(context, model, run, args, kwargs, dim).verdict()
         except Exception as error:  # the user's code may be written for one number of rows
             context.unchecked = f"the model does not run on other numbers of rows ({type(error).__name__}: {error})"
             continue
-        if verdicts[-1].dependent is None:
-            return verdicts[-1].scalars
-    if not verdicts:
+        if differs is None:
+            return scalars
+        dependent.append(differs)
+    if not dependent:
         return set()
     if any(sum(isinstance(leaf, Tensor) for leaf in leaves_of(value)) > 1 for value in args if type(value) is list):
         context.unchecked = "a list of tensors may hold rows in an order of its own"
         return set()
     dim = context.rows_dims[0]
     raise RuntimeError(
-        f"{type(model).__name__}: {verdicts[0].dependent} depends on the other rows of its batch, and a (data, z) "
+        f"{type(model).__name__}: {dependent[0]} depends on the other rows of its batch, and a (data, z) "
         "place has only its own rows; gather what they need of each other with ff.whole_batch(tensor) in forward "
         "(before a similarity, a mean over the batch, ...), or compute it outside of the model; if rows do not lie "
         f"along dim {dim} of the inputs, say so: ff.parallelize(..., rows_dim={1 - dim})"
@@ -227,16 +228,6 @@ def rows_along(dim: int, args: Any, kwargs: Any) -> int:
     if any(tensor.is_meta for tensor in tensors):
         return 0
     return next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class RowVerdict:
-    """The result of a comparison."""
-
-    dependent: str | None
-    """The output with rows that depend on other rows; None if all rows are independent."""
-    scalars: set[int]
-    """The scalar outputs that are not means over rows, as positions among the leaves of the result."""
 
 
 class RowComparison:
@@ -258,8 +249,12 @@ class RowComparison:
         self._cut: list[Tensor] = []
         """The inputs that were cut to the sampled rows; all others are passed on as they are."""
 
-    def verdict(self) -> RowVerdict:
-        """Run the model on both samples and compare the outputs."""
+    def verdict(self) -> tuple[str | None, set[int]]:
+        """Run the model on both samples and compare the outputs.
+
+        Return the output with rows that depend on other rows, None if all rows are independent, and the scalar outputs
+        that are not means over rows, as positions among the leaves of the result.
+        """
         together = map_tensors(self._rows_of_all, self.inputs)
         own = map_tensors(self._rows_of_one, together)
         alone = self._outputs(own, joint=False)
@@ -271,17 +266,17 @@ class RowComparison:
             self.context.local_losses = True
             return self.verdict()
         if len(alone) != len(joint):
-            return RowVerdict("the structure of its result", set())
+            return "the structure of its result", set()
         dependent = self._first_that_differs(alone, joint)
         if dependent is not None:
             # run the same rows once more with other random numbers: a model that draws its own differs here too
             again = self._outputs(own, joint=False, seed=1)
             if self._first_that_differs(alone, again) is not None:
                 self.context.unchecked = "the model draws random numbers"
-                return RowVerdict(None, set())
+                return None, set()
         counts = _count_targets(own)
         scalars = [(at, a, b) for at, a, b in _floats(alone, joint) if not a.dim() and not b.dim()]
-        return RowVerdict(dependent, {at for at, a, b in scalars if not self._is_mean(a, b, counts)})
+        return dependent, {at for at, a, b in scalars if not self._is_mean(a, b, counts)}
 
     def _rows_of_all(self, value: Tensor) -> Tensor:
         """Return the sampled rows of all sampled places, if the tensor has rows."""
