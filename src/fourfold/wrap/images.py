@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -110,8 +109,9 @@ class _RoleWalk:
         children = [(own, f"{name}.{own}".lstrip("."), child) for own, child in module.named_children()]
         beside = [(path, child) for own, path, child in children if own in SHORTCUTS]
         branch = [(path, child) for own, path, child in children if own not in SHORTCUTS]
-        shortcuts = list(chain.from_iterable(_dense(path, child) for path, child in beside))
-        inside = list(chain.from_iterable(_dense(path, child) for path, child in branch))
+        shortcuts, inside = (
+            [conv for path, child in those for conv in _dense(path, child)] for those in (beside, branch)
+        )
         # a block without a shortcut layer adds its input as it lies, so its output should lie in the same way
         if name and not shortcuts and _is_bottleneck([conv for _, conv in inside]):
             self.ends[inside[-1][0]] = before, "a convolution that ends as its block's input lies"

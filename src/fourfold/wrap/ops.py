@@ -279,26 +279,17 @@ def detach_in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
     return a
 
 
-@rule(Tensor.backward, Tensor.retain_grad, torch.autograd.backward)
+@rule(Tensor.backward, Tensor.retain_grad, torch.autograd.backward, torch.autograd.grad)
 def refuse_gradients(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Refuse what needs the gradient of a cut tensor."""
-    raise RuntimeError(
-        f"{func.__name__} on a tensor made {grid_tensors_in((args, kwargs))[0].made} that is cut over the grid; use it "
-        "on the model's result or parameters, outside of forward, or keep the module that needs it out of "
-        "ff.parallelize"
-    )
-
-
-@rule(torch.autograd.grad)
-def refuse_grad(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
-    """Refuse `torch.autograd.grad` inside the model.
+    """Refuse what needs the gradient of a cut tensor inside the model.
 
     A cut tensor is gathered anew for every reader, so one whole tensor is not in the autograd graph of another.
     """
+    name = "torch.autograd.grad" if func is torch.autograd.grad else func.__name__
     raise RuntimeError(
-        f"torch.autograd.grad on a tensor made {grid_tensors_in((args, kwargs))[0].placement.context.label}, inside "
-        "the model: gradients of tensors that are cut cannot be taken there; keep the module that needs it out of "
-        "ff.parallelize and call it beside the model"
+        f"{name} on a tensor made {grid_tensors_in((args, kwargs))[0].made} that is cut over the grid: its gradient "
+        "cannot be taken inside the model; use it on the model's result or parameters, outside of forward, or keep "
+        "the module that needs it out of ff.parallelize and call it beside the model"
     )
 
 
