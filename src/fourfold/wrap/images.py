@@ -109,9 +109,8 @@ class _RoleWalk:
         children = [(own, f"{name}.{own}".lstrip("."), child) for own, child in module.named_children()]
         beside = [(path, child) for own, path, child in children if own in SHORTCUTS]
         branch = [(path, child) for own, path, child in children if own not in SHORTCUTS]
-        shortcuts, inside = (
-            [conv for path, child in those for conv in _dense(path, child)] for those in (beside, branch)
-        )
+        shortcuts = [conv for path, child in beside for conv in _dense(path, child)]
+        inside = [conv for path, child in branch for conv in _dense(path, child)]
         # a block without a shortcut layer adds its input as it lies, so its output should lie in the same way
         if name and not shortcuts and _is_bottleneck([conv for _, conv in inside]):
             self.ends[inside[-1][0]] = before, "a convolution that ends as its block's input lies"
