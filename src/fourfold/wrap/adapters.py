@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fourfold import comm
 from fourfold.layout import REPEATED, WHOLE, Layout, Spec
 from fourfold.nn.embedding import Embedding
 from fourfold.nn.layer import Layer
@@ -294,7 +295,8 @@ class GatheredAdapter(Adapter[Layer]):
             if spec.shape:
                 by_dtype.setdefault(parameter.dtype, []).append(name)
             else:
-                found[name] = ReadScalar.apply(self.layer, parameter)
+                # without dims it is not cut, and cannot travel with the others
+                found[name] = ReadWhole.apply(self.context, f"{self.name}.{name}".lstrip("."), spec, parameter)
         for names in by_dtype.values():
             found |= gather_parameters(self.layer, names)
         return {name: found[name] for name in self.layer.specs}
@@ -345,24 +347,26 @@ class GatherParameters(torch.autograd.Function):
         return (None, *[None] * len(gradients))
 
 
-class ReadScalar(torch.autograd.Function):
-    """Reads a parameter without dims, which every rank holds."""
+class ReadWhole(torch.autograd.Function):
+    """Gathers a parameter over all axes that cut it. Every rank of a place finds its whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, parameter: nn.Parameter) -> Tensor:
-        ctx.layer, ctx.parameter, ctx.during = layer, parameter, layer.gradients.forward_pass
+    def forward(ctx: Any, context: ModelContext, name: str, spec: Spec, parameter: nn.Parameter) -> Tensor:
+        ctx.context, ctx.name, ctx.spec, ctx.parameter = context, name, spec, parameter
+        ctx.during = context.gradients.forward_pass
         ctx.during.use(parameter)
         held = local_of(parameter).detach()
-        return held.to(layer.policy.compute_dtype or held.dtype) if held.is_floating_point() else held.clone()
+        if held.is_floating_point():
+            held = held.to(context.policy.compute_dtype or held.dtype)  # cast before it travels
+        # a clone, because on a grid of one rank the gathered tensor is the shard itself
+        return comm.join(held, spec.storage, spec.shape, context.grid, label=name).clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
-        if ctx.parameter.requires_grad:
-            ctx.layer.gradients.expect_end()
-            own = gradient.clone()  # autograd may hand the same tensor to others too
-            ctx.layer.gradients.deposit([ctx.parameter], [own], during=ctx.during)
-        return None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        if ctx.parameter.requires_grad:  # it may have been frozen since
+            ctx.context.gradients.deposit_whole(ctx.name, ctx.parameter, ctx.spec, gradient, during=ctx.during)
+        return None, None, None, None
 
 
 class HeadsAdapter(GatheredAdapter):

@@ -270,6 +270,7 @@ def _on_grid(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def _forward(plain: type[nn.Module]) -> Any:
+    """Return a forward that runs the adapters of a module around the plain class's own forward."""
     own = plain.forward
 
     @functools.wraps(own)
@@ -324,7 +325,7 @@ def _run_adapter(adapter: Adapter, module: nn.Module, inside: Callable[..., Any]
         args, kwargs = tree_map_only(Tensor, functools.partial(_cast, adapter.context, dtype=dtype), (args, kwargs))
     # `functional_call` may have put other parameters there, and a call may have arguments that no trial has seen
     known = adapter.replaced_parameter(module) is None and adapter.accepts(args, kwargs)
-    if known and adapter.layers:
+    if known and adapter.layers:  # blocks and the model itself have none and would hide the layer that ran last
         adapter.context.last_layer = adapter.name
     call = functools.partial(adapter, module, inside) if known else inside
     with torch.autocast(device, enabled=False) if autocast and dtype is not None else nullcontext():
@@ -343,6 +344,7 @@ def _cast(context: ModelContext, a: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _getattr(plain: type[nn.Module]) -> Any:
+    """Return a `__getattr__` that lends a parameter to code that reads it in a pass."""
     own = plain.__getattr__
 
     @functools.wraps(own)
@@ -355,11 +357,12 @@ def _getattr(plain: type[nn.Module]) -> Any:
 
 
 def _apply(plain: type[nn.Module]) -> Any:
+    """Return an `_apply`, which `to(...)`, `half()` and their like call, that may be called inside forward."""
     own = plain._apply
 
     @functools.wraps(own)
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Run `to(...)`. Inside forward, where a graph holds the parameters, skip a call that changes nothing."""
+        """Convert the parameters. Inside forward, where a graph holds them, skip a call that changes nothing."""
         first = next((parameter for parameter in self._parameters.values() if parameter is not None), None)
         if adapters_of(self)[0].context.in_pass and first is not None:
             tried = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -371,6 +374,7 @@ def _apply(plain: type[nn.Module]) -> Any:
 
 
 def _generate(plain: type[nn.Module]) -> Any:
+    """Return a `generate` that gives each place its own rows of the prompts."""
     own = plain.generate  # type: ignore[attr-defined]
 
     @functools.wraps(own)

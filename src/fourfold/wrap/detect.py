@@ -100,7 +100,7 @@ class LinearDetector:
         self._known: dict[type[nn.Module], dict[Hashable, LinearForm | None]] = {}
 
     def form_of(self, module: nn.Module) -> LinearForm | None:
-        """Return None if the module is no linear layer, or has hooks, buffers, children or other parameters."""
+        """Return None if the module is not a linear layer, or has hooks, buffers, children or other parameters."""
         own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
         weights, biases = ([name for name, p in own.items() if p.dim() == dims] for dims in (2, 1))
         if len(weights) != 1 or len(weights) + len(biases) != len(own) or len(biases) > 1:

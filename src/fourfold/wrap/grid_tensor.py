@@ -250,9 +250,9 @@ class ShardedPlacement(TensorPlacement):
         return gradient
 
 
-Rule = Callable[[Callable, tuple, dict], Any]
+OperationRule = Callable[[Callable, tuple, dict], Any]
 """Runs a torch function on local parts, or returns NotImplemented where the parts do not suffice."""
-RULES: dict[Callable, Rule] = {}
+RULES: dict[Callable, OperationRule] = {}
 """The rules by torch function. The `ops*.py` files register them when the package is imported."""
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -87,7 +86,7 @@ class _RoleWalk:
                 style = ChannelNormParallel(self.contracted)
                 self.found[name] = StyleChoice(style, "a norm of channels, cut as they come")
         elif isinstance(module, nn.Linear):
-            self.contracted = False  # a linear layer leaves features cut over x and then y, as an expanding one does
+            self.contracted = False  # it leaves features cut over x and then y, as an expanding convolution does
         else:
             self._visit_children(name, module)
 
@@ -108,10 +107,12 @@ class _RoleWalk:
         children = [(own, f"{name}.{own}".lstrip("."), child) for own, child in module.named_children()]
         beside = [(path, child) for own, path, child in children if own in SHORTCUTS]
         branch = [(path, child) for own, path, child in children if own not in SHORTCUTS]
-        shortcuts = list(chain.from_iterable(_dense(path, child) for path, child in beside))
-        inside = list(chain.from_iterable(_dense(path, child) for path, child in branch))
+        shortcuts = [conv for path, child in beside for conv in _dense(path, child)]
+        inside = [conv for path, child in branch for conv in _dense(path, child)]
+        # a block without a shortcut layer adds its input as it lies, so its output should lie in the same way
         if name and not shortcuts and _is_bottleneck([conv for _, conv in inside]):
             self.ends[inside[-1][0]] = before, "a convolution that ends as its block's input lies"
+        # convolutions in a list are applied to tensors of other modules, so each begins as the list does
         apart = isinstance(module, nn.ModuleList) and all(is_convolution(child) for _, child in branch)
         for path, child in branch:
             self.contracted = before if apart else self.contracted
@@ -254,6 +255,7 @@ def _output_padding(module: Any, a: Tensor, output_size: Sequence[int] | None = 
     if output_size is None:
         return None
     options = (module.stride, module.padding, module.kernel_size, len(module.kernel_size), module.dilation)
+    # torch's own method reads the shape alone
     return module._output_padding(torch.empty(a.shape, device="meta"), list(output_size), *options)
 
 
@@ -264,7 +266,7 @@ class ChannelNormAdapter(LayerAdapter[N]):
         alone = isinstance(module, INSTANCE_NORMS) and input.dim() == module._get_no_batch_dim()
         a = input.unsqueeze(0) if alone else input
         require_channels(a, self.layer.channels.count, self.name)
-        self.update_layer(module)
+        self.update_layer(module)  # before it computes: users change `eps`, `momentum` and the mode between passes
         own = cut_channels(a, by_channels(self.context, self.layer.channels.axes), self.name)
         out = own.like(self.layer(own.local))
         return out.squeeze(0) if alone else out

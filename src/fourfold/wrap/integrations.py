@@ -92,6 +92,7 @@ def refuse_scaled_losses() -> None:
     """
     if "transformers.trainer" not in sys.modules:
         return
+    # the Trainer does not say that it will scale the loss, so look for it among the callers; once per model
     frame = sys._getframe(1)
     while frame is not None:
         arguments = getattr(frame.f_locals.get("self"), "args", None)
@@ -187,6 +188,7 @@ def generate_on_grid(own: Callable[..., Any], model: nn.Module, grid: Grid, *arg
         return local_rows(torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]), grid).to(grid.device)
 
     args = tree_map(cut, args)
+    # a tensor of token ids, such as several end tokens, may have as many entries as there are rows
     kwargs = {name: value if name.endswith("_token_id") else tree_map(cut, value) for name, value in kwargs.items()}
     kwargs.setdefault("synced_gpus", grid.size(GATHERED) > 1)  # transformers' word for: run until all ranks are done
     # one number for all ranks, so that torch.manual_seed on rank 0 decides; fp64 holds 52 bits exactly

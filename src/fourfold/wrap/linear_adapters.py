@@ -32,7 +32,7 @@ from fourfold.nn.linear import Contract, Expand, expand_in_turns, read
 from fourfold.operators import collect, enter, leave, spread
 from fourfold.wrap.adapters import Adapter, GatheredAdapter, L, LayerAdapter, LayerParameter, PlainSlice
 from fourfold.wrap.detect import LinearForm
-from fourfold.wrap.grid_tensor import GridTensor, ModelContext, TensorPlacement, distribute, to_whole, version_of
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_whole, version_of
 from fourfold.wrap.placements import (
     ChunkPlacement,
     LogitsPlacement,
@@ -79,9 +79,11 @@ class SharedInput:
         """Return the reader's result for a tensor, and compute the results of all readers if there are none yet."""
         context = reader.context
         if len(self.readers) == 1 and len(reader.layers) > 1 and not context.is_cut:
+            # nothing is cut: the layers' weights lie side by side, and their output need not be taken apart
             return _expand_as_one(context, reader.layers, a)
         if len(self.readers) == 1:
             return _joined(expand_all(context, reader.layers, a, self.counts))
+        # the same tensor, unchanged since it was read: identity is not enough, because code may change it in place
         state = state_of(a)
         read, read_in, found = context.shared_reads.get(self, (None, None, {}))
         if read is not a or read_in != state or reader not in found:
@@ -112,11 +114,7 @@ def expand_all(
     """Return the outputs [..., n_i] of all layers for a tensor [..., k], features cut over x and y."""
     resting = to_rest(a, context)
     leading, tokens = resting.shape[:-1], prod(resting.shape[:-1])
-    dim, over = len(leading), context.inner_axes
-    placements: list[TensorPlacement] = [
-        LogitsPlacement(context, dim, over, layer) if isinstance(layer, Head) else ChunkPlacement(context, dim, over)
-        for layer in layers
-    ]
+    placements = [inner_placement(context, layer, len(leading)) for layer in layers]
     if counts is None:
         outs = context.engine.alone(expand_in_turns(layers, resting.local, tokens))
     else:
@@ -125,8 +123,9 @@ def expand_all(
         if held.shared:
             group = counts.heads // counts.kv_heads
             wanted = range(held.queries.start // group, (held.queries.stop - 1) // group + 1)
-            sizes = (counts.kv_heads, counts.head_dim)
-            placements[1:] = [SharedHeadsPlacement(context, dim, over, *sizes, wanted, held.queries, group)] * 2
+            dim, sizes = len(leading), (counts.kv_heads, counts.head_dim)
+            shared = SharedHeadsPlacement(context, dim, context.inner_axes, *sizes, wanted, held.queries, group)
+            placements[1:] = [shared, shared]
             # of the K and V heads in this rank's output, keep those that its queries read
             first = (wanted.start - held.keys.start) * counts.head_dim
             width = len(wanted) * counts.head_dim
@@ -136,6 +135,13 @@ def expand_all(
         GridTensor(out.view(*leading, out.shape[-1]), placement, (*leading, width))
         for out, placement, width in zip(outs, placements, widths, strict=True)
     ]
+
+
+def inner_placement(context: ModelContext, layer: Layer, dim: int) -> ChunkPlacement:
+    """Return the placement in which an Expand layer leaves its output, with features as dim `dim`."""
+    if isinstance(layer, Head):
+        return LogitsPlacement(context, dim, context.inner_axes, layer)
+    return ChunkPlacement(context, dim, context.inner_axes)
 
 
 def _expand_as_one(context: ModelContext, layers: Sequence[Expand], a: Tensor) -> GridTensor:
@@ -327,6 +333,7 @@ class ComputedExpandAdapter(ComputedWeightAdapter):
         resting = to_rest(a, self.context)
         leading = resting.shape[:-1]
         site = self.layer.site(prod(leading))
+        # both waits are at once: the product needs the whole input, and the caller's code needs the output
         owed = functional.linear(enter(resting.local, site).wait(), self.block(weight, EXPAND_WEIGHT.compute))
         out = spread(owed, site, [owed.shape[1]]).wait()
         placement = ChunkPlacement(self.context, len(leading), self.context.inner_axes)
@@ -452,6 +459,7 @@ class MultiheadAdapter(Adapter[Layer]):
     def _read(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Return q, k and v with features cut; layers that read the same tensor read it together."""
         q, k, v = self.readers
+        # identity, because comparing numbers would read the device
         if query is key is value:
             groups = [([q, k, v], query)]
         elif key is value:

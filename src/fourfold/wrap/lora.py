@@ -17,6 +17,7 @@ w[k/y, r], each stored cut over z.
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -33,12 +34,11 @@ from fourfold.nn.layer import SPECS, Layer
 from fourfold.operators import Conjugate
 from fourfold.params import local_of
 from fourfold.wrap.adapters import Adapter, LayerParameter, PlainSlice, gather_parameters
-from fourfold.wrap.grid_tensor import GridTensor, ModelContext, ShardedPlacement, distribute, to_whole
-from fourfold.wrap.linear_adapters import ContractAdapter, ExpandAdapter
+from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_whole
+from fourfold.wrap.linear_adapters import ContractAdapter, ExpandAdapter, inner_placement
 from fourfold.wrap.parameters import PLAIN_SLICES, join_slices, plain_parameter, stored_names
 from fourfold.wrap.placements import (
     ChunkPlacement,
-    LogitsPlacement,
     RestPlacement,
     conjugate,
     fuse,
@@ -138,14 +138,23 @@ def _remake_pairs(model: nn.Module, module: Any, features: tuple[int, int]) -> N
 
 
 class LoraFactor(Adapter[Layer]):
-    """One factor of a pair: parameters gathered over z, and a product with this rank's part of the wide side."""
+    """Runs one factor of a pair. It gathers the parameters over z and multiplies this rank's part of the wide side."""
+
+    reads_wide: bool
+    """Whether the wide side is the input, as for A."""
 
     def __init__(
-        self, name: str, context: ModelContext, why: str, base: ExpandAdapter | ContractAdapter, wide: Layout
+        self, name: str, context: ModelContext, why: str, base: ExpandAdapter | ContractAdapter, module: nn.Linear
     ) -> None:
         super().__init__(name, context, why, Layer(context.grid, context.policy))
-        self.base, self.wide = base, wide
+        self.base, self.contracts = base, isinstance(base, ContractAdapter)
+        self.wide = (inner if self.contracts == self.reads_wide else rest)(context.policy.activations)
         """The layout of the activation on the wide side."""
+        self.declare_all(module)
+
+    @abstractmethod
+    def declare_all(self, module: nn.Linear) -> None:
+        """Declare the parameters of the factor."""
 
     def declare(self, own: str, shape: tuple[int, ...], dim: int, over: Sequence[str]) -> None:
         """Declare a parameter that has the wide side as its dim `dim`, cut over these axes."""
@@ -158,19 +167,17 @@ class LoraFactor(Adapter[Layer]):
 
 
 class LoraA(LoraFactor):
-    """A: from the base layer's input to r features, whole on every rank."""
+    """Runs A, from the base layer's input to r features, which are whole on every rank."""
 
-    def __init__(
-        self, name: str, context: ModelContext, why: str, base: ExpandAdapter | ContractAdapter, module: nn.Linear
-    ) -> None:
-        wide = inner if isinstance(base, ContractAdapter) else rest
-        super().__init__(name, context, why, base, wide(context.policy.activations))
+    reads_wide = True
+
+    def declare_all(self, module: nn.Linear) -> None:
         self.declare("weight", tuple(module.weight.shape), 1, self.wide.over(FEATURES))
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> Tensor:  # noqa: ARG002
         w = self.gathered()["weight"]
         shape = (*input.shape[:-1], w.shape[0])
-        if isinstance(self.base, ContractAdapter):
+        if self.contracts:
             placement = ChunkPlacement(self.context, input.dim() - 1, self.wide.over(FEATURES))
             a = distribute(input, placement)
             owed = functional.linear(a.local.to(w.dtype), w)
@@ -184,24 +191,22 @@ class LoraA(LoraFactor):
         )
 
     def describe(self) -> tuple[str, str]:
-        if isinstance(self.base, ContractAdapter):
+        if self.contracts:
             return "w[r, n/(xy)]/z: inner -> whole", "w over z, the result summed over x and y"
         return "w[r, k/y]/z: rest -> whole", "w over z, the result summed over y and gathered over x"
 
 
 class LoraB(LoraFactor):
-    """B: from r features to the placement of the base layer's output."""
+    """Runs B, from r features to the placement of the base layer's output."""
 
-    def __init__(
-        self, name: str, context: ModelContext, why: str, base: ExpandAdapter | ContractAdapter, module: nn.Linear
-    ) -> None:
-        wide = rest if isinstance(base, ContractAdapter) else inner
-        super().__init__(name, context, why, base, wide(context.policy.activations))
+    reads_wide = False
+
+    def declare_all(self, module: nn.Linear) -> None:
         outputs, r = (int(size) for size in module.weight.shape)
         self.outputs, self.pieces = outputs, [outputs]
-        if len(base.layers) > 1:
-            self.pieces = [layer.out_features for layer in base.layers]
-        head = base.layers[0]
+        if len(self.base.layers) > 1:
+            self.pieces = [layer.out_features for layer in self.base.layers]
+        head = self.base.layer
         # a head pads its output on each rank of y, so the rows of B are cut as the rows of the head's weight are
         over = _rows_of_head(head).over(0) if isinstance(head, Head) else self.wide.over(FEATURES)
         for index, size in enumerate(self.pieces):
@@ -226,9 +231,9 @@ class LoraB(LoraFactor):
     def __call__(self, module: nn.Module, forward: Callable[..., Any], input: Tensor) -> GridTensor:  # noqa: ARG002
         u, held = to_whole(input), self.gathered()
         leading = u.shape[:-1]
-        if isinstance(self.base, ContractAdapter):
+        if self.contracts:
             resting, tokens = RestPlacement(self.context), prod(leading)
-            # each rank of y finds one part of du
+            # each rank of y computes some features of the output, so it finds one part of du
             own = conjugate(
                 u.reshape(tokens, -1),
                 lambda flat: resting.take_flat(flat, tokens=True, features=False),
@@ -236,7 +241,7 @@ class LoraB(LoraFactor):
             )
             out = functional.linear(own, held["weight"], held.get("bias"))
             return GridTensor(out, resting, (*leading, self.outputs))
-        placement = self._placement(len(leading))
+        placement = inner_placement(self.context, self.base.layer, len(leading))
         u = conjugate(u, same, lambda gradient: placement.sum(gradient, placement.axes))
         outs = []
         for index, size in enumerate(self.pieces):
@@ -244,14 +249,8 @@ class LoraB(LoraFactor):
             outs.append(GridTensor(self._product(u, weight, bias), placement, (*leading, size)))
         return outs[0] if len(outs) == 1 else fuse(outs)
 
-    def _placement(self, dim: int) -> ShardedPlacement:
-        head = self.base.layers[0]
-        if isinstance(head, Head):
-            return LogitsPlacement(self.context, dim, self.wide.over(FEATURES), head)
-        return ChunkPlacement(self.context, dim, self.wide.over(FEATURES))
-
     def _product(self, u: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        head = self.base.layers[0]
+        head = self.base.layer
         if not isinstance(head, Head):
             return functional.linear(u, weight, bias)
         grid, columns = self.context.grid, head.columns()
@@ -261,7 +260,7 @@ class LoraB(LoraFactor):
         return functional.pad(out, (0, head.columns_held - len(columns)))
 
     def describe(self) -> tuple[str, str]:
-        if isinstance(self.base, ContractAdapter):
+        if self.contracts:
             return "w[k/y, r]/z: whole -> rest", "w over z; in backward its input's gradient over x and y"
         return "w[n/(xy), r]/z: whole -> inner", "w over z; in backward its input's gradient over x and y"
 
@@ -280,7 +279,7 @@ def _join_tokens(part: Tensor, resting: RestPlacement, tokens: int) -> Tensor:
 
 
 class ShapeOnly(Tensor):
-    """Stands for a weight that is stored in parts or transposed: shape, dtype and device, but no numbers."""
+    """Stands for a weight that is stored in parts or transposed. It has shape, dtype and device, but no numbers."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], like: Tensor) -> ShapeOnly:
@@ -347,6 +346,7 @@ def merge_on_shards(model: nn.Module, grid: Grid) -> None:
 
 
 def _refuse_merging(name: str, *_: Any, **__: Any) -> None:
+    """Refuse to merge a pair into a layer that is not a linear layer on the grid."""
     raise ValueError(
         f"{name}: on the grid only LoRA pairs beside linear layers are merged; save the adapters and merge them into "
         "the plain model"
@@ -372,7 +372,7 @@ def _unmerge(name: str, module: Any, grid: Grid) -> None:
 
 @torch.no_grad()
 def _add_to_base(name: str, module: Any, adapter: str, grid: Grid, scale: float, *, finite: bool) -> None:
-    """Compute base + scale * B A on each rank's shards, from whole A and B."""
+    """Add scale * B A to the base layer: each rank to its own shards, from whole A and B, which are small."""
     a, b = (plain_parameter(getattr(module, factor)[adapter], "weight") for factor in FACTORS)
     base, bias = inside(module), None
     if module.lora_B[adapter].bias is not None:
@@ -392,6 +392,7 @@ def _add_to_base(name: str, module: Any, adapter: str, grid: Grid, scale: float,
             continue
         shard = local_of(base._parameters[own])  # type: ignore[arg-type]
         total = shard + change.to(shard.dtype) * scale
+        # reads the device; peft's `safe_merge` asks for it
         if finite and not torch.isfinite(total).all():
             raise ValueError(f"{name}: adapter {adapter!r} would make weights that are not finite; it seems broken")
         shard.copy_(total)

@@ -1,8 +1,8 @@
 """Rules for operations that run on local parts: pointwise ones, casts, random numbers, and products.
 
 A rule gets the torch function with its arguments and returns a result, or NotImplemented, in which case the operation
-runs on whole tensors. Rules decide by placements and shapes, never by values, so all ranks decide alike. `ops_dims.py`
-has the rules for operations that work on certain dims.
+runs on whole tensors. Rules decide by placements and shapes, never by values, so all ranks decide the same. Otherwise
+some ranks would wait for a gather that others never start. `ops_dims.py` has the rules for operations on dims.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _fills(leader: GridTensor, args: tuple, kwargs: dict) -> bool:
         shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         return torch.broadcast_shapes(*shapes) == leader.shape
     except RuntimeError:
-        return False  # torch raises its own error on the whole tensors
+        return False  # shapes that do not broadcast: torch raises its own error on the whole tensors
 
 
 def _without_memory_format(kwargs: dict) -> dict:
@@ -181,6 +181,7 @@ def dropout(func: Callable, args: tuple, kwargs: dict) -> Any:
         return a
     if probability == 0:
         return a
+    # several ranks hold a shared head and must drop the same elements of it
     if not isinstance(a.placement, ShardedPlacement) or isinstance(a.placement, SharedHeadsPlacement):
         return NotImplemented
     with seeded(seed_of_part(a), a.device):
@@ -206,7 +207,7 @@ def seed_of_part(a: GridTensor) -> int:
     The seed is drawn from torch's own generator, which is in step on all ranks of a place. So a recomputed forward
     pass, which restores that generator, draws the same numbers again.
     """
-    drawn = int(torch.randint(1 << 62, (), device="cpu"))
+    drawn = int(torch.randint(1 << 62, (), device="cpu"))  # on the CPU, so that the host does not wait for the device
     grid = a.placement.context.grid
     return key_of(drawn, *(f"{axis}={grid.coords[axis]}" for axis in a.placement.axes))
 
@@ -277,26 +278,17 @@ def detach_in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
     return a
 
 
-@rule(Tensor.backward, Tensor.retain_grad, torch.autograd.backward)
+@rule(Tensor.backward, Tensor.retain_grad, torch.autograd.backward, torch.autograd.grad)
 def refuse_gradients(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Refuse what needs the gradient of a cut tensor."""
-    raise RuntimeError(
-        f"{func.__name__} on a tensor made {grid_tensors_in((args, kwargs))[0].made} that is cut over the grid; use it "
-        "on the model's result or parameters, outside of forward, or keep the module that needs it out of "
-        "ff.parallelize"
-    )
-
-
-@rule(torch.autograd.grad)
-def refuse_grad(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
-    """Refuse `torch.autograd.grad` inside the model.
+    """Refuse what needs the gradient of a cut tensor inside the model.
 
     A cut tensor is gathered anew for every reader, so one whole tensor is not in the autograd graph of another.
     """
+    name = "torch.autograd.grad" if func is torch.autograd.grad else func.__name__
     raise RuntimeError(
-        f"torch.autograd.grad on a tensor made {grid_tensors_in((args, kwargs))[0].placement.context.label}, inside "
-        "the model: gradients of tensors that are cut cannot be taken there; keep the module that needs it out of "
-        "ff.parallelize and call it beside the model"
+        f"{name} on a tensor made {grid_tensors_in((args, kwargs))[0].made} that is cut over the grid: its gradient "
+        "cannot be taken inside the model; use it on the model's result or parameters, outside of forward, or keep "
+        "the module that needs it out of ff.parallelize and call it beside the model"
     )
 
 
@@ -309,11 +301,12 @@ def matmul(func: Callable, args: tuple, kwargs: dict) -> Any:
     a, b = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "other", "mat2")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or kwargs.keys() - {"input", "other", "mat2"}:
         return NotImplemented
-    leader = max(grid_tensors_in((a, b)), key=lambda tensor: len(tensor.shape))
+    leader = max(grid_tensors_in((a, b)), key=lambda tensor: len(tensor.shape))  # its cut is the result's cut
     ndim = max(a.dim(), b.dim())
     placement = leader.placement
     if not isinstance(placement, ChunkPlacement) or min(a.dim(), b.dim()) < 2 or len(leader.shape) != ndim:
         return NotImplemented
+    # a cut row, column or inner dim would need a partial product; only batch dims are cut here
     if placement.dim >= ndim - 2 or a.shape[-1] != b.shape[-2]:
         return NotImplemented
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -447,6 +440,7 @@ def attend(func: Callable, args: tuple, kwargs: dict) -> Any:
     mask = named.get("attn_mask")
     if mask is not None:
         named["attn_mask"] = part_of(mask, placement, Size((*query.shape[:3], key.shape[2])))
+    # K and V may have been widened to one head per query
     named["enable_gqa"] = own[0].shape[HEADS] != query.local.shape[HEADS]  # type: ignore[union-attr]
     shape = (*query.shape[:-1], value.shape[-1])
     # ranks with other heads must drop other elements
@@ -466,6 +460,6 @@ def _own_heads(tensor: Tensor, placement: ChunkPlacement, heads: int, *, grouped
         if tensor.placement == placement and even and (grouped or tensor.shape[HEADS] == heads):
             return tensor.local
         tensor = tensor.whole()
-    if tensor.shape[HEADS] != heads:
+    if tensor.shape[HEADS] != heads:  # grouped queries: give each query its own copy, then cut
         tensor = tensor.repeat_interleave(heads // tensor.shape[HEADS], HEADS)
     return placement.part(tensor, Size((*tensor.shape[:HEADS], heads, *tensor.shape[HEADS + 1 :])))

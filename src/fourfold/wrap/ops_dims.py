@@ -98,7 +98,7 @@ def transpose(func: Callable, args: tuple, kwargs: dict) -> Any:  # noqa: ARG001
 def _permuted(a: GridTensor, act: Callable[[Tensor], Tensor]) -> Any:
     if not isinstance(a.placement, ChunkPlacement):
         return NotImplemented
-    # the strides of this tensor are its dim numbers, so they show where each dim goes
+    # the strides of this meta tensor are its dim numbers, so they show where each dim goes
     dims = act(torch.empty_strided([1] * len(a.shape), list(range(len(a.shape))), device="meta")).stride()
     return with_cut(a, act(a.local), dims.index(a.placement.dim))
 

@@ -28,12 +28,10 @@ from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, REPEATED, Layout, Spec
 from fourfold.nn.layer import SPECS, Layer, reserve
-from fourfold.nn.rng import key_of
-from fourfold.operators import once_differentiable
 from fourfold.params import local_of, shard_parameter
 from fourfold.product import MEMORY
 from fourfold.torch_hooks import REPLACED
-from fourfold.wrap.adapters import Adapter, GatheredAdapter, PlainSlice, adapters_of, lost_change_error
+from fourfold.wrap.adapters import Adapter, GatheredAdapter, PlainSlice, ReadWhole, adapters_of, lost_change_error
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, TensorPlacement, version_of
 from fourfold.wrap.linear_adapters import ExpandAdapter
 
@@ -73,7 +71,7 @@ class ParameterSharder:
         """The shard, its spec and its name, by the plain parameter."""
 
     def shard(self) -> None:
-        """Shard everything."""
+        """Shard all parameters and buffers."""
         memory = self._reserve_side_by_side()
         # layers first, so that a module that runs its own code does not claim a parameter that a layer holds
         for name in sorted(self.adapters, key=lambda name: isinstance(self.adapters[name], GatheredAdapter)):
@@ -103,7 +101,7 @@ class ParameterSharder:
         for own, (layer, inside, part) in parameters.items():
             original, full = plain[part.original], f"{name}.{own}".lstrip(".")
             if original is None:
-                raise ValueError(f"{full} is None")
+                raise ValueError(f"{full} is None, but the module's style needs it; give the module WholeTensors()")
             if original in self._sharded and part.rows is None:
                 made[own], specs[own] = self._share(original, layer, inside, full, adapter)
             else:
@@ -161,6 +159,7 @@ class ParameterSharder:
 def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: ReservedMemory | None) -> nn.Parameter:
     """Return this rank's shard of a parameter."""
     part = spec.storage.take(whole, grid)
+    # a copy, because a view would keep the whole tensor alive
     own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory
     parameter = shard_parameter(own.copy_(part), spec, grid)
     if joint is not None:
@@ -187,7 +186,7 @@ class InitialValues:
 
     def of(self, module: str, name: str, parameter: Tensor) -> Tensor:
         """Return the values of a tensor of that module, on the grid's device."""
-        if self.grid.device.type == "meta":
+        if self.grid.device.type == "meta":  # a dry run needs shapes alone
             return parameter.detach().to("meta")
         if not parameter.is_meta:
             return comm.from_first(parameter.detach().to(self.grid.device), self.grid)
@@ -197,6 +196,7 @@ class InitialValues:
         _, drawn, versions = self._drawn
         inside = drawn.get_submodule(module[len(block) :].lstrip("."))
         found = {**inside._parameters, **inside._buffers}[name]
+        # torch counts changes in place, so an unchanged version shows that nothing was drawn
         if found is None or versions.get(id(found), -1) == found._version:
             raise ValueError(
                 f"{f'{module}.{name}'.lstrip('.')} is on the meta device and nothing draws its values; give "
@@ -423,7 +423,7 @@ class ParameterPlacement(TensorPlacement):
 
 
 def lend_parameter(module: nn.Module, name: str, context: ModelContext, owner: str) -> GridTensor | None:
-    """Return a parameter of the module `owner` for code that runs in a pass; None if the module has none to lend."""
+    """Return a parameter of the module `owner` for code that runs in a pass; None if it cannot be lent."""
     slices: Mapping[str, PlainSlice] = vars(module).get(PLAIN_SLICES, {})
     own = [stored for stored, part in slices.items() if part.original == name]
     if not own or not (context.in_pass or in_backward()):
@@ -443,27 +443,6 @@ def lend_parameter(module: nn.Module, name: str, context: ModelContext, owner: s
     )
     placement = ParameterPlacement(context, f"{owner}.{name}".lstrip("."), parts, part)
     return GridTensor(empty, placement, shape[::-1] if part.transposed else shape)
-
-
-class ReadWhole(torch.autograd.Function):
-    """A parameter gathered over all axes that cut it. Every rank of a place finds its whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, context: ModelContext, name: str, spec: Spec, parameter: nn.Parameter) -> Tensor:
-        ctx.context, ctx.name, ctx.spec, ctx.parameter = context, name, spec, parameter
-        ctx.during = context.gradients.forward_pass
-        ctx.during.use(parameter)
-        held = local_of(parameter).detach()
-        if held.is_floating_point():
-            held = held.to(context.policy.compute_dtype or held.dtype)  # cast before it travels
-        # a clone, because on a grid of one rank the gathered tensor is the shard itself
-        return comm.join(held, spec.storage, spec.shape, context.grid, label=name).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.context.gradients.deposit_whole(ctx.name, ctx.parameter, ctx.spec, gradient, during=ctx.during)
-        return None, None, None, None
 
 
 def require_unchanged_parameters(context: ModelContext) -> None:

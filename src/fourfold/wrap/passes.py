@@ -372,13 +372,13 @@ class RootAdapter(Adapter):
 
 
 def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None:
-    """Refuse a trained scalar that is no mean over rows: its value needs the whole batch."""
+    """Refuse a trained scalar that is not a mean over rows: its value needs the whole batch."""
     leaves = leaves_of(result)
     trained = [at for at in suspicious if isinstance(leaves[at], Tensor) and leaves[at].requires_grad]
     if trained:
         raise RuntimeError(
-            f"{type(module).__name__}: its scalar output {trained[0]} is no mean over rows, and the places' own values "
-            "do not average to the value of the whole batch; gather the rows that it needs with "
+            f"{type(module).__name__}: its scalar output {trained[0]} is not a mean over rows, and the places' own "
+            "values do not average to the value of the whole batch; gather the rows that it needs with "
             "ff.whole_batch(tensor) inside forward, or compute it outside of the model, which averages it as DDP does"
         )
 

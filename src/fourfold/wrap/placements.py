@@ -91,6 +91,7 @@ class RestPlacement(ShardedPlacement):
         cut = {TOKENS: tokens, FEATURES: features}
         layout = Layout(tuple((axis, dim) for axis, dim in self.layout.cuts if cut[dim]))
         part = layout.take(flat, self.context.grid)
+        # padded, because `enter` and `leave` need equally many tokens on every rank
         rows = -(-flat.shape[0] // self.token_parts) if tokens else flat.shape[0]
         return functional.pad(part, (0, 0, 0, rows - part.shape[0])).contiguous()
 
@@ -100,7 +101,7 @@ class RestPlacement(ShardedPlacement):
             return local
         for axis in reversed(self.layout.over(TOKENS)):  # innermost cut first
             gathering = comm.all_gather(local.contiguous(), self.context.grid, axis, label=self.context.label)
-            local = gathering.wait()
+            local = gathering.wait()  # at once: the next gather, or the caller, reads it
         return local[:count]
 
     def _join_gradient(self, gradient: Tensor, count: int, *, tokens: bool, features: bool) -> Tensor:
@@ -109,7 +110,7 @@ class RestPlacement(ShardedPlacement):
         gradient = self.join_tokens(gradient, count) if tokens else self.sum(gradient, token_axes)
         if not features:
             return self.sum(gradient, feature_axes)
-        for axis in reversed(feature_axes):
+        for axis in reversed(feature_axes):  # innermost cut first
             gradient = comm.all_gather(gradient, self.context.grid, axis, dim=1, label=self.context.label).wait()
         return gradient
 
@@ -171,6 +172,7 @@ class ChunkPlacement(ShardedPlacement):
         for dim, size in enumerate(shape):
             if prod(shape[:dim]) != before:
                 continue
+            # either the dim itself stays, or each chunk is a whole number of entries of the new dim
             if (size == length and prod(shape[dim:]) == prod(a.shape[self.dim :])) or (even and size % self.parts == 0):
                 local = [*shape[:dim], size * held // length, *shape[dim + 1 :]]
                 return GridTensor(a.local.reshape(local), self.moved(dim), shape)
@@ -267,7 +269,11 @@ class SharedHeadsPlacement(ChunkPlacement):
         return self._select(wide, self.dim)
 
     def whole(self, local: Tensor, shape: Size) -> Tensor:
-        """Sum equal shares of all holders of a head, so that forward and backward are both right."""
+        """Sum equal shares of all holders of a head, so that forward and backward are both right.
+
+        Each of n holders adds 1/n of the head. In backward each of them gets 1/n of the gradient, and the parts are
+        summed where the head was made.
+        """
         if not local.is_floating_point():
             return self.whole(local.double(), shape).round().to(local.dtype)  # fp64 holds these integers exactly
         length = shape[self.dim]
@@ -285,6 +291,7 @@ class SharedHeadsPlacement(ChunkPlacement):
     def _join(self, local: Tensor, dim: int, length: int) -> Tensor:
         """Sum the parts of a gradient that the ranks found."""
         size = length // self.heads
+        # the heads of other ranks are 0 here
         filled = local.new_zeros(*local.shape[:dim], length, *local.shape[dim + 1 :])
         filled.narrow(dim, self.held.start * size, len(self.held) * size).copy_(local)
         return self.sum(filled, self.over)
@@ -350,4 +357,5 @@ def fuse(pieces: Sequence[GridTensor]) -> GridTensor:
     """Put tensors [..., n_i] side by side along the last dim without moving data."""
     first = pieces[0]
     width = sum(piece.shape[-1] for piece in pieces)
+    # the first piece's tensor stands for dtype and device; `FusedPlacement` reads the values from the pieces
     return GridTensor(first.local, FusedPlacement(first.placement.context, tuple(pieces)), (*first.shape[:-1], width))

@@ -115,7 +115,8 @@ HUGGING_FACE: dict[str, ParallelStyle] = {
     "replicated_with_grad_allreduce": HeadNormParallel(),
     "replicate": WholeTensors(),
 }
-"""The words of a `tp_plan` in transformers."""
+"""The style for each word of a `tp_plan` in transformers. Words that differ in who gathers the result mean the
+same here, because a tensor is gathered only where code needs it whole."""
 
 RECIPES: dict[str, dict[str, ParallelStyle]] = {
     "gpt2": {"attn.c_attn": ExpandParallel(parts="qkv")},  # the columns of q, then of k, then of v
@@ -151,12 +152,14 @@ def resolve(
     for key, style in plan.items():
         matching = matches(key, names)
         if not matching:
+            # cutoff 0: always name the nearest module, however far
             near = get_close_matches(key, [pattern_of(name) for name in names], n=1, cutoff=0)
             raise ValueError(
                 f"plan: {key!r} matches no module of the model; the nearest name is {near[0]!r}"
                 if near
                 else f"plan: {key!r} matches no module, because the model has none"
             )
+        # a later key of the plan replaces an earlier one
         chosen |= dict.fromkeys(matching, StyleChoice(style_of(key, style), f"{source}: {key!r}", given))
     return chosen
 
@@ -178,7 +181,7 @@ def pattern_of(name: str) -> str:
 
 
 def matches(key: str, names: Iterable[str]) -> list[str]:
-    """Return the names that match the key as a whole, or else those that end in it."""
+    """Return the names that match the key as a whole; if there are none, the names that end in it."""
     pattern = r"\.".join("[^.]+" if step == "*" else re.escape(step).replace(r"\*", "[^.]*") for step in key.split("."))
     names = list(names)
     return [name for name in names if re.fullmatch(pattern, name)] or [

@@ -1,7 +1,7 @@
 """Rows that need each other: `whole_batch`, and the check that finds models which need it.
 
-Every (data, z) place runs the model on its own rows. That is right as long as a row's output does not depend on the
-other rows of the batch and the loss is a mean (or a sum) over rows. It is wrong for a contrastive loss and for a
+Every (data, z) place runs the model on its own rows. The result is right as long as a row's output does not depend on
+the other rows of the batch and the loss is a mean (or a sum) over rows. It is wrong for a contrastive loss and for a
 statistic over the batch. `whole_batch` gathers the rows of all places, so that such code sees the batch that one
 process would see.
 
@@ -184,12 +184,12 @@ RunSample = Callable[[RowSample, tuple, dict], Any]
 
 
 def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tuple, kwargs: dict) -> set[int]:
-    """Refuse a model with rows that depend on other rows; return which of its scalar outputs are no mean over rows.
+    """Refuse a model with rows that depend on other rows; return which of its scalar outputs are not means over rows.
 
     The scalars are returned as positions among the leaves of the model's result. Whether one of them is a loss that
     will be trained is known only when gradients are on.
     """
-    verdicts: list[RowVerdict] = []
+    dependent: list[str] = []
     if hidden := next((leaf for leaf in leaves_of((args, kwargs)) if not isinstance(leaf, PLAIN)), None):
         context.unchecked = f"an input of type {type(hidden).__name__} may hide tensors"
         return set()
@@ -197,20 +197,21 @@ def check_rows(context: ModelContext, model: nn.Module, run: RunSample, args: tu
         if not rows_along(dim, args, kwargs):
             continue
         try:
-            verdicts.append(RowComparison(context, model, run, args, kwargs, dim).verdict())
+            differs, scalars = RowComparison(context, model, run, args, kwargs, dim).verdict()
         except Exception as error:  # the user's code may be written for one number of rows
             context.unchecked = f"the model does not run on other numbers of rows ({type(error).__name__}: {error})"
             continue
-        if verdicts[-1].dependent is None:
-            return verdicts[-1].scalars
-    if not verdicts:
+        if differs is None:
+            return scalars
+        dependent.append(differs)
+    if not dependent:
         return set()
     if any(sum(isinstance(leaf, Tensor) for leaf in leaves_of(value)) > 1 for value in args if type(value) is list):
         context.unchecked = "a list of tensors may hold rows in an order of its own"
         return set()
     dim = context.rows_dims[0]
     raise RuntimeError(
-        f"{type(model).__name__}: {verdicts[0].dependent} depends on the other rows of its batch, and a (data, z) "
+        f"{type(model).__name__}: {dependent[0]} depends on the other rows of its batch, and a (data, z) "
         "place has only its own rows; gather what they need of each other with ff.whole_batch(tensor) in forward "
         "(before a similarity, a mean over the batch, ...), or compute it outside of the model; if rows do not lie "
         f"along dim {dim} of the inputs, say so: ff.parallelize(..., rows_dim={1 - dim})"
@@ -229,16 +230,6 @@ def rows_along(dim: int, args: Any, kwargs: Any) -> int:
     return next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class RowVerdict:
-    """The result of a comparison."""
-
-    dependent: str | None
-    """The output with rows that depend on other rows; None if all rows are independent."""
-    scalars: set[int]
-    """The scalar outputs that are no mean over rows, as positions among the leaves of the result."""
-
-
 class RowComparison:
     """Compares the model on a few rows of a few places: each place by itself, then all these rows on every place."""
 
@@ -250,6 +241,7 @@ class RowComparison:
         # the smallest number that divides all places: each sampled place is then repeated equally often, so statistics
         # over all places are those of the sample
         self.places = next(k for k in range(2, grid.shape.places + 1) if grid.shape.places % k == 0)
+        # two rows show what one row cannot, such as a statistic over the rows of a place
         self.few = 2 if self.rows >= 2 * self.places else 1
         if not comm.equal_along(self.few, grid, BATCH):
             self.few = 1
@@ -257,8 +249,12 @@ class RowComparison:
         self._cut: list[Tensor] = []
         """The inputs that were cut to the sampled rows; all others are passed on as they are."""
 
-    def verdict(self) -> RowVerdict:
-        """Run the model on both samples and compare the outputs."""
+    def verdict(self) -> tuple[str | None, set[int]]:
+        """Run the model on both samples and compare the outputs.
+
+        Return the output with rows that depend on other rows, None if all rows are independent, and the scalar outputs
+        that are not means over rows, as positions among the leaves of the result.
+        """
         together = map_tensors(self._rows_of_all, self.inputs)
         own = map_tensors(self._rows_of_one, together)
         alone = self._outputs(own, joint=False)
@@ -270,16 +266,17 @@ class RowComparison:
             self.context.local_losses = True
             return self.verdict()
         if len(alone) != len(joint):
-            return RowVerdict("the structure of its result", set())
+            return "the structure of its result", set()
         dependent = self._first_that_differs(alone, joint)
         if dependent is not None:
+            # run the same rows once more with other random numbers: a model that draws its own differs here too
             again = self._outputs(own, joint=False, seed=1)
             if self._first_that_differs(alone, again) is not None:
                 self.context.unchecked = "the model draws random numbers"
-                return RowVerdict(None, set())
+                return None, set()
         counts = _count_targets(own)
         scalars = [(at, a, b) for at, a, b in _floats(alone, joint) if not a.dim() and not b.dim()]
-        return RowVerdict(dependent, {at for at, a, b in scalars if not self._is_mean(a, b, counts)})
+        return dependent, {at for at, a, b in scalars if not self._is_mean(a, b, counts)}
 
     def _rows_of_all(self, value: Tensor) -> Tensor:
         """Return the sampled rows of all sampled places, if the tensor has rows."""
@@ -300,6 +297,7 @@ class RowComparison:
         """Run the model on a sample, without traces in its state, in the ledger or in random generators."""
         grid = self.context.grid
         devices = [grid.device] if grid.device.type == "cuda" else []
+        # each of these keeps one kind of trace out: attributes and buffers, gradients, ledger, random numbers, warnings
         with (
             state_restored(self.model),
             torch.no_grad(),
@@ -336,7 +334,7 @@ class RowComparison:
             other = other.narrow(along[0], self.place * length, length)
         elif other.shape[:1] != (self.few,):
             return True
-        finite = alone.isfinite()
+        finite = alone.isfinite()  # a mask of minus infinity is the same in both, but inf - inf is NaN
         if not torch.equal(finite, other.isfinite()):
             return False
         a, b = alone[finite], other[finite]
@@ -420,7 +418,7 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def _count_targets(own_rows: Any) -> list[Tensor]:
-    """Return candidates for this place's number of targets: what a mask keeps, or ids that are no padding."""
+    """Return candidates for this place's number of targets: what a mask keeps, or ids that are not padding."""
     counts = []
     for tensor in (leaf for leaf in leaves_of(own_rows) if isinstance(leaf, Tensor) and leaf.dim()):
         if tensor.is_floating_point() or tensor.is_complex():

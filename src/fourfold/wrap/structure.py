@@ -113,6 +113,7 @@ class ModelStructure:
                 why = "attention: reads the same tensor as its neighbours"
                 self.choices.setdefault(path(name, child), StyleChoice(ExpandParallel(), why))
             crosses = any(word in name.lower() for word in CROSS_ATTENTION)
+            # a name or other input sizes show that queries come from one tensor, keys and values from another
             if crosses or not self._can_read_together([children[child] for child in members]):
                 members.remove(query)  # it reads another tensor
             counts = self._find_heads(name, module, forms[query].outputs, forms[key].outputs, forms[query].inputs)
@@ -183,11 +184,12 @@ class ModelStructure:
             if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) == 0:
                 continue
             blocks = dict(module.named_children())
+            # a list of linear layers is not a list of blocks
             if len({type(block) for block in blocks.values()}) > 1 or next(iter(blocks.values())) in self.forms:
                 continue
             for own, block in blocks.items():
                 linear = [self.forms[child] for child in block.modules() if child in self.forms]
-                if len(linear) > 1:
+                if len(linear) > 1:  # one layer alone leads nowhere: a block leaves the stream and comes back
                     self.blocks[path(name, own)] = linear[0].inputs
 
     # modules that no pattern has found
@@ -205,6 +207,7 @@ class ModelStructure:
             counts = self.counts_around(name)
             if counts is not None and formula.features == counts.head_dim and formula.kind == "rms":
                 return StyleChoice(HeadNormParallel(), f"a norm of heads of {counts.head_dim}")
+            # a norm of another width is not on the stream, and its features may lie in any way
             widths = set(self.blocks.values())
             if not widths or formula.features in widths:
                 return StyleChoice(NormParallel(), f"computes a {formula.kind} norm of the residual stream")
@@ -216,6 +219,7 @@ class ModelStructure:
             return StyleChoice(WholeTensors(), "the attention around it reads its weight itself")
         form = self.forms[module]
         inputs, outputs = form.inputs, form.outputs
+        # logits have any number of outputs, and a loss reads them while they are cut
         if id(module._parameters.get(form.weight)) in tokens or own in ("lm_head", "embed_out", "score", "classifier"):
             return StyleChoice(HeadParallel(), "reads logits out")
         if own in FUSED and (FUSED[own] == "qkv" or outputs % int(FUSED[own]) == 0):
@@ -314,7 +318,7 @@ class ModelStructure:
 
 
 def find_structure(model: nn.Module, grid: Grid, policy: Policy, given: Mapping[str, StyleChoice]) -> ModelStructure:
-    """Choose a style for every module with parameters of its own; `given` styles go before found ones."""
+    """Choose a style for every module with parameters of its own; `given` styles are kept."""
     plain = plain_names(model)
     layers = {plain[name]: name for name, module in model.named_modules() if inside(module) is module}
     modules = {name: model.get_submodule(layer) for name, layer in layers.items()}
