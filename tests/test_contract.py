@@ -70,8 +70,8 @@ INSIDE = {
         "__init__", "format", "folder", "training_state", "save", "load", "hugging_face", "dcp",
     ],
     "planner": [
-        "__init__", "machine", "seconds", "sizes", "program", "transformer", "memory", "trace", "simulate",
-        "calibrate", "price", "estimate", "search", "explain",
+        "__init__", "machine", "sizes", "program", "transformer", "memory", "trace", "price", "calibrate", "estimate",
+        "search", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "liveness", "stragglers", "replicas", "checks"],
     "report": ["units", "page", "run_data", "run_figures", "run_page", "plan_text", "plan_page", "__init__"],

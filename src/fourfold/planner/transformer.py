@@ -212,7 +212,7 @@ class TransformerProgram:
             for half in self.halves:
                 self.host.allocate(half.rest_nbytes, "activations")
             self.host.on_backward(self._forget_inputs, reads=False)
-            streams = self.host.recompute(
+            streams = self.host.run_twice(
                 lambda index=index, streams=streams: self.engine.take_turns(
                     [self.block(index, *each) for each in zip(streams, self.halves, strict=True)]
                 )
@@ -299,6 +299,7 @@ class TransformerProgram:
         """Read elements out of a table; in backward its gradient is made of `dout` bytes, where they are a tensor."""
         host, turns, reduce = self.host, self.engine.turn.of, self.structure.reduce_itemsize
         nbytes = elements * self.structure.compute_itemsize
+        host.expect_gradients(table)
         with host.using(table, "unit", turns):
             host.compute(ElementwiseOp(f"lookup {table.label}", 2 * nbytes))
 
@@ -352,6 +353,7 @@ class TransformerProgram:
         """A norm of so many bytes; with statistics over y where `half` is given."""
         host, turns, label = self.host, self.engine.turn.of, weights.label
         scale = WeightGroup(label, weights.names[:1])
+        host.expect_gradients(weights)
         with host.using(weights, "unit", turns):
             host.compute(ElementwiseOp(f"norm {label}", 4 * nbytes))
             if half is not None:
@@ -446,6 +448,7 @@ class TransformerProgram:
         host.allocate(half.rest_nbytes)
         host.allocate(half.stream_nbytes, "activations")
         host.allocate(made, "weights")
+        host.expect_gradients(table)
         with host.using(table, "weights", turns):
             for tokens in half.chunks:
                 self._chunk(half, tokens)
@@ -574,7 +577,7 @@ class TransformerProgram:
         host.allocate(kept, "activations")
         host.on_backward(lambda: host.free(kept, "activations"), reads=False)
         inside = half.attention_nbytes - half.read_nbytes if structure.reads_heads_again else half.attention_nbytes
-        host.recompute(lambda: self.mix(prefix, half, inside))
+        host.run_twice(lambda: self.mix(prefix, half, inside))
 
     def mix(self, prefix: str, half: LocalSizes, kept: int) -> None:
         """Attention between its two products, which keeps so many bytes and its output. A causal mask leaves half of
