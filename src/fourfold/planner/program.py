@@ -300,7 +300,7 @@ class Rehearsal:
         The sizes are bytes of tensors in backward: the one that `arrives`, the copy that it `sends`, the copies that it
         `joins` after arrival, and the tensors that it `leaves` because nothing reads them any more.
         """
-        if not self.structure.uses(axis):
+        if axis not in self.structure.used_axes:
             return NO_MOVE
         return AsyncMove(self, there, back, (arrives, sends, joins, leaves), kind)
 
