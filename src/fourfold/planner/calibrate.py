@@ -511,7 +511,7 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
 
 
 def host_seconds(machine: Machine, dtype: str, step: float) -> float:
-    """Return the host's seconds per piece of work: on the CPU the small step less its computation, on a GPU all of it."""
+    """Return the host's seconds per piece of work: the small step, on the CPU without its computation."""
     alone = replace(machine, overhead=0.0, name=f"{machine.name} without its host")
     parameters = next(found for found, name in DTYPES.items() if name == dtype)
     sizes = LocalSizes(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, parameters)

@@ -43,6 +43,10 @@ NEVER_HIDDEN = 0.02
 """The share of messages that is always exposed: nothing runs during the first and the last ones."""
 
 
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""The kinds of recompute; the later in this list, the less memory a step needs."""
+
+
 class Lever(NamedTuple):
     """The fields of a policy that trade memory for time."""
 
@@ -61,6 +65,18 @@ class Lever(NamedTuple):
         """Describe how the two differ in what they compute twice; empty if they do not."""
         return "" if self.recompute == other.recompute else f"recompute={self.recompute} against {other.recompute}"
 
+    def frugal(self) -> Lever:
+        """Return the same recompute with nothing else kept."""
+        return Lever(self.recompute, keep_gathered=False, keep_weights=False)
+
+    def needs_no_less(self, other: Lever) -> bool:
+        """Return whether this lever needs at least the memory of the other one."""
+        return (
+            RECOMPUTE.index(self.recompute) <= RECOMPUTE.index(other.recompute)
+            and self.keep_gathered >= other.keep_gathered
+            and self.keep_weights >= other.keep_weights
+        )
+
     @property
     def parts(self) -> list[int]:
         """The parts that backward consists of."""
@@ -69,7 +85,9 @@ class Lever(NamedTuple):
         return [BACKWARD, *rereads, *([] if self.keep_weights else [REGATHER]), *again]
 
 
-LEVERS = [Lever(*lever) for lever in product(get_args(Recompute), (False, True), (False, True))]
+LEVERS = [Lever(*lever) for lever in product(RECOMPUTE, (False, True), (False, True))]
+FRUGAL = Lever(RECOMPUTE[-1], keep_gathered=False, keep_weights=False)
+"""The lever that needs the least memory."""
 
 
 # --- the work of a structure

@@ -109,8 +109,7 @@ class Structure:
         self.keeps_weights = policy.keep_weights and self.copies_weights  # products keep them until backward
         # Contract layers keep an input that was gathered over y
         self.keeps_collected = policy.keep_gathered and self.cuts_inner
-        # backward reads q, k and v as they were before they were rotated
-        self.reads_heads_again = config.positions != "rope" or config.qk_norm
+        self.chunked = bool(policy.loss_chunk)  # head and loss run in chunks of tokens
         self.up_layers = ("gate", "up") if config.mlp == "swiglu" else ("up",)  # they read the residual stream
         self.table = "embedding.weight" if config.tied else "head.weight"  # the parameter that makes logits
 
@@ -247,15 +246,8 @@ class LocalSizes:
         self.kept_query_nbytes = self.query_nbytes if keeps_collected else 0  # else attention keeps its output itself
         self.kept_output_nbytes = 0 if keeps_collected else self.query_cut_nbytes  # where attention forgets its output
         self.read_nbytes = self._read_nbytes(copies_kv)
-        heads = m * wide * q // inner_cut // config.head_dim
-        kept = heads  # the log of the sum of exponentials
-        if config.qk_norm:
-            kept += heads + m * wide * self.local_kv // config.head_dim
-        if config.positions == "rope":
-            kept += self.query_cut_nbytes + self.local_kv_nbytes
-        if structure.reads_heads_again:
-            kept += self.read_nbytes
-        self.attention_nbytes = kept  # what attention keeps between its two products, its output apart
+        self.query_statistic_nbytes = m * wide * q // inner_cut // config.head_dim  # one statistic per head and token
+        self.key_statistic_nbytes = m * wide * self.local_kv // config.head_dim
         self.head_gradient = self.vocab_columns * k  # elements of the gradient of the head's table, with padding
 
     def _local_kv(self, inner_cut: int) -> tuple[int, bool]:

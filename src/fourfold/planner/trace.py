@@ -318,9 +318,7 @@ class OpTrace(StorageCounter):
         self.events, self.shape = events, shape
         self._program: list[Work] = []
         self._flights: dict[int, int] = {}
-        self._launched: list[
-            Collective
-        ] = []  # kept alive: a wait finds its launch by the record's id()
+        self._launched: list[Collective] = []  # kept alive: a wait finds its launch by the record's id()
         self._known: dict[Any, Operation] = {}
         self._label = ""
         self._marks: list[tuple[list[Work], int]] = []

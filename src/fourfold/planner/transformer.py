@@ -183,7 +183,7 @@ class TransformerProgram:
             host.compute(ElementwiseOp("AdamW", 7 * own))
 
     def forward(self, *, counted: bool, layers: int) -> None:
-        sizes, host, chunked = self.sizes, self.host, bool(self.policy.loss_chunk)
+        sizes, host, chunked = self.sizes, self.host, self.structure.chunked
         read = self.chunked_share if chunked else self.logits
         if chunked:  # chunks divide by the count of targets, so it comes first
             host.communicate(lambda: sum_over_batch(sizes, 1 if counted else 2, "loss"))
@@ -581,24 +581,25 @@ class TransformerProgram:
             spreading = self.spread(half, label, nbytes=whole, whole=whole, cut=cut)
             yield
             spreading.land()
+        kept = half.query_statistic_nbytes  # the log of the sum of exponentials
+        if self.config.qk_norm:
+            kept += half.query_statistic_nbytes + half.key_statistic_nbytes
+        if self.config.positions == "rope":  # q, k and v after the rotation
+            kept += half.query_cut_nbytes + half.local_kv_nbytes
         if self.policy.recompute == "attention":
-            self._mix_again(prefix, half)
-        else:
-            self.mix(prefix, half, half.attention_nbytes)
+            # its input is kept anyway, and its output if the product of `out` reads it
+            outside = half.read_nbytes + half.kept_output_nbytes
+            host.allocate(outside, "activations")
+            host.on_backward(lambda: host.free(outside, "activations"), reads=False)
+            host.run_twice(lambda: self.mix(prefix, half, kept))
+        else:  # backward reads q, k and v before the rotation, if a norm or the attention kernel itself read them
+            reads_input = self.config.positions != "rope" or self.config.qk_norm
+            self.mix(prefix, half, kept + (half.read_nbytes if reads_input else 0))
         yield from self.contract(
             f"{prefix}.out", half.q, half, size="query_nbytes", nbytes=half.query_nbytes, cut=half.query_cut_nbytes,
             kept=half.kept_query_nbytes,
         )  # fmt: skip
         return self.leave(half, f"{prefix}.out")
-
-    def _mix_again(self, prefix: str, half: LocalSizes) -> None:
-        """Run the inside of attention twice; its input is kept, and its output if the product of `out` reads it."""
-        host, structure = self.host, self.structure
-        kept = half.read_nbytes + half.kept_output_nbytes
-        host.allocate(kept, "activations")
-        host.on_backward(lambda: host.free(kept, "activations"), reads=False)
-        inside = half.attention_nbytes - half.read_nbytes if structure.reads_heads_again else half.attention_nbytes
-        host.run_twice(lambda: self.mix(prefix, half, inside))
 
     def mix(self, prefix: str, half: LocalSizes, kept: int) -> None:
         """Run attention between its two products; it keeps `kept` bytes and its output."""
