@@ -29,7 +29,7 @@ from fourfold.planner.machine import Machine, Seconds, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
-from fourfold.planner.sizes import SizeMatrix, Structure, Term
+from fourfold.planner.sizes import SizeMatrix, Structure, Term, structure_of_names
 from fourfold.planner.transformer import ends_program, layers_program
 from fourfold.policy import Policy, Recompute
 
@@ -132,13 +132,7 @@ class WorkForm:
         self.ends = ProgramWork(ends_program(structure), self.sizes)
 
 
-@lru_cache(maxsize=1024)
-def work_form(structure: Structure) -> WorkForm:
-    """Return the work of a structure with every part that any lever may need."""
-    return _work_form(structure.for_names("block", chunked=False))
-
-
-_work_form = lru_cache(maxsize=1024)(WorkForm)
+work_form = lru_cache(maxsize=1024)(WorkForm)
 
 
 # --- cells
@@ -159,7 +153,9 @@ class Cells:
         """The same without the products of dw, which no message waits for: [cell, part]."""
         by_form: dict[WorkForm, list[int]] = {}
         for index, sizes in enumerate(self.sizes):
-            by_form.setdefault(work_form(sizes.structure), []).append(index)
+            # block recompute without chunks has every part that any lever may need
+            structure = structure_of_names(sizes.structure, recompute="block", chunked=False)
+            by_form.setdefault(work_form(structure), []).append(index)
         for form, cells in by_form.items():
             self._read(form, cells)
         self._once()

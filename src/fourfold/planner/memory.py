@@ -2,7 +2,7 @@
 
 All layers are equal, so two short programs are read: two layers alone, and embedding, head and loss alone. Live bytes
 are followed through both. Then the bytes of the other layers are added: their activations, their gradients, and the
-weights and gradients in flight, of which the prefetcher and the deferred reductions hold as many as their bound allows.
+weights and gradients in flight, as many as the bounds of the prefetcher and of the deferred reductions allow.
 The peak is the largest of these moments: the head's product; the loss; the backward of the last layer, when all
 activations exist; of the first layer, when all gradients exist; of the layer at which the reductions in flight reach
 their bound; the embedding's backward; the optimizer step.
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, cast, get_args
 from fourfold.gradients import REPLICA
 from fourfold.layout import GATHERED
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
-from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term
+from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_names
 from fourfold.planner.transformer import ends_program, layers_program
 
 PeakMoment = Literal["head", "loss", "backward", "embedding", "optimizer"]
@@ -180,22 +180,12 @@ def _covers(one: dict[int, int], other: dict[int, int]) -> bool:
 @lru_cache(maxsize=4096)
 def live_layers(structure: Structure) -> LiveBytes:
     """Return the live bytes of layers alone."""
-    return _live_layers(structure.for_names(chunked=False))
+    return LiveBytes(layers_program(structure, REHEARSED_LAYERS), structure)
 
 
 @lru_cache(maxsize=4096)
 def live_ends(structure: Structure) -> LiveBytes:
     """Return the live bytes of embedding, head and loss alone."""
-    return _live_ends(structure.for_names("none"))
-
-
-@lru_cache(maxsize=4096)
-def _live_layers(structure: Structure) -> LiveBytes:
-    return LiveBytes(layers_program(structure, REHEARSED_LAYERS), structure)
-
-
-@lru_cache(maxsize=4096)
-def _live_ends(structure: Structure) -> LiveBytes:
     return LiveBytes(ends_program(structure), structure)
 
 
@@ -275,7 +265,7 @@ class MemoryReading:
 
     def __init__(self, sizes: LocalSizes, micro_steps: int = 1, optimizer_nbytes: float = ADAM_NBYTES) -> None:
         self.sizes, self.layers = sizes, sizes.config.layers
-        self.block = _Part(live_layers(sizes.structure), sizes)
+        self.block = _Part(live_layers(structure_of_names(sizes.structure, chunked=False)), sizes)
         self.parameters, item = sizes.parameter_nbytes, sizes.dtype.itemsize
         self.least_gradients = self.parameters if micro_steps > 1 else 0
         """Bytes of gradients that exist from the first micro-step on."""
@@ -293,7 +283,7 @@ class MemoryReading:
 
     @cached_property
     def ends(self) -> _Part:
-        return _Part(live_ends(self.sizes.structure), self.sizes)
+        return _Part(live_ends(structure_of_names(self.sizes.structure, recompute="none")), self.sizes)
 
     def _peak(self) -> _Peak:
         """Find the largest moment of the step."""

@@ -46,11 +46,11 @@ ESTIMATES_PER_SIMULATION = 1000
 SHOWN = 8
 """The number of grids that are priced closely, unless more are to be shown."""
 CLOSER_LOOK = 3
-"""The number of grids, the best ones, of which further candidates are simulated."""
+"""The number of the best grids for which further candidates are simulated."""
 PER_GRID = 3
 """The number of candidates of such a grid that are simulated."""
 LOSS_CHUNK = 2048
-"""Tokens whose logits exist at once if the logits of all tokens do not fit."""
+"""Tokens per chunk of the logits, if the logits of all tokens do not fit."""
 MOST_TOKENS = 1 << 16
 """The most tokens of a place in one micro-step, unless it takes all of them: more gain little speed and need memory."""
 LONGEST = 60.0

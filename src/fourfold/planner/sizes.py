@@ -116,23 +116,8 @@ class Structure:
     def __hash__(self) -> int:
         return self._hash
 
-    def for_names(self, recompute: Recompute | None = None, *, chunked: bool | None = None) -> Structure:
-        """Return the structure without the choices that the names of sizes tell apart, so that few are rehearsed.
-
-        A kept tensor is a size that may be 0, and replicas only repeat the work of one of them.
-        """
-        policy = replace(
-            self.policy,
-            keep_gathered=False,
-            keep_weights=False,
-            shard_optimizer=False,
-            recompute=self.policy.recompute if recompute is None else recompute,
-            loss_chunk=self.policy.loss_chunk if chunked is None else int(chunked),
-        )
-        return replace(self, policy=policy, used_axes=tuple(axis for axis in self.used_axes if axis != REPLICA))
-
     def matrices(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the parameters that are matrices."""
+        """Return the parameters that are matrices."""
         return tuple(name for name in names if in_first_layer(name) in self._matrices)
 
     @cached_property
@@ -146,7 +131,28 @@ def _structure(*arguments: Any) -> Structure:
     return Structure(*arguments)
 
 
+@lru_cache(maxsize=4096)
+def structure_of_names(
+    structure: Structure, *, recompute: Recompute | None = None, chunked: bool | None = None
+) -> Structure:
+    """Return the structure without the choices that the names of sizes tell apart, so that few are rehearsed.
+
+    A tensor that is kept or not is a size that may be 0, and replicas only repeat the work of one of them.
+    """
+    policy = replace(
+        structure.policy,
+        keep_gathered=False,
+        keep_weights=False,
+        shard_optimizer=False,
+        recompute=structure.policy.recompute if recompute is None else recompute,
+        loss_chunk=structure.policy.loss_chunk if chunked is None else int(chunked),
+    )
+    axes = tuple(axis for axis in structure.used_axes if axis != REPLICA)
+    return replace(structure, policy=policy, used_axes=axes)
+
+
 _ONES = dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, vocab=1, seq=1, norm_eps=1.0)
+"""The sizes of the config of a structure; a head has an even number of dims."""
 
 
 @lru_cache(maxsize=256)

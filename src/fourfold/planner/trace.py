@@ -9,8 +9,8 @@ between them from a dispatch mode, in the host's order:
     all else     memory-bound                                 `ElementwiseOp`: bytes read and written
 
 The second of two steps is recorded: in the first one the overlap engine learns its prefetch order, so the program is
-that of a steady run. Kernels are those of eager code, one per operation, so their bytes are an upper bound of the bytes
-that compiled regions and fused kernels move. Any model on the grid can be run: a reference model by its config, or a
+the one of a steady run. Kernels are the ones of eager code, one per operation, so their bytes are an upper bound of the
+bytes that compiled regions and fused kernels move. Any model on the grid can be run: a reference model by its config, or a
 model that a function builds from layers or with `ff.parallelize`.
 """
 

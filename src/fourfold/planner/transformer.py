@@ -241,7 +241,7 @@ class TransformerProgram:
         else:
             self.engine.take_turns([through(half) for half in self.halves])
 
-    # --- the operators, each of which is a gather or a reduction over one axis; backward runs the conjugate
+    # --- the operators: each one is a gather or a reduction over one axis, and backward runs the conjugate
 
     def _move(
         self, half: LocalSizes, direction: Direction, axis: str, nbytes: int, label: str, **in_backward: Any
@@ -336,7 +336,7 @@ class TransformerProgram:
     def norm(self, label: str, half: LocalSizes, *, last: bool = False, reads_kept: bool = False) -> None:
         """Add up the residual stream and normalise it: read a and delta, write their sum and its norm.
 
-        The gradient of the last norm's input is that of the residual stream; the others' are added to it. With
+        The gradient of the last norm's input begins the gradient of the residual stream; the others are added. With
         `reads_kept` the norm reads the input that a recomputed block keeps anyway, so it keeps only statistics.
         """
         host, layer_norm = self.host, self.config.norm == "layer"
@@ -656,7 +656,7 @@ class TransformerProgram:
                 host.need(hidden)
                 host.free(hidden, "activations")
                 return
-            host.need(2 * hidden)  # the gradients of silu(gate) and of up beside that of their product
+            host.need(2 * hidden)  # the gradients of silu(gate) and of up, while the gradient of their product exists
             host.free(3 * hidden, "activations")
             host.allocate(hidden)
             host.need(2 * hidden)  # the two gradients side by side
