@@ -40,10 +40,10 @@ class ClosedForm:
     """Rows of a (data, z) place in one micro-step."""
     seq: int
     dtype: torch.dtype = torch.float32
-    """Of the parameters."""
+    """The parameters' dtype."""
     rank: int = 0
     half: int = 0
-    """Which half of the rows; the first one's share holds what all halves do together."""
+    """The index of the half of the rows; the first half also has the messages that all halves send together."""
 
     def halves(self) -> list[dict[str, int]]:
         """The rows of each half of a micro-step."""

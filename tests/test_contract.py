@@ -68,8 +68,8 @@ INSIDE = {
         "__init__", "format", "training_state", "load", "save", "hf_weights", "dcp",
     ],
     "planner": [
-        "__init__", "machine", "seconds", "sizes", "program", "transformer", "memory", "trace", "simulate",
-        "calibrate", "price", "estimate", "search", "explain",
+        "__init__", "machine", "sizes", "program", "transformer", "memory", "trace", "price", "calibrate", "estimate",
+        "search", "explain",
     ],
     "watch": ["__init__", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],

@@ -1,4 +1,4 @@
-"""Dry runs at length: whole published models beside the closed form, every program, every peak of memory.
+"""Dry runs at length: whole published models beside their programs, every program, every peak of memory.
 
 GPT-80B on 1,024 ranks and GPT-640B on 16,384 run with every layer; prints the seconds.
 """

@@ -19,16 +19,16 @@ from fourfold.planner.trace import DryRun
 from fourfold.planner.transformer import flops_per_token
 from share import share
 
-# --- against closed forms
+# --- against the program
 
 
 @pytest.mark.parametrize("case", share(CASES, 3), ids=lambda case: f"{case.shape.world} ranks {case.shape}")
-def test_dry_run_equals_closed_form(alone, case: Case) -> None:
+def test_dry_run_equals_the_program(alone, case: Case) -> None:
     assert alone(dry.compare, case) > 10
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
-def test_flops_are_those_of_the_closed_form(alone, recompute: Any) -> None:
+def test_flops_are_those_of_the_program(alone, recompute: Any) -> None:
     """The ranks that share a place's tokens share its products, whose sizes divide here."""
     shape = Shape(4, 2, 8, 3)
     case = Case(shape, ff.Policy(compute_dtype=BF16, recompute=recompute), micro_steps=2, rows=2, seq=512)

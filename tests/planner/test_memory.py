@@ -1,4 +1,4 @@
-"""What a rank holds: its share of the parameters, few gathered units at a time; and what the closed form says of it."""
+"""The memory of a rank: its shards of the parameters, few gathered weights at a time; and the planner's prediction."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_keeping_weights_is_seen_by_the_count(ranks) -> None:
         assert found["kept"] > 5 * found["block"]
 
 
-# --- the closed form beside a dry run of the real code
+# --- the planner's prediction and a dry run of the real code
 
 GPT = ff.models.config("gpt-5b", layers=2)
 DEEP = ff.models.config("gpt-1.4b", layers=3)
@@ -159,7 +159,7 @@ def predicted(case: Case) -> Memory:
 
 
 def compare(case: Case, found: Found) -> None:
-    """The closed form and the dry run."""
+    """Compare the prediction with the dry run."""
     memory = predicted(case)
     kept = kept_for_backward(LocalSizes(case.config, case.shape, case.policy, case.rows, case.seq))
     assert memory.parameters == found.parameters, case
@@ -167,8 +167,8 @@ def compare(case: Case, found: Found) -> None:
     assert memory.total == pytest.approx(found.peak, rel=0.10), (case, memory)
 
 
-def test_closed_form_of_memory_is_that_of_the_dry_run() -> None:
-    """On a part of the sample; soak_dry.py takes all of it."""
+def test_predicted_memory_is_that_of_the_dry_run() -> None:
+    """Check a part of the sample; soak_dry.py checks all of it."""
     some = CASES[::6]
     for case, found in zip(some, dry_peaks(some), strict=True):
         compare(case, found)

@@ -42,7 +42,7 @@ SHAPES = [
     Shape(y=2, data=3),
 ]
 CASES = 7
-"""Of a few hundred; soak_dry.py takes all of them."""
+"""The number of cases, of a few hundred, that run here; soak_dry.py runs all of them."""
 
 
 def cases() -> list[tuple[str, Shape, Policy, int]]:
@@ -91,7 +91,7 @@ def order(work: list[Work]) -> list[tuple[str, object]]:
 
 
 def compare(name: str, shape: Shape, policy: Policy, micro_steps: int) -> None:
-    """The rehearsed program and the dry run."""
+    """Compare the rehearsed program with the dry run."""
     config = MODELS[name]
     dry = dry_run(config, shape, rows=ROWS, seq=SEQ, policy=policy, micro_steps=micro_steps, optimizer=True)
     planned = step_program(LocalSizes(config, shape, policy, ROWS, SEQ), micro_steps=micro_steps)
@@ -104,7 +104,7 @@ def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, in
 
 
 def test_program_launches_the_closed_form() -> None:
-    """On every rank, also those that hold less than rank 0."""
+    """The launches equal the formulas on every rank, also on those that hold less than rank 0."""
     for name, shape, policy, micro_steps in share(cases(), 4):
         for rank in {0, shape.world // 2, shape.world - 1}:
             arguments = MODELS[name], shape, policy, ROWS, SEQ, torch.float32, rank
@@ -115,8 +115,8 @@ def test_program_launches_the_closed_form() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
-def test_program_computes_the_closed_form(recompute: ff.layout.Recompute) -> None:
-    """FLOPs of all ranks together are the hardware FLOPs of the batch."""
+def test_program_computes_the_flops_of_the_batch(recompute: ff.layout.Recompute) -> None:
+    """The FLOPs of all ranks together are the hardware FLOPs of the batch."""
     config, shape = ff.models.config("gpt-5b", layers=2), Shape(x=4, y=2, z=2, data=2)
     policy = Policy(recompute=recompute, compute_dtype=torch.bfloat16)
     flops = step_program(LocalSizes(config, shape, policy, 2, 2048)).flops

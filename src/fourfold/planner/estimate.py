@@ -1,15 +1,15 @@
 """Rough seconds of many candidates at once, to decide which of them are worth a simulation.
 
-A cell is a grid in any rank order, an activation mode and a number of rows. Levers are what is kept and what is done
-again; orders are how ranks walk the axes. What a cell sends and computes is read from the programs of one layer and of
-embedding, head and loss (transformer.py), which are rehearsed once per structure. Then all cells, levers and orders are
-priced together as tensors:
+A cell is a grid in any rank order, an activation mode and a number of rows. A lever says which tensors are kept and
+which work is done twice; an order says in which order ranks go along the axes. The work of a cell is read from the
+programs of two layers and of embedding, head and loss (transformer.py), which are rehearsed once per structure. Then
+all cells, levers and orders are priced together as tensors:
 
     forward   max(compute, messages over x and y, gathers over z, everything that shares the network cards)
     backward  the same, with products that run again and reductions over z
 
-Where halves do not take turns, messages over x and y stand between products instead of beside them. What gradients owe
-over data hides behind the last backward. The simulation has the last word.
+If halves do not take turns, messages over x and y run between products instead of during them. The sums of gradients
+over data are hidden behind the last backward. The simulation (price.py) decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple, cast, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -29,18 +29,22 @@ from fourfold.planner.machine import Machine, Seconds, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
-from fourfold.planner.sizes import Name, SizeReader, Structure, Term
+from fourfold.planner.sizes import SizeMatrix, Structure, Term, structure_of_names
 from fourfold.planner.transformer import ends_program, layers_program
 from fourfold.policy import Policy, Recompute
 
 PARTS = ("forward", "backward", "reread", "regather", "again", "attention")
-"""Parts of a micro-step. Reread is left out where gathered inputs are kept, regather where weights are; again is what
-block recompute runs once more, but for attention's inside, which comes last."""
+"""Parts of a micro-step. `reread` is left out if gathered inputs are kept, `regather` if weights are kept. `again` is
+the work that block recompute runs a second time, except the inside of attention, which is `attention`."""
 FORWARD, BACKWARD, REREAD, REGATHER, AGAIN, ATTENTION = range(len(PARTS))
 HIDDEN_BY_BACKWARD = 0.9
-"""The share of the last backward behind which sums over data can hide: its first gradients come a little later."""
+"""The share of the last backward that can hide sums over data: the first gradients come a little after it begins."""
 NEVER_HIDDEN = 0.02
-"""The share of messages that stays exposed in any case: the first and the last have nothing to run beside."""
+"""The share of messages that is always exposed: nothing runs during the first and the last ones."""
+
+
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""The kinds of recompute; the later in this list, the less memory a step needs."""
 
 
 class Lever(NamedTuple):
@@ -61,6 +65,18 @@ class Lever(NamedTuple):
         """Describe how the two differ in what they compute twice; empty if they do not."""
         return "" if self.recompute == other.recompute else f"recompute={self.recompute} against {other.recompute}"
 
+    def frugal(self) -> Lever:
+        """Return the same recompute with nothing else kept."""
+        return Lever(self.recompute, keep_gathered=False, keep_weights=False)
+
+    def needs_no_less(self, other: Lever) -> bool:
+        """Return whether this lever needs at least the memory of the other one."""
+        return (
+            RECOMPUTE.index(self.recompute) <= RECOMPUTE.index(other.recompute)
+            and self.keep_gathered >= other.keep_gathered
+            and self.keep_weights >= other.keep_weights
+        )
+
     @property
     def parts(self) -> list[int]:
         """The parts that backward consists of."""
@@ -69,39 +85,18 @@ class Lever(NamedTuple):
         return [BACKWARD, *rereads, *([] if self.keep_weights else [REGATHER]), *again]
 
 
-LEVERS = [Lever(*lever) for lever in product(get_args(Recompute), (False, True), (False, True))]
+LEVERS = [Lever(*lever) for lever in product(RECOMPUTE, (False, True), (False, True))]
+FRUGAL = Lever(RECOMPUTE[-1], keep_gathered=False, keep_weights=False)
+"""The lever that needs the least memory."""
 
 
-# --- what a structure sends and computes
-
-
-class _Matrix:
-    """Sums of sizes as rows of a matrix with a column for each name."""
-
-    def __init__(self) -> None:
-        self.columns: dict[Name, int] = {}
-        self._rows: dict[Term, int] = {}
-
-    def row(self, size: int | Term) -> int:
-        """Return the number of the row that holds this size."""
-        return self._rows.setdefault(cast(Term, size), len(self._rows))
-
-    def tensor(self) -> Tensor:
-        rows, columns, values = [], [], []
-        for term, row in self._rows.items():
-            for name, times in term.parts.items():
-                rows.append(row)
-                columns.append(self.columns.setdefault(name, len(self.columns)))
-                values.append(float(times))
-        found = torch.zeros(len(self._rows), len(self.columns), dtype=torch.float64)
-        found[rows, columns] = torch.tensor(values, dtype=torch.float64)
-        return found
+# --- the work of a structure
 
 
 class ProgramWork:
-    """What one program computes and sends: for each piece the part of the micro-step and the rows of its sizes."""
+    """The work of one program: for each piece the part of the micro-step and the rows of its sizes."""
 
-    def __init__(self, program: Program, matrix: _Matrix) -> None:
+    def __init__(self, program: Program, matrix: SizeMatrix) -> None:
         self.products: list[tuple[int, int, int, int]] = []
         """Part, m, k, n."""
         self.aside: list[bool] = []
@@ -111,52 +106,40 @@ class ProgramWork:
         self.kernels: list[tuple[int, int]] = []
         """Part, bytes."""
         self.messages: list[tuple[int, int, int, int]] = []
-        """Part, axis, how often the bytes go around, bytes."""
+        """Part, axis, passes around the ring, bytes."""
         ends = [*(start for start, _ in program.phases[1:]), len(program.work)]
         for (start, name), end in zip(program.phases, ends, strict=True):
             part = PARTS.index(name)
             for item in program.work[start:end]:
                 if isinstance(item, MatmulOp):
-                    self.products.append((part, matrix.row(item.m), matrix.row(item.k), matrix.row(item.n)))
+                    self.products.append((part, matrix.row_of(item.m), matrix.row_of(item.k), matrix.row_of(item.n)))
                     self.aside.append(item.label.startswith("E3"))
                 elif isinstance(item, AttentionOp):
-                    self.attention.append((part, matrix.row(item.flops), matrix.row(item.nbytes)))
+                    self.attention.append((part, matrix.row_of(item.flops), matrix.row_of(item.nbytes)))
                 elif isinstance(item, ElementwiseOp):
-                    self.kernels.append((part, matrix.row(item.nbytes)))
+                    self.kernels.append((part, matrix.row_of(item.nbytes)))
                 elif isinstance(item, LaunchOp) and isinstance(item.record.nbytes, Term):
                     axis, passes = AXES.index(item.record.axis), 2 if item.record.op == "all_reduce" else 1
-                    self.messages.append((part, axis, passes, matrix.row(item.record.nbytes)))
+                    self.messages.append((part, axis, passes, matrix.row_of(item.record.nbytes)))
 
 
 class WorkForm:
-    """What the layers, and embedding, head and loss send and compute, with names in place of sizes."""
+    """The work of the layers, and of embedding, head and loss, with names instead of sizes."""
 
     def __init__(self, structure: Structure) -> None:
-        matrix = _Matrix()
-        self.layers = ProgramWork(layers_program(structure, REHEARSED_LAYERS), matrix)
-        self.ends = ProgramWork(ends_program(structure), matrix)
-        self.sizes = matrix.tensor()
-        """Coefficients of all sizes: [size, name]."""
-        self.values = SizeReader(list(matrix.columns))
-        """Reads the sizes that have these names."""
+        self.sizes = SizeMatrix()
+        self.layers = ProgramWork(layers_program(structure, REHEARSED_LAYERS), self.sizes)
+        self.ends = ProgramWork(ends_program(structure), self.sizes)
 
 
-@lru_cache(maxsize=1024)
-def work_form(structure: Structure) -> WorkForm:
-    """Return what a structure sends and computes; with every part, whatever its levers are."""
-    return _work_form(structure.for_names("block", chunked=False))
-
-
-@lru_cache(maxsize=1024)
-def _work_form(structure: Structure) -> WorkForm:
-    return WorkForm(structure)
+work_form = lru_cache(maxsize=1024)(WorkForm)
 
 
 # --- cells
 
 
 class Cells:
-    """What the micro-steps of many cells send and compute, in leading terms."""
+    """The messages and the computation of a micro-step of many cells."""
 
     def __init__(self, task: Task, candidates: Sequence[Candidate]) -> None:
         self.task, self.candidates = task, candidates
@@ -167,18 +150,19 @@ class Cells:
         self.compute = torch.zeros(number, parts, dtype=torch.float64)
         """Seconds of computation by part: [cell, part]."""
         self.chain = torch.zeros(number, parts, dtype=torch.float64)
-        """Of these, seconds without the products of dw, which no message waits for."""
+        """The same without the products of dw, which no message waits for: [cell, part]."""
         by_form: dict[WorkForm, list[int]] = {}
         for index, sizes in enumerate(self.sizes):
-            by_form.setdefault(work_form(sizes.structure), []).append(index)
+            # block recompute without chunks has every part that any lever may need
+            structure = structure_of_names(sizes.structure, recompute="block", chunked=False)
+            by_form.setdefault(work_form(structure), []).append(index)
         for form, cells in by_form.items():
             self._read(form, cells)
         self._once()
 
     def _read(self, form: WorkForm, cells: list[int]) -> None:
         found = [self.sizes[index] for index in cells]
-        values = torch.tensor([form.values(sizes) for sizes in found], dtype=torch.float64)
-        sizes = form.sizes @ values.T  # [size, cell]
+        sizes = form.sizes.values_of_many(found)  # [size, cell]
         ranks = torch.tensor([[one.shape.sizes[axis] for one in found] for axis in AXES], dtype=torch.float64)
         for work, times in ((form.layers, self.task.config.layers / REHEARSED_LAYERS), (form.ends, 1.0)):
             if work.messages:
@@ -218,7 +202,7 @@ class Cells:
         total[cells] += found.T.view(len(cells), *total.shape[1:])
 
     def _once(self) -> None:
-        """What happens once a step: gradients are summed over data, and the optimizer steps."""
+        """Add the work of a step that is done once: summing gradients over data, and the optimizer step."""
         prices = Seconds(self.task.machine, self.candidates[0].shape)
         shards = torch.tensor([sizes.parameter_nbytes for sizes in self.sizes], dtype=torch.float64)
         data = torch.tensor([sizes.shape.data for sizes in self.sizes], dtype=torch.float64)

@@ -8,8 +8,8 @@ impossible and a constant without a source are refused with the key and the file
 launch + latency of the hops + wire bytes / bandwidth, with one pass for an all-gather or a reduce-scatter, two for an
 all-reduce. An all-reduce may take a tree instead, with 2 log2(ranks) hops and the whole buffer both ways, if that is
 faster. The bandwidth depends on where a group lies: inside a node it is the one measured with all groups active; across
-nodes it is that of the node's network cards, divided by the rings that cross there. What happens when several pieces of
-work run at once is up to the simulator (price.py); `transfer` says what they share.
+nodes it is the bandwidth of the node's network cards, divided by the number of rings that cross there. What happens
+when several pieces of work run at once is up to the simulation (price.py); `transfer` says what they share.
 
 Invariant: `parse_machine(to_toml(machine)) == machine`.
 """
@@ -54,6 +54,7 @@ PEAK_FLOPS = {
 """Dense bf16 FLOP/s by torch's name of the device, from the vendors' data sheets."""
 
 ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+"""Bytes of one element by the name of its dtype."""
 
 
 UNCERTAIN_SOURCES = ("estimate", "fitted")
@@ -118,7 +119,7 @@ class Machine:
     inside: Mapping[tuple[int, int], LinkSpeed]
     """Links inside a node by (stride, size) of the group, which has the ranks base, base + stride, ..."""
     between: LinkSpeed | None
-    """The link across nodes: its bandwidth is that of all network cards of a node. None if there is only one node."""
+    """The link across nodes: its bandwidth is the sum of a node's network cards. None if there is only one node."""
     measured: tuple[Timed, ...] = ()
     """Measured products; shapes near them follow these times rather than `gemm` and `gemm_half`."""
     sources: Mapping[str, str] = field(default_factory=dict, kw_only=True)
@@ -178,6 +179,7 @@ class _Bounds:
     what: str
     low: float = 0.0
     low_itself: bool = False
+    """Whether the value may be `low` itself."""
     high: float = math.inf
     whole: bool = False
 
@@ -199,18 +201,21 @@ class _Bounds:
 CONSTANTS = {
     "devices_per_node": _Bounds("the devices of a node", 1, True, whole=True),
     "memory": _Bounds("bytes of a device", whole=True),
-    "reserve": _Bounds("bytes of a device that tensors cannot have", 0, True, whole=True),
+    "reserve": _Bounds("bytes of a device that tensors cannot use", 0, True, whole=True),
     "gemm_half": _Bounds("the smallest dim of a product that reaches half of its FLOP/s", 0, True),
     "attention": _Bounds("the fraction of gemm that attention reaches", 0, high=1),
-    "memory_bandwidth": _Bounds("bytes a second of elementwise kernels"),
+    "memory_bandwidth": _Bounds("bytes per second of elementwise kernels"),
     "overhead": _Bounds("seconds that a kernel takes at least", 0, True),
     "launch": _Bounds("seconds before a collective moves its first byte", 0, True),
     "contention": _Bounds("the factor by which products slow down beside a collective", 1, True),
     "turn": _Bounds("seconds that a collective waits while the device computes", 0, True),
 }
+"""The constants of a machine file that are single numbers."""
 FLOPS = _Bounds("FLOP/s")
-LINK = {"bandwidth": _Bounds("bytes a second of a ring"), "latency": _Bounds("seconds a hop", 0, True)}
+LINK = {"bandwidth": _Bounds("bytes per second of a ring"), "latency": _Bounds("seconds per hop", 0, True)}
+"""The constants of a link."""
 TEXTS = ("name", "about", "device")
+"""The keys without a source."""
 REQUIRED = [*TEXTS, *CONSTANTS, "peak", "gemm"]
 KEYS = [*REQUIRED, "between", "inside", "measured"]
 

@@ -1,30 +1,27 @@
 """Peak bytes of one rank in a training step, by kind: a reading of the program's allocations and frees.
 
 All layers are equal, so two short programs are read: two layers alone, and embedding, head and loss alone. Live bytes
-are followed through both, and the rest is added: what the other layers keep, their gradients, and the weights and
-gradients in flight, of which the prefetcher and the deferred reductions hold as many as their bound allows. The peak is
-the largest moment of: the head's product, the loss, a layer's backward (of the last layer, when all activations are
-there; of the first, when all gradients are; of the one at which reductions in flight have filled up), the embedding's
-backward, the optimizer step.
+are followed through both. Then the bytes of the other layers are added: their activations, their gradients, and the
+weights and gradients in flight, as many as the bounds of the prefetcher and of the deferred reductions allow.
+The peak is the largest of these moments: the head's product; the loss; the backward of the last layer, when all
+activations exist; of the first layer, when all gradients exist; of the layer at which the reductions in flight reach
+their bound; the embedding's backward; the optimizer step.
 
-Bytes are those that torch's allocator hands out. Contexts, communicators and libraries' workspaces come on top.
+Bytes are those that torch's allocator hands out. Contexts, communicators and workspaces inside kernels are not counted.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import ceil
 from typing import Literal, NamedTuple, cast, get_args
 
-import torch
-
 from fourfold.gradients import REPLICA
 from fourfold.layout import GATHERED
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
-from fourfold.planner.sizes import LocalSizes, Name, SizeReader, Structure, Term
+from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_names
 from fourfold.planner.transformer import ends_program, layers_program
 
 PeakMoment = Literal["head", "loss", "backward", "embedding", "optimizer"]
@@ -47,10 +44,10 @@ class Memory:
     weights_in_flight: int
     """Gathered weights in use, ahead of use or kept; gradients of weights that are made and reduced."""
     activations: int
-    """What forward keeps for backward, logits apart."""
+    """Tensors that forward keeps for backward, except logits."""
     logits: int
     workspace: int
-    """What comes and goes: gradients of activations, gathered inputs, copies in a wider dtype."""
+    """Short-lived tensors: gradients of activations, gathered inputs, copies in a wider dtype."""
     at: PeakMoment
 
     @property
@@ -66,7 +63,7 @@ class Memory:
 def peak_memory(
     sizes: LocalSizes, *, micro_steps: int = 1, optimizer_bytes_per_parameter: float = ADAM_NBYTES
 ) -> Memory:
-    """Return one rank's peak in a step that is not the first, so that the optimizer's state is there."""
+    """Return one rank's peak in a step after the first, so that the optimizer's state exists."""
     return MemoryReading(sizes, micro_steps, optimizer_bytes_per_parameter).memory()
 
 
@@ -76,18 +73,18 @@ def kept_for_backward(sizes: LocalSizes) -> int:
     return sum(reading.ends.kept) + reading.kept_by_layers
 
 
-# --- live bytes through a program, with names in place of sizes
+# --- live bytes through a program, with names instead of sizes
 
 
 class PossiblePeak(NamedTuple):
-    """Moments of a program, one of which may be its peak: they differ in nothing but what else lives."""
+    """Moments of a program that may be its peak; they differ only in the bytes other than complete gradients."""
 
     part: str
     """The part of the model that runs."""
     after: tuple[int, int]
-    """How many gathers of weights and how many reductions of their gradients were launched before."""
+    """The number of gathers of weights, and of reductions of their gradients, that were launched before."""
     complete: int
-    """The row of gradients that are complete."""
+    """The row of the complete gradients."""
     others: list[int]
     """The row of all other live bytes, for each moment."""
     kinds: list[list[int]]
@@ -95,16 +92,13 @@ class PossiblePeak(NamedTuple):
 
 
 class LiveBytes:
-    """What lives at each moment of a program that may be its peak, and which messages went before.
+    """The live bytes at each moment of a program that may be its peak, and the messages before each moment.
 
-    Sizes have names. A sum of sizes is a row of a matrix with a column for each name, so that one product with a
-    candidate's numbers gives all bytes.
+    Sizes have names, and every sum of sizes is a row of a `SizeMatrix`.
     """
 
     def __init__(self, program: Program, structure: Structure) -> None:
-        """Moments are those from the first one of the program on."""
-        self._columns: dict[Name, int] = {}
-        self._rows: dict[tuple[tuple[int, int], ...], int] = {}
+        self._matrix = SizeMatrix()
         self._now: list[dict[int, int]] = [{} for _ in KINDS]
         self._others: dict[int, int] = {}
         self._recent: list[dict[int, int]] = []
@@ -114,18 +108,20 @@ class LiveBytes:
         self.reductions: list[int] = []
         """The row of every reduction of weights' gradients, in order."""
         self.kept: list[int] = []
-        """The rows of what is left at the end of forward, by kind."""
+        """The rows of the tensors that exist at the end of forward, by kind."""
         backward = next(place for place, phase in program.phases if phase == "backward")
         marks = iter([*program.moments, (len(program.work), "")])
         part, (next_place, next_part) = "", next(marks)
         grows = False
         for place, item in enumerate(program.work):
             if place == backward:
-                self.kept = [self._row(live) for live in self._now]
+                self.kept = [self._matrix.row(live) for live in self._now]
             while place >= next_place:
                 part, (next_place, next_part) = next_part, next(marks)
             if isinstance(item, AllocOp | FreeOp):
-                if part and grows and isinstance(item, FreeOp):  # of allocations in a row only the last can be a peak
+                if (
+                    part and grows and isinstance(item, FreeOp)
+                ):  # of consecutive allocations only the last can be a peak
                     self._add(part)
                 grows = isinstance(item, AllocOp)
                 self._change(item.nbytes, item.kind, 1 if grows else -1)
@@ -137,37 +133,24 @@ class LiveBytes:
                     self._add(part)
                     grows = False
                 sent = self.gathers if item.record.op == "all_gather" else self.reductions
-                sent.append(self._row({self._column(name): times for name, times in size.parts.items()}))
+                sent.append(self._matrix.row_of(size))
         self._add(part)
-        self.left = self._row(self._now[KINDS.index("activations")])
+        self.left = self._matrix.row(self._now[KINDS.index("activations")])
         """The row of activations that are not freed with the layers: token ids and tables of rotary positions."""
-        self._read = SizeReader(list(self._columns))
-        places = [(row, column, times) for parts, row in self._rows.items() for column, times in parts]
-        rows, columns, times = zip(*places, strict=True)
-        self._matrix = torch.zeros(len(self._rows), len(self._columns), dtype=torch.float64)  # exact up to 2^53 bytes
-        self._matrix[list(rows), list(columns)] = torch.tensor(times, dtype=torch.float64)
-
-    def _column(self, name: Name) -> int:
-        return self._columns.setdefault(name, len(self._columns))
-
-    def _row(self, live: Mapping[int, int]) -> int:
-        """Return the row of this sum."""
-        parts = tuple((column, times) for column, times in live.items() if times)
-        return self._rows.setdefault(parts, len(self._rows))
 
     def _change(self, size: Term | int, kind: MemoryKind, sign: int) -> None:
         if isinstance(size, Term):
-            columns, lives = self._columns, [self._now[KINDS.index(kind)]]
+            lives = [self._now[KINDS.index(kind)]]
             if kind != "gradients":
                 lives.append(self._others)
             for name, times in size.parts.items():
-                column = columns.setdefault(name, len(columns))
+                column = self._matrix.column(name)
                 for live in lives:
                     live[column] = live.get(column, 0) + sign * times
 
     def _add(self, part: str) -> None:
-        """Add a moment, unless one that differs in nothing else needs at least as much of every size."""
-        key = part, (len(self.gathers), len(self.reductions)), self._row(self._now[GRADIENTS])
+        """Add a moment, unless one with the same key needs at least as much of every size."""
+        key = part, (len(self.gathers), len(self.reductions)), self._matrix.row(self._now[GRADIENTS])
         if not self.moments or self.moments[-1][:3] != key:
             self.moments.append(PossiblePeak(*key, [], []))
             self._recent = []
@@ -179,17 +162,16 @@ class LiveBytes:
             last.others.pop()
             last.kinds.pop()
         self._recent.append(dict(self._others))
-        last.others.append(self._row(self._others))
-        last.kinds.append([self._row(live) for live in self._now])
+        last.others.append(self._matrix.row(self._others))
+        last.kinds.append([self._matrix.row(live) for live in self._now])
 
     def values(self, sizes: LocalSizes) -> list[int]:
         """Return the bytes of every row for a candidate."""
-        numbers = torch.frombuffer(array("d", self._read(sizes)), dtype=torch.float64)
-        return (self._matrix @ numbers).long().tolist()
+        return self._matrix.values(sizes).long().tolist()
 
 
 def _covers(one: dict[int, int], other: dict[int, int]) -> bool:
-    """Say whether the one needs at least as much of every size as the other."""
+    """Return whether the one needs at least as much of every size as the other."""
     return all(one.get(column, 0) >= times for column, times in other.items()) and all(
         times >= 0 for column, times in one.items() if column not in other
     )
@@ -198,22 +180,12 @@ def _covers(one: dict[int, int], other: dict[int, int]) -> bool:
 @lru_cache(maxsize=4096)
 def live_layers(structure: Structure) -> LiveBytes:
     """Return the live bytes of layers alone."""
-    return _live_layers(structure.for_names(chunked=False))
+    return LiveBytes(layers_program(structure, REHEARSED_LAYERS), structure)
 
 
 @lru_cache(maxsize=4096)
 def live_ends(structure: Structure) -> LiveBytes:
     """Return the live bytes of embedding, head and loss alone."""
-    return _live_ends(structure.for_names("none"))
-
-
-@lru_cache(maxsize=4096)
-def _live_layers(structure: Structure) -> LiveBytes:
-    return LiveBytes(layers_program(structure, REHEARSED_LAYERS), structure)
-
-
-@lru_cache(maxsize=4096)
-def _live_ends(structure: Structure) -> LiveBytes:
     return LiveBytes(ends_program(structure), structure)
 
 
@@ -221,9 +193,9 @@ def _live_ends(structure: Structure) -> LiveBytes:
 
 
 def bytes_in_flight(first: Sequence[int], cycle: Sequence[int], cycles: int, last: int, bound: int) -> int:
-    """Return the bytes of the messages in flight: as many as fit into the bound in their order, but always the first.
+    """Return the bytes of the messages in flight: as many as fit into the bound in their order, but at least one.
 
-    The messages are `first`, then those of the `cycle` so many times, then the `last`.
+    The messages are `first`, then the `cycle` repeated `cycles` times, then `last`.
     """
     total = 0
     for nbytes in first:
@@ -250,19 +222,19 @@ class _Part:
 
     def __init__(self, live: LiveBytes, sizes: LocalSizes) -> None:
         self.moments, self.bytes_of = live.moments, live.values(sizes)
-        """Moments that may be the peak, and the bytes of each row."""
+        """The moments that may be the peak, and the bytes of each row."""
         self.gathers = [self.bytes_of[row] for row in live.gathers]
         self.reductions = [self.bytes_of[row] for row in live.reductions]
         self.kept = [self.bytes_of[row] for row in live.kept]
         self.left = self.bytes_of[live.left]
         self.gathering: dict[int, dict[int, int]] = {}
-        """Bytes gathered ahead, by how many layers follow and how many gathers went before."""
+        """Bytes gathered ahead, by the number of layers that follow and the number of gathers before."""
         self.reducing: dict[tuple[int, int], dict[int, int]] = {}
         """Bytes of reductions in flight, by the first moment, the layers before it and the reductions since."""
 
     @cached_property
     def live(self) -> list[tuple[int, int, int, int]]:
-        """For each moment the gathers and reductions before it, the bytes of complete gradients and of all else."""
+        """For each moment: gathers and reductions before it, bytes of complete gradients, all other bytes."""
         nbytes = self.bytes_of
         return [
             (*moment.after, nbytes[moment.complete], max([nbytes[row] for row in moment.others]))
@@ -283,9 +255,9 @@ class _Peak(NamedTuple):
     in_flight: int = 0
     gradients: int = 0
     layers: int = 0
-    """How many further layers keep what they need for backward."""
+    """The number of further layers that keep tensors for backward."""
     before: int = 0
-    """Bytes of activations that are kept from before the layers."""
+    """Bytes of activations that exist from before the layers until backward is done."""
 
 
 class MemoryReading:
@@ -293,10 +265,10 @@ class MemoryReading:
 
     def __init__(self, sizes: LocalSizes, micro_steps: int = 1, optimizer_nbytes: float = ADAM_NBYTES) -> None:
         self.sizes, self.layers = sizes, sizes.config.layers
-        self.block = _Part(live_layers(sizes.structure), sizes)
+        self.block = _Part(live_layers(structure_of_names(sizes.structure, chunked=False)), sizes)
         self.parameters, item = sizes.parameter_nbytes, sizes.dtype.itemsize
         self.least_gradients = self.parameters if micro_steps > 1 else 0
-        """Bytes of gradients that are there from the first micro-step on."""
+        """Bytes of gradients that exist from the first micro-step on."""
         self.replicas = sizes.shape.sizes[REPLICA] if sizes.policy.shard_optimizer else 1
         self.optimizer = ceil(sizes.parameters / self.replicas * optimizer_nbytes)
         self.layer_gradients = sizes.layer_shard * item
@@ -306,12 +278,12 @@ class MemoryReading:
 
     @property
     def least(self) -> int:
-        """Bytes that the candidate needs in any case; they are found more quickly than its peak."""
+        """A lower bound of the candidate's bytes, which is found more quickly than its peak."""
         return self.kept_by_layers + self.parameters + self.optimizer
 
     @cached_property
     def ends(self) -> _Part:
-        return _Part(live_ends(self.sizes.structure), self.sizes)
+        return _Part(live_ends(structure_of_names(self.sizes.structure, recompute="none")), self.sizes)
 
     def _peak(self) -> _Peak:
         """Find the largest moment of the step."""
@@ -319,10 +291,10 @@ class MemoryReading:
         self.first, embedding = block.begin("first layer"), ends.begin("embedding")
         gathered, reduced = block.moments[self.first].after
         self.cycle, self.reduced = block.gathers[gathered:], block.reductions[reduced:][::-1]
-        """Bytes of the gathers of one layer's backward in order, and of its reductions, the latest first."""
+        """The bytes of the gathers of one layer's backward in order, and of its reductions, the latest first."""
         overlap, travels = sizes.policy.overlap, sizes.structure.gathers_weights
         self.ahead = self.behind = 0
-        """Bytes that may be gathered ahead, and that may be in flight behind."""
+        """The bytes that may be gathered ahead, and those of reductions that may be in flight."""
         if travels and overlap.prefetch:
             self.ahead = overlap.most_in_flight(max(*ends.gathers, *block.gathers))
         if travels and overlap.defer:
@@ -358,12 +330,12 @@ class MemoryReading:
         )
 
     def _depths(self) -> set[int]:
-        """Return how many layers are done at the moments that may hold most."""
+        """Return the numbers of layers done at the moments that may hold the most bytes."""
         last = self.layers - 1
         return {0, min(ceil(self.behind / max(1, sum(self.reduced))), last), last}
 
     def _at_layer(self, done: int) -> _Peak:
-        """Find the largest moment of a layer's backward with so many layers done."""
+        """Find the largest moment of a layer's backward when `done` layers are done."""
         below, last = self.layers - 1 - done, self.ends.reductions[0] if self.ends.reductions else 0
         gradients = self.head_gradients + (done - 1) * self.layer_gradients
         return self._largest(
@@ -373,7 +345,7 @@ class MemoryReading:
 
     @cached_property
     def _before_layers(self) -> int:
-        """Bytes that stay until backward reaches the embedding again: ids, tables of rotary positions, masks."""
+        """Bytes that exist until backward reaches the embedding: ids, tables of rotary positions, dropout masks."""
         return self.ends.left + sum(half.mask_nbytes for half in self.sizes.halves)
 
     def _largest(
@@ -382,13 +354,13 @@ class MemoryReading:
     ) -> _Peak:  # fmt: skip
         """Find the largest moment from `begin` to `end`.
 
-        Elsewhere so many `layers` keep their activations, `before` bytes are kept too, and so many bytes of `gradients`
-        are complete. Weights are gathered ahead for the rest of this program, then for the layers `below`; reductions
-        are in flight from this program, then from layers `above`, then the `last`.
+        Outside of this program, `layers` layers and `before` bytes are kept, and `gradients` bytes are complete.
+        Weights are gathered ahead for the rest of this program, then for the layers `below`. Reductions in flight are
+        those of this program, then of the layers `above`, then the `last` one.
         """
         found, sent = (-1, 0, 0, 0), of.moments[begin].after[1]
         replicas, least = self.replicas, self.least_gradients
-        # so many layers fill what may be in flight; further ones change nothing
+        # this many layers reach the bound of bytes in flight; further ones change nothing
         below = min(below, self.ahead // max(1, sum(self.cycle)) + 1)
         above = min(above, self.behind // max(1, sum(self.reduced)) + 1)
         gathering = of.gathering.setdefault(below if ahead else -1, {})
@@ -401,7 +373,7 @@ class MemoryReading:
                 reducing[reduced] = bytes_in_flight(here, self.reduced, above, last, self.behind) if self.behind else 0
             in_flight = gathering[gathered] + reducing[reduced]
             complete += gradients
-            if replicas > 1:  # this replica's rows of the sums lie beside whole gradients until backward ends
+            if replicas > 1:  # this replica's rows of the sums exist beside whole gradients until backward ends
                 complete += complete // replicas
             if complete < least:
                 complete = least
@@ -416,9 +388,9 @@ class MemoryReading:
         if not self.ahead:
             return 0
         found = bytes_in_flight(following, self.cycle, below, 0, self.ahead)
-        # the cast shard is held until the gather has been waited for
+        # the cast shard, from which the message is sent, exists until the gather has been waited for
         return found + (found // self.sizes.shape.sizes[GATHERED] if self.sizes.structure.casts else 0)
 
 
 PARTS = {"first layer": "backward", "": "head"}
-"""What the moments of a rehearsal are called where they set the peak; before the head nothing does."""
+"""The names of a rehearsal's moments in `Memory.at`, where they differ."""

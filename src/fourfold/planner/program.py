@@ -1,16 +1,16 @@
-"""Programs: what one rank's host gives its device to do in a step, in order; and the rehearsal that writes them.
+"""Programs: the work that one rank's host gives its device in a step, in order; and the rehearsal that writes them.
 
 Every figure of the planner is a reading of a program: the messages are its launches, the FLOPs its products, the memory
-its allocations and frees (memory.py), the seconds what the simulator makes of it (simulate.py). Programs come from the
-rehearsal of a reference model (transformer.py), or from a dry run of real code (trace.py).
+its allocations and frees (memory.py), the seconds come from its simulation (price.py). A program comes from the
+rehearsal of a reference model (transformer.py) or from a dry run of real code (trace.py).
 
-A rehearsal drives the runtime's own overlap engine with names and sizes instead of tensors. `Rehearsal` offers what
-layers are made of (operators that move activations, weights that are gathered and reduced, products and their backward)
-and writes down what the host does. Launches and waits come in the runtime's order because the same engine decides about
+A rehearsal drives the runtime's own overlap engine with names and sizes instead of tensors. `Rehearsal` offers the
+parts of layers (operators that move activations, weights that are gathered and reduced, products and their backward)
+and writes down the host's work. Launches and waits come in the runtime's order because the same engine decides about
 them. The law: launches, waits and products equal those of a dry run of the real code.
 
-With `memory=True` a rehearsal also writes down what is allocated and freed, as on a GPU: norms and attention are single
-kernels there, and the copy that is sent of a tensor counts while it is sent.
+With `memory=True` a rehearsal also writes down allocations and frees, as on a GPU: norms and attention are single
+kernels there, and the copy of a tensor that is sent counts while it is sent.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fourfold.layout import GATHERED
 from fourfold.ledger import Collective, Op
 from fourfold.planner.sizes import LocalSizes, part
 
-# --- the words
+# --- the operations of a program
 
 MemoryKind = Literal["activations", "logits", "workspace", "weights", "gradients"]
-"""What memory holds: activations and logits that forward keeps for backward; workspace for tensors that come and go;
-weights that are gathered or cast, and gradients of weights before they are reduced; gradients that are complete."""
+"""The use of memory: activations and logits that forward keeps for backward; workspace for short-lived tensors; weights
+that are gathered or cast, and their gradients before they are reduced; complete gradients."""
 
 
 class LaunchOp(NamedTuple):
-    """A collective starts on a communicator of its axis, once the device has done what came before."""
+    """A collective that starts on a communicator of its axis once the device has done the work before it."""
 
     flight: int
     record: Collective
     lane: str
-    """The communicator: collectives of one lane travel one after another."""
+    """The communicator; collectives of one lane run one after another."""
 
 
 class WaitOp(NamedTuple):
-    """The device waits for the result of a collective that was launched before."""
+    """A wait of the device for the result of a collective that was launched before."""
 
     flight: int
 
@@ -65,7 +65,7 @@ class MatmulOp(NamedTuple):
 
 
 class AttentionOp(NamedTuple):
-    """Scores and their use in one kernel. A causal mask halves its FLOPs."""
+    """One attention kernel: scores and their product with the values. A causal mask halves its FLOPs."""
 
     label: str
     flops: int
@@ -73,21 +73,21 @@ class AttentionOp(NamedTuple):
 
 
 class ElementwiseOp(NamedTuple):
-    """A kernel that is bound by memory: the bytes that it reads and writes."""
+    """A memory-bound kernel, with the bytes that it reads and writes."""
 
     label: str
     nbytes: int
 
 
 class AllocOp(NamedTuple):
-    """Memory that is taken here, where a rehearsal writes memory down."""
+    """An allocation, in a rehearsal that writes memory down."""
 
     nbytes: int
     kind: MemoryKind
 
 
 class FreeOp(NamedTuple):
-    """Memory that is given back here."""
+    """A free, in a rehearsal that writes memory down."""
 
     nbytes: int
     kind: MemoryKind
@@ -105,7 +105,7 @@ class Program:
     work: list[Work]
     phases: list[tuple[int, str]]
     moments: list[tuple[int, str]] = field(default_factory=list)
-    """Where parts of the model begin that may set the peak of memory, in a program that has memory."""
+    """The places at which parts of the model begin that may set the memory peak, in a program with memory."""
 
     @property
     def records(self) -> list[Collective]:
@@ -114,7 +114,7 @@ class Program:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of products and attention, those that recompute runs again included."""
+        """The FLOPs of products and attention, including those that run twice."""
         return sum(item.flops for item in self.work if isinstance(item, MatmulOp | AttentionOp))
 
 
@@ -122,12 +122,12 @@ class Program:
 
 T = TypeVar("T")
 PRODUCT = "product"
-"""The kind of a gather for a product, which may keep what was gathered."""
+"""The kind of a gather for a product, which may keep the gathered weights."""
 Records = Callable[[], Iterable[Collective]]
 
 
 class PlannedWait:
-    """Collectives that were launched together and are waited for together; none where nothing travels."""
+    """Collectives that were launched together and are waited for together; none if nothing is sent."""
 
     __slots__ = ("_flights", "_work")
 
@@ -145,14 +145,14 @@ class WeightGroup(NamedTuple):
     label: str
     names: tuple[str, ...]
     again: bool = False
-    """They are gathered once more for backward, unless they were kept."""
+    """Whether this is the second gather, for backward, which is left out if the weights were kept."""
 
 
 class BackwardBytes(NamedTuple):
-    """The tensors around a product's backward, in bytes."""
+    """Bytes of the tensors around a product's backward."""
 
     dout: int = 0
-    """The gradient of the output, where it is a tensor of its own; the product of dw is the last to read it."""
+    """The gradient of the output, if it is a tensor of its own; the product of dw reads it last."""
     da: int = 0
     """The gradient of the input."""
     kept: int = 0
@@ -160,13 +160,14 @@ class BackwardBytes(NamedTuple):
     reread: int = 0
     """The input that is gathered again for dw."""
     joins: int = 0
-    """Copies that are made of it while it is put together."""
+    """Copies that are made while the input is put together from its parts."""
     dout_kind: MemoryKind = "workspace"
 
 
 @dataclass(slots=True)
 class _Node:
-    """The backward of one step of forward. If it `reads` what forward kept, a recompute must come before it."""
+    """The backward of one operation of forward. If it `reads` tensors that forward kept, a recomputed forward must have
+    run before it."""
 
     run: Callable[[], None]
     reads: bool
@@ -190,22 +191,22 @@ class Rehearsal:
         self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
         self._gatherings: dict[Hashable, WeightGather[None]] = {}
         self.silent = False
-        """Nothing is written down: the engine only records in which order weights are used."""
+        """Whether nothing is written down: the engine only records in which order weights are used."""
         self._forgetting = False
-        """A forward pass runs of which nothing is kept, because it will be run again."""
+        """Whether a forward pass runs that keeps nothing, because it will be run again."""
         self._tape: list[_Node] = []
         self._backward = False
         self._flights = 0
         # a rehearsal of memory has names in place of sizes, and buckets are filled by size
         self.gradients = None if memory else GradientMessages(self)
 
-    # --- what the host does
+    # --- the host's work
 
     def enter_phase(self, name: str) -> None:
         self.phases.append((len(self.work), name))
 
     def enter_part(self, name: str) -> None:
-        """Begin a phase in a rehearsal of memory, which tells apart what is left out where more is kept."""
+        """Begin a phase in a rehearsal of memory, which tells apart the work that is left out if more is kept."""
         if self.memory:
             self.enter_phase(name)
 
@@ -253,7 +254,7 @@ class Rehearsal:
         self._tape.append(_Node(run, reads))
 
     def run_backward(self, *, accumulating: bool = False) -> None:
-        """Run what forward left for backward, the latest first as autograd does, then finish what is in flight."""
+        """Run the backward of all operations, the latest first as autograd does, then finish what is in flight."""
         self._backward = True
         if self.gradients is not None:
             self.gradients.begin(accumulating=accumulating)
@@ -264,8 +265,8 @@ class Rehearsal:
         if self.gradients is not None:
             self.gradients.finish()
 
-    def recompute(self, function: Callable[[], T]) -> T:
-        """Run it now, and again before the first part of its backward that reads something."""
+    def run_twice(self, function: Callable[[], T]) -> T:
+        """Run a function now, and again before the first part of its backward that reads a kept tensor."""
         first, turn = len(self._tape), self.engine.turn
         before, self._forgetting = self._forgetting, True
         result = function()
@@ -294,24 +295,24 @@ class Rehearsal:
         self, axis: str, there: Records, back: Records, *, arrives: int = 0, sends: int = 0, joins: int = 0,
         leaves: int = 0, kind: MemoryKind = "workspace",
     ) -> AsyncMove | NoMove:  # fmt: skip
-        """Launch an operator that moves an activation over an axis, and put its partner into backward.
+        """Launch an operator that moves an activation over an axis, and put its conjugate into backward.
 
-        The sizes are those of backward in bytes: what arrives, the copy that is sent, copies that are made to join
-        what has arrived, and what is then no longer needed.
+        The sizes are bytes of tensors in backward: the one that `arrives`, the copy that it `sends`, the copies that it
+        `joins` after arrival, and the tensors that it `leaves` because nothing reads them any more.
         """
-        if not self.structure.uses(axis):
+        if axis not in self.structure.used_axes:
             return NO_MOVE
         return AsyncMove(self, there, back, (arrives, sends, joins, leaves), kind)
 
     # --- weights
 
     def using(self, weights: WeightGroup, kind: str, turns: int, *, keep: bool = False) -> AbstractContextManager[None]:
-        """Have weights in compute layout and dtype, for one of so many halves."""
+        """Have weights in compute layout and dtype, for one of `turns` halves."""
         sizes, key = self.sizes, (kind, weights.label, weights.names)
         gathering = self._gatherings.get(key)
         if gathering is None:
             travels, item = self.structure.gathers_weights, self.structure.compute_itemsize
-            # a rehearsal of memory gathers nothing ahead, so the engine compares no bytes
+            # a rehearsal of memory gathers nothing ahead, so the engine compares no bytes: any number but 0 will do
             nbytes = 1 if self.memory else sizes.elements(weights.names) * item
             gathering = self._gatherings[key] = WeightGather(
                 key=key,
@@ -338,7 +339,7 @@ class Rehearsal:
         return gathering
 
     def _release(self, weights: WeightGroup, *, kept: bool) -> tuple[()]:
-        """Free gathered or cast weights; with `kept`, unless a product keeps them until backward."""
+        """Free gathered or cast weights, except those that a product keeps until backward if `kept` is set."""
         if self.memory and self.structure.copies_weights:
             sizes, names = self.sizes, weights.names
             elements = sizes.elements_again(names) if weights.again else sizes.elements(names)
@@ -346,10 +347,15 @@ class Rehearsal:
             self.free(released * self.structure.compute_itemsize, "weights")
         return ()
 
-    def add_gradients(self, key: str, weights: WeightGroup, turns: int, *, in_place: bool = True) -> None:
-        """One of so many halves has given its part; the last one's call reduces the sum over z.
+    def expect_gradients(self, weights: WeightGroup) -> None:
+        """Announce gradients in forward: one deposit for all halves, none for a forward pass that runs again."""
+        if self.gradients is not None and self.engine.turn.index == 0 and not self.engine.recomputing:
+            self.gradients.expect(weights.names)
 
-        With `in_place` a half adds to what the halves before have given; otherwise it makes a tensor first.
+    def add_gradients(self, key: str, weights: WeightGroup, turns: int, *, in_place: bool = True) -> None:
+        """Add the gradient of one of `turns` halves; the call of the last half reduces the sum over z.
+
+        With `in_place` a half adds to the sum of the halves before; otherwise it makes a tensor first.
         """
         sizes, made = self.sizes, 0
         first = self.engine.sums.begun((key, weights.names)) is None
@@ -381,9 +387,10 @@ class Rehearsal:
     def product(
         self, weights: WeightGroup, m: int, k: int, p: int, reread: Records, tensors: BackwardBytes = BackwardBytes()
     ) -> None:
-        """E1 with p columns; in backward E2 and, once something is in flight, E3. `reread` gathers the input again."""
+        """Compute E1 with p columns; in backward E2 and, behind a message, E3. `reread` gathers the input again."""
         turn, label, kept = self.engine.turn, weights.label, self.structure.keeps_weights
         self.allocate(tensors.kept, "activations")
+        self.expect_gradients(weights)
         with self.using(weights, PRODUCT, turn.of, keep=kept):
             self.compute(MatmulOp(f"E1 {label}", m, k, p))
 
@@ -414,9 +421,9 @@ class Rehearsal:
                 self.enter_part("backward")
                 self.allocate(tensors.da)
                 self.compute(MatmulOp(f"E2 {label}", m, p, k))
-                # inside, because the runtime lets the weights go when backward of the product returns
+                # inside the block, because the runtime holds the weights until backward of the product returns
                 self.engine.wgrad_queue.add(lambda: gradients(reading))
-            if self.memory and turn.index == 0:  # its backward is the last to read what all halves keep
+            if self.memory and turn.index == 0:  # backward runs the first half last; it frees what all halves kept
                 self.free(self.sizes.kept_elements(weights.names) * self.structure.compute_itemsize, "weights")
 
         self.on_backward(backward)
@@ -428,7 +435,7 @@ def _one_after_the_other(*functions: Callable[[], None]) -> None:
 
 
 class NoMove:
-    """An activation that does not travel, because its axis has one rank."""
+    """An activation that is not sent, because its axis has one rank."""
 
     travels = False
 
@@ -440,8 +447,7 @@ NO_MOVE = NoMove()
 
 
 class AsyncMove:
-    """An activation on its way through an operator. Backward launches where forward landed, and lands where forward
-    launched."""
+    """An activation in flight. Backward launches where forward landed and lands where forward launched."""
 
     travels = True
 
@@ -464,42 +470,44 @@ class AsyncMove:
 
     def _land_back(self) -> None:
         _, _, joins, leaves = self._nbytes
-        self._host.engine.wgrad_queue.run_one()  # a product runs while the activation is on its way
+        self._host.engine.wgrad_queue.run_one()  # this product runs while the activation is in flight
         self._moving.wait()
         self._host.free(leaves, self._kind)
         self._host.need(joins, self._kind)
 
 
 class GradientMessages:
-    """The sums that gradients owe beyond z, in buckets as backward completes them; and parameters that a sharded
-    optimizer has stepped, which are gathered from the other replicas."""
+    """The sums that gradients owe beyond z, and the parameters that a sharded optimizer gathers from other replicas.
+
+    As in the runtime (`gradients.ForwardPass`), every use of a parameter in forward announces a gradient, and a bucket
+    is launched when no gradient of its parameters is to come.
+    """
 
     def __init__(self, host: Rehearsal) -> None:
         self.host, self.sizes = host, host.sizes
         self.buckets = host.sizes.buckets()
         self._expected: Counter[str] = Counter()
-        self._deposits: Counter[str] = Counter()
         self._accumulating = False
         self._sums: list[tuple[Bucket, Iterator[str], PlannedWait]] = []
         self._todo: list[Bucket] = []
         self._arriving: dict[str, PlannedWait] = {}
 
     def begin(self, *, accumulating: bool) -> None:
-        self._deposits.clear()
         self._accumulating = accumulating
         self._todo = self.buckets[::-1]
 
-    def deposit(self, names: Sequence[str]) -> None:
-        """Count gradients that are complete on this rank, and launch the buckets that this completes."""
-        for name in names:
-            self._deposits[name] += 1
-            if self._accumulating or not self.host.policy.overlap.reduce_early or not self._expected:
-                continue
-            while self._todo and self._final(self._todo[-1]):
-                self._open(self._todo.pop())
+    def expect(self, names: Sequence[str]) -> None:
+        """Count one gradient of each parameter that is to come."""
+        self._expected.update(names)
 
-    def _final(self, bucket: Bucket) -> bool:
-        return all(self._deposits[name] >= self._expected[name] for name in bucket.names)
+    def deposit(self, names: Sequence[str]) -> None:
+        """Take gradients that are complete on this rank, and launch the buckets that this completes."""
+        for name in names:
+            self._expected[name] -= 1
+            if self._accumulating or not self.host.policy.overlap.reduce_early:
+                continue
+            while self._todo and not any(self._expected[name] for name in self._todo[-1].names):
+                self._open(self._todo.pop())
 
     def _open(self, bucket: Bucket) -> None:
         axes = iter(bucket.owes)
@@ -511,7 +519,7 @@ class GradientMessages:
         return self.host.launch(lambda: self.sizes.message("all_reduce", axis, bucket.nbytes, bucket.label))
 
     def _over_replicas(self, op: Op, bucket: Bucket, label: str) -> list[Collective]:
-        """Return one message in which the rows of each member are padded until the replicas divide them."""
+        """Return one message in which the rows of each parameter are padded until the replicas divide them."""
         replicas, elements = self.sizes.shape.sizes[REPLICA], 0
         for name in bucket.names:
             parameter = self.sizes.parameter(name)
@@ -519,8 +527,7 @@ class GradientMessages:
         return self.sizes.message(op, REPLICA, elements * self.sizes.dtype.itemsize, label)
 
     def finish(self) -> None:
-        """A backward pass has ended: launch what is left, one axis after another, and wait."""
-        self._expected |= self._deposits
+        """End a backward pass: launch the buckets that are left, one axis after another, and wait for all of them."""
         if self._accumulating:
             return
         while self._todo:
@@ -534,7 +541,7 @@ class GradientMessages:
             self._sums = left
 
     def gather_parameters(self) -> None:
-        """Gather what the sharded optimizer stepped, the first layers first."""
+        """Gather the parameters that the sharded optimizer stepped, the first layers first."""
         for bucket in reversed(self.buckets):
             waiting = self.host.launch(
                 lambda bucket=bucket: self._over_replicas("all_gather", bucket, f"parameters {bucket.span}")

@@ -18,18 +18,18 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import permutations
 from math import ceil, inf
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fourfold.axes import AXES
 from fourfold.gradients import REPLICA
 from fourfold.grid import Shape, shapes_of
-from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
+from fourfold.planner.estimate import FRUGAL, LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine, Route, Seconds
 from fourfold.planner.memory import Memory, MemoryReading
 from fourfold.planner.price import Candidate, Price, Task, TracedPrice, memory_of, price, price_dry_run
-from fourfold.policy import Activations, Policy, Recompute
+from fourfold.policy import Activations, Policy
 
 if TYPE_CHECKING:
     from fourfold.models.open import ModelBuilder
@@ -46,19 +46,15 @@ ESTIMATES_PER_SIMULATION = 1000
 SHOWN = 8
 """The number of grids that are priced closely, unless more are to be shown."""
 CLOSER_LOOK = 3
-"""The number of grids, the best ones, of which further candidates are simulated."""
+"""The number of the best grids for which further candidates are simulated."""
 PER_GRID = 3
 """The number of candidates of such a grid that are simulated."""
 LOSS_CHUNK = 2048
-"""Tokens whose logits exist at once if the logits of all tokens do not fit."""
+"""Tokens per chunk of the logits, if the logits of all tokens do not fit."""
 MOST_TOKENS = 1 << 16
 """The most tokens of a place in one micro-step, unless it takes all of them: more gain little speed and need memory."""
 LONGEST = 60.0
 """Seconds after which `search_built` tries no further grid: a person waits for the answer."""
-RECOMPUTE = get_args(Recompute)
-"""The kinds of recompute; the later in this list, the less memory a step needs."""
-FRUGAL = Lever("block", keep_gathered=False, keep_weights=False)
-"""The lever that needs the least memory."""
 CHOSEN_FIELDS = ("activations", *Lever._fields, "loss_chunk", "shard_optimizer")
 """The fields of a policy that the search chooses."""
 
@@ -160,7 +156,7 @@ class GridCandidates:
         self.shape = candidates[0].shape
         self.found: list[Estimated] = []
         self._too_large: list[tuple[Candidate, Lever]] = []
-        self._bounded: set[tuple[str, str]] = set()
+        self._bounded: set[tuple[str, Lever]] = set()
         self._estimates = seconds
         best, order = (
             part.flatten() for part in seconds.min(dim=2)
@@ -209,11 +205,11 @@ class GridCandidates:
     def _rule_out(self, candidate: Candidate, lever: Lever) -> None:
         """Remember that a candidate does not fit, and find the fewest rows that do not fit even if nothing is kept."""
         self._too_large.append((candidate, lever))
-        kind = candidate.policy.activations, lever.recompute
+        least = lever.frugal()
+        kind = candidate.policy.activations, least
         if kind in self._bounded:
             return
         self._bounded.add(kind)
-        least = FRUGAL._replace(recompute=lever.recompute)
         rows = sorted(
             (other for other in self.candidates if other.policy.activations == candidate.policy.activations),
             key=lambda other: other.rows,
@@ -239,9 +235,7 @@ def _needs_no_less(candidate: Candidate, lever: Lever, other: Candidate, others:
     return (
         candidate.policy.activations == other.policy.activations
         and candidate.rows >= other.rows
-        and RECOMPUTE.index(lever.recompute) <= RECOMPUTE.index(others.recompute)
-        and lever.keep_gathered >= others.keep_gathered
-        and lever.keep_weights >= others.keep_weights
+        and lever.needs_no_less(others)
     )
 
 

@@ -1,12 +1,12 @@
-"""How large everything is on one rank: its part of a model and of a batch, on a grid, under a policy.
+"""Sizes on one rank: its part of a model and of a batch, on a grid, under a policy.
 
 Names, layouts and owed axes of parameters come from the real layers: `parameter_specs` declares a model of one layer on
 meta tensors and reads its specs. Activations have the two layouts of docs/algorithm.md, rest and inner.
 
-A program is written for a `Structure`: the axes in use, the policy, the number of halves, the kinds of layers. Only
-that decides which work there is, and in which order. How much work it is comes from `LocalSizes`. The search compares
-thousands of candidates that share few structures, so it rehearses each structure once with `SizeNames`, in which every
-size is a sum of names (`Term`), and then fills in the numbers of each candidate.
+A program is written for a `Structure`: the axes in use, the policy, the number of halves, the kinds of layers. The
+structure alone decides which work a step has, and in which order; `LocalSizes` says how much work it is. The search
+compares thousands of candidates that share few structures. It rehearses each structure once with `SizeNames`, in which
+every size is a sum of names (`Term`), and then fills in the numbers of each candidate (`SizeMatrix`).
 
 Notation: m tokens of a (data, z) place, k features of the residual stream, n features inside a sublayer. Attributes
 count elements, or bytes if their name ends in `nbytes`.
@@ -14,6 +14,7 @@ count elements, or bytes if their name ends in `nbytes`.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ STATISTIC_NBYTES = 8
 ID_NBYTES = 8
 """Bytes of a token's id, an int64."""
 LAYER = "layers.0."
-"""How the names of the first layer's parameters begin; those of all layers have the same sizes."""
+"""The beginning of the names of the first layer's parameters; all layers have the same sizes."""
 
 
 class PaperGrid(Grid):
@@ -68,12 +69,12 @@ def part(length: int, parts: int, index: int) -> int:
     return min(size, max(0, length - index * size))
 
 
-# --- what decides which work there is
+# --- the structure of a step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Structure:
-    """Everything about a step that decides which work there is and in which order, but not how much."""
+    """Everything that decides which work a step has and in which order, but not how much work. It never changes."""
 
     config: ModelConfig
     """The kinds of layers; its sizes are all 1."""
@@ -82,126 +83,41 @@ class Structure:
     """The parameters' dtype."""
     used_axes: tuple[str, ...]
     halves: int
-    """Into how many parts that take turns the rows of a place are cut."""
+    """The number of parts of the rows of a place that take turns."""
     equal_halves: bool
-    """All of them have the same number of rows."""
+    """Whether all halves have the same number of rows."""
     shares_kv: bool
-    """K and V are exchanged between ranks, because their heads do not follow the cut of the queries."""
+    """Whether ranks exchange K and V, because KV heads do not follow the cut of the queries."""
     cuts_kv_head: bool
-    """x cuts through a KV head."""
+    """Whether x cuts through a KV head."""
+
+    def __post_init__(self) -> None:
+        config, policy, axes = self.config, self.policy, self.used_axes
+        self._hash = hash((config, policy, self.dtype, axes, self.halves, self.shares_kv))  # programs are cached by it
+        self.sharded = policy.activations == "sharded"
+        self.over_x, self.over_y = "x" in axes, "y" in axes
+        self.cuts_rest = self.sharded and self.over_x  # x cuts tokens at rest
+        self.cuts_inner = self.sharded and self.over_y  # y cuts features inside a sublayer, beyond x
+        self.gathers_weights = GATHERED in axes
+        self.compute_itemsize = (policy.compute_dtype or self.dtype).itemsize
+        self.reduce_itemsize = (policy.reduce_dtype or self.dtype).itemsize
+        # bytes of one statistic of a norm, of attention or of the loss: fp32 or wider
+        self.wide_itemsize = max(4, self.compute_itemsize)
+        self.wide = self.wide_itemsize // self.compute_itemsize  # a tensor is larger by this in the dtype of statistics
+        self.casts = self.compute_itemsize != self.dtype.itemsize  # weights are cast before they are used
+        self.copies_weights = self.gathers_weights or self.casts  # weights in use have memory of their own
+        self.keeps_weights = policy.keep_weights and self.copies_weights  # products keep them until backward
+        # Contract layers keep an input that was gathered over y
+        self.keeps_collected = policy.keep_gathered and self.cuts_inner
+        self.chunked = bool(policy.loss_chunk)  # head and loss run in chunks of tokens
+        self.up_layers = ("gate", "up") if config.mlp == "swiglu" else ("up",)  # they read the residual stream
+        self.table = "embedding.weight" if config.tied else "head.weight"  # the parameter that makes logits
 
     def __hash__(self) -> int:
         return self._hash
 
-    @cached_property
-    def _hash(self) -> int:  # programs are cached by structure: it must be quick
-        return hash((self.config, self.policy, self.dtype, self.used_axes, self.halves, self.shares_kv))
-
-    def uses(self, axis: str) -> bool:
-        """Say whether the axis has more than one rank."""
-        return axis in self.used_axes
-
-    @cached_property
-    def sharded(self) -> bool:
-        return self.policy.activations == "sharded"
-
-    @cached_property
-    def over_x(self) -> bool:
-        return self.uses("x")
-
-    @cached_property
-    def over_y(self) -> bool:
-        return self.uses("y")
-
-    @cached_property
-    def cuts_rest(self) -> bool:
-        """x cuts tokens at rest."""
-        return self.sharded and self.over_x
-
-    @cached_property
-    def cuts_inner(self) -> bool:
-        """y cuts features inside a sublayer, beyond x."""
-        return self.sharded and self.over_y
-
-    @cached_property
-    def gathers_weights(self) -> bool:
-        return self.uses(GATHERED)
-
-    @cached_property
-    def casts(self) -> bool:
-        """Weights are cast before they are used."""
-        return self.compute_itemsize != self.dtype.itemsize
-
-    @cached_property
-    def copies_weights(self) -> bool:
-        """Weights are gathered or cast into memory of their own."""
-        return self.gathers_weights or self.casts
-
-    @cached_property
-    def keeps_weights(self) -> bool:
-        """Products keep gathered or cast weights from forward to backward."""
-        return self.policy.keep_weights and self.copies_weights
-
-    def for_names(self, recompute: Recompute | None = None, *, chunked: bool | None = None) -> Structure:
-        """Return the structure without what the names of sizes tell apart, so that few structures are rehearsed.
-
-        What is kept is a size that is 0 or not, and replicas only repeat what one of them does.
-        """
-        policy = replace(
-            self.policy,
-            keep_gathered=False,
-            keep_weights=False,
-            shard_optimizer=False,
-            recompute=self.policy.recompute if recompute is None else recompute,
-            loss_chunk=self.policy.loss_chunk if chunked is None else int(chunked),
-        )
-        return replace(self, policy=policy, used_axes=tuple(axis for axis in self.used_axes if axis != REPLICA))
-
-    @cached_property
-    def rereads(self) -> bool:
-        """The gathered input of a product is gathered once more for dw."""
-        return not self.policy.keep_gathered
-
-    @cached_property
-    def keeps_collected(self) -> bool:
-        """Contract layers keep an input that was gathered over y."""
-        return self.policy.keep_gathered and self.cuts_inner
-
-    @cached_property
-    def reads_heads_again(self) -> bool:
-        """Backward reads q, k and v as they were before they were rotated."""
-        return self.config.positions != "rope" or self.config.qk_norm
-
-    @cached_property
-    def up_layers(self) -> tuple[str, ...]:
-        """The layers of the MLP that read the residual stream."""
-        return ("gate", "up") if self.config.mlp == "swiglu" else ("up",)
-
-    @property
-    def table(self) -> str:
-        """The name of the parameter that the head reads logits with."""
-        return "embedding.weight" if self.config.tied else "head.weight"
-
-    @cached_property
-    def compute_itemsize(self) -> int:
-        return (self.policy.compute_dtype or self.dtype).itemsize
-
-    @cached_property
-    def reduce_itemsize(self) -> int:
-        return (self.policy.reduce_dtype or self.dtype).itemsize
-
-    @cached_property
-    def wide_itemsize(self) -> int:
-        """Bytes of one statistic of a norm, of attention or of the loss: fp32 or wider."""
-        return max(4, self.compute_itemsize)
-
-    @cached_property
-    def wide(self) -> int:
-        """How many times as large a tensor is in the dtype of statistics."""
-        return self.wide_itemsize // self.compute_itemsize
-
     def matrices(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the parameters that are matrices."""
+        """Return the parameters that are matrices."""
         return tuple(name for name in names if in_first_layer(name) in self._matrices)
 
     @cached_property
@@ -210,7 +126,33 @@ class Structure:
         return {name for name, spec in specs.items() if len(spec.shape) > 1}
 
 
+@lru_cache(maxsize=4096)
+def _structure(*arguments: Any) -> Structure:
+    return Structure(*arguments)
+
+
+@lru_cache(maxsize=4096)
+def structure_of_names(
+    structure: Structure, *, recompute: Recompute | None = None, chunked: bool | None = None
+) -> Structure:
+    """Return the structure without the choices that the names of sizes tell apart, so that few are rehearsed.
+
+    A tensor that is kept or not is a size that may be 0, and replicas only repeat the work of one of them.
+    """
+    policy = replace(
+        structure.policy,
+        keep_gathered=False,
+        keep_weights=False,
+        shard_optimizer=False,
+        recompute=structure.policy.recompute if recompute is None else recompute,
+        loss_chunk=structure.policy.loss_chunk if chunked is None else int(chunked),
+    )
+    axes = tuple(axis for axis in structure.used_axes if axis != REPLICA)
+    return replace(structure, policy=policy, used_axes=axes)
+
+
 _ONES = dict(layers=1, hidden=1, heads=1, kv_heads=1, head_dim=2, mlp_hidden=1, vocab=1, seq=1, norm_eps=1.0)
+"""The sizes of the config of a structure; a head has an even number of dims."""
 
 
 @lru_cache(maxsize=256)
@@ -220,12 +162,12 @@ def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
 
 @lru_cache(maxsize=1024)
 def _kinds_of_work(policy: Policy) -> Policy:
-    """Return the policy without what only sizes depend on: how many bytes a bucket, a chunk or a prefetch has."""
+    """Return the policy without the numbers that only change sizes: bytes of a bucket, a chunk or a prefetch."""
     overlap = Overlap(wgrad_behind_messages=policy.overlap.wgrad_behind_messages)
     return replace(policy, loss_chunk=1 if policy.loss_chunk else 0, bucket_bytes=1, overlap=overlap)
 
 
-# --- how much work it is
+# --- the sizes of a candidate
 
 
 @dataclass(eq=False)
@@ -242,7 +184,7 @@ class LocalSizes:
     """The parameters' dtype."""
     rank: int = 0
     number_of_halves: int = 0
-    """Into how many parts that take turns the rows are cut; 0: as the runtime chooses."""
+    """The number of parts of the rows that take turns; 0: as the runtime chooses."""
 
     def __post_init__(self) -> None:
         config, shape, policy, seq = self.config, self.shape, self.policy, self.seq
@@ -250,9 +192,14 @@ class LocalSizes:
         if not self.number_of_halves:
             self.number_of_halves = halves_of(config, shape, policy, self.rows, seq, item).number
         self.coords = shape.coords(self.rank)
-        self.structure = structure = self._structure()
-        x, y, sharded, wide = shape.x, shape.y, structure.sharded, structure.wide_itemsize
-        inner_cut = y if sharded else 1  # how many ranks cut features inside a sublayer beyond x
+        x, y, sharded = shape.x, shape.y, policy.activations == "sharded"
+        inner_cut = y if sharded else 1  # this many ranks cut features inside a sublayer beyond x
+        number = self.number_of_halves
+        self.structure = structure = _structure(
+            _kinds_of_layers(config), _kinds_of_work(policy), self.dtype, shape.used_axes, number,
+            self.rows % number == 0, config.kv_heads % (x * inner_cut) != 0, config.kv_heads % x != 0,
+        )  # fmt: skip
+        wide = structure.wide_itemsize
 
         self.m = m = self.rows * seq
         self.m_rest = m_rest = -(-m // x) if sharded else m  # tokens that a rank holds at rest
@@ -296,7 +243,7 @@ class LocalSizes:
         self.local_kv_nbytes = 2 * self.local_k_nbytes
         self.attention_flops = 2 * m * q // inner_cut * seq  # scores and their use; a causal mask leaves half of them
 
-        # what forward keeps
+        # tensors that forward keeps
         keeps_collected = structure.keeps_collected
         self.kept_normed_nbytes = (  # a norm's output as the product that reads it keeps it
             self.entered_nbytes if policy.keep_gathered and structure.over_x else self.rest_nbytes
@@ -305,33 +252,12 @@ class LocalSizes:
         self.kept_query_nbytes = self.query_nbytes if keeps_collected else 0  # else attention keeps its output itself
         self.kept_output_nbytes = 0 if keeps_collected else self.query_cut_nbytes  # where attention forgets its output
         self.read_nbytes = self._read_nbytes(copies_kv)
-        heads = m * wide * q // inner_cut // config.head_dim
-        kept = heads  # the log of the sum of exponentials
-        if config.qk_norm:
-            kept += heads + m * wide * self.local_kv // config.head_dim
-        if config.positions == "rope":
-            kept += self.query_cut_nbytes + self.local_kv_nbytes
-        if structure.reads_heads_again:
-            kept += self.read_nbytes
-        self.attention_nbytes = kept  # what attention keeps between its two products, its output apart
+        self.query_statistic_nbytes = m * wide * q // inner_cut // config.head_dim  # one statistic per head and token
+        self.key_statistic_nbytes = m * wide * self.local_kv // config.head_dim
         self.head_gradient = self.vocab_columns * k  # elements of the gradient of the head's table, with padding
 
-    def _structure(self) -> Structure:
-        x, config = self.shape.x, self.config
-        cut = x * self.shape.y if self.policy.activations == "sharded" else x
-        return Structure(
-            config=_kinds_of_layers(config),
-            policy=_kinds_of_work(self.policy),
-            dtype=self.dtype,
-            used_axes=self.shape.used_axes,
-            halves=self.number_of_halves,
-            equal_halves=self.rows % self.number_of_halves == 0,
-            shares_kv=config.kv_heads % cut != 0,
-            cuts_kv_head=config.kv_heads % x != 0,
-        )
-
     def _local_kv(self, inner_cut: int) -> tuple[int, bool]:
-        """Return the features of the keys that this rank's queries read, and whether they are copied for queries."""
+        """Return the features of the keys that this rank's queries read, and whether keys are copied for each query."""
         config = self.config
         if not self.structure.shares_kv:
             return self.kv // inner_cut, False
@@ -343,7 +269,7 @@ class LocalSizes:
         return heads * config.head_dim, True
 
     def _read_nbytes(self, copies_kv: bool) -> int:
-        """Return the bytes of the tensors that q, k and v are views of, as the operators before attention give them."""
+        """Return the bytes of the tensors of which q, k and v are views when attention begins."""
         structure = self.structure
         if not structure.shares_kv:
             return self.qkv_cut_nbytes
@@ -373,7 +299,7 @@ class LocalSizes:
     # --- activations
 
     def reread_nbytes(self, attribute: str) -> int:
-        """Return the bytes of a gathered input that is gathered once more for dw; 0 if it was kept."""
+        """Return the bytes of an input that is gathered a second time for dw; 0 if the gathered input was kept."""
         return 0 if self.policy.keep_gathered else getattr(self, attribute)
 
     def logits_nbytes(self, tokens: int) -> int:
@@ -386,8 +312,10 @@ class LocalSizes:
         return tokens * columns * self.item
 
     def loss_copies_nbytes(self, tokens: int) -> int:
-        """Return the bytes that the loss makes of these logits, forward or backward: copies in the dtype of statistics,
-        of which padding makes another one, and the cast back."""
+        """Return the bytes of the copies that the loss makes of these logits, in forward or in backward.
+
+        They are a copy in the dtype of statistics, a second one if the logits are padded, and the cast back.
+        """
         structure, cut = self.structure, self.logits_cut_nbytes(tokens)
         if self.policy.compile or (not structure.over_x and not structure.cuts_inner and structure.wide == 1):
             return cut
@@ -399,7 +327,7 @@ class LocalSizes:
         return 3 * tokens * self.structure.wide_itemsize * self.shape.sizes[axis]
 
     def chunk_before_nbytes(self, tokens: int) -> int:
-        """Return the bytes of the gradient of the chunk before, which lies beside a chunk's own."""
+        """Return the bytes of the previous chunk's gradient, which exists while the next one is computed."""
         return self.logits_nbytes(tokens) if tokens < self.m else 0
 
     # --- parameters
@@ -441,21 +369,21 @@ class LocalSizes:
         return self.elements(names) if self.structure.keeps_weights else 0
 
     def elements_again(self, names: tuple[str, ...]) -> int:
-        """Return the elements of weights that are gathered once more for backward."""
+        """Return the elements of weights that are gathered a second time for backward."""
         return 0 if self.structure.keeps_weights else self.elements(names)
 
     def message_elements_again(self, names: tuple[str, ...]) -> int:
-        """Return the elements of the message that gathers them once more."""
+        """Return the elements of the message of that second gather."""
         return 0 if self.structure.keeps_weights else self.message_elements(names)
 
     @property
     def layer_shard(self) -> int:
-        """Elements of this rank's shards of one layer."""
+        """The elements of this rank's shards of one layer."""
         return self._parameters.layer
 
     @property
     def parameters(self) -> int:
-        """Elements of all shards of this rank."""
+        """The elements of all shards of this rank."""
         return self.config.layers * self._parameters.layer + self._parameters.others
 
     @cached_property
@@ -463,7 +391,7 @@ class LocalSizes:
         return self.parameters * self.dtype.itemsize
 
     def buckets(self) -> list[Bucket]:
-        """Return the buckets in which gradients are summed over the axes that they owe beyond z."""
+        """Return the runtime's buckets, in which gradients are summed over the axes that they owe beyond z."""
         item = self.dtype.itemsize
         sizes = [(name, spec.owes, self.dtype, self.parameter(name).shard * item) for name, spec in self.specs.items()]
         return fill_buckets(sizes, self.policy.bucket_bytes)
@@ -471,20 +399,20 @@ class LocalSizes:
     # --- messages
 
     def message(self, op: Op, axis: str, nbytes: int, label: str) -> list[Collective]:
-        """Return the record of a message, or none where the axis has one rank or nothing is sent."""
+        """Return the record of a message, or none if the axis has one rank or nothing is sent."""
         ranks = self.shape.sizes[axis]
         return [Collective(op, axis, nbytes, ranks, label)] if ranks > 1 and nbytes else []
 
 
 class ParameterSizes(NamedTuple):
-    """Sizes of one parameter on a rank, in elements but for the rows."""
+    """The sizes of one parameter on a rank, in elements except for the rows."""
 
     rows: int
     """Rows of the shard."""
     row: int
     """Elements of a row of the shard."""
     gathered: int
-    """Elements as products use it."""
+    """Elements of the parameter as products use it."""
     message: int
     """Elements in a message over z."""
 
@@ -530,17 +458,17 @@ def _parameter_table(config: ModelConfig, shape: Shape, rank: int) -> ParameterT
     return ParameterTable(specs, shape.sizes, shape.coords(rank))
 
 
-# --- names in place of sizes
+# --- names instead of sizes
 
 
 class Name(NamedTuple):
-    """A size by its name: an attribute of `LocalSizes`, or what one of its methods returns."""
+    """A size by its name: an attribute of `LocalSizes`, or the result of one of its methods."""
 
     half: int
-    """Of which half of the rows; WHOLE: of all of them."""
+    """The index of the half of the rows, or WHOLE for all rows."""
     attribute: str
     arguments: tuple[Any, ...] | None = None
-    """Arguments of the method; a `Term` among them is made of sizes of the same half."""
+    """Arguments of the method; a `Term` among them is a sum of sizes of the same half."""
 
     def getter(self) -> Callable[[LocalSizes], int]:
         """Return a function that reads this size of a half."""
@@ -558,7 +486,7 @@ WHOLE = -1
 
 
 class SizeReader:
-    """Reads the sizes that have certain names."""
+    """Reads the numbers of a list of names from a candidate."""
 
     def __init__(self, names: Sequence[Name]) -> None:
         self._number = len(names)
@@ -568,7 +496,7 @@ class SizeReader:
         self._attributes = []
         for half in {name.half for name in names}:
             places = [place for place, name in enumerate(names) if name.half == half and name.arguments is None]
-            if len(places) > 1:  # one call for all of them
+            if len(places) > 1:  # one call reads all of them
                 self._attributes.append((half, places, attrgetter(*(names[place].attribute for place in places))))
             else:
                 self._methods += [(place, half, names[place].getter()) for place in places]
@@ -584,8 +512,51 @@ class SizeReader:
         return values
 
 
+class SizeMatrix:
+    """Sums of sizes as rows of a matrix that has a column for each name.
+
+    One product with the numbers of a candidate, or of many, gives all sums.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[Name, int] = {}
+        self._rows: dict[tuple[tuple[int, int], ...], int] = {}
+
+    def column(self, name: Name) -> int:
+        return self._columns.setdefault(name, len(self._columns))
+
+    def row(self, times: Mapping[int, int]) -> int:
+        """Return the row with these coefficients, given by column."""
+        parts = tuple((column, many) for column, many in times.items() if many)
+        return self._rows.setdefault(parts, len(self._rows))
+
+    def row_of(self, size: Any) -> int:
+        """Return the row of a `Term`."""
+        return self.row({self.column(name): many for name, many in size.parts.items()})
+
+    @cached_property
+    def _read(self) -> SizeReader:
+        return SizeReader(list(self._columns))
+
+    @cached_property
+    def _matrix(self) -> torch.Tensor:
+        places = [(row, column, many) for parts, row in self._rows.items() for column, many in parts]
+        rows, columns, many = zip(*places, strict=True)
+        matrix = torch.zeros(len(self._rows), len(self._columns), dtype=torch.float64)  # exact up to 2^53 bytes
+        matrix[list(rows), list(columns)] = torch.tensor(many, dtype=torch.float64)
+        return matrix
+
+    def values(self, sizes: LocalSizes) -> torch.Tensor:
+        """Return all sums of a candidate: [row]."""
+        return self._matrix @ torch.frombuffer(array("d", self._read(sizes)), dtype=torch.float64)
+
+    def values_of_many(self, sizes: Sequence[LocalSizes]) -> torch.Tensor:
+        """Return all sums of many candidates: [row, candidate]."""
+        return self._matrix @ torch.tensor([self._read(one) for one in sizes], dtype=torch.float64).T
+
+
 class Term:
-    """A sum of names with whole coefficients. It never changes."""
+    """A sum of names with integer coefficients. It never changes."""
 
     __slots__ = ("_hash", "_times", "parts")
 
@@ -635,12 +606,12 @@ class Term:
         return self._hash
 
     def of_half(self, half: LocalSizes) -> int:
-        """Return the sum, all of whose names are read of this half."""
+        """Return the number of the sum, with every name read from this half."""
         return sum(times * name.getter()(half) for name, times in self.parts.items())
 
 
 class SizeNames:
-    """Stands for the sizes of every candidate of one structure: each attribute is its own name."""
+    """Stands for the `LocalSizes` of every candidate of one structure: each attribute is its own name."""
 
     def __init__(self, structure: Structure, half: int = WHOLE) -> None:
         self.structure, self._half = structure, half
@@ -667,11 +638,11 @@ class SizeNames:
 
     @property
     def chunks(self) -> list[Any]:
-        """The tokens of the first chunk, which stands for all of them: their number differs between candidates."""
+        """The tokens of the first chunk, which stands for all chunks: their number differs between candidates."""
         return [Term({Name(self._half, "chunk_tokens"): 1})]
 
     def message(self, op: Op, axis: str, nbytes: Any, label: str) -> list[Collective]:
-        return [Collective(op, axis, nbytes, 0, label)] if self.structure.uses(axis) else []
+        return [Collective(op, axis, nbytes, 0, label)] if axis in self.structure.used_axes else []
 
     def __getattr__(self, attribute: str) -> Any:
         known = self._known.get(attribute)
@@ -694,6 +665,6 @@ class SizeNames:
 
 
 def sum_over_batch(sizes: LocalSizes, numbers: int, label: str) -> list[Collective]:
-    """Return the sums of a few statistics over all places."""
+    """Return the messages that sum `numbers` statistics over all places."""
     axes = [axis for axis in AXES if axis in BATCH]
     return [one for axis in axes for one in sizes.message("all_reduce", axis, numbers * STATISTIC_NBYTES, label)]

@@ -3,15 +3,15 @@
 It needs no memory, no communication and no other rank. The collectives come from the grid's ledger, the computation
 between them from a dispatch mode, in the host's order:
 
-    product      mm, addmm, bmm and their kin, convolutions   `MatmulOp`, labelled by the ledger where a layer runs it
+    product      mm, addmm, bmm and similar, convolutions     `MatmulOp`, labelled by the ledger if a layer runs it
     attention    a fused kernel, forward or backward          `AttentionOp`; a causal mask leaves half of the scores
     view, empty  nothing
     all else     memory-bound                                 `ElementwiseOp`: bytes read and written
 
-The second of two steps is written down: the first records the order in which the overlap engine gathers ahead, so that
-the program is that of a steady run. Kernels are those of eager code, one for each operation, so their bytes are an
-upper bound of what compiled regions and a device's fused kernels move. Any model on the grid can be run: a reference
-model by its `Config`, or what a function builds from layers or with `ff.parallelize`.
+The second of two steps is recorded: in the first one the overlap engine learns its prefetch order, so the program is
+the one of a steady run. Kernels are the ones of eager code, one per operation, so their bytes are an upper bound of the
+bytes that compiled regions and fused kernels move. Any model on the grid can be run: a reference model by its config, or a
+model that a function builds from layers or with `ff.parallelize`.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ FACTORS = {
     "addmm_": ("mat1", "mat2"),
     "baddbmm": ("batch1", "batch2"),
 }
-"""Products, and what their two factors are called."""
+"""Products, and the names of their two factors."""
 CONVOLUTIONS = ("convolution", "convolution_backward")
 OVERWRITES = ("copy_", "fill_", "zero_")
-"""What these write they do not read."""
+"""Operations that do not read the tensor that they write."""
 PICKS = ("embedding", "gather", "index", "index_select", "take")
-"""Read of their first tensor no more than they write."""
+"""Operations that read no more of their first tensor than they write."""
 PUTS = ("scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_")
-"""Touch of their first tensor no more than they are given."""
+"""Operations that touch no more of their first tensor than the size of their other inputs."""
 
 
 MAX_NORM = 1.0
-"""To which the dry run clips gradients; the value does not matter."""
+"""The norm to which the dry run clips gradients; the value does not matter."""
 
 
 # --- a step
@@ -75,15 +75,15 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What one rank does in a training step."""
+    """The work and the memory of one rank in a training step."""
 
     program: list[Work]
     kept_bytes: int
-    """What the first forward pass makes and keeps for backward, weights gathered ahead included."""
+    """Bytes that the first forward pass makes and keeps for backward, including weights gathered ahead."""
     peak_bytes: int
-    """The most that ever exists at once: parameters, gradients, optimizer state where there is one, and all else."""
+    """The most bytes that exist at once: parameters, gradients, optimizer state if there is one, and all else."""
     parameters: int
-    """Of the whole model."""
+    """The number of parameters of the whole model."""
 
     @property
     def records(self) -> list[Collective]:
@@ -101,10 +101,10 @@ def dry_run(
     micro_steps: int = 1,
     optimizer: bool = False,
 ) -> DryRun:
-    """A step of `micro_steps` times `rows` rows of this rank's (data, z) place, `seq` tokens each.
+    """Run a step of `micro_steps` times `rows` rows of this rank's (data, z) place, `seq` tokens each.
 
-    With `optimizer` gradients are clipped and AdamW steps, and the program runs from one step of it to the next:
-    parameters that a sharded optimizer stepped are on their way when it begins.
+    With `optimizer` gradients are clipped and AdamW steps. Then the program reaches from one optimizer step to the
+    next: parameters that a sharded optimizer stepped are in flight when it begins.
     """
     if rows < 1 or seq < 1 or micro_steps < 1:
         raise ValueError(f"rows={rows}, seq={seq}, micro_steps={micro_steps}: a step has at least 1 of each")
@@ -136,8 +136,8 @@ def dry_run(
 
 @contextmanager
 def fake_ranks(shape: Shape, rank: int) -> Iterator[Grid]:
-    """The grid of one rank of so many, none of which exist."""
-    shape.coords(rank)  # refuses a rank that is not on the grid
+    """Yield the grid of one rank of a job without any other ranks."""
+    shape.coords(rank)  # raises if the rank is not on the grid
     if dist.is_initialized():
         raise RuntimeError(
             f"a dry run of {shape.world} ranks makes a process group of its own, but this process has joined one of "
@@ -154,13 +154,13 @@ def fake_ranks(shape: Shape, rank: int) -> Iterator[Grid]:
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """Code that was not written for a dry run makes its tensors on the meta device and takes the fused attention."""
+    """Let code that was not written for a dry run make its tensors on the meta device and use fused attention."""
     with torch.device("meta"), UseFusedAttention():
         yield
 
 
 class UseFusedAttention(TorchFunctionMode):
-    """On the meta device torch would compose attention from plain products, which no device does."""
+    """Uses the fused attention kernel: on the meta device torch would compose attention from plain products."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,8 +182,8 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function of the same arguments, as the kernel that the meta device has: the CPU's."""
-    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:  # for which there is none
+    """Run `scaled_dot_product_attention` with the CPU's fused kernel, which the meta device supports."""
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:  # the kernel does not support these
         composed = functional.scaled_dot_product_attention
         return composed(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -191,7 +191,7 @@ def fused_attention(
 
 
 class _TracedStep:
-    """A training step of a model on the grid, again and again."""
+    """A training step of a model on the grid, which can be run several times."""
 
     def __init__(self, model: nn.Module, grid: Grid, policy: Policy, rows: int, seq: int, micro_steps: int) -> None:
         self.model, self.grid, self.policy, self.micro_steps = model, grid, policy, micro_steps
@@ -199,7 +199,7 @@ class _TracedStep:
         self.optimizer: _MarkedAdamW | None = None
 
     def state(self) -> Iterator[Tensor]:
-        """Make the optimizer's tensors, which are there from the start: torch makes them on devices that it lists."""
+        """Make the optimizer's state; torch does not make it on the meta device."""
         if self.optimizer is not None:
             for parameter in (part for group in self.optimizer.param_groups for part in group["params"]):
                 state = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
@@ -225,7 +225,7 @@ class _TracedStep:
 
 
 class _MarkedAdamW(AdamW):
-    """AdamW that says when parameters have been stepped, before replicas are given each other's."""
+    """AdamW that calls `on_step` after the parameters were stepped and before replicas exchange them."""
 
     def __init__(self, model: nn.Module, on_step: Callable[[], None]) -> None:
         super().__init__(model, lr=1e-3)
@@ -236,13 +236,13 @@ class _MarkedAdamW(AdamW):
         super()._gather()
 
 
-# --- what runs, as it is dispatched
+# --- recording operations as they are dispatched
 
 
 class StorageCounter(TorchDispatchMode):
-    """Bytes of the tensors made inside the block: those that are still alive, and the most that ever were.
+    """Counts the bytes of tensors made inside the block: those alive now, and the most that were alive at once.
 
-    What a kernel allocates for itself and frees before it returns is not seen.
+    Memory that a kernel allocates and frees before it returns is not seen.
     """
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class StorageCounter(TorchDispatchMode):
         given = {storage._cdata for storage in _storages((*args, *kwargs.values()) if kwargs else args)}
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out if isinstance(out, tuple | list) else (out,)):
-            if storage._cdata not in given:  # a view of a parameter is no memory of its own
+            if storage._cdata not in given:  # a view has no memory of its own
                 self._count(storage)
         return out
 
@@ -263,7 +263,7 @@ class StorageCounter(TorchDispatchMode):
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._made:
             return
-        # torch keeps a storage's Python object for as long as the storage, so this is told when the memory goes
+        # torch keeps a storage's Python object as long as the storage, so the callback runs when the memory is freed
         self._made[key] = weakref.ref(storage, partial(self._forget, key, nbytes))
         self.nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
@@ -283,7 +283,7 @@ def _storages(values: Sequence[Any]) -> Iterator[torch.UntypedStorage]:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The shape of a tensor that an operation makes."""
+    """The shape, stride and dtype of a tensor that an operation makes."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -295,14 +295,14 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What an operation does, for one kind of inputs."""
+    """The effect and the cost of an operation for inputs of certain shapes."""
 
     kind: Literal["makes", "changes", "views", "else"]
-    """It makes new tensors; it changes its first argument and returns it; it looks at one in another way; or else."""
+    """Whether the operation makes new tensors, changes and returns its first argument, returns a view, or does else."""
     work: ComputeOp | None
     made: tuple[Made, ...] = ()
     single: bool = True
-    """It returns a tensor, not a tuple or list of them."""
+    """Whether the operation returns one tensor, not a tuple or list of tensors."""
 
     def again(self) -> Any:
         found = [made.again() for made in self.made]
@@ -310,27 +310,27 @@ class Operation:
 
 
 class OpTrace(StorageCounter):
-    """The program of what runs inside, and the bytes that are alive."""
+    """Records the program of all code that runs inside the block, and counts the bytes that are alive."""
 
     def __init__(self, events: list[Event], shape: Shape) -> None:
-        """`events`: of the grid's ledger, which goes on writing them."""
+        """`events` is the list to which the grid's ledger appends."""
         super().__init__()
         self.events, self.shape = events, shape
         self._program: list[Work] = []
         self._flights: dict[int, int] = {}
-        self._launched: list[Collective] = []  # kept, since a record's identity tells its wait
+        self._launched: list[Collective] = []  # kept alive: a wait finds its launch by the record's id()
         self._known: dict[Any, Operation] = {}
         self._label = ""
         self._marks: list[tuple[list[Work], int]] = []
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors that were there before count too."""
+        """Count tensors that existed before the block."""
         for tensor in tensors:
             shard = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             self._count(shard.untyped_storage())
 
     def mark(self) -> None:
-        """A step begins or ends here."""
+        """Mark the beginning or the end of a step."""
         self._follow_ledger()
         self._marks.append((self._program, self.peak_nbytes))
         self._program, self.peak_nbytes = [], self.nbytes
@@ -338,14 +338,14 @@ class OpTrace(StorageCounter):
         self._launched.clear()
 
     def between_marks(self) -> tuple[list[Work], int]:
-        """What ran between the first two marks, and the most bytes that were alive."""
+        """Return the program between the first two marks, and the most bytes that were alive."""
         return self._marks[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, (DTensor, LazyTensor)) for kind in types):
-            return NotImplemented  # they run on their shards, which come by here
+            return NotImplemented  # their shards are dispatched here again
         kwargs = kwargs or {}
-        if func.namespace == "profiler":  # a mark on the host's time
+        if func.namespace == "profiler":  # only a label in a profile
             return func(*args, **kwargs)
         key = func, _key_of(args), _key_of(tuple(kwargs.items())) if kwargs else None
         known = self._known.get(key)
@@ -380,7 +380,7 @@ class OpTrace(StorageCounter):
         self._program.append(work)
 
     def _follow_ledger(self) -> None:
-        """What the host launched and waited for since the last operation."""
+        """Append the launches and waits since the last operation."""
         for event in self.events:
             if isinstance(event.what, str):
                 self._label = event.what
@@ -388,20 +388,20 @@ class OpTrace(StorageCounter):
                 self._flights[id(event.what)] = flight = len(self._launched)
                 self._launched.append(event.what)
                 self._program.append(LaunchOp(flight, event.what, _lane(event.what, self.shape)))
-            elif id(event.what) in self._flights:  # else it was launched before the step, and has arrived
+            elif id(event.what) in self._flights:  # otherwise it was launched before the step began
                 self._program.append(WaitOp(self._flights.pop(id(event.what))))
         self.events.clear()
 
 
 def _lane(record: Collective, shape: Shape) -> str:
-    """Gathers and reductions have a communicator each along some axes."""
+    """Return the communicator of a collective: along some axes gathers and reductions have one each."""
     if record.axis not in shape.two_lanes:
         return record.axis
     return f"{record.axis} {'gather' if record.op == 'all_gather' else 'reduce'}"
 
 
 def _key_of(value: Any) -> Any:
-    """What an operation's shapes and costs depend on."""
+    """Return a key of everything that an operation's shapes and costs depend on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, list | tuple):
@@ -417,7 +417,7 @@ def _operation(func: Any, args: Any, kwargs: Any, out: Any) -> Operation:
     given, found = _tensors((args, kwargs)), _tensors(out)
     name = func._schema.name.partition("::")[2]
     if not all(tensor.is_meta for tensor in (*given, *found)):
-        return Operation("else", None)  # the host's own numbers
+        return Operation("else", None)  # small tensors of the host
     bound = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     if func._schema.is_mutable:
         kind = "changes" if len(found) == 1 and args and found[0] is args[0] else "else"
@@ -456,10 +456,10 @@ def _matmul(label: str, m: int, k: int, n: int) -> MatmulOp | None:
 
 
 def _nbytes(func: Any, name: str, bound: dict[str, Any], out: Any) -> int:
-    """Bytes that are read and written."""
+    """Return the bytes that an operation reads and writes."""
     writes = [part.name for part in func._schema.arguments if part.alias_info is not None and part.alias_info.is_write]
     if name.startswith("_fused_adam") and bound.get("grad_scale") is None:
-        writes.remove("grads")  # written only where they are scaled on the way
+        writes.remove("grads")  # written only if the kernel also scales them
     written = _sizes([bound[key] for key in writes if key in bound] or out)
     unread = ["self"] if name in OVERWRITES else ["out"] if "out" in bound else []
     read = {key: _sizes(value) for key, value in bound.items() if key not in unread}
@@ -473,11 +473,11 @@ def _nbytes(func: Any, name: str, bound: dict[str, Any], out: Any) -> int:
 
 
 def _sizes(tree: Any) -> int:
-    """Bytes of tensors; one that is expanded is no larger than its memory."""
+    """Return the bytes of tensors; an expanded tensor counts with its storage."""
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in _tensors(tree))
 
 
-# --- what forward keeps
+# --- tensors that forward keeps
 
 
 def kept_bytes(
@@ -490,7 +490,7 @@ def kept_bytes(
     dtype: torch.dtype = torch.float32,
     documents: bool = False,
 ) -> dict[str, int]:
-    """Bytes that a rank keeps from forward to backward of `rows` rows of its place, by kind of recompute.
+    """Return the bytes that a rank keeps from forward to backward of `rows` rows of its place, by kind of recompute.
 
     With `documents` the rows are packed, and their mask is kept too.
     """

@@ -1,8 +1,8 @@
-"""The program of a reference model: what one rank's host does in a training step, from sizes alone.
+"""The program of a reference model: the work of one rank's host in a training step, derived from sizes alone.
 
-This is the planner's one description of a transformer. It has the structure of the layers (models/transformer.py, nn/),
-written from the equations (docs/math.md) on a `Rehearsal`, and says beside each piece of work what that allocates and
-frees. Memory-bound work is counted in the bytes that kernels read and write: passes over the rank's activations.
+This is the planner's one description of a transformer. It follows the layers (models/transformer.py, nn/), is written
+from the equations (docs/math.md) on a `Rehearsal`, and states next to each piece of work what it allocates and frees.
+Memory-bound work is counted in the bytes that kernels read and write: passes over the rank's activations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import cast
+from typing import Any, Literal, cast
 
 from fourfold.axes import AXES
 from fourfold.engine import Turns
@@ -35,20 +35,22 @@ from fourfold.planner.sizes import STATISTIC_NBYTES, LocalSizes, SizeNames, Stru
 from fourfold.policy import Policy, Recompute
 
 Moving = AsyncMove | NoMove
+Direction = Literal["gather", "reduce"]
+"""The two kinds of operators; each is the conjugate of the other."""
 
 
 def step_program(
     sizes: LocalSizes, *, micro_steps: int = 1, optimizer: bool = True, clip: bool | None = None
 ) -> Program:
-    """Return the program of one step of a run that has found its order.
+    """Return the program of one step of a run that has recorded the order in which it uses weights.
 
-    With `optimizer` it reaches from one optimizer step to the next, so that parameters of a sharded optimizer may still
-    be on their way when it begins. `clip`: the norm of all gradients is found; None: where there is an optimizer.
+    With `optimizer` the program reaches from one optimizer step to the next, so that parameters of a sharded optimizer
+    may still be in flight when it begins. With `clip` the norm of all gradients is computed; None: if `optimizer` is.
     """
     host = Rehearsal(sizes)
     model = TransformerProgram(sizes, host)
     clip = optimizer if clip is None else clip
-    host.silent = True  # in the first pass the engine records its order, as the runtime's does
+    host.silent = True  # the engine records its order in the first pass, as the runtime's engine does
     model.step(1, optimizer=optimizer, clip=clip)
     host.silent = False
     host.phases.clear()
@@ -58,10 +60,10 @@ def step_program(
 
 @lru_cache(maxsize=1024)
 def layers_program(structure: Structure, layers: int) -> Program:
-    """Return forward and backward of some layers alone, with memory and with names in place of sizes.
+    """Return the program of forward and backward of some layers alone, with memory and with names instead of sizes.
 
-    Each weight is gathered where it is used. The first moment is where backward of the first layer begins: it equals
-    that of every layer but the last.
+    Each weight is gathered where it is used. The first moment is the beginning of the first layer's backward, which
+    equals that of every layer but the last.
     """
     model = _on_names(structure)
     host = model.host
@@ -77,7 +79,7 @@ def layers_program(structure: Structure, layers: int) -> Program:
 
 @lru_cache(maxsize=1024)
 def ends_program(structure: Structure) -> Program:
-    """Return forward and backward of embedding, head and loss alone, as if there were no layers, in the same way."""
+    """Return the same of embedding, head and loss, as if there were no layers."""
     model = _on_names(structure)
     host = model.host
     host.enter_phase("forward")
@@ -105,9 +107,9 @@ class Flops:
     """
 
     model: float
-    """Forward and backward, each product once: what MFU counts."""
+    """FLOPs of forward and backward with each product once, as MFU counts them."""
     hardware: float
-    """The same plus what recompute runs again: what HFU counts."""
+    """The same plus the products that recompute runs again, as HFU counts them."""
 
 
 def flops_per_token(config: ModelConfig, seq: int, policy: Policy = Policy()) -> Flops:
@@ -127,8 +129,8 @@ def _flops(config: ModelConfig, seq: int, recompute: Recompute) -> int:
     return (one + (config.layers - 1) * (two - one)) // seq
 
 
-class ResidualStream:
-    """The residual stream, and whether something that a sublayer adds is still on its way."""
+class PlannedStream:
+    """The residual stream; `delta` is what the last sublayer adds, which may still be in flight."""
 
     __slots__ = ("delta",)
 
@@ -141,7 +143,7 @@ class ResidualStream:
 
 
 class TransformerProgram:
-    """A transformer on a rehearsal."""
+    """The forward and backward of a transformer, run on a rehearsal."""
 
     def __init__(self, sizes: LocalSizes, host: Rehearsal) -> None:
         self.sizes, self.config, self.policy, self.host = sizes, sizes.config, sizes.policy, host
@@ -167,7 +169,7 @@ class TransformerProgram:
             self.optimize(clip=clip, step=optimizer)
 
     def optimize(self, *, clip: bool, step: bool) -> None:
-        """The norm of gradients, and AdamW: p, g, m, v are read, p, m, v written."""
+        """Compute the norm of all gradients and step AdamW, which reads p, g, m, v and writes p, m, v."""
         host, sizes, shards = self.host, self.sizes, self.policy.shard_optimizer
         own = sizes.parameter_nbytes // (sizes.shape.sizes[REPLICA] if shards else 1)
         if clip:
@@ -181,7 +183,7 @@ class TransformerProgram:
             host.compute(ElementwiseOp("AdamW", 7 * own))
 
     def forward(self, *, counted: bool, layers: int) -> None:
-        sizes, host, chunked = self.sizes, self.host, bool(self.policy.loss_chunk)
+        sizes, host, chunked = self.sizes, self.host, self.structure.chunked
         read = self.chunked_share if chunked else self.logits
         if chunked:  # chunks divide by the count of targets, so it comes first
             host.communicate(lambda: sum_over_batch(sizes, 1 if counted else 2, "loss"))
@@ -199,20 +201,20 @@ class TransformerProgram:
             self.loss(counted=counted)
 
     def through(
-        self, half: LocalSizes, layers: range, read: Callable[[ResidualStream, LocalSizes], Turns[None]]
+        self, half: LocalSizes, layers: range, read: Callable[[PlannedStream, LocalSizes], Turns[None]]
     ) -> Turns[None]:
         stream = yield from self.embed(half)
         for index in layers:
             stream = yield from self.block(index, stream, half)
         yield from read(stream, half)
 
-    def blocks_again(self, layers: range, streams: list[ResidualStream]) -> list[ResidualStream]:
-        """Run blocks that forget everything but their input and run again in backward."""
+    def blocks_again(self, layers: range, streams: list[PlannedStream]) -> list[PlannedStream]:
+        """Run blocks that keep nothing but their input and run again in backward."""
         for index in layers:
             for half in self.halves:
                 self.host.allocate(half.rest_nbytes, "activations")
             self.host.on_backward(self._forget_inputs, reads=False)
-            streams = self.host.recompute(
+            streams = self.host.run_twice(
                 lambda index=index, streams=streams: self.engine.take_turns(
                     [self.block(index, *each) for each in zip(streams, self.halves, strict=True)]
                 )
@@ -227,52 +229,56 @@ class TransformerProgram:
         """Run blocks by themselves, and receive what the last one adds to the residual stream."""
 
         def through(half: LocalSizes) -> Turns[None]:
-            stream = ResidualStream()
+            stream = PlannedStream()
             for index in layers:
                 stream = yield from self.block(index, stream, half)
             yield
             stream.read()
 
         if self.policy.recompute == "block":
-            for stream in self.blocks_again(layers, [ResidualStream() for _ in self.halves]):
+            for stream in self.blocks_again(layers, [PlannedStream() for _ in self.halves]):
                 stream.read()
         else:
             self.engine.take_turns([through(half) for half in self.halves])
 
-    # --- the operators
+    # --- the operators: each one is a gather or a reduction over one axis, and backward runs the conjugate
+
+    def _move(
+        self, half: LocalSizes, direction: Direction, axis: str, nbytes: int, label: str, **in_backward: Any
+    ) -> Moving:
+        conjugate: Direction = "reduce" if direction == "gather" else "gather"
+        return self.host.move(
+            axis,
+            lambda: operator_messages(half, direction, axis, nbytes, label),
+            lambda: operator_messages(half, conjugate, axis, nbytes, label),
+            **in_backward,
+        )
 
     def enter(self, half: LocalSizes, label: str) -> Moving:
-        return self.host.move(
-            "x", lambda: entered(half, label), lambda: entered(half, label, backward=True),
-            arrives=half.rest_nbytes, leaves=half.stream_nbytes,
-        )  # fmt: skip
+        return self._move(
+            half, "gather", "x", half.entered_nbytes, label, arrives=half.rest_nbytes, leaves=half.stream_nbytes
+        )
 
     def leave(self, half: LocalSizes, label: str) -> Moving:
-        return self.host.move(
-            "x", lambda: left(half, label), lambda: left(half, label, backward=True), arrives=gathered(half)
-        )
+        return self._move(half, "reduce", "x", half.entered_nbytes, label, arrives=gathered(half))
 
     def spread(
         self, half: LocalSizes, label: str, *, nbytes: int, whole: int, cut: int, kind: MemoryKind = "workspace"
     ) -> Moving:
-        """Send `nbytes` of a product's output, of which each rank keeps its part. In backward `whole` bytes of gradient
-        arrive, and the `cut` ones that were sent are let go."""
+        """Send `nbytes` of a product's output; each rank keeps its part.
+
+        In backward `whole` bytes of gradient arrive, and the `cut` ones that were sent are freed.
+        """
         self._turn_over(nbytes, label)
-        cuts = self.structure.cuts_inner
-        return self.host.move(
-            "y", lambda: spread(half, nbytes, label), lambda: spread(half, nbytes, label, backward=True),
-            arrives=whole if cuts else 0, joins=2 * whole if cuts else 0, leaves=cut if cuts else 0, kind=kind,
-        )  # fmt: skip
+        sizes = dict(arrives=whole, joins=2 * whole, leaves=cut) if self.structure.cuts_inner else {}
+        return self._move(half, "reduce", "y", nbytes, label, kind=kind, **sizes)
 
     def collect(self, half: LocalSizes, label: str, *, nbytes: int, cut: int) -> Moving:
         self._turn_over(nbytes, label)
-        return self.host.move(
-            "y", lambda: collected(half, nbytes, label), lambda: collected(half, nbytes, label, backward=True),
-            sends=nbytes, leaves=nbytes - cut,
-        )  # fmt: skip
+        return self._move(half, "gather", "y", nbytes, label, sends=nbytes, leaves=nbytes - cut)
 
     def _turn_over(self, nbytes: int, label: str) -> None:
-        """Features cut over y lie side by side in a message and one after another in a tensor."""
+        """Copy between a tensor and a message, in which features cut over y have another order."""
         if self.structure.cuts_inner:
             kernel = ElementwiseOp(f"turn over {label}", 2 * nbytes)
             self.host.compute(kernel)
@@ -280,7 +286,7 @@ class TransformerProgram:
 
     # --- embedding, norms, head, loss
 
-    def embed(self, half: LocalSizes) -> Turns[ResidualStream]:
+    def embed(self, half: LocalSizes) -> Turns[PlannedStream]:
         host = self.host
         host.allocate(half.id_nbytes, "activations")
         self.lookup(WeightGroup("embedding", ("embedding.weight",)), half.stream, dout=gathered(half))
@@ -293,19 +299,20 @@ class TransformerProgram:
             self.lookup(WeightGroup("positions", ("positions.weight",)), half.rest)
         self.dropout(half)
         host.on_backward(lambda: host.enter_moment("embedding"), reads=False)
-        return ResidualStream()
+        return PlannedStream()
 
     def lookup(self, table: WeightGroup, elements: int, *, dout: int = 0) -> None:
-        """Read elements out of a table; in backward its gradient is made of `dout` bytes, where they are a tensor."""
+        """Read elements of a table; `dout`: bytes of a tensor that backward frees when the table's gradient is made."""
         host, turns, reduce = self.host, self.engine.turn.of, self.structure.reduce_itemsize
         nbytes = elements * self.structure.compute_itemsize
+        host.expect_gradients(table)
         with host.using(table, "unit", turns):
             host.compute(ElementwiseOp(f"lookup {table.label}", 2 * nbytes))
 
         def backward() -> None:
             made = self.sizes.elements(table.names) * reduce
             host.compute(ElementwiseOp(f"dw {table.label}", 2 * nbytes + made))
-            # cast first, so that the sum over a frequent token is not rounded at every term
+            # the runtime casts first, so that the sum over a frequent token is not rounded at every term
             cast = 0 if reduce == self.structure.compute_itemsize else elements * reduce
             host.allocate(cast)
             host.add_gradients("unit", table, turns, in_place=False)
@@ -327,9 +334,9 @@ class TransformerProgram:
             host.on_backward(backward)
 
     def norm(self, label: str, half: LocalSizes, *, last: bool = False, reads_kept: bool = False) -> None:
-        """A norm that also adds up the residual stream: it reads a and delta and writes their sum and its norm.
+        """Add up the residual stream and normalise it: read a and delta, write their sum and its norm.
 
-        The gradient of the last norm's input is the residual stream's; those of the others are added to it. With
+        The gradient of the last norm's input begins the gradient of the residual stream; the others are added. With
         `reads_kept` the norm reads the input that a recomputed block keeps anyway, so it keeps only statistics.
         """
         host, layer_norm = self.host, self.config.norm == "layer"
@@ -338,7 +345,7 @@ class TransformerProgram:
         host.allocate(kept, "activations")
 
         def freed() -> None:
-            if self.structure.over_y:  # no single kernel where statistics travel
+            if self.structure.over_y:  # several kernels, because statistics are summed over y between them
                 host.need(4 * self.structure.wide * half.rest_nbytes)
             host.need(half.rest_nbytes)
             host.free(kept, "activations")
@@ -349,25 +356,29 @@ class TransformerProgram:
     def _norm(
         self, weights: WeightGroup, nbytes: int, half: LocalSizes | None, freed: Callable[[], None] = lambda: None
     ) -> None:
-        """A norm of so many bytes; with statistics over y where `half` is given."""
-        host, turns, label = self.host, self.engine.turn.of, weights.label
+        """Normalise `nbytes`; if `half` is given, with statistics over y."""
+        host, turns, label, layer_norm = self.host, self.engine.turn.of, weights.label, self.config.norm == "layer"
+        own = 0 if half is None else half.statistic_nbytes
         scale = WeightGroup(label, weights.names[:1])
+        host.expect_gradients(weights)
         with host.using(weights, "unit", turns):
             host.compute(ElementwiseOp(f"norm {label}", 4 * nbytes))
             if half is not None:
-                host.communicate(lambda: norm_statistics(half, label))
+                # means and squared deviations of a LayerNorm are gathered and merged, an RMSNorm's sums are added
+                op, statistics = ("all_gather", half.merged_nbytes) if layer_norm else ("all_reduce", own)
+                host.communicate(lambda: half.message(op, "y", statistics, label))
 
         def backward() -> None:
             with host.using(scale, "unit", turns):
                 host.compute(ElementwiseOp(f"dnorm {label}", 5 * nbytes))
                 if half is not None:
-                    host.communicate(lambda: norm_sums(half, label))
+                    host.communicate(lambda: half.message("all_reduce", "y", (2 if layer_norm else 1) * own, label))
             host.add_gradients("unit", weights, turns)
             freed()
 
         host.on_backward(backward)
 
-    def logits(self, stream: ResidualStream, half: LocalSizes) -> Turns[None]:
+    def logits(self, stream: PlannedStream, half: LocalSizes) -> Turns[None]:
         host, whole, cut = self.host, half.logits_nbytes(half.m), half.logits_cut_nbytes(half.m)
         yield
         host.enter_moment("head")
@@ -384,23 +395,24 @@ class TransformerProgram:
         )  # fmt: skip
         host.product(
             WeightGroup("head", (self.structure.table,)), half.m, half.k, half.vocab_columns,
-            lambda: self._reread(entered(half, "head")), tensors,
+            lambda: self._reread(half, "x", half.entered_nbytes, "head"), tensors,
         )  # fmt: skip
         host.allocate(whole, "logits")
         host.free(gathered(half))
-        host.need(whole if self.structure.cuts_inner else 0, "logits")  # sent from a copy
+        host.need(whole if self.structure.cuts_inner else 0, "logits")  # `spread` sends a copy
         spreading = self.spread(half, "head", nbytes=whole, whole=whole, cut=cut, kind="logits")
         yield
         spreading.land()
         host.allocate(cut, "logits")
         host.free(whole, "logits")
 
-    def _reread(self, records: list[Collective]) -> list[Collective]:
-        """The gather of a product's input once more, for dw, unless it was kept."""
-        return records if self.structure.rereads else []
+    def _reread(self, half: LocalSizes, axis: str, nbytes: int, label: str) -> list[Collective]:
+        """Return the second gather of a product's input, for dw, unless the input was kept."""
+        kept = self.policy.keep_gathered
+        return [] if kept else operator_messages(half, "gather", axis, nbytes, label)
 
     def loss(self, *, counted: bool) -> None:
-        """E9 reads the logits, E10 reads them and writes their gradient."""
+        """Compute the loss (E9) from the logits, and in backward their gradient (E10)."""
         host, halves = self.host, self.halves
         host.enter_moment("loss")
         for half in halves:
@@ -424,14 +436,14 @@ class TransformerProgram:
         host.on_backward(backward)
 
     def _loss_statistics(self, half: LocalSizes, tokens: int) -> list[Collective]:
-        """Three statistics per token from every rank that cuts the vocabulary."""
+        """Return the gathers of three statistics per token over the axes that cut the vocabulary."""
         found = []
         for axis in ("y", "x") if self.structure.sharded else ("x",):
             found += half.message("all_gather", axis, half.statistics_nbytes(tokens, axis), "loss")
         return found
 
-    def chunked_share(self, stream: ResidualStream, half: LocalSizes) -> Turns[None]:
-        """Head and loss in chunks of tokens: forward finds the gradients too, and backward scales them."""
+    def chunked_share(self, stream: PlannedStream, half: LocalSizes) -> Turns[None]:
+        """Compute head and loss in chunks of tokens: forward computes the gradients too, and backward scales them."""
         host, turns, made = self.host, self.engine.turn.of, half.head_gradient * self.structure.reduce_itemsize
         yield
         host.enter_moment("loss")
@@ -446,6 +458,7 @@ class TransformerProgram:
         host.allocate(half.rest_nbytes)
         host.allocate(half.stream_nbytes, "activations")
         host.allocate(made, "weights")
+        host.expect_gradients(table)
         with host.using(table, "weights", turns):
             for tokens in half.chunks:
                 self._chunk(half, tokens)
@@ -466,11 +479,11 @@ class TransformerProgram:
         host, columns = self.host, half.vocab_columns
         whole, cut = half.logits_nbytes(tokens), half.logits_cut_nbytes(tokens)
         host.compute(MatmulOp("E1 head", tokens, half.k, columns))
-        host.communicate(lambda: spread(half, whole, "head"))
+        host.communicate(lambda: operator_messages(half, "reduce", "y", whole, "head"))
         host.compute(ElementwiseOp("loss", cut))
         host.communicate(lambda: self._loss_statistics(half, tokens))
         host.compute(ElementwiseOp("dlogits", 2 * cut))
-        host.communicate(lambda: spread(half, whole, "head", backward=True))
+        host.communicate(lambda: operator_messages(half, "gather", "y", whole, "head"))
         host.compute(MatmulOp("E2 head", tokens, columns, half.k), MatmulOp("E3 head", columns, tokens, half.k))
         if host.memory:
             before = half.chunk_before_nbytes(tokens)
@@ -481,7 +494,7 @@ class TransformerProgram:
 
     # --- a block
 
-    def block(self, index: int, stream: ResidualStream, half: LocalSizes) -> Turns[ResidualStream]:
+    def block(self, index: int, stream: PlannedStream, half: LocalSizes) -> Turns[PlannedStream]:
         prefix = f"layers.{index}"
         if stream.delta is not None:
             yield
@@ -497,7 +510,7 @@ class TransformerProgram:
         self.norm(f"{prefix}.mlp_norm", half)
         yield from self.mlp(f"{prefix}.mlp", half)
         if self.engine.recomputing and not self.config.dropout:
-            return ResidualStream(NO_MOVE)  # backward reads nothing of what follows
+            return PlannedStream(NO_MOVE)  # backward reads no value of what follows, so the runtime stops here too
         leaving = self.leave(half, f"{prefix}.mlp.down")
         if self.config.dropout:
             yield
@@ -506,10 +519,10 @@ class TransformerProgram:
             leaving = NO_MOVE
         if index == 0:
             self.host.on_backward(lambda: self.host.enter_moment("first layer"), reads=False)
-        return ResidualStream(leaving)
+        return PlannedStream(leaving)
 
     def expand(self, label: str, names: tuple[str, ...], columns: int, half: LocalSizes, nbytes: int) -> Turns[None]:
-        """Layers that read one tensor, up to their product, whose output has so many columns and bytes."""
+        """Run layers that read one tensor, up to their product; its output has `columns` columns and `nbytes` bytes."""
         entering = self.enter(half, label)
         if entering.travels:
             yield
@@ -517,17 +530,22 @@ class TransformerProgram:
         kinds = ("weight", "bias") if self.config.bias else ("weight",)
         weights = WeightGroup(label, tuple(f"{name}.{kind}" for kind in kinds for name in names))
         tensors = BackwardBytes(nbytes, half.stream_nbytes, half.kept_normed_nbytes, self._entered_again(half))
-        self.host.product(weights, half.m, half.k, columns, lambda: self._reread(entered(half, label)), tensors)
+        self.host.product(
+            weights, half.m, half.k, columns, lambda: self._reread(half, "x", half.entered_nbytes, label), tensors
+        )
 
     def _entered_again(self, half: LocalSizes) -> int:
-        """The bytes of an Expand layer's input that is gathered over x once more."""
+        """Return the bytes of an Expand layer's input that is gathered over x a second time."""
         return half.reread_nbytes("entered_nbytes") if self.structure.cuts_rest else 0
 
     def contract(
         self, label: str, features: int, half: LocalSizes, *, size: str, nbytes: int, cut: int, kept: int
     ) -> Turns[None]:
-        """A layer that leads back to rest, up to its product. Its input has `nbytes`, a size of that name, and `cut`
-        before it is collected; `kept` of them are this product's alone until backward."""
+        """Run a layer that leads back to rest, up to its product.
+
+        Its input has `nbytes` bytes, the size with the name `size`, and `cut` bytes before it is collected. The product
+        alone keeps `kept` bytes of it until backward.
+        """
         collecting = self.collect(half, label, nbytes=nbytes, cut=cut)
         if collecting.travels:
             yield
@@ -535,50 +553,56 @@ class TransformerProgram:
         weights = WeightGroup(label, (f"{label}.weight", f"{label}.bias")[: 2 if self.config.bias else 1])
         reread = half.reread_nbytes(size) if self.structure.cuts_inner else 0
         tensors = BackwardBytes(dout=gathered(half), da=nbytes, kept=kept, reread=reread, joins=2 * reread)
-        self.host.product(
-            weights, half.m, features, half.k, lambda: self._reread(collected(half, nbytes, label)), tensors
-        )
+        self.host.product(weights, half.m, features, half.k, lambda: self._reread(half, "y", nbytes, label), tensors)
 
     def attention(self, prefix: str, half: LocalSizes) -> Turns[Moving]:
-        """Attention up to the message that brings its output to rest."""
+        """Run attention up to the message that brings its output to rest."""
         host, structure, label = self.host, self.structure, f"{prefix}.q+k+v"
         names = (f"{prefix}.q", f"{prefix}.k", f"{prefix}.v")
         whole, cut = half.qkv_nbytes, half.qkv_cut_nbytes
         yield from self.expand(label, names, half.q + 2 * half.kv, half, whole)
         if structure.shares_kv:
             spreading = self.spread(half, label, nbytes=half.query_nbytes, whole=whole, cut=cut)
-            sharing = host.move("y", lambda: kv_over_y(half, label), lambda: kv_over_y(half, label, backward=True))
+
+            def kv_over_y() -> list[Collective]:
+                return half.message("all_reduce", "y", half.kv_nbytes, label)
+
+            sharing = host.move("y", kv_over_y, kv_over_y if structure.sharded else list)
             yield
             spreading.land()
             sharing.land()
             if structure.cuts_kv_head:
-                host.move("x", lambda: kv_over_x(half, label), lambda: kv_over_x(half, label, backward=True)).land()
+                host.move(
+                    "x",
+                    lambda: half.message("all_gather", "x", half.kv_whole_nbytes, label),
+                    lambda: half.message("reduce_scatter", "x", half.kv_whole_nbytes, label),
+                ).land()
         else:
             spreading = self.spread(half, label, nbytes=whole, whole=whole, cut=cut)
             yield
             spreading.land()
+        kept = half.query_statistic_nbytes  # the log of the sum of exponentials
+        if self.config.qk_norm:
+            kept += half.query_statistic_nbytes + half.key_statistic_nbytes
+        if self.config.positions == "rope":  # q, k and v after the rotation
+            kept += half.query_cut_nbytes + half.local_kv_nbytes
         if self.policy.recompute == "attention":
-            self._mix_again(prefix, half)
-        else:
-            self.mix(prefix, half, half.attention_nbytes)
+            # its input is kept anyway, and its output if the product of `out` reads it
+            outside = half.read_nbytes + half.kept_output_nbytes
+            host.allocate(outside, "activations")
+            host.on_backward(lambda: host.free(outside, "activations"), reads=False)
+            host.run_twice(lambda: self.mix(prefix, half, kept))
+        else:  # backward reads q, k and v before the rotation, if a norm or the attention kernel itself read them
+            reads_input = self.config.positions != "rope" or self.config.qk_norm
+            self.mix(prefix, half, kept + (half.read_nbytes if reads_input else 0))
         yield from self.contract(
             f"{prefix}.out", half.q, half, size="query_nbytes", nbytes=half.query_nbytes, cut=half.query_cut_nbytes,
             kept=half.kept_query_nbytes,
         )  # fmt: skip
         return self.leave(half, f"{prefix}.out")
 
-    def _mix_again(self, prefix: str, half: LocalSizes) -> None:
-        """The inside of attention, which is forgotten; its input and, for `out`, its output are kept."""
-        host, structure = self.host, self.structure
-        kept = half.read_nbytes + half.kept_output_nbytes
-        host.allocate(kept, "activations")
-        host.on_backward(lambda: host.free(kept, "activations"), reads=False)
-        inside = half.attention_nbytes - half.read_nbytes if structure.reads_heads_again else half.attention_nbytes
-        host.recompute(lambda: self.mix(prefix, half, inside))
-
     def mix(self, prefix: str, half: LocalSizes, kept: int) -> None:
-        """Attention between its two products, which keeps so many bytes and its output. A causal mask leaves half of
-        the scores."""
+        """Run attention between its two products; it keeps `kept` bytes and its output."""
         host, config = self.host, self.config
         q, kv = half.query_cut_nbytes, half.local_kv_nbytes
         if self.engine.recomputing:
@@ -592,7 +616,7 @@ class TransformerProgram:
             if config.positions == "rope":
                 host.compute(rotated)
                 host.need(3 * half.wide_query_nbytes)
-            host.need(half.qkv_cut_nbytes)  # the gradients side by side
+            host.need(half.qkv_cut_nbytes)  # the gradients of q, k and v side by side
             host.free(q + kv)
             host.allocate(half.qkv_cut_nbytes)
 
@@ -608,14 +632,14 @@ class TransformerProgram:
         def backward() -> None:
             host.compute(AttentionOp(f"dattention {prefix}", 2 * flops, 2 * nbytes))
             host.allocate(q + kv)
-            host.need(half.wide_query_nbytes)  # the kernel adds up dq in fp32
+            host.need(half.wide_query_nbytes)  # the kernel sums dq in fp32
             host.free(q)
             host.free(kept + q, "activations")
 
         host.on_backward(backward)
 
     def mlp(self, prefix: str, half: LocalSizes) -> Turns[None]:
-        """The MLP up to the product of `down`."""
+        """Run the MLP up to the product of `down`."""
         host, layers = self.host, self.structure.up_layers
         gates, hidden, label = len(layers), half.hidden_cut_nbytes, f"{prefix}.{'+'.join(layers)}"
         whole, cut = gates * half.hidden_nbytes, gates * hidden
@@ -632,7 +656,7 @@ class TransformerProgram:
                 host.need(hidden)
                 host.free(hidden, "activations")
                 return
-            host.need(2 * hidden)  # the gradients of silu(gate) and of up beside that of their product
+            host.need(2 * hidden)  # the gradients of silu(gate) and of up, while the gradient of their product exists
             host.free(3 * hidden, "activations")
             host.allocate(hidden)
             host.need(2 * hidden)  # the two gradients side by side
@@ -644,57 +668,14 @@ class TransformerProgram:
         )  # fmt: skip
 
 
-# --- the messages of each operator, forward or backward, on one half
-
-
 def gathered(half: LocalSizes) -> int:
-    """Return the bytes of a tensor at rest that was gathered over x, or 0 where x does not cut it."""
+    """Return the bytes of a tensor at rest that was gathered over x, or 0 if x does not cut it."""
     return half.entered_nbytes if half.structure.cuts_rest else 0
 
 
-def entered(half: LocalSizes, label: str, *, backward: bool = False) -> list[Collective]:
+def operator_messages(half: LocalSizes, direction: Direction, axis: str, nbytes: int, label: str) -> list[Collective]:
+    """Return the message of an operator: sharded activations are all-gathered or reduce-scattered; replicated ones are
+    all-reduced, and gathering them needs no message."""
     if half.structure.sharded:
-        return half.message("reduce_scatter" if backward else "all_gather", "x", half.entered_nbytes, label)
-    return half.message("all_reduce", "x", half.stream_nbytes, label) if backward else []
-
-
-def left(half: LocalSizes, label: str, *, backward: bool = False) -> list[Collective]:
-    if half.structure.sharded:
-        return half.message("all_gather" if backward else "reduce_scatter", "x", half.entered_nbytes, label)
-    return [] if backward else half.message("all_reduce", "x", half.stream_nbytes, label)
-
-
-def spread(half: LocalSizes, nbytes: int, label: str, *, backward: bool = False) -> list[Collective]:
-    if half.structure.sharded:
-        return half.message("all_gather" if backward else "reduce_scatter", "y", nbytes, label)
-    return [] if backward else half.message("all_reduce", "y", nbytes, label)
-
-
-def collected(half: LocalSizes, nbytes: int, label: str, *, backward: bool = False) -> list[Collective]:
-    if half.structure.sharded:
-        return half.message("reduce_scatter" if backward else "all_gather", "y", nbytes, label)
-    return half.message("all_reduce", "y", nbytes, label) if backward else []
-
-
-def kv_over_y(half: LocalSizes, label: str, *, backward: bool = False) -> list[Collective]:
-    """K and V whole over y, where their heads do not follow the queries' cut."""
-    if backward and not half.structure.sharded:
-        return []
-    return half.message("all_reduce", "y", half.kv_nbytes, label)
-
-
-def kv_over_x(half: LocalSizes, label: str, *, backward: bool = False) -> list[Collective]:
-    """K and V whole over x, where x cuts through a head."""
-    return half.message("reduce_scatter" if backward else "all_gather", "x", half.kv_whole_nbytes, label)
-
-
-def norm_statistics(half: LocalSizes, label: str) -> list[Collective]:
-    """Means and squared deviations of a LayerNorm are merged, sums of squares of an RMSNorm are added up."""
-    if half.config.norm == "layer":
-        return half.message("all_gather", "y", half.merged_nbytes, label)
-    return half.message("all_reduce", "y", half.statistic_nbytes, label)
-
-
-def norm_sums(half: LocalSizes, label: str) -> list[Collective]:
-    sums = 2 if half.config.norm == "layer" else 1
-    return half.message("all_reduce", "y", sums * half.statistic_nbytes, label)
+        return half.message("all_gather" if direction == "gather" else "reduce_scatter", axis, nbytes, label)
+    return half.message("all_reduce", axis, nbytes, label) if direction == "reduce" else []

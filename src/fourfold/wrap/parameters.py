@@ -28,6 +28,7 @@ from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, REPEATED, Layout, Spec
 from fourfold.nn.layer import SPECS, Layer, reserve
+from fourfold.nn.rng import key_of
 from fourfold.params import local_of, shard_parameter
 from fourfold.product import MEMORY
 from fourfold.torch_hooks import REPLACED
