@@ -64,16 +64,16 @@ class AsyncResult:
 
     travels = True
 
-    def __init__(self, a: Tensor, there: Body, back: Body, engine: Engine) -> None:
+    def __init__(self, there: Body, back: Body, engine: Engine) -> None:
         """`there` launches the forward direction, `back` the backward direction."""
         self.there, self.back, self.engine = there, back, engine
         self.pending: Pending[Tensor] | None = None
-        self._token: Tensor | None = Launch.apply(self, a)
+        self.token: Tensor | None = None
 
     def wait(self) -> Tensor:
         # The token's autograd node refers to this object: keeping the token would make a cycle, and what forward
         # saved would stay in memory until Python's garbage collector runs.
-        token, self._token = self._token, None
+        token, self.token = self.token, None
         return Land.apply(self, token)
 
     def take(self) -> Tensor:
@@ -154,11 +154,17 @@ class OpContext:
         return -(-self.tokens // self.grid.size("x")) if self.sharded else self.tokens
 
     def launch(self, a: Tensor, axis: str, there: Body, back: Body) -> AsyncResult | Ready:
-        return AsyncResult(a, there, back, self.engine) if self.grid.size(axis) > 1 else Ready(a)
+        """Launch an operator along an axis; with one rank there is nothing to launch."""
+        if self.grid.size(axis) == 1:
+            return Ready(a)
+        result = AsyncResult(there, back, self.engine)
+        result.token = Launch.apply(result, a)
+        return result
 
-    def gather_tokens(self, cut: Tensor) -> Pending[Tensor]:
+    @property
+    def gather_tokens(self) -> Body:
         """Gather [ceil(m/x), f] -> [m, f]; the padding that `scatter_tokens` added is dropped."""
-        return comm.all_gather(cut, self.grid, "x", label=self.label).then(lambda whole: whole[: self.tokens])
+        return partial(comm.all_gather, grid=self.grid, axis="x", length=self.tokens, label=self.label)
 
     def scatter_tokens(self, whole: Tensor) -> Pending[Tensor]:
         """Reduce-scatter [m, f] {sum x} -> [ceil(m/x), f]; if x does not divide m, zeros are added at the end."""

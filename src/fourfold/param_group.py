@@ -120,13 +120,18 @@ class ParamGroup:
 
     def gather(self) -> Pending[list[Tensor]]:
         """Launch the gather of all members."""
-        shards, into = self.shards(), None
-        if self.grid.size(GATHERED) > 1 and self.even:
-            into = [
-                self.engine.buffers.take((length, *shard.shape[1:]), shard.dtype, shard.device)
-                for shard, length in zip(shards, self.rows, strict=True)
-            ]
+        shards = self.shards()
+        into = self.buffers(shards)
         return comm.all_gather_together(shards, self.grid, GATHERED, rows=self.rows, into=into, label=self.label)
+
+    def buffers(self, shards: Sequence[Tensor]) -> list[Tensor] | None:
+        """Take buffers from the engine's pool for what is gathered from these shards, if it needs no padding."""
+        if self.grid.size(GATHERED) == 1 or not self.even:
+            return None
+        return [
+            self.engine.buffers.take((length, *shard.shape[1:]), shard.dtype, shard.device)
+            for shard, length in zip(shards, self.rows, strict=True)
+        ]
 
     def shards(self, *, copied: bool = False) -> list[Tensor]:
         """Return this rank's shards to be gathered, cast before the message so that it carries the narrower dtype.

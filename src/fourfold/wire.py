@@ -117,26 +117,23 @@ def reduce_scatter(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Te
                 _reduce_scatter_single(total.view(-1), whole.reshape(-1), group=link.group, async_op=True)
         return lambda: (together.wait(), wholes, sums)[2]
     rows = [whole.reshape(len(whole), -1) for whole in wholes]
-    finish = _reduce_scatter(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), link)
+    sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
+    if sent.is_cuda:
+        total = torch.empty_like(sent[0])
+        arrive = link.watch(_reduce_scatter_single(total, sent.view(-1), group=link.group, async_op=True))
+        finish = lambda: (arrive(), sent, total)[2]  # noqa: E731
+    elif _takes_one_round(sent.nbytes, sent):
+        parts = torch.empty_like(sent)
+        arrive = link.watch(dist.all_to_all_single(parts, sent, group=link.group, async_op=True))
+        finish = lambda: (arrive(), sent, _sum_in_order(parts))[2]  # noqa: E731
+    else:
+        finish = _Ring(sent, link).finish
 
     def unpack() -> list[Tensor]:
         columns = finish().split([row.shape[1] for row in rows])
         return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
     return unpack
-
-
-def _reduce_scatter(parts: Tensor, link: Link) -> Callable[[], Tensor]:
-    parts = parts.contiguous()
-    if parts.is_cuda:
-        total = torch.empty_like(parts[0])
-        finish = link.watch(_reduce_scatter_single(total, parts.view(-1), group=link.group, async_op=True))
-        return lambda: (finish(), parts, total)[2]
-    if _takes_one_round(parts.nbytes, parts):
-        arrived = torch.empty_like(parts)
-        finish = link.watch(dist.all_to_all_single(arrived, parts, group=link.group, async_op=True))
-        return lambda: (finish(), parts, _sum_in_order(arrived))[2]
-    return _Ring(parts, link).finish
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> Tensor:

@@ -165,8 +165,11 @@ class Attention(Layer):
 
 def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) -> Turns[Sequence[Tensor]]:
     """Return this rank's q, k and v, [m/z, heads * head_dim] each; K and V have the heads `held.keys`."""
-    if not held.shared:
-        return (yield from expand_in_turns(layers, a, tokens))
+    return _read_shared(layers, a, tokens, held) if held.shared else expand_in_turns(layers, a, tokens)
+
+
+def _read_shared(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) -> Turns[Sequence[Tensor]]:
+    """Return q, k and v with K and V whole over y, and over x too if x would cut through a head."""
     query, key, value = layers
     site = query.site(tokens).named(label_of(layers))
     widths = [key.width, value.width]

@@ -198,7 +198,7 @@ def join(layers: Sequence[Expand] | Sequence[Contract]) -> Factor:
 
 def read(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[Tensor]:
     """Run one `enter` and one product for all layers: [m/(zx), k/y] -> [m/z, sum n_i/x] {sum y}."""
-    return (yield from expand(join(layers), a, layers[0].site(tokens).named(label_of(layers))))
+    return expand(join(layers), a, layers[0].site(tokens).named(label_of(layers)))
 
 
 def expand_together(layers: Sequence[Expand], a: Tensor, tokens: int) -> list[Tensor]:
