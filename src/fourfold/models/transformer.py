@@ -310,10 +310,9 @@ class Transformer(Layer):
     def _shape_fault(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> str:
         if tokens.dim() != 2 or tokens.numel() == 0:
             return f"tokens has shape {tuple(tokens.shape)}; it must be [rows, seq] with at least one of each"
-        for what, ids in (("targets", targets), ("positions", positions)):
+        for what, ids in (("tokens", tokens), ("targets", targets), ("positions", positions)):
             if ids is not None and ids.shape != tokens.shape:
                 return f"{what} {tuple(ids.shape)} and tokens {tuple(tokens.shape)} differ in shape"
-        for what, ids in (("tokens", tokens), ("targets", targets), ("positions", positions)):
             if ids is not None and ids.dtype not in (torch.int64, torch.int32):
                 return f"{what} has dtype {ids.dtype}; ids must be torch.int64 or torch.int32"
         if self.positions is not None and tokens.shape[1] > self.config.seq:
