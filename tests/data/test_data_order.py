@@ -114,7 +114,7 @@ def test_order_goes_on_from_a_stored_position() -> None:
     [
         (parts(7, 11), None, 6, "seed was 5, is 6;"),
         (parts(7, 12), None, 5, "tokens of source 1 was 45, is 49; trained windows of source 1 was 11, is 12;"),
-        (parts(7), None, 5, "sources was 2, is 1;"),
+        (parts(7), None, 5, "number of sources was 2, is 1;"),
         (parts(7, 11), [1, 2], 5, r"weights was \[1, 1\], is \[1, 2\];"),
         ([cut_windows("other", 29, 4), parts(7, 11)[1]], None, 5, "name of source 0 was source-0, is other;"),
         ([cut_windows("source-0", 29, 2), cut_windows("source-1", 45, 2)], None, 5, "seq was 4, is 2;"),

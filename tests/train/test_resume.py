@@ -254,7 +254,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(
     assert_error(attempt("--set", "train.seed=5"), "train.seed was 0 in ", "and is 5; a resumed run keeps it")
     assert_error(attempt("--set", "batch.rows=8"), "batch.rows was 4 in ", "and is 8; a resumed run keeps it")
     assert_error(attempt("--set", "batch.seq=11"), "the data differs", "seq was 12, is 11")
-    assert_error(attempt("--data", str(other.path), "--data", tokens), "there were 1 sources, now 2")
+    assert_error(attempt("--data", str(other.path), "--data", tokens), "number of sources was 1, is 2")
     assert_error(attempt("--set", "model.layers=2"), "is of another model: it lacks ", "layers.1.")
     assert_error(attempt("--set", "model.mlp_hidden=96"), "has shape", "build the model as saved")
     assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "resume with the dtype of the saved run")

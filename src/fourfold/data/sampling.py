@@ -154,15 +154,17 @@ class SampleOrder:
             sample, given, saved = state["sample"], list(state["given"]), _flat(state["of"])
             if not all(type(count) is int and count >= 0 for count in (sample, *given)):
                 raise TypeError("a count is not a whole number")
-        except (AttributeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(
                 f"this is not a saved position in the data: {state!r} ({error}); pass what state() returned"
             ) from error
         here = _flat(self._identity())
-        differing = [f"{key} was {saved.get(key)}, is {here[key]}" for key in here if saved.get(key) != here[key]]
-        if differing:
+        # A key that only one of them has belongs to a source that was added or left out: then their numbers differ.
+        changed = [key for key in here if key in saved and saved[key] != here[key]]
+        if changed:
+            differing = "; ".join(f"{key} was {saved[key]}, is {here[key]}" for key in changed)
             raise ValueError(
-                f"the data differs from the data of the saved position: {'; '.join(differing)}; give the same data to "
+                f"the data differs from the data of the saved position: {differing}; give the same data to "
                 "continue, or start a new run to train on other data"
             )
         if len(given) != len(self.sources) or sum(given) != sample:
@@ -180,9 +182,10 @@ class SampleOrder:
 
 def _flat(identity: dict[str, Any]) -> dict[str, Any]:
     """Return an identity as one table, with the values of its sources under keys such as `tokens of source 0`."""
-    flat = {**identity, "sources": len(identity["sources"])}
+    flat = {key: identity[key] for key in ("seed", "seq", "weights")}
+    flat["number of sources"] = len(identity["sources"])
     for number, source in enumerate(identity["sources"]):
-        flat |= {f"{key} of source {number}": value for key, value in source.items()}
+        flat |= {f"{key} of source {number}": source[key] for key in ("name", "tokens", "trained windows")}
     return flat
 
 
