@@ -149,6 +149,7 @@ def plot_layout(height: int, **more: Any) -> Figure:
         "hovermode": "x unified",
         "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--line)", "font": {"color": "var(--text)"}},
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+        # The bar of buttons covers the upper edge of a figure, so it has no background of its own.
         "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "var(--muted)", "activecolor": "var(--text)"},
         "showlegend": True,
         "uirevision": "keep",  # a redraw, as for another colour scheme, keeps the reader's zoom
@@ -160,7 +161,7 @@ def plot_layout(height: int, **more: Any) -> Figure:
 def plotly_js() -> str:
     """Return the source of plotly.js, which every page contains."""
     try:
-        from plotly.offline import get_plotlyjs
+        from plotly.offline import get_plotlyjs  # here, because only pages need the extra `report`
     except ImportError as error:
         raise ModuleNotFoundError(
             "a page needs plotly, which is not installed; pip install 'fourfold[report]'"

@@ -309,7 +309,7 @@ def _tradeoff(document: PlanDocument) -> Figure:
         shapes=[{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": usable, "y1": usable, "line": limit}],
         annotations=[{"text": f"usable: {nbytes(usable * GIB)}", "showarrow": False, "font": font, **corner}],
     )
-    layout["hoverlabel"]["align"] = "left"
+    layout["hoverlabel"]["align"] = "left"  # several lines of text, which plotly would centre
     return {"traces": traces, "layout": layout}
 
 
@@ -356,6 +356,7 @@ def _parts(grids: list[PlannedGrid]) -> Figure:
         parts[axis] = f"exposed over {axis}", [entry["exposed_seconds"].get(axis, 0.0) for entry in grids]
     known = [sum(values) for values in zip(*(values for _, values in parts.values()), strict=True)]
     rest = [max(0.0, entry["seconds"] - seconds) for entry, seconds in zip(grids, known, strict=True)]
+    # The parts add up to the step only up to rounding; a remainder below a thousandth gets no name in the legend.
     if any(left > 0.001 * entry["seconds"] for left, entry in zip(rest, grids, strict=True)):
         parts["other"] = "other", rest
     places, rows = list(range(len(grids))), [grid_name(entry["grid"]) for entry in grids]
@@ -374,7 +375,7 @@ def _parts(grids: list[PlannedGrid]) -> Figure:
         110 + 25 * len(grids), yaxis=names, xaxis=seconds, barmode="stack", bargap=0.3, hovermode="closest"
     )
     layout["margin"].update(t=40)
-    layout["legend"]["traceorder"] = "normal"
+    layout["legend"]["traceorder"] = "normal"  # plotly would reverse the order for stacked bars
     return {"traces": traces, "layout": layout}
 
 
@@ -396,7 +397,7 @@ def _timeline(events: list[Mapping[str, Any]]) -> Figure:
         bargap=0.25,
         hovermode="closest",
         dragmode="zoom",
-        uniformtext={"mode": "hide", "minsize": 9},
+        uniformtext={"mode": "hide", "minsize": 9},  # a label that does not fit into its bar is hidden
     )
     layout["margin"].update(t=36)
     return {"traces": traces, "layout": layout}

@@ -41,6 +41,9 @@ MAIN = ("#", "grid", "policy", "micro", "s/step", "tokens/s", "MFU", "HFU", "com
 FEW = ("#", "grid", "s/step", "tokens/s", "MFU", "peak")
 """Columns of the first line on a terminal that is too narrow even for `MAIN`."""
 
+UNLIMITED = 10**6
+"""A width that no line reaches, in characters: textwrap has no value for "do not wrap"."""
+
 
 def plan_table(document: PlanDocument, top: int, *, width: int | None = None, colour: bool | None = None) -> str:
     """Return the `top` best grids as a table, with a heading and a legend of the columns.
@@ -162,6 +165,7 @@ def command(document: PlanDocument) -> str:
     train = f"train {document['model']['name']}.toml"
     if devices <= each:
         return f"fourfold {train}"
+    # The fewest nodes among which the devices can be divided evenly: torchrun starts as many ranks on each node.
     nodes = next(nodes for nodes in range(-(-devices // each), devices + 1) if devices % nodes == 0)
     return f"torchrun --nnodes {nodes} --nproc-per-node {devices // nodes} -m fourfold.cli {train}"
 
@@ -212,7 +216,7 @@ def _fitted(shown: Sequence[PlannedGrid], axes: Sequence[str], width: int | None
         # Lines break only between items, so that a value stays on the line of its name.
         below = [f"{name} {cell(entry)}" for name, cell in columns.items() if name not in beside]
         items = "  ".join(item.replace(" ", "\N{NO-BREAK SPACE}") for item in below)
-        more = textwrap.wrap(items, width or 10**6, initial_indent=indent, subsequent_indent=indent)
+        more = textwrap.wrap(items, width or UNLIMITED, initial_indent=indent, subsequent_indent=indent)
         rows.append([line, *(part.replace("\N{NO-BREAK SPACE}", " ") for part in more)])
     return head, rows
 
@@ -230,17 +234,13 @@ def _legend(document: PlanDocument, axes: Sequence[str]) -> list[str]:
 
 
 def _wrapped(lines: Iterable[str], width: int | None, bullet: str = "") -> list[str]:
-    indent = " " * len(bullet)
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(
-            line, width or 10**6, initial_indent=bullet, subsequent_indent=indent, break_on_hyphens=False
-        )
-    ]
+    # A break at the hyphen of a name such as gpt-80b would make it unreadable.
+    wrapper = textwrap.TextWrapper(width or UNLIMITED, bullet, " " * len(bullet), break_on_hyphens=False)
+    return [part for line in lines for part in wrapper.wrap(line)]
 
 
 def _terminal_width() -> int | None:
+    # A pipe or a file has no width, and whoever reads it wants one line per grid.
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -250,6 +250,7 @@ def _coloured(lines: Iterable[tuple[str, str]]) -> str:
     from rich.text import Text
 
     out = StringIO()
+    # rich writes no colours to anything but a terminal, and the text only goes there later.
     console = Console(file=out, force_terminal=True)
     for line, style in lines:
         console.print(Text(line, style=style), soft_wrap=True)

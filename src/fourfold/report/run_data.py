@@ -127,6 +127,7 @@ def read_run(folder: Path) -> RunData:
             f"{folder} is not a run: it has no {', '.join(missing)}; a run folder has {', '.join(FILES)}"
         )
     facts, shape = _read_facts(folder / "run.json")
+    # errors="replace" here and below: a run that was killed may end in the middle of a character.
     config = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
     run = RunData(folder.resolve().name, config, facts, shape)
     _read_metrics(run, (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
@@ -192,6 +193,7 @@ def _add_event(run: RunData, event: str, record: Mapping[str, Any]) -> bool:
     step = record["step"]
     match event:
         case "step":
+            # Only true and false count: a record without the field does not say whether the step was skipped.
             if record.get("skipped") is True:
                 run.skipped.setdefault(step, [])
             elif record.get("skipped") is False:
@@ -262,4 +264,5 @@ def _parse_step(record: Mapping[str, Any]) -> LoggedStep:
 
 
 def _number(value: Any) -> float | None:
+    # In Python a bool is an int, but `true` in a file is not a number.
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

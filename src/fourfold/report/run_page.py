@@ -63,8 +63,8 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
     if run.steps and run.end is None:
         notes.append("The run recorded no end: it is still running, or was killed.")
     if len(run.steps) > POINTS:
-        drawn_steps = "the figures draw the lowest and highest loss of each stretch"
-        notes.append(f"{len(run.steps):,} steps are logged; {drawn_steps}.")
+        shown = "the figures draw the lowest and highest loss of each stretch"
+        notes.append(f"{len(run.steps):,} steps are logged; {shown}.")
     skipped = [
         (f"{step:,}", "<br>".join(map(escape, parameters)) or "not recorded")
         for step, parameters in run.skipped.items()
@@ -243,7 +243,7 @@ def _loss(run: RunData, drawn: list[LoggedStep]) -> Figure | None:
         return None
     traces = [_line(drawn, "training", lambda step: step.loss, color="var(--faint)", width=1.2)]
     if len(run.steps) >= SMOOTH_FROM:
-        span = 2 * max(2, len(run.steps) // 50) + 1
+        span = 2 * max(2, len(run.steps) // 50) + 1  # odd, about 4% of the run: noise goes, the shape stays
         means = smooth([step.loss for step in run.steps], span)
         smoothed = {step.step: mean for step, mean in zip(run.steps, means, strict=True)}
         name = f"mean of {span}"
@@ -359,7 +359,7 @@ def _byte_bars(sizes: Mapping[str, float], shades: list[str], caption: str) -> F
 
 
 def _second_bars(rows: list[str], parts: Mapping[str, tuple[str, list[float], str | list[str]]]) -> Figure:
-    """Return stacked bars of seconds. A part has a name, and by name a label, a number for each row, and a shade."""
+    """Return stacked bars of seconds. `parts` has, by name, a label, the seconds in each row, and a shade."""
     traces = [
         page.bars(name, seconds, rows, shade, f"{label} %{{x:.3s}}s") for name, (label, seconds, shade) in parts.items()
     ]
@@ -395,12 +395,10 @@ def _plan_figure(run: RunData) -> Figure | None:
     drawn = {kind: parts for kind, parts in both.items() if parts}
     if "predicted" not in drawn:
         return None
-    bars = {
-        part if part == "compute" else f"exposed over {part}": (
-            part, [parts[part] for parts in drawn.values()], colour(part),
-        )
-        for part in ("compute", *predicted_axes(run))
-    }  # fmt: skip
+    bars = {}
+    for part in ("compute", *predicted_axes(run)):
+        seconds = [parts[part] for parts in drawn.values()]
+        bars[part if part == "compute" else f"exposed over {part}"] = part, seconds, colour(part)
     caption = "A step as the planner predicted it and as it was measured. In colour: exposed. Grey: computation."
     return {**_second_bars(list(drawn), bars), "caption": caption}
 

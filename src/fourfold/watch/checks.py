@@ -12,7 +12,7 @@ into checks:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from stat import S_IWOTH
@@ -222,7 +222,7 @@ def check_speed(facts: Facts) -> Iterator[Check]:
     rates = {rank.rank: rank.flops for rank in facts.ranks.values() if rank.flops is not None}
     if not rates:
         return
-    usual = median(rates.values())
+    usual = median(rates.values())  # the median, because one slow or fast device must not move it
     for rank in [rank for rank, rate in rates.items() if rate < SLOW_DEVICE * usual]:
         own, others = f"{count(rates[rank])}FLOP/s", f"{count(usual)}FLOP/s"
         evidence = f"a product runs at {own} on {facts.ranks[rank]}, at {others} on most"
@@ -234,6 +234,7 @@ def check_speed(facts: Facts) -> Iterator[Check]:
 def check_memory(facts: Facts) -> Iterator[Check]:
     """Compare the free memory of each GPU with the needs of a rank; on CPUs, of each node with all of its ranks."""
     needs = facts.needs
+    # Ranks on GPUs have a memory each; on CPUs the ranks of a node share one, and its first rank has measured it.
     places = [
         (str(rank) if facts.on_gpu else node, rank.free, 1 if facts.on_gpu else len(ranks))
         for node, ranks in facts.nodes.items()
@@ -331,6 +332,7 @@ def check_space(facts: Facts) -> Iterator[Check]:
     disks = [rank.disk for rank in facts.ranks.values() if rank.disk and rank.disk.seen and not rank.disk.fault]
     if not disks:
         return
+    # All ranks wrote at once, so the sum of their rates is the rate at which a whole checkpoint is written.
     free, rate = min(disk.free for disk in disks), sum(disk.nbytes / disk.seconds for disk in disks if disk.seconds)
     slowest = max(disks, key=lambda disk: disk.seconds)
     written = f"{nbytes(free)} free; a rank writes {nbytes(slowest.nbytes)} in at most {slowest.seconds:.2g} s"
@@ -339,6 +341,7 @@ def check_space(facts: Facts) -> Iterator[Check]:
         return
     if rate:
         written += f", a checkpoint in about {needs.checkpoint / rate:.3g} s"
+    # The largest number at once counts: a new checkpoint is complete before an old one is removed.
     total = needs.checkpoint * needs.kept
     wanted = f"{_many(needs.kept, 'checkpoint')} of {nbytes(needs.checkpoint)} at once need {nbytes(total)}"
     wanted += f", {nbytes(needs.there)} of it there already" if needs.there else ""
@@ -350,13 +353,13 @@ def check_space(facts: Facts) -> Iterator[Check]:
 
 def most_kept(steps: int, every: int, keep_last: int, keep_every: int) -> int:
     """Return how many checkpoints exist at once while the last one of a run is being written, including that one."""
-    before = -(-steps // every) - 1 if every else 0
+    before = -(-steps // every) - 1 if every else 0  # the last step is saved too, whether `every` divides it or not
     last = min(keep_last, before)
     for_good = every * (before - last) // lcm(every, keep_every) if every and keep_every else 0
     return for_good + last + 1
 
 
-def _span(rates: Iterable[float], unit: str) -> str:
+def _span(rates: Collection[float], unit: str) -> str:
     """Format the range of rates: `1.1 GB/s to 1.3 GB/s`, or one rate if all look the same."""
     return " to ".join(dict.fromkeys(f"{count(rate)}{unit}" for rate in (min(rates), max(rates))))
 

@@ -56,7 +56,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 
 
 class Waits(IntEnum):
-    """What the host of a rank waits for while it is not inside a collective; one byte of the tape."""
+    """The kind of wait of a rank's host while it is not inside a collective; one byte of the tape."""
 
     NOTHING = 0
     RANKS = 1
