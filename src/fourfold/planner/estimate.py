@@ -99,7 +99,7 @@ class ProgramWork:
     def __init__(self, program: Program, matrix: SizeMatrix) -> None:
         self.products: list[tuple[int, int, int, int]] = []
         """Part, m, k, n."""
-        self.aside: list[bool] = []
+        self.wgrads: list[bool] = []
         """Whether each product makes dw, which no message waits for."""
         self.attention: list[tuple[int, int, int]] = []
         """Part, FLOPs, bytes."""
@@ -113,7 +113,7 @@ class ProgramWork:
             for item in program.work[start:end]:
                 if isinstance(item, MatmulOp):
                     self.products.append((part, matrix.row_of(item.m), matrix.row_of(item.k), matrix.row_of(item.n)))
-                    self.aside.append(item.label.startswith("E3"))
+                    self.wgrads.append(item.is_wgrad)
                 elif isinstance(item, AttentionOp):
                     self.attention.append((part, matrix.row_of(item.flops), matrix.row_of(item.nbytes)))
                 elif isinstance(item, ElementwiseOp):
@@ -185,7 +185,7 @@ class Cells:
         products = torch.tensor([known[m, k, n] for _, m, k, n in work.products], dtype=torch.float64)
         parts = torch.tensor([part for part, *_ in work.products])
         self._add(self.compute, cells, parts, times * products)
-        self._add(self.chain, cells, parts, times * products * ~torch.tensor(work.aside)[:, None])
+        self._add(self.chain, cells, parts, times * products * ~torch.tensor(work.wgrads)[:, None])
         for pieces, price in (
             (work.attention, lambda flops, nbytes: prices.attention(flops, nbytes, dtype)),
             (work.kernels, prices.kernel),

@@ -58,6 +58,8 @@ class MatmulOp(NamedTuple):
     m: int
     k: int
     n: int
+    is_wgrad: bool = False
+    """Whether the product makes dw, which no message waits for."""
 
     @property
     def flops(self) -> int:
@@ -210,9 +212,9 @@ class Rehearsal:
         if self.memory:
             self.enter_phase(name)
 
-    def compute(self, *work: ComputeOp) -> None:
+    def compute(self, work: ComputeOp) -> None:
         if not self.silent:
-            self.work += work
+            self.work.append(work)
 
     def launch(self, records: Records) -> PlannedWait:
         flights: list[int] = []
@@ -404,7 +406,7 @@ class Rehearsal:
         def gradients(reading: PlannedWait | None) -> None:
             (reading or read()).wait()
             self.need(tensors.joins)
-            self.compute(MatmulOp(f"E3 {label}", p, m, k))
+            self.compute(MatmulOp(f"E3 {label}", p, m, k, is_wgrad=True))
             self.add_gradients("product", weights, turn.of)
             self.free(tensors.reread)
             self.free(tensors.dout, tensors.dout_kind)

@@ -10,8 +10,8 @@ between them from a dispatch mode, in the host's order:
 
 The second of two steps is recorded: in the first one the overlap engine learns its prefetch order, so the program is
 the one of a steady run. Kernels are the ones of eager code, one per operation, so their bytes are an upper bound of the
-bytes that compiled regions and fused kernels move. Any model on the grid can be run: a reference model by its config, or a
-model that a function builds from layers or with `ff.parallelize`.
+bytes that compiled regions and fused kernels move. Any model on the grid can be run: a reference model by its config,
+or a model that a function builds from layers or with `ff.parallelize`.
 """
 
 from __future__ import annotations

@@ -484,7 +484,8 @@ class TransformerProgram:
         host.communicate(lambda: self._loss_statistics(half, tokens))
         host.compute(ElementwiseOp("dlogits", 2 * cut))
         host.communicate(lambda: operator_messages(half, "gather", "y", whole, "head"))
-        host.compute(MatmulOp("E2 head", tokens, columns, half.k), MatmulOp("E3 head", columns, tokens, half.k))
+        host.compute(MatmulOp("E2 head", tokens, columns, half.k))
+        host.compute(MatmulOp("E3 head", columns, tokens, half.k, is_wgrad=True))
         if host.memory:
             before = half.chunk_before_nbytes(tokens)
             host.allocate(before, "logits")
