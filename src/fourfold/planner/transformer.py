@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 from fourfold.axes import AXES
@@ -289,17 +289,21 @@ class TransformerProgram:
     def embed(self, half: LocalSizes) -> Turns[PlannedStream]:
         host = self.host
         host.allocate(half.id_nbytes, "activations")
-        self.lookup(WeightGroup("embedding", ("embedding.weight",)), half.stream, dout=gathered(half))
+        self.lookup(self.weights("embedding"), half.stream, dout=gathered(half))
         leaving = self.leave(half, "embedding")
         if leaving.travels:
             yield
         leaving.land()
         if self.config.positions == "learned":
             host.allocate(half.position_nbytes, "activations")
-            self.lookup(WeightGroup("positions", ("positions.weight",)), half.rest)
+            self.lookup(self.weights("positions"), half.rest)
         self.dropout(half)
         host.on_backward(lambda: host.enter_moment("embedding"), reads=False)
         return PlannedStream()
+
+    def weights(self, label: str, *modules: str) -> WeightGroup:
+        """Return the parameters of modules, by default of the module with this label, that share one message."""
+        return WeightGroup(label, self.structure.parameters_of(*modules or (label,)))
 
     def lookup(self, table: WeightGroup, elements: int, *, dout: int = 0) -> None:
         """Read elements of a table; `dout`: bytes of a tensor that backward frees when the table's gradient is made."""
@@ -340,7 +344,6 @@ class TransformerProgram:
         `reads_kept` the norm reads the input that a recomputed block keeps anyway, so it keeps only statistics.
         """
         host, layer_norm = self.host, self.config.norm == "layer"
-        names = (f"{label}.weight", f"{label}.bias")[: 2 if layer_norm and self.config.bias else 1]
         kept = (2 if layer_norm else 1) * half.statistic_nbytes + (0 if reads_kept else half.rest_nbytes)
         host.allocate(kept, "activations")
 
@@ -351,7 +354,7 @@ class TransformerProgram:
             host.free(kept, "activations")
             host.free(0 if last else half.rest_nbytes)
 
-        self._norm(WeightGroup(label, names), half.rest_nbytes, half, freed)
+        self._norm(self.weights(label), half.rest_nbytes, half, freed)
 
     def _norm(
         self, weights: WeightGroup, nbytes: int, half: LocalSizes | None, freed: Callable[[], None] = lambda: None
@@ -528,12 +531,9 @@ class TransformerProgram:
         if entering.travels:
             yield
         entering.land()
-        kinds = ("weight", "bias") if self.config.bias else ("weight",)
-        weights = WeightGroup(label, tuple(f"{name}.{kind}" for kind in kinds for name in names))
         tensors = BackwardBytes(nbytes, half.stream_nbytes, half.kept_normed_nbytes, self._entered_again(half))
-        self.host.product(
-            weights, half.m, half.k, columns, lambda: self._reread(half, "x", half.entered_nbytes, label), tensors
-        )
+        reread = partial(self._reread, half, "x", half.entered_nbytes, label)
+        self.host.product(self.weights(label, *names), half.m, half.k, columns, reread, tensors)
 
     def _entered_again(self, half: LocalSizes) -> int:
         """Return the bytes of an Expand layer's input that is gathered over x a second time."""
@@ -551,7 +551,7 @@ class TransformerProgram:
         if collecting.travels:
             yield
         collecting.land()
-        weights = WeightGroup(label, (f"{label}.weight", f"{label}.bias")[: 2 if self.config.bias else 1])
+        weights = self.weights(label)
         reread = half.reread_nbytes(size) if self.structure.cuts_inner else 0
         tensors = BackwardBytes(dout=gathered(half), da=nbytes, kept=kept, reread=reread, joins=2 * reread)
         self.host.product(weights, half.m, features, half.k, lambda: self._reread(half, "y", nbytes, label), tensors)
@@ -609,8 +609,8 @@ class TransformerProgram:
         if self.engine.recomputing:
             host.enter_part("attention")
         if config.qk_norm:
-            self._norm(WeightGroup(f"{prefix}.q_norm", (f"{prefix}.q_norm.weight",)), q, None)
-            self._norm(WeightGroup(f"{prefix}.k_norm", (f"{prefix}.k_norm.weight",)), half.local_k_nbytes, None)
+            self._norm(self.weights(f"{prefix}.q_norm"), q, None)
+            self._norm(self.weights(f"{prefix}.k_norm"), half.local_k_nbytes, None)
         rotated = ElementwiseOp("rotate", 2 * q + 2 * kv)
 
         def rotate_back() -> None:
