@@ -91,6 +91,7 @@ def ends_program(structure: Structure) -> Program:
 
 
 def _on_names(structure: Structure) -> TransformerProgram:
+    # bytes in flight depend on numbers, which names do not have: memory.py adds them
     overlap = replace(structure.policy.overlap, prefetch=False, defer=False)
     structure = replace(structure, policy=replace(structure.policy, overlap=overlap))
     names = cast(LocalSizes, SizeNames(structure))
@@ -154,9 +155,10 @@ class TransformerProgram:
     def step(self, micro_steps: int, *, optimizer: bool, clip: bool) -> None:
         host, sizes = self.host, self.sizes
         if optimizer and self.policy.shard_optimizer and host.gradients is not None:
+            # the program begins right after the optimizer step, so its gathers come first
             host.enter_phase("forward")
             host.gradients.gather_parameters()
-        if micro_steps > 1:
+        if micro_steps > 1:  # the loss of every micro-step is divided by the targets of all of them
             host.communicate(lambda: sum_over_batch(sizes, 1, "count targets"))
         for index in range(micro_steps):
             host.enter_phase("forward")
@@ -175,7 +177,7 @@ class TransformerProgram:
         if clip:
             host.compute(ElementwiseOp("gradient norm", own))
             for axis in AXES:
-                if axis != REPLICA or shards:
+                if axis != REPLICA or shards:  # replicas hold equal gradients unless the optimizer is sharded
                     host.communicate(
                         lambda axis=axis: sizes.message("all_reduce", axis, STATISTIC_NBYTES, "gradient norm")
                     )
@@ -502,13 +504,13 @@ class TransformerProgram:
         prefix = f"layers.{index}"
         if stream.delta is not None:
             yield
-        if self.policy.recompute == "block":
+        if self.policy.recompute == "block":  # add the parts now, so that the block keeps one tensor and not two
             stream.read()
             stream.delta = None
         stream.read()
         self.norm(f"{prefix}.attention_norm", half, reads_kept=self.policy.recompute == "block")
         leaving = yield from self.attention(f"{prefix}.attention", half)
-        yield
+        yield  # even if nothing is in flight: the other half's messages need a product to hide behind
         leaving.land()
         self.dropout(half)
         self.norm(f"{prefix}.mlp_norm", half)
