@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from fourfold.nn.layer import specs_of
 from fourfold.nn.rng import BLOCK_ELEMENTS
 from fourfold.params import local_of
 from fourfold.planner.memory import Memory, kept_for_backward, peak_memory
-from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.program import AllocOp, MemoryOp
+from fourfold.planner.sizes import LocalSizes, SizeReader, Term, structure_of_names
+from fourfold.planner.transformer import ends_program, layers_program
 from fourfold.policy import Overlap, Policy
 from harness import Largest, grid_of, join_shards
 
@@ -172,6 +176,22 @@ def test_predicted_memory_is_that_of_the_dry_run() -> None:
     some = CASES[::6]
     for case, found in zip(some, dry_peaks(some), strict=True):
         compare(case, found)
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "block"])
+def test_memory_is_allocated_before_it_is_freed(recompute: ff.layout.Recompute) -> None:
+    """No kind of memory falls below zero in the programs of layers alone and of embedding, head and loss alone."""
+    for case in CASES[::5]:
+        policy = replace(case.policy, recompute=recompute)
+        sizes = LocalSizes(case.config, case.shape, policy, case.rows, case.seq)
+        structure = structure_of_names(sizes.structure)
+        for program in (layers_program(structure, 2), ends_program(structure)):
+            live: Counter[str] = Counter()
+            for item in program.work:
+                if isinstance(item, MemoryOp) and isinstance(item.nbytes, Term):
+                    nbytes = sum(map(mul, item.nbytes.parts.values(), SizeReader(list(item.nbytes.parts))(sizes)))
+                    live[item.kind] += nbytes if isinstance(item, AllocOp) else -nbytes
+                    assert live[item.kind] >= 0, (case, item)
 
 
 def test_each_kind_and_moment_sets_the_peak_somewhere_in_the_sample() -> None:

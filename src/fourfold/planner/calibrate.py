@@ -191,7 +191,7 @@ class Calibration:
         self.until = began + seconds
         self.links_until = began + (LINKS_SHARE * seconds if self.groups else 0.0)
         self.runs_left = len(self.groups) * len(OPS)
-        self.held = self.held_bytes()
+        self.held = self.held_bytes()  # before the first tensor of the measurement is made
         self.steps, self.done = len(self.groups) * len(OPS) + len(self.shapes) + 5 + self.hides, 0
 
     @property
@@ -274,7 +274,7 @@ class Calibration:
 
     def _agreed_time(self, act: Callable[[], object], runs: int) -> float:
         """Return the slowest rank's average."""
-        self._agree(0.0)  # begin together
+        self._agree(0.0)  # a barrier, so that all ranks begin together
         began = time.perf_counter()
         for _ in range(runs):
             act()
@@ -317,7 +317,7 @@ class Calibration:
             pending = launch()
             for _ in range(runs):
                 act()
-            if self.on_gpu:
+            if self.on_gpu:  # wait for the products alone; a full synchronize would wait for the message too
                 torch.cuda.current_stream(self.line.device).synchronize()
             computing += time.perf_counter() - began
             pending.wait()
@@ -329,7 +329,7 @@ class Calibration:
         grid = Grid(z=self.world, device=self.line.device)
         run = step_of(HIDDEN, HIDDEN_ROWS, grid, self.dtype)
         self.settle()
-        for _ in range(2):
+        for _ in range(2):  # the first pass records the prefetch order, the second one is the first to follow it
             run()
         seconds = [self._agreed_time(run, 1) for _ in range(HIDDEN_STEPS)]
         grid.close()
@@ -608,7 +608,7 @@ NO_ERROR = 1e-4
 
 def not_negative(rows: torch.Tensor, right: torch.Tensor) -> list[float]:
     """Return least squares with nonnegative unknowns: drop the most negative one until none is negative."""
-    scale = rows.norm(dim=0)
+    scale = rows.norm(dim=0)  # columns differ by many orders of magnitude: seconds of a hop, bytes of a message
     kept = list(range(rows.shape[1]))
     while kept:
         found = torch.linalg.lstsq(rows[:, kept] / scale[kept], right[:, None], driver="gelsd").solution[:, 0]

@@ -99,7 +99,7 @@ class ProgramWork:
     def __init__(self, program: Program, matrix: SizeMatrix) -> None:
         self.products: list[tuple[int, int, int, int]] = []
         """Part, m, k, n."""
-        self.aside: list[bool] = []
+        self.wgrads: list[bool] = []
         """Whether each product makes dw, which no message waits for."""
         self.attention: list[tuple[int, int, int]] = []
         """Part, FLOPs, bytes."""
@@ -113,7 +113,7 @@ class ProgramWork:
             for item in program.work[start:end]:
                 if isinstance(item, MatmulOp):
                     self.products.append((part, matrix.row_of(item.m), matrix.row_of(item.k), matrix.row_of(item.n)))
-                    self.aside.append(item.label.startswith("E3"))
+                    self.wgrads.append(item.is_wgrad)
                 elif isinstance(item, AttentionOp):
                     self.attention.append((part, matrix.row_of(item.flops), matrix.row_of(item.nbytes)))
                 elif isinstance(item, ElementwiseOp):
@@ -181,11 +181,12 @@ class Cells:
         for _, *rows in work.products:
             if (shape := tuple(rows)) not in known:
                 shapes = zip(*(whole[row] for row in rows), strict=True)
+                # most products have the shape of another one, and pricing them is not vectorised
                 known[shape] = [prices.product(*each, dtype) for each in shapes]  # type: ignore[index]
         products = torch.tensor([known[m, k, n] for _, m, k, n in work.products], dtype=torch.float64)
         parts = torch.tensor([part for part, *_ in work.products])
         self._add(self.compute, cells, parts, times * products)
-        self._add(self.chain, cells, parts, times * products * ~torch.tensor(work.aside)[:, None])
+        self._add(self.chain, cells, parts, times * products * ~torch.tensor(work.wgrads)[:, None])
         for pieces, price in (
             (work.attention, lambda flops, nbytes: prices.attention(flops, nbytes, dtype)),
             (work.kernels, prices.kernel),
@@ -207,6 +208,7 @@ class Cells:
         shards = torch.tensor([sizes.parameter_nbytes for sizes in self.sizes], dtype=torch.float64)
         data = torch.tensor([sizes.shape.data for sizes in self.sizes], dtype=torch.float64)
         own = [1 / sizes.shape.data if sizes.policy.shard_optimizer else 1.0 for sizes in self.sizes]
+        # an all-reduce, or a reduce-scatter and the gather of a sharded optimizer: both send every byte twice
         self.step_nbytes = 2 * shards * (data - 1) / data
         self.optimizer = prices.kernel(8 * shards * torch.tensor(own, dtype=torch.float64))
 
@@ -247,8 +249,10 @@ class Estimates:
         link, compute, chain = self.link[:, parts].sum(1), self.compute[:, parts].sum(1), self.chain[:, parts].sum(1)
         beside = link[..., [AXES.index("x"), AXES.index("y")]].sum(-1)
         gathers = link[..., AXES.index("z")]
-        cards = (link * self.crosses).sum(-1)
+        cards = (link * self.crosses).sum(-1)  # axes that cross nodes share the network cards
+        # products slow down only if something is in flight
         slowed = compute[:, None] * torch.where(link.sum(-1) > 0, self.task.machine.contention, 1.0)
+        # without halves that take turns, products of dw are all that runs during messages over x and y
         serial = torch.where(self.turns[:, None], beside, beside + chain[:, None])
         return torch.stack([slowed, serial, gathers, cards]).amax(0) + NEVER_HIDDEN * (beside + gathers)
 

@@ -295,6 +295,7 @@ class MemoryReading:
         overlap, travels = sizes.policy.overlap, sizes.structure.gathers_weights
         self.ahead = self.behind = 0
         """The bytes that may be gathered ahead, and those of reductions that may be in flight."""
+        # the bounds follow the largest message, as in the runtime's engine
         if travels and overlap.prefetch:
             self.ahead = overlap.most_in_flight(max(*ends.gathers, *block.gathers))
         if travels and overlap.defer:
@@ -305,6 +306,7 @@ class MemoryReading:
             self._largest(ends, embedding, None, gradients=gradients, above=layers, ahead=False),
             *(self._at_layer(done) for done in self._depths()),
         ]
+        # the optimizer step: all gradients, and this replica's rows of them if the optimizer is sharded
         at_end = self.parameters + (self.parameters // self.replicas if self.replicas > 1 else 0)
         return max(*found, _Peak(at_end, ends, gradients=at_end), key=lambda peak: peak.total)
 
@@ -375,7 +377,7 @@ class MemoryReading:
             complete += gradients
             if replicas > 1:  # this replica's rows of the sums exist beside whole gradients until backward ends
                 complete += complete // replicas
-            if complete < least:
+            if complete < least:  # earlier micro-steps have left gradients of all parameters
                 complete = least
             total = others + complete + in_flight
             if total > found[0]:

@@ -58,6 +58,8 @@ class MatmulOp(NamedTuple):
     m: int
     k: int
     n: int
+    is_wgrad: bool = False
+    """Whether the product makes dw, which no message waits for."""
 
     @property
     def flops(self) -> int:
@@ -210,9 +212,9 @@ class Rehearsal:
         if self.memory:
             self.enter_phase(name)
 
-    def compute(self, *work: ComputeOp) -> None:
+    def compute(self, work: ComputeOp) -> None:
         if not self.silent:
-            self.work += work
+            self.work.append(work)
 
     def launch(self, records: Records) -> PlannedWait:
         flights: list[int] = []
@@ -260,6 +262,7 @@ class Rehearsal:
             self.gradients.begin(accumulating=accumulating)
         while self._tape:
             self._tape.pop().run()
+        # queued products of dw and deferred reductions are still backward's work, so finish them before it ends
         self.engine.finish_backward()
         self._backward = False
         if self.gradients is not None:
@@ -277,6 +280,7 @@ class Rehearsal:
             nonlocal done
             if not done:
                 done = True
+                # the second run leaves no new backward: the nodes of the first run are the ones that count
                 kept = self._tape, self.engine.turn
                 self._tape, self.engine.turn, self.engine.recomputing = [], turn, True
                 self.enter_part("again")
@@ -285,7 +289,7 @@ class Rehearsal:
                 (self._tape, self.engine.turn), self.engine.recomputing = kept, False
 
         for node in self._tape[first:]:
-            if node.reads:
+            if node.reads:  # whichever of these runs first runs the function again
                 node.run = partial(_one_after_the_other, again, node.run)
         return result
 
@@ -325,11 +329,12 @@ class Rehearsal:
 
     def _gather(self, weights: WeightGroup) -> PlannedWait:
         sizes, item, names = self.sizes, self.structure.compute_itemsize, weights.names
+        # a sharded optimizer may still be gathering these parameters from other replicas
         if self.gradients is not None:
             self.gradients.need(names)
         if self.silent:
             return PlannedWait(self.work, [])
-        if self.structure.casts:
+        if self.structure.casts:  # the shard is cast before it is sent, so that the message is smaller
             moved = sizes.shard_elements(names) * (sizes.dtype.itemsize + item)
             self.compute(ElementwiseOp(f"cast {weights.label}", moved))
         elements = sizes.message_elements_again(names) if weights.again else sizes.message_elements(names)
@@ -404,7 +409,7 @@ class Rehearsal:
         def gradients(reading: PlannedWait | None) -> None:
             (reading or read()).wait()
             self.need(tensors.joins)
-            self.compute(MatmulOp(f"E3 {label}", p, m, k))
+            self.compute(MatmulOp(f"E3 {label}", p, m, k, is_wgrad=True))
             self.add_gradients("product", weights, turn.of)
             self.free(tensors.reread)
             self.free(tensors.dout, tensors.dout_kind)
@@ -494,7 +499,7 @@ class GradientMessages:
 
     def begin(self, *, accumulating: bool) -> None:
         self._accumulating = accumulating
-        self._todo = self.buckets[::-1]
+        self._todo = self.buckets[::-1]  # a stack: all ranks launch buckets in this one order
 
     def expect(self, names: Sequence[str]) -> None:
         """Count one gradient of each parameter that is to come."""
@@ -506,6 +511,7 @@ class GradientMessages:
             self._expected[name] -= 1
             if self._accumulating or not self.host.policy.overlap.reduce_early:
                 continue
+            # only the next bucket may be launched, even if a later one is complete: ranks must agree on the order
             while self._todo and not any(self._expected[name] for name in self._todo[-1].names):
                 self._open(self._todo.pop())
 
@@ -528,7 +534,7 @@ class GradientMessages:
 
     def finish(self) -> None:
         """End a backward pass: launch the buckets that are left, one axis after another, and wait for all of them."""
-        if self._accumulating:
+        if self._accumulating:  # the last micro-step's backward sums the gradients of all of them
             return
         while self._todo:
             self._open(self._todo.pop())
@@ -546,7 +552,7 @@ class GradientMessages:
             waiting = self.host.launch(
                 lambda bucket=bucket: self._over_replicas("all_gather", bucket, f"parameters {bucket.span}")
             )
-            if self.host.policy.overlap.reduce_early:
+            if self.host.policy.overlap.reduce_early:  # wait where a parameter is first used
                 self._arriving |= dict.fromkeys(bucket.names, waiting)
             else:
                 waiting.wait()

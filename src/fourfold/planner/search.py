@@ -270,6 +270,7 @@ class _Search:
             GridCandidates([candidates[index] for index in indices], seconds[indices], orders, self._fit)
             for indices in by_grid.values()
         ]
+        # a large search spends its time on estimates, a small one on simulations
         effort = SIMULATIONS - self.plan.candidates // ESTIMATES_PER_SIMULATION
         found = self._fitting(grids, max(self.top, SIMULATED_GRIDS, len(grids) // SIMULATED_SHARE, effort // PER_GRID))
         self._rank(found, effort - len(found))
@@ -288,7 +289,7 @@ class _Search:
             _, place = heappop(waiting)
             if grids[place].try_next():
                 found.append(grids[place])
-            elif grids[place].estimate < inf:
+            elif grids[place].estimate < inf:  # its next candidate is slower: other grids may come first now
                 heappush(waiting, (grids[place].estimate, place))
         self.plan.waiting = [grids[place] for _, place in sorted(waiting)]
         return found
@@ -383,6 +384,7 @@ class _Search:
         policy, shape = candidate.policy, candidate.shape
         if self.space.policies is not None:
             return lever.on(policy) == policy
+        # without gathers over z and without casts, weights in use are the parameters themselves
         if lever.keep_weights and shape.z == 1 and self.task.compute == self.task.parameters:
             return False
         return not lever.keep_gathered or (policy.activations == "sharded" and shape.x * shape.y > 1)
@@ -401,6 +403,7 @@ class _Search:
     def _frugal(self, candidate: Candidate, reading: MemoryReading | None = None) -> tuple[Candidate, Memory]:
         """Return a candidate and its memory, with logits in chunks if it does not fit and chunks need less."""
         memory = memory_of(self.task, candidate) if reading is None else reading.memory()
+        # chunks cost time, so they are tried only if nothing but the logits is in the way
         in_chunks = self.space.policies is None and candidate.rows * self.task.seq > LOSS_CHUNK
         if in_chunks and memory.total > self.limit >= memory.total - memory.logits:
             chunked = replace(candidate, policy=replace(candidate.policy, loss_chunk=LOSS_CHUNK))
@@ -458,7 +461,7 @@ def _try(task: Task, build: ModelBuilder, shape: Shape, plan: GridPlan, found: l
         plan.candidates += 1
         try:
             dry = dry_run(build, shape, rows=rows, seq=task.seq, policy=policy, micro_steps=1, optimizer=True)
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError) as error:  # a foreign module may not work on every grid
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if dry.peak_bytes <= limit:
             candidate = Candidate(shape, policy, rows, task.rows // places // rows)

@@ -118,12 +118,16 @@ class Structure:
 
     def matrices(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the parameters that are matrices."""
-        return tuple(name for name in names if in_first_layer(name) in self._matrices)
+        return tuple(name for name in names if len(self._specs[in_first_layer(name)].shape) > 1)
+
+    def parameters_of(self, *modules: str) -> tuple[str, ...]:
+        """Return the parameters of modules that share one message: all weights, then the biases that exist."""
+        names = (f"{module}.{kind}" for kind in ("weight", "bias") for module in modules)
+        return tuple(name for name in names if in_first_layer(name) in self._specs)
 
     @cached_property
-    def _matrices(self) -> set[str]:
-        specs = parameter_specs(self.config, self.policy.activations)
-        return {name for name, spec in specs.items() if len(spec.shape) > 1}
+    def _specs(self) -> dict[str, Spec]:
+        return parameter_specs(self.config, self.policy.activations)
 
 
 @lru_cache(maxsize=4096)

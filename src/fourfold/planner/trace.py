@@ -143,6 +143,7 @@ def fake_ranks(shape: Shape, rank: int) -> Iterator[Grid]:
             f"a dry run of {shape.world} ranks makes a process group of its own, but this process has joined one of "
             f"{dist.get_world_size()} ranks already; run it in another process, or before the grid is made"
         )
+    # imported here: it is internal to torch, and nothing else in the package needs it
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world)
@@ -215,10 +216,10 @@ class _TracedStep:
                 loss = self.model(self.tokens, self.tokens, **options)
                 after_forward(index)
                 loss.backward()
-                del loss
+                del loss  # or it would count as live memory in the next forward pass
         if self.optimizer is not None:
             self.optimizer.clip_and_step(MAX_NORM)
-            if not self.policy.shard_optimizer:
+            if not self.policy.shard_optimizer:  # then AdamW gathers nothing and does not call it
                 self.optimizer.on_step()
             self.optimizer.zero_grad()
         self.model.zero_grad(set_to_none=True)
@@ -352,7 +353,7 @@ class OpTrace(StorageCounter):
         if known is None:
             out = func(*args, **kwargs)
             known = self._known[key] = _operation(func, args, kwargs, out)
-        elif known.kind == "makes":
+        elif known.kind == "makes":  # the shapes are known, so torch need not infer them again
             out = known.again()
         elif known.kind == "changes":
             out = args[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 from fourfold.axes import AXES
@@ -91,6 +91,7 @@ def ends_program(structure: Structure) -> Program:
 
 
 def _on_names(structure: Structure) -> TransformerProgram:
+    # bytes in flight depend on numbers, which names do not have: memory.py adds them
     overlap = replace(structure.policy.overlap, prefetch=False, defer=False)
     structure = replace(structure, policy=replace(structure.policy, overlap=overlap))
     names = cast(LocalSizes, SizeNames(structure))
@@ -154,9 +155,10 @@ class TransformerProgram:
     def step(self, micro_steps: int, *, optimizer: bool, clip: bool) -> None:
         host, sizes = self.host, self.sizes
         if optimizer and self.policy.shard_optimizer and host.gradients is not None:
+            # the program begins right after the optimizer step, so its gathers come first
             host.enter_phase("forward")
             host.gradients.gather_parameters()
-        if micro_steps > 1:
+        if micro_steps > 1:  # the loss of every micro-step is divided by the targets of all of them
             host.communicate(lambda: sum_over_batch(sizes, 1, "count targets"))
         for index in range(micro_steps):
             host.enter_phase("forward")
@@ -175,7 +177,7 @@ class TransformerProgram:
         if clip:
             host.compute(ElementwiseOp("gradient norm", own))
             for axis in AXES:
-                if axis != REPLICA or shards:
+                if axis != REPLICA or shards:  # replicas hold equal gradients unless the optimizer is sharded
                     host.communicate(
                         lambda axis=axis: sizes.message("all_reduce", axis, STATISTIC_NBYTES, "gradient norm")
                     )
@@ -289,17 +291,21 @@ class TransformerProgram:
     def embed(self, half: LocalSizes) -> Turns[PlannedStream]:
         host = self.host
         host.allocate(half.id_nbytes, "activations")
-        self.lookup(WeightGroup("embedding", ("embedding.weight",)), half.stream, dout=gathered(half))
+        self.lookup(self.weights("embedding"), half.stream, dout=gathered(half))
         leaving = self.leave(half, "embedding")
         if leaving.travels:
             yield
         leaving.land()
         if self.config.positions == "learned":
             host.allocate(half.position_nbytes, "activations")
-            self.lookup(WeightGroup("positions", ("positions.weight",)), half.rest)
+            self.lookup(self.weights("positions"), half.rest)
         self.dropout(half)
         host.on_backward(lambda: host.enter_moment("embedding"), reads=False)
         return PlannedStream()
+
+    def weights(self, label: str, *modules: str) -> WeightGroup:
+        """Return the parameters of modules, by default of the module with this label, that share one message."""
+        return WeightGroup(label, self.structure.parameters_of(*modules or (label,)))
 
     def lookup(self, table: WeightGroup, elements: int, *, dout: int = 0) -> None:
         """Read elements of a table; `dout`: bytes of a tensor that backward frees when the table's gradient is made."""
@@ -340,7 +346,6 @@ class TransformerProgram:
         `reads_kept` the norm reads the input that a recomputed block keeps anyway, so it keeps only statistics.
         """
         host, layer_norm = self.host, self.config.norm == "layer"
-        names = (f"{label}.weight", f"{label}.bias")[: 2 if layer_norm and self.config.bias else 1]
         kept = (2 if layer_norm else 1) * half.statistic_nbytes + (0 if reads_kept else half.rest_nbytes)
         host.allocate(kept, "activations")
 
@@ -351,7 +356,7 @@ class TransformerProgram:
             host.free(kept, "activations")
             host.free(0 if last else half.rest_nbytes)
 
-        self._norm(WeightGroup(label, names), half.rest_nbytes, half, freed)
+        self._norm(self.weights(label), half.rest_nbytes, half, freed)
 
     def _norm(
         self, weights: WeightGroup, nbytes: int, half: LocalSizes | None, freed: Callable[[], None] = lambda: None
@@ -484,7 +489,8 @@ class TransformerProgram:
         host.communicate(lambda: self._loss_statistics(half, tokens))
         host.compute(ElementwiseOp("dlogits", 2 * cut))
         host.communicate(lambda: operator_messages(half, "gather", "y", whole, "head"))
-        host.compute(MatmulOp("E2 head", tokens, columns, half.k), MatmulOp("E3 head", columns, tokens, half.k))
+        host.compute(MatmulOp("E2 head", tokens, columns, half.k))
+        host.compute(MatmulOp("E3 head", columns, tokens, half.k, is_wgrad=True))
         if host.memory:
             before = half.chunk_before_nbytes(tokens)
             host.allocate(before, "logits")
@@ -498,13 +504,13 @@ class TransformerProgram:
         prefix = f"layers.{index}"
         if stream.delta is not None:
             yield
-        if self.policy.recompute == "block":
+        if self.policy.recompute == "block":  # add the parts now, so that the block keeps one tensor and not two
             stream.read()
             stream.delta = None
         stream.read()
         self.norm(f"{prefix}.attention_norm", half, reads_kept=self.policy.recompute == "block")
         leaving = yield from self.attention(f"{prefix}.attention", half)
-        yield
+        yield  # even if nothing is in flight: the other half's messages need a product to hide behind
         leaving.land()
         self.dropout(half)
         self.norm(f"{prefix}.mlp_norm", half)
@@ -527,12 +533,9 @@ class TransformerProgram:
         if entering.travels:
             yield
         entering.land()
-        kinds = ("weight", "bias") if self.config.bias else ("weight",)
-        weights = WeightGroup(label, tuple(f"{name}.{kind}" for kind in kinds for name in names))
         tensors = BackwardBytes(nbytes, half.stream_nbytes, half.kept_normed_nbytes, self._entered_again(half))
-        self.host.product(
-            weights, half.m, half.k, columns, lambda: self._reread(half, "x", half.entered_nbytes, label), tensors
-        )
+        reread = partial(self._reread, half, "x", half.entered_nbytes, label)
+        self.host.product(self.weights(label, *names), half.m, half.k, columns, reread, tensors)
 
     def _entered_again(self, half: LocalSizes) -> int:
         """Return the bytes of an Expand layer's input that is gathered over x a second time."""
@@ -550,7 +553,7 @@ class TransformerProgram:
         if collecting.travels:
             yield
         collecting.land()
-        weights = WeightGroup(label, (f"{label}.weight", f"{label}.bias")[: 2 if self.config.bias else 1])
+        weights = self.weights(label)
         reread = half.reread_nbytes(size) if self.structure.cuts_inner else 0
         tensors = BackwardBytes(dout=gathered(half), da=nbytes, kept=kept, reread=reread, joins=2 * reread)
         self.host.product(weights, half.m, features, half.k, lambda: self._reread(half, "y", nbytes, label), tensors)
@@ -608,8 +611,8 @@ class TransformerProgram:
         if self.engine.recomputing:
             host.enter_part("attention")
         if config.qk_norm:
-            self._norm(WeightGroup(f"{prefix}.q_norm", (f"{prefix}.q_norm.weight",)), q, None)
-            self._norm(WeightGroup(f"{prefix}.k_norm", (f"{prefix}.k_norm.weight",)), half.local_k_nbytes, None)
+            self._norm(self.weights(f"{prefix}.q_norm"), q, None)
+            self._norm(self.weights(f"{prefix}.k_norm"), half.local_k_nbytes, None)
         rotated = ElementwiseOp("rotate", 2 * q + 2 * kv)
 
         def rotate_back() -> None:
