@@ -74,7 +74,7 @@ class ParamGroup:
 
     def using(self, *, turns: int) -> AbstractContextManager[list[Tensor]]:
         """Yield the members in compute layout and dtype, for one of `turns` halves of the batch."""
-        return self.gathered("unit", self.gather, lambda wholes: wholes if self.even else (), turns=turns)
+        return self.gathered("group", self.gather, lambda wholes: wholes if self.even else (), turns=turns)
 
     def gathered(
         self,

@@ -44,7 +44,7 @@ class Gathered(NamedTuple):
 class Factor:
     """The weights of one product side by side, w[sum p_i, k], and its biases."""
 
-    unit: ParamGroup
+    group: ParamGroup
     weights: tuple[GroupMember, ...]
     biases: tuple[GroupMember, ...]
     widths: tuple[int, ...]
@@ -57,17 +57,17 @@ class Factor:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [member.parameter for member in self.unit.members]
+        return [member.parameter for member in self.group.members]
 
     def using(self, *, biases: bool, turns: int) -> AbstractContextManager[Gathered]:
         """Yield the weights w[sum p_i, k], and with `biases` b[sum p_i], for one of `turns` halves."""
-        unit = self.unit if biases else self.unit.only(self.weights)
+        group = self.group if biases else self.group.only(self.weights)
         launch = partial(self.gather, biases=biases)
         keep = biases and self.keep_weights
-        return unit.gathered(("factor", biases), launch, lambda gathered: gathered.buffers, turns=turns, keep=keep)
+        return group.gathered(("factor", biases), launch, lambda gathered: gathered.buffers, turns=turns, keep=keep)
 
     def multiplying(self, equation: str) -> AbstractContextManager[None]:
-        return self.unit.grid.ledger.multiplying(f"{equation} {self.unit.label}")
+        return self.group.grid.ledger.multiplying(f"{equation} {self.group.label}")
 
     def gather(self, *, biases: bool) -> Pending[Gathered]:
         """Launch the gather of weights and biases, in one message."""
@@ -75,21 +75,21 @@ class Factor:
         if w is not None:
             if not (biases and self.adds):
                 return Pending(lambda: Gathered(w, None, ()))
-            return self.unit.only(self.biases).gather().then(lambda wholes: Gathered(w, self._bias(w, wholes), ()))
+            return self.group.only(self.biases).gather().then(lambda wholes: Gathered(w, self._bias(w, wholes), ()))
         joint, into = self._buffer(biases=biases)
-        unit = self.unit if biases else self.unit.only(self.weights)
+        group = self.group if biases else self.group.only(self.weights)
 
         def arrange(wholes: list[Tensor]) -> Gathered:
             w, vectors = wholes[0] if joint is None else joint, wholes[len(self.weights) :]
             bias = self._bias(w, vectors) if biases and self.adds else None
-            return Gathered(w, bias, [w, *vectors] if joint is not None or unit.even else ())
+            return Gathered(w, bias, [w, *vectors] if joint is not None or group.even else ())
 
-        if into is None:
-            return unit.gather().then(arrange)
-        shards = unit.shards(copied=True)
-        return comm.all_gather_together(shards, unit.grid, GATHERED, rows=unit.rows, into=into, label=unit.label).then(
-            arrange
+        shards = group.shards(copied=into is not None)
+        into = into or group.buffers(shards)
+        gathering = comm.all_gather_together(
+            shards, group.grid, GATHERED, rows=group.rows, into=into, label=group.label
         )
+        return gathering.then(arrange)
 
     def _bias(self, w: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
         if not parts:
@@ -103,7 +103,7 @@ class Factor:
 
     def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int) -> None:
         """Compute E3 and E4 of one of `turns` halves; the last half launches the reduction of the sum over z."""
-        trained = self.unit.only([member for member in self.unit.members if member.parameter.requires_grad])
+        trained = self.group.only([member for member in self.group.members if member.parameter.requires_grad])
         sums = trained.engine.sums
         # not the members alone: a tied table has padded rows here and none in the embedding
         key = ("product", trained.members)
@@ -113,7 +113,7 @@ class Factor:
         if with_weights:
             whole = a.wait()
             with self.multiplying("E3"):
-                found.append(matmul_into(dout.t(), whole, self.unit.reduce_dtype, onto=begun[0] if begun else None))
+                found.append(matmul_into(dout.t(), whole, self.group.reduce_dtype, onto=begun[0] if begun else None))
         if any(member in trained.members for member in self.biases):
             parts = self.sums_over_tokens(dout)  # E4
             for total, part in zip(begun[with_weights:], parts, strict=False):
@@ -129,20 +129,20 @@ class Factor:
 
     def sums_over_tokens(self, dout: Tensor) -> list[Tensor]:
         """The gradient of each bias; in one pass where they cover all columns."""
-        run = kernels.region(kernels.sum_tokens, dout, compiled=self.unit.policy.compile)
-        if self.unit.policy.compile:
+        run = kernels.region(kernels.sum_tokens, dout, compiled=self.group.policy.compile)
+        if self.group.policy.compile:
             torch._dynamo.mark_static(dout, 1)  # a kernel for any width would take twice the time
         widths = [len(columns) for columns in self.columns]
         if sum(widths) == dout.shape[1]:
-            return list(run(dout, self.unit.reduce_dtype).split(widths))
-        return [run(dout[:, columns.start : columns.stop], self.unit.reduce_dtype) for columns in self.columns]
+            return list(run(dout, self.group.reduce_dtype).split(widths))
+        return [run(dout[:, columns.start : columns.stop], self.group.reduce_dtype) for columns in self.columns]
 
     def _joined(self) -> Tensor | None:
         """Return the weights as one tensor if they need no gather and lie side by side already."""
-        if self.unit.grid.size(GATHERED) > 1 or [member.rows for member in self.weights] != list(self.widths):
+        if self.group.grid.size(GATHERED) > 1 or [member.rows for member in self.weights] != list(self.widths):
             return None
         joined = side_by_side([member.parameter for member in self.weights])
-        return None if joined is None else joined.to(self.unit.compute_dtype)
+        return None if joined is None else joined.to(self.group.compute_dtype)
 
     def _buffer(self, *, biases: bool = True) -> tuple[Tensor | None, list[Tensor] | None]:
         """Return one buffer for weights that must lie side by side, and each member's part of it."""
@@ -150,7 +150,7 @@ class Factor:
         if len(rows) == 1 and rows[0] == self.widths[0]:
             return None, None
         like = local_of(self.weights[0].parameter)
-        take = partial(self.unit.engine.buffers.take, dtype=self.unit.compute_dtype, device=like.device)
+        take = partial(self.group.engine.buffers.take, dtype=self.group.compute_dtype, device=like.device)
         w = take((sum(self.widths), like.shape[1]))
         into = []
         for place, length in zip(w.split(list(self.widths)), rows, strict=True):
@@ -190,7 +190,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, factor: Factor, reread: Body, a: Tensor, kept: Tensor, *_: nn.Parameter) -> Tensor:
-        ctx.factor, ctx.reread, ctx.turns = factor, reread, factor.unit.engine.turn.of
+        ctx.factor, ctx.reread, ctx.turns = factor, reread, factor.group.engine.turn.of
         with factor.using(biases=True, turns=ctx.turns) as gathered, factor.multiplying("E1"):
             ctx.save_for_backward(kept, gathered.w if factor.keep_weights else None)
             return functional.linear(a, gathered.w, gathered.bias)
@@ -199,7 +199,7 @@ class Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         factor: Factor = ctx.factor
-        engine = factor.unit.engine
+        engine = factor.group.engine
         kept, w = ctx.saved_tensors
         reread = identity  # frozen weights need no `a`
         if any(member.parameter.requires_grad for member in factor.weights):
@@ -211,8 +211,8 @@ class Product(torch.autograd.Function):
             kept_whole = None if w is None else nullcontext(Gathered(w, None, ()))
             with kept_whole or factor.using(biases=False, turns=ctx.turns) as gathered, factor.multiplying("E2"):
                 da = dout @ gathered.w
-        if any(member.parameter.requires_grad for member in factor.unit.members):
-            factor.unit.gradients.expect_end()
+        if any(member.parameter.requires_grad for member in factor.group.members):
+            factor.group.gradients.expect_end()
             engine.wgrad_queue.add(lambda: factor.add_gradients(dout, reading or reread(kept), ctx.turns))
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 

@@ -103,7 +103,7 @@ def norm_spec(kind: str, *, compiled: bool = False, bias: bool = True) -> NormSp
     policy = Policy(compile=compiled)
     layer = Norm(Grid.alone("cpu"), policy, FEATURES, kind=kind, bias=bias and kind == "layer", eps=EPS)
     layer.gradients = Gradients(layer.grid, {}, policy)  # nothing is handed in here
-    return NormSpec(layer.unit(*layer.specs), kind, FEATURES, "y", EPS)
+    return NormSpec(layer.group(*layer.specs), kind, FEATURES, "y", EPS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

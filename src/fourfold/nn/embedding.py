@@ -34,9 +34,9 @@ class Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, unit: ParamGroup, ids: Tensor, first: int, untrained: int | None, _: nn.Parameter) -> Tensor:
-        ctx.unit, ctx.turns = unit, unit.engine.turn.of
-        with unit.using(turns=ctx.turns) as (w,):
+    def forward(ctx: Any, group: ParamGroup, ids: Tensor, first: int, untrained: int | None, _: nn.Parameter) -> Tensor:
+        ctx.group, ctx.turns = group, group.engine.turn.of
+        with group.using(turns=ctx.turns) as (w,):
             rows = ids - first
             elsewhere = (rows < 0) | (rows >= w.shape[0])
             ctx.held = w.shape[0]
@@ -51,12 +51,12 @@ class Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (rows,) = ctx.saved_tensors
-        if ctx.unit.members[0].parameter.requires_grad:
+        if ctx.group.members[0].parameter.requires_grad:
             # Rows of other ranks point past the end, at the row that the kernel leaves out. The cast comes first, since
             # the sum of a frequent token must not be rounded at every term.
-            wide = dout.to(ctx.unit.reduce_dtype)
+            wide = dout.to(ctx.group.reduce_dtype)
             dw = torch.ops.aten.embedding_dense_backward(wide, rows, ctx.held + 1, ctx.held, False)
-            ctx.unit.add([dw[: ctx.held]], turns=ctx.turns)
+            ctx.group.add([dw[: ctx.held]], turns=ctx.turns)
         return None, None, None, None, None
 
 
@@ -84,7 +84,7 @@ class Embedding(Layer):
 
     def launch(self, ids: Tensor) -> AsyncResult | Ready:
         first = chunk(self.vocab, self.grid.size("x"), self.grid.coords["x"]).start
-        found = Lookup.apply(self.unit("weight"), ids.flatten(), first, self.untrained, self.weight)
+        found = Lookup.apply(self.group("weight"), ids.flatten(), first, self.untrained, self.weight)
         return leave(found, self.site(ids.numel()))
 
 
@@ -101,7 +101,7 @@ class Positions(Layer):
         tokens = torch.arange(first, first + a.shape[0], device=a.device)
         # The tokens that pad the last rank on x may read any position; their results are dropped.
         ids = tokens % seq if positions is None else positions.flatten()[tokens.clamp(max=positions.numel() - 1)]
-        return a + Lookup.apply(self.unit("weight"), ids, 0, None, self.weight)
+        return a + Lookup.apply(self.group("weight"), ids, 0, None, self.weight)
 
 
 class Head(Expand):
@@ -232,14 +232,14 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: ChunkedHead, a: Tensor, targets: Tensor, count: Tensor, _: nn.Parameter) -> Tensor:
         factor = spec.factor
-        ctx.factor, ctx.turns = factor, factor.unit.engine.turn.of
+        ctx.factor, ctx.turns = factor, factor.group.engine.turn.of
         wants_da, wants_dw = ctx.needs_input_grad[1], ctx.needs_input_grad[4]
         da = torch.empty_like(a) if wants_da else None
         nll = torch.zeros((), dtype=torch.float64, device=a.device)
         share = 1 / count
         with factor.using(biases=False, turns=ctx.turns) as gathered:
             w = gathered.w
-            dw = torch.zeros_like(w, dtype=factor.unit.reduce_dtype) if wants_dw else None
+            dw = torch.zeros_like(w, dtype=factor.group.reduce_dtype) if wants_dw else None
             for first in range(0, len(a), spec.chunk):
                 part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
                 # Waited for at once: a second chunk in flight would need memory for a second chunk of logits.
@@ -262,5 +262,5 @@ class ChunkedLoss(torch.autograd.Function):
         if dw is not None:
             (member,) = ctx.factor.weights
             # Rows past the member's are padding of the vocabulary.
-            ctx.factor.unit.add([dw[: member.rows] * dshare.to(dw.dtype)], turns=ctx.turns)
+            ctx.factor.group.add([dw[: member.rows] * dshare.to(dw.dtype)], turns=ctx.turns)
         return None, None if da is None else da * dshare.to(da.dtype), None, None, None

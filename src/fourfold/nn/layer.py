@@ -63,11 +63,11 @@ class Layer(nn.Module):
             known = self._members[name] = GroupMember.of(parameter, self.specs[name], self.grid)
         return known
 
-    def unit(self, *names: str) -> ParamGroup:
+    def group(self, *names: str) -> ParamGroup:
         """Return these parameters of the layer as a group that is gathered in one message."""
-        return self.unit_of(*(self.member(name) for name in names))
+        return self.group_of(*(self.member(name) for name in names))
 
-    def unit_of(self, *members: GroupMember, label: str = "") -> ParamGroup:
+    def group_of(self, *members: GroupMember, label: str = "") -> ParamGroup:
         """Return these members as a group that the latest forward pass uses."""
         gradients = self.gradients
         return ParamGroup(self.grid, self.policy, gradients, label or self.label, members, gradients.forward_pass)
@@ -179,14 +179,14 @@ def recompute(function: Callable[..., T], clock: StepRng, *args: Any) -> T:
     )
 
 
-def add_gradients(unit: ParamGroup, gradients: Sequence[Tensor | None], turns: int) -> None:
+def add_gradients(group: ParamGroup, gradients: Sequence[Tensor | None], turns: int) -> None:
     """Add the gradients of those members that are trained, computed from one of `turns` halves."""
     trained = []
-    for member, gradient in zip(unit.members, gradients, strict=False):
+    for member, gradient in zip(group.members, gradients, strict=False):
         if gradient is None:
             # Autograd found that nothing depends on the parameter: the forward pass must not wait for its gradient.
-            unit.during.take(member.parameter, 1)
+            group.during.take(member.parameter, 1)
         elif member.parameter.requires_grad:
             trained.append((member, gradient))
     if trained:
-        unit.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)
+        group.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)

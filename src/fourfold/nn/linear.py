@@ -186,7 +186,7 @@ def join(layers: Sequence[Expand] | Sequence[Contract]) -> Factor:
     weights = tuple(layer.weight_member for layer in layers)
     biases = tuple(layer.member("bias") for layer in layers if layer.bias is not None)
     return Factor(
-        unit=first.unit_of(*weights, *biases, label=label_of(layers)),
+        group=first.group_of(*weights, *biases, label=label_of(layers)),
         weights=weights,
         biases=biases,
         widths=tuple(widths),

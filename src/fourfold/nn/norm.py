@@ -30,7 +30,7 @@ from fourfold.policy import Policy
 class NormSpec:
     """How to normalise: the weights, the kind, the number of features and the axis that cuts them."""
 
-    unit: ParamGroup
+    group: ParamGroup
     kind: str
     features: int
     axis: str | None
@@ -44,22 +44,22 @@ class NormSpec:
     @property
     def whole(self) -> bool:
         """Whether all features are on this rank."""
-        return self.axis is None or self.unit.grid.size(self.axis) == 1
+        return self.axis is None or self.group.grid.size(self.axis) == 1
 
     def run(self, function: Callable[..., Any], a: Tensor, *args: Any) -> Any:
         # Detached, so that torch.compile needs no second variant for tensors that require gradients.
-        return kernels.region(function, a, compiled=self.unit.policy.compile)(a.detach(), *args)
+        return kernels.region(function, a, compiled=self.group.policy.compile)(a.detach(), *args)
 
     def sum(self, parts: Tensor) -> Tensor:
         # Waited for at once: the next line of every caller reads the sum. One number per token travels.
-        return comm.all_reduce(parts, self.unit.grid, self.axis or "y", label=self.unit.label, owned=True).wait()
+        return comm.all_reduce(parts, self.group.grid, self.axis or "y", label=self.group.label, owned=True).wait()
 
     def statistics(self, a: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the mean (for LayerNorm) and 1 / deviation over the features of all ranks."""
         if self.kind == "rms":
             return None, torch.rsqrt(self.sum(self.run(kernels.sum_of_squares, a)) / self.features + self.eps)
         parts = self.run(kernels.layer_statistics, a)
-        parts = comm.all_gather(parts[None], self.unit.grid, self.axis or "y", label=self.unit.label).wait()
+        parts = comm.all_gather(parts[None], self.group.grid, self.axis or "y", label=self.group.label).wait()
         means, m2s = parts.unbind(1)
         mean = means.mean(0)
         m2 = m2s.sum(0) + (means - mean).square().sum(0) * a.shape[-1]  # E8: Chan's merge of equal parts
@@ -104,7 +104,7 @@ class NormSpec:
 
     def _fused(self, a: Tensor) -> bool:
         """Return whether torch's kernel is used: not for half precision on the CPU, where it rounds the statistics."""
-        if self.unit.policy.compile or self.shift:  # a shifted weight is in fp32, wider than its input
+        if self.group.policy.compile or self.shift:  # a shifted weight is in fp32, wider than its input
             return False
         return a.is_cuda or (self.kind == "layer" and a.dtype.itemsize >= 4)
 
@@ -121,8 +121,8 @@ class NormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, spec: NormSpec, a: Tensor, delta: Tensor | None, *_: nn.Parameter
     ) -> tuple[Tensor, Tensor] | Tensor:
-        ctx.spec, ctx.turns = spec, spec.unit.engine.turn.of
-        with spec.unit.using(turns=ctx.turns) as (weight, *rest):
+        ctx.spec, ctx.turns = spec, spec.group.engine.turn.of
+        with spec.group.using(turns=ctx.turns) as (weight, *rest):
             bias, weight = rest[0] if rest else None, spec.shifted(weight)
             if spec.whole:
                 total, out, mean, rstd = spec.forward_whole(a, weight, bias, delta)
@@ -142,7 +142,7 @@ class NormFunction(torch.autograd.Function):
         dtotal, dout = (None, *gradients) if len(gradients) == 1 else gradients
         dout = torch.zeros_like(total) if dout is None else dout  # only the sum was used, not its norm
         # Backward reads no bias, so only the weight is gathered again.
-        with spec.unit.only(spec.unit.members[:1]).using(turns=ctx.turns) as (weight,):
+        with spec.group.only(spec.group.members[:1]).using(turns=ctx.turns) as (weight,):
             weight = spec.shifted(weight)
             if spec.whole:
                 da, dw, db = spec.backward_whole(dout, total, mean, rstd, weight, dtotal)
@@ -150,9 +150,9 @@ class NormFunction(torch.autograd.Function):
                 sums, dw, db = spec.run(kernels.norm_sums, dout, total, mean, rstd, weight)
                 da = spec.run(kernels.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
                 da = da if dtotal is None else da.add_(dtotal)  # the gradient that passes by the norm
-        add_gradients(spec.unit, [dw, db], ctx.turns)
+        add_gradients(spec.group, [dw, db], ctx.turns)
         # a and delta are summands of one total, so they have the same gradient.
-        return (None, da, None if len(gradients) == 1 else da, *[None] * len(spec.unit.members))
+        return (None, da, None if len(gradients) == 1 else da, *[None] * len(spec.group.members))
 
 
 class Norm(Layer):
@@ -190,7 +190,7 @@ class Norm(Layer):
         return NormFunction.apply(self._spec(), a, delta, *self.parameters())
 
     def _spec(self) -> NormSpec:
-        return NormSpec(self.unit(*self.specs), self.kind, self.features, "y", self.eps, self.shift)
+        return NormSpec(self.group(*self.specs), self.kind, self.features, "y", self.eps, self.shift)
 
 
 class HeadNorm(Layer):
@@ -202,5 +202,5 @@ class HeadNorm(Layer):
         self.declare("weight", Spec((head_dim,), WHOLE, inner(policy.activations), Init(mean=1.0)))
 
     def forward(self, a: Tensor) -> Tensor:
-        spec = NormSpec(self.unit("weight"), "rms", a.shape[-1], None, self.eps, self.shift)
+        spec = NormSpec(self.group("weight"), "rms", a.shape[-1], None, self.eps, self.shift)
         return NormFunction.apply(spec, a, None, self.weight)

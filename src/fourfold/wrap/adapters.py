@@ -320,7 +320,7 @@ def lost_change_error(name: str) -> RuntimeError:
 
 def gather_parameters(layer: Layer, names: Sequence[str]) -> dict[str, Tensor]:
     """Gather parameters of a layer over z in one message; their gradients go back to the shards."""
-    wholes = GatherParameters.apply(layer.unit(*names), *(getattr(layer, name) for name in names))
+    wholes = GatherParameters.apply(layer.group(*names), *(getattr(layer, name) for name in names))
     return dict(zip(names, wholes, strict=True))
 
 
@@ -328,10 +328,10 @@ class GatherParameters(torch.autograd.Function):
     """Gathers parameters over z, for code that uses them in any way; gradients go back to the shards."""
 
     @staticmethod
-    def forward(ctx: Any, unit: ParamGroup, *_: nn.Parameter) -> tuple[Tensor, ...]:
-        ctx.unit = unit
+    def forward(ctx: Any, group: ParamGroup, *_: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.group = group
         ctx.set_materialize_grads(False)
-        with unit.gathered("gathered", unit.gather, lambda _: (), turns=1, keep=True) as wholes:
+        with group.gathered("gathered", group.gather, lambda _: (), turns=1, keep=True) as wholes:
             # Autograd wants output tensors of its own. It would refuse a change in place of a view, in words only;
             # a detached tensor can be changed, and GatheredAdapter sees that its version has changed.
             return tuple(held.detach() for held in wholes)
@@ -339,11 +339,11 @@ class GatherParameters(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        # Copies, because autograd may hand the same tensor to others and the unit changes what it gets. Contiguous,
+        # Copies, because autograd may hand the same tensor to others and the group changes what it gets. Contiguous,
         # as the parameter is: a fused optimizer reads both in memory order, and einsum's gradients are strided.
         own = torch.contiguous_format
         dense = [None if g is None else g.to_dense() if g.is_sparse else g.clone(memory_format=own) for g in gradients]
-        add_gradients(ctx.unit, dense, 1)
+        add_gradients(ctx.group, dense, 1)
         return (None, *[None] * len(gradients))
 
 

@@ -38,12 +38,12 @@ from fourfold.policy import Policy
 
 
 @contextmanager
-def affine(unit: ParamGroup, part: range, turns: int) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+def affine(group: ParamGroup, part: range, turns: int) -> Iterator[tuple[Tensor | None, Tensor | None]]:
     """Gather the weight and the bias, a norm may lack either, and take the rows `part` of this rank's channels."""
-    if not unit.members:
+    if not group.members:
         yield None, None
         return
-    with unit.using(turns=turns) as vectors:
+    with group.using(turns=turns) as vectors:
         weight, *bias = (take(vector, part, dim=0) for vector in vectors)
         yield weight, bias[0] if bias else None
 
@@ -306,11 +306,11 @@ class NormalizeChannels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, norm: GroupNorm | BatchNorm, moments: Moments, a: Tensor, *_: nn.Parameter) -> Tensor:
-        ctx.norm, ctx.unit, ctx.turns = norm, norm.unit(*norm.specs), norm.engine.turn.of
+        ctx.norm, ctx.group, ctx.turns = norm, norm.group(*norm.specs), norm.engine.turn.of
         ctx.part = norm.channels.part(norm.grid)
         rstd = torch.rsqrt(moments.var + norm.eps)
         ctx.save_for_backward(a, moments.mean, rstd, moments.count)
-        with affine(ctx.unit, ctx.part, ctx.turns) as (weight, bias):
+        with affine(ctx.group, ctx.part, ctx.turns) as (weight, bias):
             return norm.run(normalize, a, moments.mean, rstd, weight, bias)
 
     @staticmethod
@@ -320,9 +320,9 @@ class NormalizeChannels(torch.autograd.Function):
         a, mean, rstd, count = ctx.saved_tensors
         own, total = norm.sum_gradients(norm.run(sums_over_space, dout, a, mean, rstd), count)
         # Backward reads no bias, so only the weight is gathered again.
-        with affine(ctx.unit.only(ctx.unit.members[:1]), ctx.part, ctx.turns) as (weight, _):
+        with affine(ctx.group.only(ctx.group.members[:1]), ctx.part, ctx.turns) as (weight, _):
             means = norm.mean_gradients(total, weight, a, count)
             da = norm.run(find_da, dout, a, mean, rstd, weight, means)
-        stored = zip(ctx.unit.members, (own[1], own[0]), strict=False)  # dw, db
-        add_gradients(ctx.unit, [embed(found, ctx.part, member.rows) for member, found in stored], ctx.turns)
+        stored = zip(ctx.group.members, (own[1], own[0]), strict=False)  # dw, db
+        add_gradients(ctx.group, [embed(found, ctx.part, member.rows) for member, found in stored], ctx.turns)
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))

@@ -110,7 +110,7 @@ class Kernel:
     another rank adds it.
     """
 
-    unit: ParamGroup
+    group: ParamGroup
     geometry: Geometry
     groups: int
     rows: range
@@ -121,21 +121,21 @@ class Kernel:
 
     def using(self, *, bias: bool, turns: int) -> AbstractContextManager[list[Tensor]]:
         """Gather the weight, and with `bias` the bias, in compute layout for one of `turns` halves."""
-        unit = self.unit if bias else self.unit.only(self.unit.members[:1])
+        group = self.group if bias else self.group.only(self.group.members[:1])
         keep = bias and self.keep_weights
-        return unit.gathered(
-            ("kernel", bias), unit.gather, lambda wholes: wholes if unit.even else (), turns=turns, keep=keep
+        return group.gathered(
+            ("kernel", bias), group.gather, lambda wholes: wholes if group.even else (), turns=turns, keep=keep
         )
 
     def multiplying(self, equation: str) -> AbstractContextManager[None]:
-        return self.unit.grid.ledger.multiplying(f"{equation} {self.unit.label}")
+        return self.group.grid.ledger.multiplying(f"{equation} {self.group.label}")
 
     def own(self, w: Tensor) -> Tensor:
         return take(w, self.rows, dim=0)
 
     def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int) -> None:
         """Add E3 and E4 of one of `turns` halves."""
-        weight, *biases = self.unit.members
+        weight, *biases = self.group.members
         gradients: list[Tensor | None] = [None]
         if weight.parameter.requires_grad:
             own = (len(self.rows), *local_of(weight.parameter).shape[1:])
@@ -144,9 +144,9 @@ class Kernel:
                 dw = self.geometry.find_dw(dout, whole, torch.Size(own), self.groups)
             gradients = [embed(dw, self.rows, weight.rows)]
         for bias in biases:
-            db = take(dout, self.columns).sum((0, *range(2, dout.dim())), dtype=self.unit.reduce_dtype)
+            db = take(dout, self.columns).sum((0, *range(2, dout.dim())), dtype=self.group.reduce_dtype)
             gradients.append(embed(db, self.part, bias.rows))
-        add_gradients(self.unit, gradients, turns)
+        add_gradients(self.group, gradients, turns)
 
 
 class Convolve(torch.autograd.Function):
@@ -162,7 +162,7 @@ class Convolve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, reread: Body, a: Tensor, kept: Tensor, *_: nn.Parameter) -> Tensor:
-        ctx.kernel, ctx.reread, ctx.turns, ctx.shape = kernel, reread, kernel.unit.engine.turn.of, a.shape
+        ctx.kernel, ctx.reread, ctx.turns, ctx.shape = kernel, reread, kernel.group.engine.turn.of, a.shape
         with kernel.using(bias=True, turns=ctx.turns) as (weight, *vectors), kernel.multiplying("E1"):
             ctx.save_for_backward(kept, weight if kernel.keep_weights else None)
             w, bias = kernel.own(weight), None
@@ -175,7 +175,7 @@ class Convolve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         kernel: Kernel = ctx.kernel
-        engine, trained = kernel.unit.engine, [member.parameter.requires_grad for member in kernel.unit.members]
+        engine, trained = kernel.group.engine, [member.parameter.requires_grad for member in kernel.group.members]
         kept, weight = ctx.saved_tensors
         reread = ctx.reread if trained[0] else identity
         # Launched before E2, so that the input is gathered behind that convolution.
@@ -186,7 +186,7 @@ class Convolve(torch.autograd.Function):
             with held or kernel.using(bias=False, turns=ctx.turns) as wholes, kernel.multiplying("E2"):
                 da = kernel.geometry.find_da(dout, ctx.shape, kernel.own(wholes[0]), kernel.groups)
         if any(trained):
-            kernel.unit.gradients.expect_end()
+            kernel.group.gradients.expect_end()
             engine.wgrad_queue.add(lambda: kernel.add_gradients(dout, reading or reread(kept), ctx.turns))
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
@@ -220,8 +220,8 @@ class _Convolution(Layer):
         if output_padding is not None:  # a transposed convolution is given the size of its output at each call
             geometry = replace(geometry, output_padding=tuple(output_padding))
         keep = keeps_weights(self, self.member("weight"))
-        kernel = Kernel(unit=self.unit(*self.specs), geometry=geometry, keep_weights=keep, **options)
-        parameters = [member.parameter for member in kernel.unit.members]
+        kernel = Kernel(group=self.group(*self.specs), geometry=geometry, keep_weights=keep, **options)
+        parameters = [member.parameter for member in kernel.group.members]
         if self.policy.keep_gathered:
             return Convolve.apply(kernel, identity, a, a.detach(), *parameters)
         return Convolve.apply(kernel, reread, a, cut.detach(), *parameters)
