@@ -1,4 +1,6 @@
-"""The errors that somebody acts on, each with a type of its own. Imports no torch.
+"""The errors that somebody acts on, each with a type of its own, and the spelling that an error suggests.
+
+This file imports no torch, because command-line options are parsed without it.
 
 What happens after a failure never depends on the words of a message: it depends on the type of the exception, or, where
 a failure crosses from one process to another, on the `Failure` that travels beside the message.
@@ -6,6 +8,8 @@ a failure crosses from one process to another, on the `Failure` that travels bes
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any
 
@@ -123,3 +127,14 @@ def is_damaged(error: BaseException) -> bool:
     if isinstance(error, FailedElsewhereError):
         return error.failure is Failure.DAMAGED_CHECKPOINT
     return isinstance(error, DamagedCheckpointError)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'train'?)`, or an empty text if no known word is near."""
+    bare = {name.lstrip("-"): name for name in known}  # options are compared without their dashes
+    word = word.lstrip("-")
+    found = get_close_matches(word, bare, n=1) or get_close_matches(word.lower(), bare, n=1)
+    if not found:  # one part of a longer name, such as `rate` of `learning_rate`; 0.8 lets one letter of five differ
+        parts = {part: name for name in bare for part in name.split("_") if len(part) > 2}
+        found = [parts[part] for part in get_close_matches(word.lower(), parts, n=1, cutoff=0.8)]
+    return f" (did you mean {bare[found[0]]!r}?)" if found else ""

@@ -34,12 +34,11 @@ from fourfold.checkpoint.training_state import (
     set_optimizer_state,
     set_random_states,
 )
-from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, nearest
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
 from fourfold.layout import Box, boxed, overlap
 from fourfold.optim import AdamW
-from fourfold.spelling import nearest
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder in a run."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from fourfold import __version__
 from fourfold.axes import AXES
-from fourfold.spelling import nearest
+from fourfold.errors import nearest
 
 RANKS = "number of local ranks to start; default: the size of the grid, else the number of GPUs, else 1"
 DEVICE = "device of the ranks; default: cuda if there is a GPU, else cpu"

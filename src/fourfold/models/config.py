@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from fourfold.errors import nearest
 from fourfold.grid import Shape, shapes_of
 from fourfold.models.sizes import SIZES
 from fourfold.policy import Halves, Policy, choose_halves
-from fourfold.spelling import nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fourfold.errors import nearest
 from fourfold.models.config import ModelConfig
-from fourfold.spelling import nearest
 
 CHOICES: dict[str, dict[str, Any]] = {
     "gpt2": dict(norm="layer", mlp="gelu", positions="learned", bias=True, qk_norm=False),

@@ -24,6 +24,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from fourfold.errors import nearest
 from fourfold.grid import Grid
 from fourfold.models.config import MODEL_FIELDS, ModelConfig, config, require_fields
 from fourfold.models.hugging_face import read_config_json
@@ -31,7 +32,6 @@ from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import build
 from fourfold.nn.layer import SPECS, Layer
 from fourfold.policy import Policy
-from fourfold.spelling import nearest
 
 ModelBuilder = Callable[..., nn.Module]
 ModelDefinition = ModelConfig | ModelBuilder

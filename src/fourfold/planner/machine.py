@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
+from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
-from fourfold.spelling import nearest
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "bf16",

@@ -22,12 +22,12 @@ import torch
 
 from fourfold import models
 from fourfold.axes import AXES
+from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.models.config import MODEL_FIELDS
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
 from fourfold.policy import Overlap, Policy
-from fourfold.spelling import nearest
 from fourfold.train.schema import parse, to_table, to_toml
 
 AUTO = "auto"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fourfold.spelling import nearest
+from fourfold.errors import nearest
 
 T = TypeVar("T")
 
