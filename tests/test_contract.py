@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,54 @@ def test_torchrun_imports_little_of_fourfold() -> None:
         "fourfold.train",
         "fourfold.train.rendezvous",
     ]
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Every text that stands as a statement of its own, and what it belongs to: docstrings, also of fields."""
+    for owner in ast.walk(tree):
+        for statement in getattr(owner, "body", ()) if not isinstance(owner, (ast.Lambda, ast.IfExp)) else ():
+            if isinstance(statement, ast.Expr) and isinstance(value := getattr(statement.value, "value", None), str):
+                yield owner, value.strip()
+
+
+FRAGMENTS = re.compile(r"(Of|That|Those|These|Whose|Who|Then|And|From now on)\b|\.\.\.")
+"""How a docstring begins that does not name its subject."""
+QUESTIONS = re.compile(r"(What|Which|Where|How|Whether)\b")
+"""How the docstring of a value may begin; that of a function says what it does."""
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_are_sentences_that_name_their_subject(path: Path) -> None:
+    for owner, text in docstrings(ast.parse(path.read_text())):
+        assert not FRAGMENTS.match(text), text
+        if isinstance(owner, ast.FunctionDef) and "property" not in "".join(map(ast.unparse, owner.decorator_list)):
+            assert not QUESTIONS.match(ast.get_docstring(owner) or ""), text
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """The classes and type aliases of a file."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_")
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, (ast.Subscript, ast.BinOp)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and re.fullmatch(r"_?[A-Z][a-z]+\w*", target.id):
+                yield target.id.lstrip("_")
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in modules():
+        for name in defined_names(ast.parse(path.read_text())):
+            homes.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+@pytest.mark.parametrize(("word", "most"), [("qk_norm", 5), ("loss_chunk", 6), ("recompute", 12)])
+def test_few_files_know_an_option(word: str, most: int) -> None:
+    """What a new option of the model costs: the files that have to know its name."""
+    knowing = [str(path.relative_to(PACKAGE)) for path in modules() if re.search(rf"\b{word}\b", path.read_text())]
+    assert len(knowing) <= most, knowing
 
 
 def test_no_behaviour_depends_on_the_words_of_an_error() -> None:

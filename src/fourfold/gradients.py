@@ -572,7 +572,7 @@ class BucketSum:
             pass
 
     def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> Pending[list[Tensor]]:
-        """This replica's rows of each sum."""
+        """Launch the reduce-scatter that leaves each replica its rows of each sum."""
         return comm.reduce_scatter_together(sums, self.gradients.grid, REPLICA, label=label)
 
 

@@ -128,7 +128,7 @@ class Factor:
             trained.scatter([by_member[member] for member in trained.members], turns=turns)
 
     def sums_over_tokens(self, dout: Tensor) -> list[Tensor]:
-        """The gradient of each bias; in one pass where they cover all columns."""
+        """Return the gradient of each bias, computed in one pass if the biases cover all columns."""
         run = kernels.region(kernels.sum_tokens, dout, compiled=self.group.policy.compile)
         if self.group.policy.compile:
             torch._dynamo.mark_static(dout, 1)  # a kernel for any width would take twice the time

@@ -315,8 +315,7 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
     )
     names = ", ".join(source.name for source in run.sources)
     yield f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens per step{micro}"
-    sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in run.kept_bytes.items())
-    yield f"kept for backward on each rank, by kind of recompute: {sizes}; this run uses {policy.recompute}"
+    yield run.kept_text
     yield f"peak of one device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:
         yield predicted(run.stored["predicted"])

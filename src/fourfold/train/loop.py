@@ -134,6 +134,12 @@ class Run:
             documents=self.config.data.documents,
         )
 
+    @property
+    def kept_text(self) -> str:
+        """`kept_bytes` and this run's choice, in a sentence."""
+        sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in self.kept_bytes.items())
+        return f"kept for backward on each rank, by kind of recompute: {sizes}; this run uses {self.policy.recompute}"
+
     def facts(self) -> RunEvent:
         """Return the description of the run for run.json."""
         shape, device = self.grid.shape, self.grid.device

@@ -80,7 +80,7 @@ def require_unowned(folder: Path) -> None:
 
 
 def deny_others_write() -> None:
-    """From now on, let only this user and group change the files that this process writes."""
+    """Let only this user and group change the files that this process writes."""
     os.umask(os.umask(0o077) | stat.S_IWOTH)  # the only way to read the mask is to set it
 
 

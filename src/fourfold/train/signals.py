@@ -50,7 +50,7 @@ def ignore_signals() -> None:
 
 
 def raise_on_signals() -> None:
-    """From now on let SIGINT and SIGTERM raise KeyboardInterrupt."""
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt."""
 
     def interrupt(_: int, __: FrameType | None) -> NoReturn:
         ignore_signals()  # the terminal and the agent may both send one, and the second must not disturb the end

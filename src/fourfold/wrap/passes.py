@@ -409,7 +409,7 @@ def counted_changes(context: ModelContext) -> Iterator[None]:
 
 @contextmanager
 def seeded_everywhere(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside the block torch draws from this seed, on the host and on the device."""
+    """Let torch draw from this seed inside the block, on the host and on the device."""
     with seeded(seed, torch.device("cpu")), seeded(seed, device) if device.type != "cpu" else nullcontext():
         yield
 
