@@ -187,7 +187,7 @@ def reduce_scatter_together(
     if record is None:
         return Pending(lambda: list(wholes))
     parts = [whole.unflatten(0, (ranks, -1)) for whole in wholes]
-    if record is None or _stays(wholes[0], grid):
+    if _stays(wholes[0], grid):
         own_parts = [torch.empty_like(part[0]) for part in parts]
         return Pending(lambda: (wholes, own_parts)[1], record, grid)
     with named(record):

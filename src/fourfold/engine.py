@@ -1,6 +1,6 @@
 """The engine that runs communication behind computation. It decides when something runs, never what.
 
-The engine of a model knows nothing of grids and collectives; it orders what it is handed. `Prefetcher` launches gathers
+The engine of a model sends nothing itself; it orders what it is handed. `Prefetcher` launches gathers
 of weights before their use, in the order in which an earlier pass used them. `DeferredReductions` waits for reductions
 after others were launched. `WgradQueue` keeps the products of weight gradients for the moment when a message is in
 flight. `take_turns` lets the two halves of a batch alternate.
@@ -107,7 +107,7 @@ BACKWARD = "backward"
 class Prefetcher:
     """Launches gathers of weights before their use, in the order in which an earlier pass of the same kind used them.
 
-    The gathers in flight are bounded in bytes, but the next one is always launched. If a pass differs from the recorded
+    The gathers in flight are bounded in bytes, but one may always be in flight. If a pass differs from the recorded
     order, it gathers on use from there on, and its order is recorded instead. If the last forward pass of a kind was
     followed by a backward pass, the end of this forward pass prefetches the first weights of backward. A gather that is
     in flight while its weight changes is repeated, provided that torch counts the change (torch's fused optimizers do
@@ -203,6 +203,7 @@ class Prefetcher:
             yield from self._orders[BACKWARD]
 
     def _launch_next(self) -> None:
+        """Prefetch: launch the gathers that the recorded order expects next, as far as the bound allows."""
         if not self.on:
             return
         most = self.bound(self._largest)
@@ -221,7 +222,8 @@ class Prefetcher:
 
 
 Turns = Generator[None, None, T]
-"""Computation on one half of a batch. It yields where its message is in flight, so that the other half can compute."""
+"""Computation on one half of a batch. It yields where its message is in flight, so that the other half can compute.
+`policy.choose_halves` decides how many parts a batch is cut into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +312,8 @@ class Engine:
 class DeferredReductions:
     """Reductions that are waited for later, the oldest first.
 
-    They are bounded in bytes, except that the last one launched is never waited for at once.
+    With `policy.defer` the bytes in flight are bounded, but the newest reduction is never waited for at once. Without
+    it every reduction is waited for where it is launched.
     """
 
     def __init__(self, policy: Overlap) -> None:
@@ -326,7 +329,7 @@ class DeferredReductions:
         self._largest = max(self._largest, nbytes)
         if not self.policy.defer:
             self.wait_all()
-        # by bytes, not by asking what has arrived: all ranks must launch in the same order
+        # by bytes, not by asking what has arrived: `use` may launch a bucket, and all ranks must launch in one order
         while self._nbytes > self.policy.most_in_flight(self._largest) and len(self._queue) > 1:
             self._wait_oldest()
 
@@ -351,7 +354,7 @@ class WgradQueue:
     """Products of weight gradients that wait until a message is in flight.
 
     Nobody waits for a weight gradient, so its product can run behind the message that the input gradient needs. Each
-    message takes the oldest product, so that the next message finds one too.
+    message runs one product, the oldest, so that some are left for the next message.
     """
 
     MOST = 3
@@ -386,7 +389,7 @@ class HalfSums:
         return self._begun[key][0] if key in self._begun else None
 
     def add(self, key: Hashable, parts: list[Tensor], of: int) -> list[Tensor] | None:
-        """Count one more half, whose part `parts` includes; return the sum if that was the last half."""
+        """Store the sum `parts`, to which one more half has added its part; return it if that was the last half."""
         given = self._begun.pop(key, (parts, 0))[1] + 1
         if given == of:
             return parts

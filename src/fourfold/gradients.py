@@ -1,7 +1,8 @@
 """Gradients from a product's dw to a complete `parameter.grad`: owed sums, accumulation, norm and clip.
 
-Parameter groups deposit gradients that are already summed over z (`Gradients.deposit`). The sums that they still owe
-over other axes are computed in buckets, which depend on the model and its layout alone. A bucket is launched when no
+Parameter groups hand over gradients with `Gradients.scatter`, which reduce-scatters them over z and deposits the
+shards. The sums that they still owe over other axes are computed in buckets, which depend on the model and its layout
+alone. (A place is a coordinate of data and z; its ranks hold the same rows of a batch.) A bucket is launched when no
 further gradient of its parameters will come: `ForwardPass` counts every use of a parameter in a forward pass, and every
 deposit takes one use away. At the end of a backward pass a callback of autograd completes all buckets, so gradients are
 complete when `backward()` returns. Inside `accumulate`, and before the last pass of a step that `begin_step` announced,
@@ -43,7 +44,7 @@ from fourfold.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that owe sums over the same axes and are summed in one message."""
+    """Gradients that owe sums over the same axes and travel together: one message per axis."""
 
     owes: tuple[str, ...]
     names: tuple[str, ...]
@@ -78,7 +79,10 @@ def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, in
 
 
 class DeferredHook:
-    """A user's hook in torch's table of hooks. Autograd calls it in vain; the user's handle still removes it."""
+    """A user's hook in torch's table of hooks. Autograd's call does nothing; `ParameterHooks` calls the hook later.
+
+    The user's handle still removes it.
+    """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
@@ -110,7 +114,7 @@ class ParameterHooks:
                         table[number] = DeferredHook(hook)
 
     def left_out(self) -> set[nn.Parameter]:
-        """Return the parameters to which the running backward pass computes no gradient.
+        """Return the parameters for which the running backward pass computes no gradient.
 
         `backward(inputs=...)` leaves out some parameters, `torch.autograd.grad(loss, inputs)` all of them.
         """
@@ -124,7 +128,7 @@ class ParameterHooks:
             ) from error
 
     def set_aside(self, parameter: nn.Parameter) -> bool:
-        """Put a parameter's gradient of earlier passes aside for its hooks; return False if it has no hooks."""
+        """Put a parameter's gradient of earlier passes aside if hooks will see the new one; return whether it did."""
         if not on_gradient(parameter):
             return False
         self._earlier[parameter] = parameter.grad  # type: ignore[assignment]
@@ -653,7 +657,7 @@ def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Par
         Grid.of(parameter)  # raises for a parameter that is not on a grid
     if any(is_owed(gradient) for _, gradient in found):
         raise RuntimeError(
-            "gradients are still owed a sum over other ranks: the last backward() ran inside ff.accumulate; "
+            "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate; "
             "run the last micro-step's backward() outside of it"
         )
     return [(parameter, local_of(gradient)) for parameter, gradient in found]
@@ -678,8 +682,9 @@ def _cuts(tensor: Tensor | None, axis: str) -> bool:
 
 
 def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
-    """Return whether this rank's shard counts for the norm: of ranks with equal copies only the first one does.
+    """Return whether this rank's shard counts for the norm.
 
-    Replicas are no exception: the norm is not summed over them unless gradients are sharded over them.
+    On x, y and z only the first of several equal copies counts. Every replica counts, because the norm is summed over
+    replicas only if gradients are sharded over them.
     """
     return all(axis == REPLICA or _cuts(parameter, axis) or grid.coords[axis] == 0 for axis in AXES)

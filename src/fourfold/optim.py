@@ -89,7 +89,7 @@ class AdamW(torch.optim.AdamW):
                 raise RuntimeError(f"{name} has moved since this optimizer was made (model.to(...)?); make it anew")
             if gradient is not None and is_owed(gradient):
                 raise RuntimeError(
-                    f"the gradient of {name} is still owed a sum over other ranks; "
+                    f"the gradient of {name} is not summed over ranks yet; "
                     "run the last micro-step's backward() outside of ff.accumulate"
                 )
             part.grad = None if gradient is None else local_of(gradient)

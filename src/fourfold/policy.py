@@ -62,7 +62,7 @@ WORTH_HIDING_NBYTES = 1 << 20
 
 
 def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
-    """Choose whether to cut a batch of `rows` rows whose messages over x or y have up to `nbytes` bytes."""
+    """Decide the number of halves for `rows` rows whose messages over x or y have up to `nbytes` bytes."""
     if rows < 2:
         return Halves(1, f"{rows} row cannot be cut")
     if policy.halves is not None:

@@ -451,7 +451,9 @@ def test_folders_that_are_not_whole_are_refused(gpt2: Path, tmp_path: Path) -> N
     index.write_text(json.dumps({"weight_map": {"wte.weight": "part.safetensors"}}))
     refused(FileNotFoundError, "part.safetensors is missing")
     safetensors.torch.save_file({"other": torch.zeros(1)}, gpt2 / "part.safetensors")
-    refused(ValueError, "part.safetensors does not hold 'wte.weight', though model.safetensors.index.json lists it there")
+    refused(
+        ValueError, "part.safetensors does not hold 'wte.weight', though model.safetensors.index.json lists it there"
+    )
     index.write_text("[]")
     refused(ValueError, "is not an index of weights")
     (gpt2 / "config.json").unlink()

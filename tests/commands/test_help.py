@@ -114,7 +114,7 @@ def test_kinds_of_weights_are_those_of_an_export() -> None:
         ("plan --modle=gpt-80b", "fourfold plan: error: there is no option --modle (did you mean '--model'?)"),
         ("--verison", "fourfold: error: there is no option --verison (did you mean '--version'?)"),
         ("train --zzz", "fourfold train: error: there is no option --zzz\n"),
-        ("train --dtype bf61", "argument --dtype: there is no 'bf61' (did you mean 'bf16'?); choose from fp32, bf16"),
+        ("train --dtype bf61", "argument --dtype: invalid value 'bf61' (did you mean 'bf16'?); choose from fp32, bf16"),
         ("train --steps ten", "argument --steps: 'ten' is not a whole number; write for example 8"),
         ("sample runs --top-p most", "argument --top-p: 'most' is not a number; write for example 0.8 or 60"),
         ("train one.toml two.toml", "fourfold train: error: unexpected argument 'two.toml'"),

@@ -199,7 +199,7 @@ def clip_too_early() -> None:
 
 
 def test_an_owed_gradient_is_refused(ranks) -> None:
-    with pytest.raises(RankFailed, match="still owed a sum") as failed:
+    with pytest.raises(RankFailed, match="not summed over ranks yet") as failed:
         ranks(4).run(clip_too_early)
     assert len(failed.value.errors) == 4
 

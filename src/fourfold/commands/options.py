@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # argparse calls this method for the parser of each subcommand too, the innermost first
+        # a subcommand's parser runs inside `super()`, so it checks its own arguments first
         self._given = list(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(args, namespace)
         if rest:
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         fault = f"{value!r}{nearest(value, known)}; choose from {', '.join(known)}"
         if isinstance(action, argparse._SubParsersAction):
             raise argparse.ArgumentError(None, f"there is no command {fault}")
-        raise argparse.ArgumentError(action, f"there is no {fault}")
+        raise argparse.ArgumentError(action, f"invalid value {fault}")
 
     def error(self, message: str) -> NoReturn:
         # a misspelled option often causes the error that argparse found, such as a required option that is missing
@@ -256,8 +256,8 @@ def demo_options(command: argparse.ArgumentParser) -> None:
 
 @command("plan", "find the fastest grid for a model without running it", "plan:plan")
 def plan_options(command: argparse.ArgumentParser) -> None:
-    """Rank the grids, rank orders and policies for a model on a machine before
-    anything runs. Planning needs no GPU.
+    """Compare grids, orders of ranks and policies for a model on a machine,
+    fastest first, before anything runs. Planning needs no GPU.
 
     package.module:function names your own code. function(grid, policy) returns a
     module of Fourfold layers; function() returns a plain module, which is
@@ -350,7 +350,7 @@ def train_options(command: argparse.ArgumentParser) -> None:
         "default: none"
     )
     option(look, "--profile", profile, steps, "STEPS", default=range(0))
-    option(look, "--compare-serial", "do not train, but compare N steps with a single process", whole)
+    option(look, "--compare-serial", "run N steps and compare them with a single process, instead of training", whole)
     option(look, "--json", "write config, grid and steps as one JSON object; - prints it", metavar="FILE")
 
 
@@ -555,7 +555,12 @@ def launch_options(command: argparse.ArgumentParser) -> None:
     flag(kind, "--k8s", "write a manifest for kubectl apply")
     option(command, "--out", "the run's folder, on a file system that all nodes share", metavar="RUN", required=True)
     option(command, "--name", "name of the job", metavar="NAME", default="fourfold")
-    option(command, "--devices", "number of devices if the config's grid is auto; default: the grid's", whole)
+    option(
+        command,
+        "--devices",
+        "number of devices; required if the config's grid is auto",
+        whole,
+    )
     option(command, "--per-node", "devices per node; default: from the config's plan.machine", whole)
     option(command, "--tries", "maximum number of times to start the run", whole, default=5)
     slurm = command.add_argument_group("SLURM only")
@@ -591,7 +596,7 @@ def doctor_options(command: argparse.ArgumentParser) -> None:
     option(command, "path", path, Path, "RUN", nargs="?")
     flag(command, "--preflight", "check what a long run needs before it starts")
     ahead = command.add_argument_group("with --preflight")
-    sizes = "such as x=2,z=2; default: the config's grid, or all ranks along data if there is no config"
+    sizes = "sizes of the axes, such as x=2,z=2; default: the config's grid, or all ranks along data without a config"
     option(ahead, "--grid", sizes, grid)
     option(ahead, "--ranks", RANKS, whole)
     option(ahead, "--device", DEVICE, choices=DEVICES)

@@ -8,8 +8,9 @@ structure alone decides which work a step has, and in which order; `LocalSizes` 
 compares thousands of candidates that share few structures. It rehearses each structure once with `SizeNames`, in which
 every size is a sum of names (`Term`), and then fills in the numbers of each candidate (`SizeMatrix`).
 
-Notation: m tokens of a (data, z) place, k features of the residual stream, n features inside a sublayer. Attributes
-count elements, or bytes if their name ends in `nbytes`.
+Notation: m tokens of a place, which is a coordinate of data and z; k and n this rank's features of the residual stream
+and inside a sublayer. Attributes whose name ends in `nbytes` count bytes; others count elements, unless a comment says
+otherwise.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def part(length: int, parts: int, index: int) -> int:
 
 @dataclass
 class Structure:
-    """Everything that decides which work a step has and in which order, but not how much work. It never changes."""
+    """What decides which work a step has and in which order, but not how much; an object never changes."""
 
     config: ModelConfig
     """The kinds of layers; its sizes are all 1."""
@@ -83,7 +84,7 @@ class Structure:
     """The parameters' dtype."""
     used_axes: tuple[str, ...]
     halves: int
-    """The number of parts of the rows of a place that take turns."""
+    """The number of interleaved parts that the rows of a place are cut into, 1 or 2."""
     equal_halves: bool
     """Whether all halves have the same number of rows."""
     shares_kv: bool
@@ -103,7 +104,7 @@ class Structure:
         self.reduce_itemsize = (policy.reduce_dtype or self.dtype).itemsize
         # bytes of one statistic of a norm, of attention or of the loss: fp32 or wider
         self.wide_itemsize = max(4, self.compute_itemsize)
-        self.wide = self.wide_itemsize // self.compute_itemsize  # a tensor is larger by this in the dtype of statistics
+        self.wide = self.wide_itemsize // self.compute_itemsize  # a tensor is larger by this factor in that dtype
         self.casts = self.compute_itemsize != self.dtype.itemsize  # weights are cast before they are used
         self.copies_weights = self.gathers_weights or self.casts  # weights in use have memory of their own
         self.keeps_weights = policy.keep_weights and self.copies_weights  # products keep them until backward
@@ -139,7 +140,7 @@ def _structure(*arguments: Any) -> Structure:
 def structure_of_names(
     structure: Structure, *, recompute: Recompute | None = None, chunked: bool | None = None
 ) -> Structure:
-    """Return the structure without the choices that the names of sizes tell apart, so that few are rehearsed.
+    """Return the structure without choices that only set some sizes to 0, so that few structures are rehearsed.
 
     A tensor that is kept or not is a size that may be 0, and replicas only repeat the work of one of them.
     """
@@ -166,7 +167,11 @@ def _kinds_of_layers(config: ModelConfig) -> ModelConfig:
 
 @lru_cache(maxsize=1024)
 def _kinds_of_work(policy: Policy) -> Policy:
-    """Return the policy without the numbers that only change sizes: bytes of a bucket, a chunk or a prefetch."""
+    """Return the policy reduced to what shapes a rehearsed program.
+
+    Numbers that only set sizes become 1. Overlap settings become the defaults, except the one that changes the order of
+    products: rehearsals neither prefetch nor defer, and the readings add the bytes that are in flight.
+    """
     overlap = Overlap(wgrad_behind_messages=policy.overlap.wgrad_behind_messages)
     return replace(policy, loss_chunk=1 if policy.loss_chunk else 0, bucket_bytes=1, overlap=overlap)
 
@@ -254,14 +259,14 @@ class LocalSizes:
         )
         self.kept_hidden_nbytes = self.hidden_nbytes if keeps_collected else self.hidden_cut_nbytes
         self.kept_query_nbytes = self.query_nbytes if keeps_collected else 0  # else attention keeps its output itself
-        self.kept_output_nbytes = 0 if keeps_collected else self.query_cut_nbytes  # where attention forgets its output
+        self.kept_output_nbytes = 0 if keeps_collected else self.query_cut_nbytes  # if attention is recomputed
         self.read_nbytes = self._read_nbytes(copies_kv)
         self.query_statistic_nbytes = m * wide * q // inner_cut // config.head_dim  # one statistic per head and token
         self.key_statistic_nbytes = m * wide * self.local_kv // config.head_dim
         self.head_gradient = self.vocab_columns * k  # elements of the gradient of the head's table, with padding
 
     def _local_kv(self, inner_cut: int) -> tuple[int, bool]:
-        """Return the features of the keys that this rank's queries read, and whether keys are copied for each query."""
+        """Return the features of the keys that this rank's queries read, and whether keys are copied per query head."""
         config = self.config
         if not self.structure.shares_kv:
             return self.kv // inner_cut, False
@@ -458,7 +463,7 @@ class ParameterTable:
 
 @lru_cache(maxsize=4096)
 def _parameter_table(config: ModelConfig, shape: Shape, rank: int) -> ParameterTable:
-    specs = parameter_specs(config, "sharded")  # how activations are cut changes what a gradient owes, but no shard
+    specs = parameter_specs(config, "sharded")  # the mode decides which sums gradients owe, not the shards
     return ParameterTable(specs, shape.sizes, shape.coords(rank))
 
 

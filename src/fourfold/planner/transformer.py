@@ -45,7 +45,8 @@ def step_program(
     """Return the program of one step of a run that has recorded the order in which it uses weights.
 
     With `optimizer` the program reaches from one optimizer step to the next, so that parameters of a sharded optimizer
-    may still be in flight when it begins. With `clip` the norm of all gradients is computed; None: if `optimizer` is.
+    may still be in flight when it begins. With `clip`, which defaults to `optimizer`, the norm of all gradients is
+    computed.
     """
     host = Rehearsal(sizes)
     model = TransformerProgram(sizes, host)
@@ -79,7 +80,7 @@ def layers_program(structure: Structure, layers: int) -> Program:
 
 @lru_cache(maxsize=1024)
 def ends_program(structure: Structure) -> Program:
-    """Return the same of embedding, head and loss, as if there were no layers."""
+    """Return the program of embedding, head and loss, as if there were no layers."""
     model = _on_names(structure)
     host = model.host
     host.enter_phase("forward")
@@ -171,7 +172,7 @@ class TransformerProgram:
             self.optimize(clip=clip, step=optimizer)
 
     def optimize(self, *, clip: bool, step: bool) -> None:
-        """Compute the norm of all gradients and step AdamW, which reads p, g, m, v and writes p, m, v."""
+        """Compute the norm of all gradients if `clip`, and AdamW's step, which reads p, g, m, v and writes p, m, v."""
         host, sizes, shards = self.host, self.sizes, self.policy.shard_optimizer
         own = sizes.parameter_nbytes // (sizes.shape.sizes[REPLICA] if shards else 1)
         if clip:
@@ -340,7 +341,7 @@ class TransformerProgram:
             host.on_backward(backward)
 
     def norm(self, label: str, half: LocalSizes, *, last: bool = False, reads_kept: bool = False) -> None:
-        """Add up the residual stream and normalise it: read a and delta, write their sum and its norm.
+        """Add the pending update to the residual stream and normalise it: read both, write the sum and its normed copy.
 
         The gradient of the last norm's input begins the gradient of the residual stream; the others are added. With
         `reads_kept` the norm reads the input that a recomputed block keeps anyway, so it keeps only statistics.
@@ -546,8 +547,8 @@ class TransformerProgram:
     ) -> Turns[None]:
         """Run a layer that leads back to rest, up to its product.
 
-        Its input has `nbytes` bytes, the size with the name `size`, and `cut` bytes before it is collected. The product
-        alone keeps `kept` bytes of it until backward.
+        Its input has `nbytes` bytes, which is the attribute `size` of `half`, and `cut` bytes before the gather over y.
+        The product alone keeps `kept` bytes of it until backward.
         """
         collecting = self.collect(half, label, nbytes=nbytes, cut=cut)
         if collecting.travels:
@@ -587,7 +588,7 @@ class TransformerProgram:
         kept = half.query_statistic_nbytes  # the log of the sum of exponentials
         if self.config.qk_norm:
             kept += half.query_statistic_nbytes + half.key_statistic_nbytes
-        if self.config.positions == "rope":  # q, k and v after the rotation
+        if self.config.positions == "rope":  # the rotated q and k, and a copy of v
             kept += half.query_cut_nbytes + half.local_kv_nbytes
         if self.policy.recompute == "attention":
             # its input is kept anyway, and its output if the product of `out` reads it

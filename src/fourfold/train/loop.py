@@ -200,7 +200,7 @@ class Run:
         """Lock the folder, remove what a resumed run is about to do again, describe the run, and open the sinks."""
         make_folder(self.out)
         self._lock = FolderLock(self.out)  # before anything in the folder changes
-        for later in reversed(start.newer):  # the last one first, so that the one to resume from becomes the newest
+        for later in reversed(start.newer):  # the newest first, so that an interruption leaves no gap
             remove_checkpoint(later)
         write_text(self.out / "config.toml", self.config.stored(self.out).toml())
         self.stored = self.facts()
@@ -308,7 +308,7 @@ class Run:
             share = model(tokens, targets, positions=positions, count=count)
             share.backward()
             loss += share.detach()  # each micro-batch returns its share of the mean over the whole batch
-        # The limit is the one of now: on a GPU the step before is not judged yet when this step is launched.
+        # Use the current limit: on a GPU the previous step has not been judged yet when this step is launched.
         limit, skip_above = self.step_judge.limit, self.step_judge.skip_above
         jumps = loss > skip_above if isfinite(skip_above) else None  # stays on the device, so the host does not wait
         clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
@@ -370,9 +370,9 @@ class Run:
         total, count = (torch.zeros((), dtype=torch.float64, device=self.grid.device) for _ in range(2))
         with evaluating(self.model):
             for tokens, targets, positions in self.evaluation:
-                targets_here = count_targets(targets, self.grid)
-                total += self.model(tokens, targets, positions=positions, count=targets_here) * targets_here
-                count += targets_here
+                targets_in_batch = count_targets(targets, self.grid)
+                total += self.model(tokens, targets, positions=positions, count=targets_in_batch) * targets_in_batch
+                count += targets_in_batch
         return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
 
     def _record_comparison(self, compared: RunEvent | None) -> None:
@@ -403,7 +403,7 @@ class Run:
             for sink in self.sinks:
                 stack.callback(sink.close)
             if self.saving is not None:
-                # Hurry if a user waits for the end, or if the part of a dead rank will never come.
+                # Do not wait long after Ctrl-C, nor if a rank is dead and its part will never arrive.
                 hurried = isinstance(failed, (KeyboardInterrupt, LostPeerError, LostStoreError))
                 self.saving.wait_for_own_part(hurried=hurried)
                 self._record_saved()

@@ -116,7 +116,10 @@ def _gather_mixed_parameters(func: Callable, args: tuple, kwargs: dict) -> tuple
 
 
 def global_loss(context: ModelContext, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """Compute one of torch's losses over the whole batch."""
+    """Compute one of torch's losses as a wrapped model means it.
+
+    A mean is one over the whole batch. A sum is this place's own, unless the number of targets was given; `none` stays.
+    """
     named = _bound(func, args, kwargs)
     reduction = named["reduction"]
     of_place = reduction == "sum" and not context.has_target_count
@@ -229,7 +232,7 @@ class RootAdapter(Adapter):
     def __init__(self, name: str, context: ModelContext, why: str) -> None:
         super().__init__(name, context, why)
         self.checked: set[Hashable] = set()
-        """The checks that have been made. Once is enough, for example for a loop that reads its rows wrongly."""
+        """The checks that were made. Each is made once: a loop that reads wrong rows does so from the first step."""
         self.evaluations = 0
         """Passes in evaluation mode, so that each of them draws other random numbers."""
 
@@ -245,7 +248,7 @@ class RootAdapter(Adapter):
             return forward(*args, **kwargs)
         require_accelerate_precision(context)
         if kwargs.get(COUNT) is not None and context.grid.shape.world > 1 and self._first_time("scaled losses"):
-            refuse_scaled_losses()  # before the check of rows, which passes over errors of the model's code
+            refuse_scaled_losses()  # before the check of rows, which swallows errors that the model raises
         self._require_same_rows(args, kwargs)
         self._warn_of_same_rows(module, args, kwargs)
         first = self._is_first_call(module, args, kwargs)
@@ -302,7 +305,7 @@ class RootAdapter(Adapter):
         return value if stays else value.whole()
 
     def _is_first_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Return whether this is the first training pass with this kind of arguments."""
+        """Return True once per kind of arguments, for a pass with gradients on a grid with several places."""
         grid = self.context.grid
         flags = [str(value) if isinstance(value, (bool, str)) else "given" for value in args]
         given = sorted(name for name, value in kwargs.items() if value is not None and value is not False)
@@ -363,7 +366,7 @@ class RootAdapter(Adapter):
                 raise RuntimeError(
                     f"{owner or 'the model'} ({type(module.get_submodule(owner)).__name__}) writes its buffer {own!r} "
                     "in forward from the rows it sees, and each (data, z) place sees others: the copies would drift "
-                    "apart; use a layer with statistics over the whole batch (nn.BatchNorm is), or keep the "
+                    "apart; use nn.BatchNorm, whose statistics are those of the whole batch on a grid, or keep the "
                     "buffer out of forward"
                 )
 
@@ -379,7 +382,8 @@ def _refuse_losses(module: nn.Module, result: Any, suspicious: set[int]) -> None
         raise RuntimeError(
             f"{type(module).__name__}: its scalar output {trained[0]} is not a mean over rows, and the places' own "
             "values do not average to the value of the whole batch; gather the rows that it needs with "
-            "ff.whole_batch(tensor) inside forward, or compute it outside of the model, which averages it as DDP does"
+            "ff.whole_batch(tensor) inside forward, or compute it outside of the model; its gradient is then averaged "
+            "over places, as in DDP"
         )
 
 
@@ -426,7 +430,7 @@ class ContrastiveAdapter(Adapter):
 
 
 class BlockAdapter(Adapter):
-    """Runs one of several equal modules through which the residual stream passes, and brings the stream to rest."""
+    """Runs one of several equal blocks, and puts the residual stream into its rest layout between them."""
 
     def __init__(self, name: str, context: ModelContext, why: str, features: int) -> None:
         super().__init__(name, context, why)
