@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,7 @@ def test_names_come_from_where_type_checkers_find_them() -> None:
 
 LAZY = """
 import sys
+from importlib import import_module
 {before}
 import fourfold
 assert sorted(fourfold.__all__) == [name for name in dir(fourfold) if name in fourfold.__all__]
@@ -273,6 +275,22 @@ def test_ruff_bans_collectives_outside_wire() -> None:
     ):
         assert "TID251" in ruff(code, "product.py")
         assert "TID251" not in ruff(code, "wire.py")
+
+
+def test_the_api_page_names_what_exists() -> None:
+    """Every public name has an entry, and every entry and member is there."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert not [name for name in fourfold.__all__ if f"ff.{name}" not in page]
+    for entry in re.split(r"^::: ", page, flags=re.MULTILINE)[1:]:
+        home, _, name = entry.split()[0].rpartition(".")
+        try:
+            found = getattr(import_module(home), name)
+        except (ModuleNotFoundError, AttributeError):  # a method, or a module
+            owner, _, kind = home.rpartition(".")
+            found = getattr(getattr(import_module(owner), kind), name, None) or import_module(f"{home}.{name}")
+        for member in re.findall(r"members: \[(.*)\]", entry):
+            known = {*dir(found), *getattr(found, "__annotations__", {})}
+            assert set(member.split(", ")) <= known, (name, set(member.split(", ")) - known)
 
 
 def test_readme_tree_names_every_file() -> None:

@@ -455,10 +455,11 @@ class Gradients:
         self._passes.discard(this_pass)
         if self._passes:
             return  # this pass ran inside another one, which is still running
-        for each in self._alive.values():
-            if each.deposited:
-                each.end()
-        self._to_finish = max(0, self._to_finish - 1)
+        finished = [each for each in self._alive.values() if each.deposited]
+        for each in finished:
+            each.end()
+        # one backward pass may go through the graphs of several forward passes, whose losses were added up
+        self._to_finish = max(0, self._to_finish - max(1, len(finished)))
         if self.accumulating or self._to_finish:
             return
         begun = list({id(total): total for total in self._sums.values()}.values())
@@ -657,8 +658,9 @@ def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Par
         Grid.of(parameter)  # raises for a parameter that is not on a grid
     if any(is_owed(gradient) for _, gradient in found):
         raise RuntimeError(
-            "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate; "
-            "run the last micro-step's backward() outside of it"
+            "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate, or begin_step "
+            "announced more passes than have run; run the last micro-step's backward() outside of ff.accumulate, and "
+            "announce every step with the number of its passes"
         )
     return [(parameter, local_of(gradient)) for parameter, gradient in found]
 

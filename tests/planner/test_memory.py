@@ -26,7 +26,7 @@ from fourfold.planner.memory import Memory, kept_for_backward, peak_memory
 from fourfold.planner.program import AllocOp, MemoryOp
 from fourfold.planner.sizes import LocalSizes, SizeReader, Term, structure_of_names
 from fourfold.planner.transformer import ends_program, layers_program
-from fourfold.policy import Overlap, Policy
+from fourfold.policy import Overlap, Policy, Recompute
 from harness import Largest, grid_of, join_shards
 
 SHAPE = Shape(x=2, z=2)
@@ -179,7 +179,7 @@ def test_predicted_memory_is_that_of_the_dry_run() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
-def test_memory_is_allocated_before_it_is_freed(recompute: ff.layout.Recompute) -> None:
+def test_memory_is_allocated_before_it_is_freed(recompute: Recompute) -> None:
     """No kind of memory falls below zero in the programs of layers alone and of embedding, head and loss alone."""
     for case in CASES[::5]:
         policy = replace(case.policy, recompute=recompute)

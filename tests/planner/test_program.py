@@ -20,7 +20,7 @@ from fourfold.planner.program import LaunchOp, MatmulOp, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.trace import dry_run
 from fourfold.planner.transformer import flops_per_token, step_program
-from fourfold.policy import Policy
+from fourfold.policy import Policy, Recompute
 from share import share
 
 ROWS, SEQ = 4, 16
@@ -115,7 +115,7 @@ def test_program_launches_the_closed_form() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
-def test_program_computes_the_flops_of_the_batch(recompute: ff.layout.Recompute) -> None:
+def test_program_computes_the_flops_of_the_batch(recompute: Recompute) -> None:
     """The FLOPs of all ranks together are the hardware FLOPs of the batch."""
     config, shape = ff.models.config("gpt-5b", layers=2), Shape(x=4, y=2, z=2, data=2)
     policy = Policy(recompute=recompute, compute_dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ from fourfold.ledger import Collective, Op
 from fourfold.planner.machine import LinkSpeed, Machine, Seconds
 from fourfold.planner.price import COMPUTE, Candidate, Task, chrome_trace, price, simulate, timeline
 from fourfold.planner.program import ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
+from fourfold.policy import Recompute
 
 MACHINE = Machine(
     name="toy",
@@ -152,7 +153,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("shape", "recompute", "rows", "micro_steps"), CHOICES)
-def test_a_few_layers_stand_for_all(shape: Shape, recompute: ff.layout.Recompute, rows: int, micro_steps: int) -> None:
+def test_a_few_layers_stand_for_all(shape: Shape, recompute: Recompute, rows: int, micro_steps: int) -> None:
     """The price of a deep model from a few of its layers, beside a simulation of all of them."""
     config = ff.models.config("llama-3-8b", layers=20)
     machine = replace(MACHINE, gemm={"bf16": 3e14}, memory_bandwidth=2e12, overhead=5e-6, launch=1e-5, contention=1.1)
