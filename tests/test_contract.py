@@ -56,7 +56,7 @@ ORDER = [
 
 INSIDE = {
     "nn": [
-        "rng", "layer", "linear", "norm", "loss", "embedding", "dropout", "attention",
+        "rng", "layer", "linear", "norm", "loss", "embedding", "attention",
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
     "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],

@@ -81,18 +81,23 @@ def all_gather(
     be short or empty: they are padded for the message, and the padding is dropped from the result.
     """
     ranks = grid.size(axis)
-    if length is not None and length != ranks * shard.shape[dim]:
-        joined = all_gather(_padded(shard, dim, -(-length // ranks)), grid, axis, dim=dim, label=label)
-        return joined.then(lambda whole: whole if whole.shape[dim] == length else whole.narrow(dim, 0, length))
     if ranks == 1:
         return Pending(lambda: shard)
+    if length is not None:
+        shard = _padded(shard, dim, -(-length // ranks))
     record = _record("all_gather", [shard], grid, axis, label)
     joined = shard.new_empty((ranks, *shard.shape))
     finish = _nothing
     if record is not None and not _stays(shard, grid):
         with named(record):
             finish = wire.all_gather([shard], [joined], _link(record, grid))
-    return Pending(lambda: (finish(), _side_by_side(joined, dim))[1], record, grid)
+
+    def join_parts() -> Tensor:
+        finish()
+        whole = joined.flatten(0, 1) if dim == 0 else torch.cat(joined.unbind(0), dim)
+        return whole if length is None or length == whole.shape[dim] else whole.narrow(dim, 0, length)
+
+    return Pending(join_parts, record, grid)
 
 
 def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label: str = "") -> Pending[Tensor]:
@@ -147,27 +152,27 @@ def all_gather_together(
     With `rows`, joined tensor i has `rows[i]` rows and the shards are its chunks, as for `all_gather`.
     """
     ranks = grid.size(axis)
-    if rows is not None and any(count % ranks for count in rows):
-        padded = [_padded(shard, 0, -(-count // ranks)) for shard, count in zip(shards, rows, strict=True)]
-
-        cropped = all_gather_together(padded, grid, axis, label=label).then(
-            lambda wholes: [whole[:count] for whole, count in zip(wholes, rows, strict=True)]
-        )
-        return cropped if into is None else cropped.then(partial(_copied, into))
     if ranks == 1:
         wholes = list(shards) if into is None else _copied(into, shards)
         return Pending(lambda: wholes)
+    uneven = rows is not None and any(count % ranks for count in rows)
+    if rows is not None and uneven:
+        shards = [_padded(shard, 0, -(-count // ranks)) for shard, count in zip(shards, rows, strict=True)]
     record = _record("all_gather", shards, grid, axis, label)
-    if into is None:
+    if into is None or uneven:
         wholes = [shard.new_empty((ranks * shard.shape[0], *shard.shape[1:])) for shard in shards]
     else:
         wholes = list(into)
-    if record is None or _stays(shards[0], grid):
-        return Pending(lambda: (shards, wholes)[1], record, grid)
-    parts = [whole.view(ranks, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
-    with named(record):
-        finish = wire.all_gather(shards, parts, _link(record, grid))
-    return Pending(lambda: (finish(), wholes)[1], record, grid)
+    finish = _nothing
+    if record is not None and not _stays(shards[0], grid):
+        parts = [whole.view(ranks, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
+        with named(record):
+            finish = wire.all_gather(shards, parts, _link(record, grid))
+    pending = Pending(lambda: (finish(), shards, wholes)[2], record, grid)
+    if rows is None or not uneven:
+        return pending
+    cropped = pending.then(lambda found: [whole[:count] for whole, count in zip(found, rows, strict=True)])
+    return cropped if into is None else cropped.then(partial(_copied, into))
 
 
 def reduce_scatter_together(
@@ -304,8 +309,3 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     """Return the tensor with zeros at the end of `dim`, up to this length."""
     missing = length - tensor.shape[dim]
     return functional.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]) if missing else tensor
-
-
-def _side_by_side(parts: Tensor, dim: int) -> Tensor:
-    """Return [ranks, ...] with the parts joined along `dim`."""
-    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)

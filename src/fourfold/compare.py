@@ -19,8 +19,7 @@ from fourfold import comm
 from fourfold.data.sampling import local_rows
 from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of
 from fourfold.grid import Grid
-from fourfold.nn.dropout import Dropout
-from fourfold.nn.layer import specs_of
+from fourfold.nn.layer import Dropout, specs_of
 from fourfold.params import local_of
 
 

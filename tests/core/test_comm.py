@@ -6,16 +6,20 @@ import dataclasses
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import fourfold as ff
 from fourfold import comm, wire
 from fourfold.grid import Grid, Shape
 from fourfold.layout import chunk
@@ -444,3 +448,30 @@ def lose_rank_2(name: str, launched: bool) -> None:
         pending = comm.reduce_scatter(torch.ones(3, 1 << 18), grid, "y", label="layers.7.mlp.down")
         store.set(f"launched/{grid.rank}", "")
         pending.wait()
+
+
+def frames_to_the_network() -> int:
+    """The most frames of the package between a layer's method and a call of torch.distributed, both included."""
+    package = str(Path(wire.__file__).parent)
+    model = ff.models.build("gpt-tiny", grid_of(Shape(x=2, z=2)))
+    sends, found = dist.all_to_all_single, []
+
+    def counting(*args: Any, **options: Any) -> Any:
+        frame, count, layer = sys._getframe(1), 0, False
+        while frame is not None and not layer:
+            count += frame.f_code.co_filename.startswith(package)
+            layer = isinstance(frame.f_locals.get("self"), nn.Module)
+            frame = frame.f_back
+        if layer:
+            found.append(count)
+        return sends(*args, **options)
+
+    tokens = torch.arange(8).view(1, 8)
+    with patch.object(dist, "all_to_all_single", counting):
+        model(tokens, tokens).backward()
+    return max(found)
+
+
+def test_few_frames_lie_between_a_layer_and_the_network(ranks) -> None:
+    """Whoever steps through a layer in a debugger must not lose the thread: FSDP2 has four."""
+    assert max(ranks(4).run(frames_to_the_network)) <= 8

@@ -23,9 +23,8 @@ from fourfold.grid import Grid
 from fourfold.layout import Init
 from fourfold.models.config import ModelConfig, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
-from fourfold.nn.dropout import Dropout
 from fourfold.nn.embedding import Embedding, Head, Positions
-from fourfold.nn.layer import Layer, assemble, recompute
+from fourfold.nn.layer import Dropout, Layer, assemble, recompute
 from fourfold.nn.linear import MLP
 from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halves, sum_of_places, sum_over_batch
 from fourfold.nn.norm import Norm

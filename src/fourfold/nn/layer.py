@@ -1,4 +1,4 @@
-"""The base class of all layers on the grid, and `assemble`, which gives a model its shards.
+"""The base class of all layers on the grid, `assemble`, which gives a model its shards, recompute and dropout.
 
 A layer declares its parameters on the meta device (`Layer.declare`). `assemble` then names all layers of a model, makes
 this rank's shards with their initial values, and registers the gradients. A parameter is a DTensor, and on every grid
@@ -14,13 +14,14 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.engine import Engine
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
-from fourfold.layout import Spec
-from fourfold.nn.rng import StepRng, fill_
+from fourfold.layout import Spec, rest
+from fourfold.nn.rng import StepRng, fill_, seeded
 from fourfold.operators import OpContext
 from fourfold.param_group import GroupMember, ParamGroup
 from fourfold.params import shard_parameter
@@ -190,3 +191,28 @@ def add_gradients(group: ParamGroup, gradients: Sequence[Tensor | None], turns: 
             trained.append((member, gradient))
     if trained:
         group.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)
+
+
+class Dropout(Layer):
+    """Dropout of tokens at rest. Masks are independent where the tensor is cut and equal where it is replicated."""
+
+    def __init__(self, grid: Grid, policy: Policy, probability: float) -> None:
+        super().__init__(grid, policy)
+        if not 0 <= probability < 1:
+            raise ValueError(f"dropout={probability} must be at least 0 and below 1")
+        self.probability = probability
+
+    @property
+    def active(self) -> bool:
+        return self.training and self.probability > 0
+
+    @property
+    def acts(self) -> bool:
+        """Whether the layer must be called: it drops something, or it has a hook."""
+        return self.active or self.hooked
+
+    def forward(self, a: Tensor) -> Tensor:
+        if not self.active:
+            return a
+        with seeded(self.clock.key(self.label, self.grid, rest(self.policy.activations)), a.device):
+            return functional.dropout(a, self.probability)
