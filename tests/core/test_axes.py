@@ -54,6 +54,7 @@ def test_shapes_and_layouts_have_the_fifth_axis(five) -> None:
     subprocess.run([sys.executable, "-c", code], env=five[1], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_training_checkpoints_report_and_doctor_pass_a_fifth_axis_through(five) -> None:
     fourfold(five, "train", *TRAIN, *SMALL, "--ranks", "2", "--grid", "x=2", "--out", "run")
     written = json.loads((five[0] / "run" / "run.json").read_text())
@@ -66,6 +67,7 @@ def test_training_checkpoints_report_and_doctor_pass_a_fifth_axis_through(five) 
     fourfold(five, "doctor", "run")
 
 
+@pytest.mark.slow
 def test_a_run_of_four_axes_resumes_with_five(five) -> None:
     four = five[0], dict(os.environ)
     fourfold(four, "train", *TRAIN, *SMALL, "--ranks", "2", "--grid", "z=2", "--out", "four")
