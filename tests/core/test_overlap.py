@@ -89,7 +89,7 @@ def differences(
             ),
             (Shape(z=2, data=2), "gpt", {"shard_optimizer": True, "bucket_bytes": 4000}, 2),
         ],
-        2,
+        3,
     ),
     ids=str,
 )

@@ -22,7 +22,7 @@ from share import share
 # --- against the program
 
 
-@pytest.mark.parametrize("case", share(CASES, 3), ids=lambda case: f"{case.shape.world} ranks {case.shape}")
+@pytest.mark.parametrize("case", share(CASES, 4), ids=lambda case: f"{case.shape.world} ranks {case.shape}")
 def test_dry_run_equals_the_program(alone, case: Case) -> None:
     assert alone(dry.compare, case) > 10
 

@@ -24,7 +24,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "world", "dtype"),
-    share([("gpt-tiny", 2, "fp32"), ("gpt-tiny", 2, "fp64"), ("llama-tiny", 4, "fp64")], 2),
+    share([("gpt-tiny", 2, "fp32"), ("gpt-tiny", 2, "fp64"), ("llama-tiny", 4, "fp64")], 3),
 )
 def test_curves_are_those_of_one_process(ranks, tmp_path: Path, known, name: str, world: int, dtype: str) -> None:
     """Both models everywhere in `make soak`."""
