@@ -29,6 +29,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
+from fourfold.environment import LAUNCHED
 from harness import _context
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -98,6 +99,8 @@ def _begin(
     os.environ |= env
     os.chdir(cwd)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch has read the variable long ago, when it was imported
+    if LAUNCHED in env:
+        os.environ[LAUNCHED] = str(os.getppid())  # a forked rank's parent is the forkserver, not the launcher
     if PIDS in env and "RANK" in env:
         Path(env[PIDS], env["RANK"]).write_text(str(os.getpid()))
     if NODE in env:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from fourfold.commands.options import parser
-from fourfold.environment import inside_a_job
+from fourfold.environment import end_with_launcher, inside_a_job
 from fourfold.errors import Failure, failure_of
 from fourfold.train.signals import INTERRUPTED, READABLE, ignore_signals
 
@@ -29,13 +29,14 @@ WAYS_OUT = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit code."""
+    end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)  # exits with code 2 if the arguments are wrong
     try:
         return command(options.run)(options, arguments)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if not inside_a_job():
-            print(f"fourfold: interrupted; {READABLE}", file=sys.stderr)
+            print(f"fourfold: interrupted; {interrupt or READABLE}", file=sys.stderr)
         return _leave(INTERRUPTED)
     except BrokenPipeError:
         return _leave(1)  # the reader of our output, such as `head`, has exited

@@ -5,14 +5,23 @@ Imports no torch: a command asks before it imports torch. Nothing else in the pa
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
+import sys
+import time
 from dataclasses import dataclass
+from threading import Thread
 
 LAUNCHED = "FOURFOLD_LAUNCHED"
-"""Our launcher sets it for the ranks that it starts."""
+"""Our launcher sets it for the ranks that it starts, to its own process id."""
 RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has restarted the ranks."""
+
+
+PR_SET_PDEATHSIG = 1
+"""The operation of Linux's prctl that sets the signal which a process gets when its parent ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,38 @@ def is_watched() -> bool:
     return LAUNCHED in os.environ
 
 
+def end_with_launcher() -> None:
+    """Let this rank end when the process that started it ends, however that happens.
+
+    Without its launcher a rank has no store, and nobody would end it. This holds for our launcher and torchrun; ranks
+    that a shell has started may outlive it.
+    """
+    if LAUNCHED not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = int(os.environ.get(LAUNCHED) or os.getppid())
+    if sys.platform == "linux":
+        # the kernel sends the signal: also while this process imports, waits in C++, or holds Python's lock
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    else:
+
+        def wait_for_end() -> None:
+            while os.getppid() == parent:
+                time.sleep(1.0)
+            os._exit(1)
+
+        Thread(target=wait_for_end, daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(1)  # the launcher ended before this process asked for the signal
+
+
 def was_restarted() -> bool:
     """Return whether the ranks of this node were started before, by our launcher or by torchrun."""
-    return any(int(os.environ.get(name) or 0) > 0 for name in (RESTARTED, "TORCHELASTIC_RESTART_COUNT"))
+    return int(os.environ.get(RESTARTED) or 0) > 0 or torchrun_restarts() > 0
+
+
+def torchrun_restarts() -> int:
+    """Return how often torchrun has restarted the ranks of this node."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def max_restarts() -> int:

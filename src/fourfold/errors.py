@@ -45,8 +45,11 @@ class End(StrEnum):
     """How a run ended that did not fail; a run that failed has its error in the place of this."""
 
     FINISHED = "finished"
-    STOPPED = "stopped by SIGTERM"
     INTERRUPTED = "interrupted"
+    """Ctrl-C twice: without a last checkpoint."""
+    STOPPED_BY_CTRL_C = "stopped by Ctrl-C"
+    STOPPED_BY_SIGTERM = "stopped by SIGTERM"
+    STOPPED_BY_SIGHUP = "stopped by SIGHUP"
 
 
 class CollectiveError(RuntimeError):

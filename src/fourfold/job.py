@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -328,6 +328,22 @@ def agree(channel: Channel, what: str, text: str, fault: Exception | None = None
         raise ValueError(verdict)
     if fault is not None:
         raise fault
+
+
+def agree_on_facts(channel: Channel, facts: Mapping[str, str]) -> None:
+    """Raise the same error on every rank unless all of them hold the same facts; it names ranks, key and values."""
+
+    def judge(texts: Sequence[str]) -> str:
+        told = [json.loads(text) for text in texts]
+        keys = dict.fromkeys(key for found in told for key in found)
+        differing = [key for key in keys if any(found.get(key) != told[0].get(key) for found in told)]
+        if not differing:
+            return ""
+        said = _difference(differing[0], channel.ranks, [str(found.get(differing[0])) for found in told])
+        return said + (f"; they also differ in {', '.join(differing[1:6])}" if differing[1:] else "")
+
+    if verdict := channel.decide(json.dumps(facts), judge):
+        raise ValueError(verdict)
 
 
 def first_fault(channel: Channel, what: str, fault: str, failure: Failure, same: str = "") -> tuple[str, Failure, str]:

@@ -87,6 +87,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     **{f"train.{name}": (1, [1], WHOLE) for name in ("evaluate_every", "evaluate_batches", "max_skipped")},
     **{f"checkpoint.{name}": (False, "no", FLAG) for name in ("save", "asynchronous")},
     **{f"checkpoint.{name}": (3, 3.0, WHOLE) for name in ("every", "keep_last", "keep_every")},
+    "checkpoint.minutes": (5, "5", NUMBER),
     "log.tensorboard": (True, "yes", '"auto"'),
     "log.wandb": ("project", True, TEXT),
     "log.peak_flops": (1e15, "1e15", NUMBER),

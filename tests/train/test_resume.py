@@ -44,7 +44,7 @@ from fourfold.job import Channel
 from fourfold.report.run_data import read_run
 from fourfold.train import launch as launching
 from fourfold.train import signals as stopping
-from fourfold.train.checkpoints import any_restarted, find_start, start_at, start_from, what_was_lost
+from fourfold.train.checkpoints import any_restarted, find_start, start_at, start_from, what_is_saved
 from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import FolderLock, JsonLines, rewind
@@ -401,7 +401,7 @@ def test_ranks_that_torchrun_has_started_again_go_on_unasked(one: Ranks, finishe
     folder = halfway(finished, tmp_path / "run")
     command = ["train", str(finished / "config.toml"), "--out", str(folder), "--profile", "2"]
     (left,) = one.run(cli_started_again, *command)
-    assert (left.code, left.err) == (0, "")
+    assert (left.code, left.err) == (0, "fourfold: waits 1 s: torchrun has restarted this job 1 times\n")
     assert column(folder, "resumed", "step") == [HALF]
     assert column(folder, "step", "loss") == column(finished, "step", "loss")
     (left,) = one.run(cli, *command)
@@ -509,8 +509,8 @@ def test_one_rank_saves_and_ends_at_sigterm(one: Ranks, tokens: str, tmp_path: P
     command = train_arguments(tokens, folder, *steady, steps=100_000)
     (left,) = one.run(interrupted, folder, signal.SIGTERM, *command)
     step = column(folder, "step", "step")[-1]
-    goes_on = f"saved at step {step}; `fourfold train --resume {folder}` resumes it"
-    assert (left.code, left.err) == (143, f"fourfold: asked to stop by SIGTERM; {goes_on}\n")
+    goes_on = f"saved at step {step}; to continue: fourfold train --resume {folder}"
+    assert (left.code, left.err) == (143, f"fourfold: stopped by SIGTERM; {goes_on}\n")
     assert lines_of(folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}
     (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", str(step + 1))
     assert (left.code, left.err) == (0, "")
@@ -527,7 +527,7 @@ def stops(asked: Sequence[int]) -> tuple[int, int]:
         for step in range(1, 2000):
             if grid.rank == 1 and step in asked:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if stop.after(step):
+            if stop.after(step).signal:
                 return step, store.num_keys() - before
             time.sleep(0.0005 * grid.rank)
     return 0, store.num_keys() - before
@@ -542,18 +542,23 @@ def test_ranks_stop_after_the_same_step(ranks) -> None:
         assert keys <= 6
 
 
-def test_what_sigterm_left_unsaved_is_said(finished: Path, tmp_path: Path) -> None:
-    assert what_was_lost(tmp_path) == what_was_lost(finished) == "what was written stays readable"
+def test_what_is_not_saved_is_said(finished: Path, tmp_path: Path) -> None:
+    assert what_is_saved(tmp_path) == "it had not finished a step"
+    resume = "to continue: fourfold train --resume"
+    assert what_is_saved(finished) == f"saved at step {STEPS}; {resume} {finished}"
     folder = halfway(finished, tmp_path / "run")
     newest = folder / "checkpoints" / f"step-{HALF:08}"
-    assert what_was_lost(folder) == f"step {STEPS} was not saved; the newest checkpoint is {newest}"
+    unsaved = f"step {STEPS} is not saved"
+    assert what_is_saved(folder) == f"{unsaved}, the newest checkpoint is that of step {HALF}; {resume} {folder}"
     shutil.rmtree(newest)
-    assert what_was_lost(folder) == f"step {STEPS} was not saved; there is no checkpoint"
+    assert what_is_saved(folder) == f"{unsaved}, and there is no checkpoint"
 
 
-def test_ranks_that_are_told_to_end_have_the_time_to_save() -> None:
-    config = launching._config(2, "name", 600.0)
-    assert getattr(config, "shutdown_timeout", 630) == 630
+def test_ranks_that_are_told_to_end_have_the_time_to_save(monkeypatch) -> None:
+    configs: list[Any] = []
+    monkeypatch.setattr(launching, "elastic_launch", lambda config, _: lambda *_: configs.append(config))
+    assert launching.launch(2, [], StringIO(), grace=600.0) == 0
+    assert configs[0].shutdown_timeout == 630
 
 
 def test_a_rank_that_does_not_come_to_its_end_in_time_ends_as_it_stands(tmp_path: Path) -> None:
@@ -668,38 +673,35 @@ def test_fewer_gpus_are_planned_for_anew(tmp_path: Path, monkeypatch) -> None:
         return lambda *arguments: (started.append((config.nproc_per_node, arguments[3:])), failing.start())
 
     monkeypatch.setattr(launching, "elastic_launch", agent)
+    monkeypatch.setattr(launching.time, "sleep", lambda _: None)
     left = iter([4, 3])
     monkeypatch.setattr(train, "gpus_left", lambda: next(left))
     policy = train.RunRestarts(tmp_path, lambda ranks: ["--ranks", str(ranks)])
     errors = StringIO()
     assert launching.launch(4, ["all"], errors, restarts=2, policy=policy) == 0
     assert started == [(4, ("all",)), (4, ("all",)), (3, ("--ranks", "3"))]
-    assert "the run resumes from step 0 on 3 of 4 ranks (start 3)" in errors.getvalue()
+    assert "the run resumes from step 0 on 3 of 4 ranks in 2 s (start 3)" in errors.getvalue()
 
 
 @pytest.mark.parametrize(
     ("failures", "reached", "code", "starts", "said"),
     [
-        ([KILLED], [1, 2], 0, 2, [f"{DIED}; the run resumes after 2 (start 2)"]),
+        ([KILLED], [1, 2], 0, 2, [f"{DIED}; the run resumes after 2 in 1 s (start 2)"]),
         ([USERS], [1, 1], 1, 1, ["error: rows=0 must be 1"]),
-        ([KILLED, USERS], [1, 1, 2], 1, 2, [f"{DIED}; the run resumes after 1 (start 2)", "error: rows=0 must be 1"]),
+        ([KILLED, USERS], [1, 1, 2], 1, 2, [f"{DIED}; the run resumes after 1 in 1 s", "error: rows=0 must be 1"]),
         (
             [KILLED] * 3,
             [1] * 4,
             1,
             3,
-            [f"{DIED}; the run resumes after 1 (start {n})" for n in (2, 3)] + [f"error: {DIED}"],
+            [f"{DIED}; the run resumes after 1 in {n - 1} s (start {n})" for n in (2, 3)] + [f"error: {DIED}"],
         ),
         ([KILLED] * 3, [1, 1, 1, 2], 0, 4, [f"{DIED}; the run resumes after {at}" for at in (1, 1, 2)]),
-        ([BUG], [1, 2], 0, 2, ["KeyError: 'a'; the run resumes after 2 (start 2)"]),
+        ([BUG], [1, 2], 0, 2, ["KeyError: 'a'; the run resumes after 2 in 1 s (start 2)"]),
         ([(143, None, Failure.ERROR)], [1, 2], 143, 1, ["stopped by SIGTERM; what was written stays readable"]),
-        (
-            [(130, None, Failure.ERROR)],
-            [1, 2],
-            130,
-            1,
-            ["error: rank 1 (process 4711) was interrupted by a signal"],
-        ),
+        ([(130, None, Failure.ERROR)], [1, 2], 130, 1, ["stopped by Ctrl-C; what was written stays readable"]),
+        ([(129, None, Failure.ERROR)], [1, 2], 129, 1, ["stopped by SIGHUP; what was written stays readable"]),
+        ([KILLED] * 3, [3, 2, 1, 0], 1, 3, [f"{DIED}; the run resumes after {n}" for n in (2, 1)] + [f"error: {DIED}"]),
     ],
 )
 def test_ranks_are_started_again_unless_a_user_must_act(
@@ -708,6 +710,7 @@ def test_ranks_are_started_again_unless_a_user_must_act(
     """Two times in a row without progress."""
     failing = Failing(tmp_path, failures)
     monkeypatch.setattr(launching, "elastic_launch", failing)
+    monkeypatch.setattr(launching.time, "sleep", lambda _: None)
     errors, policy = StringIO(), Reached(reached)
     assert launching.launch(2, [], errors, restarts=2, policy=policy) == code
     assert failing.starts == [str(number) for number in range(starts)]
@@ -717,6 +720,24 @@ def test_ranks_are_started_again_unless_a_user_must_act(
     assert [text for _, text in policy.noted] == [
         line.removeprefix("fourfold: ").removeprefix("error: ") for line in lines
     ]
+
+
+def test_restarts_wait_longer_each_time_until_there_is_progress(tmp_path: Path, monkeypatch) -> None:
+    """Two hundred restarts without a checkpoint took 50 s once."""
+    pauses: list[float] = []
+    monkeypatch.setattr(launching, "elastic_launch", Failing(tmp_path, [KILLED] * 12))
+    monkeypatch.setattr(launching.time, "sleep", pauses.append)
+    reached = [0] * 10 + [1] * 3
+    assert launching.launch(2, [], StringIO(), restarts=200, policy=Reached(reached)) == 0
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2, 4]
+
+
+def test_without_a_checkpoint_ranks_are_restarted_only_on_request(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(launching.time, "sleep", lambda _: None)
+    for asked, code in ((False, 1), (True, 0)):
+        monkeypatch.setattr(launching, "elastic_launch", Failing(tmp_path, [KILLED]))
+        policy = train.RunRestarts(tmp_path, from_nothing=asked)
+        assert launching.launch(2, [], StringIO(), restarts=2, policy=policy) == code
 
 
 ENDLESS = ("--set", "train.evaluate_every=0", "--set", "log.tensorboard=false", "--set", "plan.compare=false")
@@ -765,10 +786,8 @@ def test_sigterm_to_a_job_saves_on_all_ranks_and_another_number_goes_on(jobs: di
     left = ended(job, timeout=30)
     step = column(job.folder, "step", "step")[-1]
     assert left.code == 143, left.err
-    assert left.err.count("\n") == 2, left.err
-    asked, stopped = left.err.splitlines()
-    assert asked.endswith(f"SIGTERM; saved at step {step}; `fourfold train --resume {job.folder}` resumes it")
-    assert stopped == "fourfold: stopped by SIGTERM; what was written stays readable"
+    resume = f"to continue: fourfold train --resume {job.folder}"
+    assert left.err == f"fourfold: stopped by SIGTERM; saved at step {step}; {resume}\n"
     assert not any(alive(pid) for pid in pids.values())
     assert lines_of(job.folder)[-1] == {"event": "end", "step": step, "reason": "stopped by SIGTERM"}
     assert [found for found, _ in Checkpoints(job.folder / "checkpoints").complete()] == [step]
@@ -789,7 +808,7 @@ def test_a_rank_that_dies_is_started_again_by_itself(jobs: dict[str, Job], ranks
     pid = job.folder.with_suffix(".pid").read_text()
     killed = f"fourfold: rank 1 (process {pid}) was killed by SIGKILL; the other ranks were stopped"
     (step,) = column(job.folder, "resumed", "step")
-    assert said == f"{killed}; the run resumes after step {step} (start 2)"
+    assert said == f"{killed}; the run resumes after step {step} in 1 s (start 2)"
     assert step % 5 == 0
     assert column(job.folder, "step", "step") == list(range(1, LONG + 1))
     for key in CONTINUED:

@@ -20,7 +20,7 @@ import time
 import tomllib
 import types
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import warm
 from curves import Curves, config_of, write_texts
@@ -35,9 +36,11 @@ from fourfold import models
 from fourfold.axes import AXES
 from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.training_state import model_shards
+from fourfold.commands import train
+from fourfold.commands.options import parser
 from fourfold.data.sources import prepare
 from fourfold.data.tokenizer import load_tokenizer
-from fourfold.errors import BadStepsError
+from fourfold.errors import BadStepsError, FailedElsewhereError, ReplicasDifferError
 from fourfold.grid import Shape
 from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
@@ -48,6 +51,7 @@ from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import JsonLines, open_sinks
 from fourfold.train.schema import parse
+from fourfold.train.signals import CTRL_C_HEARD, SAME_PRESS_SECONDS
 from harness import Ranks, grid_of
 from runs import (
     STEPS,
@@ -65,6 +69,7 @@ from runs import (
     ranks_of,
     started,
     train_arguments,
+    trained,
     wait_for_steps,
 )
 from share import share
@@ -575,13 +580,44 @@ def test_report_writes_the_page(one: Ranks, finished: tuple[Path, Left], tmp_pat
 # --- signals and processes
 
 
-def test_one_rank_ends_in_order(one: Ranks, tokens: str, tmp_path: Path) -> None:
+def test_ctrl_c_saves_the_step(one: Ranks, tokens: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (left,) = one.run(interrupted, folder, signal.SIGINT, *train_arguments(tokens, folder, steps=100_000))
+    step = column(folder, "step", "step")[-1]
+    resume = f"fourfold train --resume {folder}"
+    assert (left.code, left.err) == (
+        130,
+        f"fourfold: stopped by Ctrl-C; saved at step {step}; to continue: {resume}\n",
+    )
+    assert lines_of(folder)[-1] == {"event": "end", "step": step, "reason": "stopped by Ctrl-C"}
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_not_saved(one: Ranks, tokens: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    more = ("--set", "checkpoint.every=2", "--set", "checkpoint.asynchronous=false")
+    (left,) = one.run(interrupted_twice, *train_arguments(tokens, folder, *more, steps=100_000))
+    step = column(folder, "step", "step")[-1]
     assert left.code == 130
-    assert left.err == "fourfold: interrupted; what was written stays readable\n"
-    *_, last, end = lines_of(folder)
-    assert end == {"event": "end", "step": last["step"], "reason": "interrupted"}
+    saved = f"the newest checkpoint is that of step {step - 1}; to continue: fourfold train --resume {folder}"
+    assert left.err == f"fourfold: interrupted; step {step} is not saved, {saved}\n"
+    assert lines_of(folder)[-1] == {"event": "end", "step": step, "reason": "interrupted"}
+
+
+def interrupted_twice(*arguments: str) -> Left:
+    """A job: Ctrl-C in the third step, and once more in the same step."""
+    launch_step = Run._launch
+
+    def launch(run: Run, step: int) -> None:
+        launch_step(run, step)
+        if step == 3:
+            run._read_steps()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.5 * SAME_PRESS_SECONDS)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_launch", launch)
+        return cli(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -633,11 +669,13 @@ def test_ctrl_c_ends_the_job_in_order(jobs: dict[str, Job]) -> None:
     os.killpg(job.pid, signal.SIGINT)
     left = ended(job, timeout=20)
     assert time.monotonic() - began < 10
-    assert (left.code, left.err) == (130, "fourfold: interrupted; what was written stays readable\n")
+    step = column(job.folder, "step", "step")[-1]
+    saved = f"stopped by Ctrl-C; saved at step {step}; to continue: fourfold train --resume {job.folder}"
+    assert (left.code, left.err) == (130, f"{CTRL_C_HEARD}fourfold: {saved}\n")
     assert "Traceback" not in left.out
     assert not any(alive(pid) for pid in pids.values())
-    *_, last, end = lines_of(job.folder)
-    assert end == {"event": "end", "step": last["step"], "reason": "interrupted"}
+    assert lines_of(job.folder)[-1] == {"event": "end", "step": step, "reason": "stopped by Ctrl-C"}
+    assert (job.folder / "checkpoints" / f"step-{step:08}").is_dir()
 
 
 def test_torchrun_starts_the_ranks(jobs: dict[str, Job]) -> None:
@@ -684,3 +722,78 @@ def test_weights_and_biases_that_is_not_installed_is_named(tmp_path: Path, monke
     config = read_config(None, [("log.wandb", "project"), ("log.tensorboard", False)])
     with pytest.raises(ImportError, match="pip install wandb"):
         open_sinks(config.log, tmp_path, config)
+
+
+# --- ranks that differ
+
+
+def joins(arguments: Sequence[str], change: Sequence[str], patched: Mapping[str, Any]) -> str:
+    """A job: what joining says if rank 1 has other options or other code, as a second node under torchrun may have."""
+    other = dist.get_rank() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in patched.items() if other else ():
+            patch.setattr(name, value)
+        try:
+            train.join(parser().parse_args([*arguments, *(change if other else ())]), "cpu")
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def no_sources() -> str:
+    return "0badc0de"
+
+
+@pytest.mark.parametrize(
+    ("change", "patched", "said"),
+    [
+        (["--set", "optimizer.beta2=0.9"], {}, ["optimizer.beta2: rank 0 has '0.95', rank 1 has '0.9'"]),
+        (["--set", "train.seed=7", "--set", "optimizer.clip=3"], {}, ["optimizer.clip", "also differ in train.seed"]),
+        (["--profile", "2"], {}, ["--profile: rank 0 has 'range(0, 0)'"]),
+        (["--grid", "x=2"], {}, ["grid.x: rank 0 has '1', rank 1 has '2'", "grid.data"]),
+        ([], {"torch.__version__": "1.0"}, ["torch: rank 0 has", "rank 1 has '1.0'"]),
+        ([], {"fourfold.commands.probe.sources": no_sources}, ["fourfold: rank 0 has", "(0badc0de)'"]),
+    ],
+)
+def test_ranks_that_differ_do_not_train_together(change, patched, said, ranks, tokens: str, tmp_path: Path) -> None:
+    arguments = train_arguments(tokens, tmp_path / "run", "--grid", "data=2")
+    for found in ranks(2).run(joins, arguments, change, patched):
+        assert found.startswith("ranks disagree on ")
+        assert all(part in found for part in said), found
+
+
+def test_differences_that_do_not_matter_pass(ranks, tokens: str, tmp_path: Path) -> None:
+    """The folder is rank 0's, and data may be at another place on another node."""
+    arguments = train_arguments(tokens, tmp_path / "run", "--grid", "data=2")
+    where = [{"path": str(tmp_path / "copy.tokens")}]
+    change = ["--out", str(tmp_path / "other"), "--set", f"data.sources={json.dumps(where).replace(':', ' =')}"]
+    assert ranks(2).run(joins, arguments, change, {}) == ["", ""]
+
+
+def test_replicas_are_compared_before_every_save(ranks, tokens: str, tmp_path: Path) -> None:
+    """Between the comparisons after every N steps too: what differs is not saved."""
+    more = {"watch.replicas_every": 0, "checkpoint.every": 2, "checkpoint.asynchronous": False}
+    more |= {"data.sources": [{"path": tokens}], "model.layers": 1}
+    config = config_of("gpt-tiny", "fp32", STEPS, tmp_path, Shape(data=2), more)
+    for found in ranks(2).run(flips, config, tmp_path / "run"):
+        assert "parameters or optimizer state of ranks 0, 1 differ" in found
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def flips(config: TrainConfig, folder: Path) -> str:
+    """A job: a bit of one of rank 1's moments flips in step 3."""
+    launch_step = Run._launch
+
+    def launch(run: Run, step: int) -> None:
+        launch_step(run, step)
+        if step == 3 and run.grid.rank == 1:
+            state = next(iter(run.optimizer.state.values()))
+            state["exp_avg_sq"].view(torch.int32).view(-1)[5] ^= 1 << 20
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_launch", launch)
+        try:
+            trained(config, folder)
+        except (ReplicasDifferError, FailedElsewhereError) as error:
+            return str(error)
+    return ""

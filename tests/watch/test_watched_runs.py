@@ -65,7 +65,7 @@ def test_a_flipped_bit_ends_a_run_and_its_rank_is_named_by_all(ranks: Any, tmp_p
         "gpt-tiny", "fp32", 6, tmp_path, Shape(data=3), {**SMALL, "watch.replicas_every": 2, "batch.rows": 6}
     )
     for (end,) in ranks(3).run(faulty, config, tmp_path / "run", 1, flip):
-        assert "parameters of rank 1 differ from the other replicas of ranks 0, 1, 2" in end["error"]
+        assert "state of rank 1 differ from the other replicas of ranks 0, 1, 2" in end["error"]
 
 
 def test_a_slow_rank_is_named_while_the_run_goes_on(ranks: Any, tmp_path: Path) -> None:

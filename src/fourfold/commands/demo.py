@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 
 from fourfold.environment import inside_a_job
-from fourfold.train.signals import INTERRUPTED, signals_interrupt
+from fourfold.train.signals import INTERRUPTED, signals_held_back, signals_interrupt
 
 NEEDS = {"safetensors": "train", "plotly": "report"}
 """Packages that the commands of the tour need, and the extra of fourfold that installs each."""
@@ -185,7 +185,9 @@ def walk(tour: Sequence[TourPart], out: Path, *, pause: bool) -> int:
 
 def run(command: Sequence[str]) -> int:
     """Run a command as a process that shares our output; return its exit code, or minus the signal that ended it."""
-    with subprocess.Popen([sys.executable, "-m", "fourfold.cli", *command]) as child:
+    with signals_held_back():
+        child = subprocess.Popen([sys.executable, "-m", "fourfold.cli", *command])
+    with child:
         try:
             return child.wait()
         except KeyboardInterrupt:

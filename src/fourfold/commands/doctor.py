@@ -309,7 +309,13 @@ class Preflight:
             folder=folder,
             saves=section.save,
             checkpoint=STATES * config.policy.parameters.itemsize * config.model.build().parameters,
-            kept=most_kept(config.train.steps, section.every, section.keep_last, section.keep_every),
+            kept=most_kept(
+                config.train.steps,
+                section.every,
+                section.keep_last,
+                section.keep_every,
+                by_time=section.minutes > 0,
+            ),
             there=there if isinstance(there, int) else 0,
         )
         on_gpu = self.device.type == "cuda"

@@ -339,7 +339,7 @@ def train_options(command: argparse.ArgumentParser) -> None:
     option(again, "--step", step, whole)
     restarts = (
         "restart the local ranks when one dies, at most N times without a new checkpoint; default: 3 with several "
-        "ranks and checkpoint.every set, else 0"
+        "ranks, once there is a checkpoint to resume from"
     )
     option(again, "--restarts", restarts, whole)
 

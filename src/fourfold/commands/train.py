@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from signal import Signals
 from typing import IO
 
 import torch
@@ -28,11 +29,13 @@ from fourfold.commands.local_ranks import (
     put_json,
     wanted_ranks,
 )
+from fourfold.commands.probe import versions
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
 from fourfold.environment import inside_a_job, is_watched
 from fourfold.errors import RollBackError
 from fourfold.grid import Grid
+from fourfold.job import Channel, agree_on_facts
 from fourfold.models.transformer import build
 from fourfold.train.checkpoints import (
     Start,
@@ -45,10 +48,10 @@ from fourfold.train.checkpoints import (
     roll_back,
     start_at,
     steps_to_profile,
-    what_was_lost,
+    what_is_saved,
 )
 from fourfold.train.config import TrainConfig, read_config
-from fourfold.train.launch import RestartPolicy, launch, share_cores
+from fourfold.train.launch import RestartPolicy, launch, share_cores, wait_after_restart
 from fourfold.train.loop import Run, open_sources
 from fourfold.train.planning import memory_bytes, resolve
 from fourfold.train.progress import PlainProgress, ProgressBar, RankLog, RunLog, note, output, predicted, progress
@@ -64,7 +67,7 @@ from fourfold.train.run_folder import (
     require_writing,
 )
 from fourfold.train.schema import to_table
-from fourfold.train.signals import TERMINATED, raise_on_signals
+from fourfold.train.signals import NAMES, raise_on_signals
 from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import read_all
 
@@ -126,7 +129,11 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         sys.stderr,
         restarts=restarts,
         grace=config.watch.grace,
-        policy=RunRestarts(Path(out), (lambda left: rank_arguments(resolved(left))) if may_shrink else None),
+        policy=RunRestarts(
+            Path(out),
+            (lambda left: rank_arguments(resolved(left))) if may_shrink else None,
+            from_nothing=options.restarts is not None,
+        ),
     )
 
 
@@ -134,11 +141,13 @@ class RunRestarts(RestartPolicy):
     """Restarts a run from its newest checkpoint.
 
     `arguments_for` returns the arguments for fewer ranks, in case GPUs are lost; without it the number of ranks is
-    fixed.
+    fixed. A run without a checkpoint begins again only if the user asked for restarts, with `from_nothing`.
     """
 
-    def __init__(self, out: Path, arguments_for: Callable[[int], Sequence[str]] | None = None) -> None:
-        self._out, self._arguments_for = out, arguments_for
+    def __init__(
+        self, out: Path, arguments_for: Callable[[int], Sequence[str]] | None = None, *, from_nothing: bool = True
+    ) -> None:
+        self._out, self._arguments_for, self._from_nothing = out, arguments_for, from_nothing
 
     def resume_step(self) -> int:
         return newest_step(self._out)
@@ -146,8 +155,11 @@ class RunRestarts(RestartPolicy):
     def resume_text(self, step: int) -> str:
         return f"after step {step}" if step else "from step 0"
 
-    def after_sigterm(self) -> str:
-        return what_was_lost(self._out)
+    def restarts_from_nothing(self) -> bool:
+        return self._from_nothing
+
+    def left_behind(self) -> str:
+        return what_is_saved(self._out)
 
     def evidence(self, since: float) -> str:
         """Return how the ranks of this start launched different collectives, by their tapes; empty if they did not."""
@@ -167,6 +179,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
     """Run the command as one rank of the job."""
     deny_others_write()
     let_sigint_end_ranks()
+    wait_after_restart()
     grid, config, reason = join(options, device)
     if reason and grid.rank == 0:
         print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
@@ -210,15 +223,17 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
             profile = steps_to_profile(profile, start.step, asked=False)
             for sink in memory:
                 sink.rewind(start.step)
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):  # a failed write must not hide the error that ended the run
                 write_result(options.json, run, memory)
+            if isinstance(error, KeyboardInterrupt) and grid.rank == 0:
+                raise KeyboardInterrupt(what_is_saved(out)) from None
             raise
     write_result(options.json, run, memory)
     if grid.rank == 0:
         farewell(run, stream)
     close(grid)
-    return TERMINATED if run.stopped else 0
+    return 128 + run.stopped if run.stopped else 0
 
 
 def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink]) -> Run:
@@ -248,8 +263,9 @@ def farewell(run: Run, stream: IO[str]) -> None:
     """Print what the run has written, and the commands that use it."""
     out, saved = run.out, run.saving is not None
     if run.stopped:
-        what = f"saved at step {run.step}; `fourfold train --resume {out}` resumes it" if saved else "nothing is saved"
-        print(f"fourfold: asked to stop by SIGTERM; {what}", file=sys.stderr, flush=True)
+        if not is_watched():  # a launcher reports it itself, once all ranks have ended
+            said = f"stopped by {NAMES[Signals(run.stopped)]}; {what_is_saved(out)}"
+            print(f"fourfold: {said}", file=sys.stderr, flush=True)
         return
     print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)
     print(f"  fourfold report {out}", file=stream)
@@ -279,10 +295,37 @@ def join(options: argparse.Namespace, device: str) -> tuple[Grid, TrainConfig, s
     check_profile(options, config)
     reasons: list[str] = []
     config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=reasons.append)
+    agree_on_facts(Channel("start"), start_facts(config, device, options))
     grid = Grid.of_shape(config.grid.shape, device=device)
     if device == "cpu":
         share_cores()  # otherwise every rank starts as many threads as the node has cores
     return grid, config, "".join(reasons)
+
+
+def start_facts(config: TrainConfig, device: str, options: argparse.Namespace) -> dict[str, str]:
+    """Return what must be the same on all ranks before they train together: config, code and options.
+
+    The folder is not among the facts, because rank 0 decides it. Neither are the paths of the data, which may differ
+    between nodes: the loader compares the content.
+    """
+    found: dict[str, str] = {}
+
+    def add(key: str, value: object) -> None:
+        if isinstance(value, dict):
+            for name, below in value.items():
+                add(f"{key}.{name}" if key else name, below)
+        elif isinstance(value, (list, tuple)):
+            for number, below in enumerate(value):
+                add(f"{key}[{number}]", below)
+        elif key != "train.out" and not key.endswith("].path"):
+            found[key] = str(value)
+
+    shape = config.grid.shape
+    add("", {**to_table(config), "grid": {**shape.sizes, "order": shape.order}})
+    for name in ("step", "profile", "compare_serial", "print_config"):
+        found[f"--{name.replace('_', '-')}"] = str(getattr(options, name))
+    shared = versions(on_gpu=device == "cuda")
+    return found | {"device": device} | {name: shared[name] for name in shared if name not in ("python", "driver")}
 
 
 def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> None:
@@ -427,7 +470,8 @@ def gpus_left() -> int:
 
 
 def wanted_restarts(config: TrainConfig, asked: int | None, ranks: int) -> int:
-    """Return how often to restart local ranks: by default only if there are checkpoints to resume from."""
+    """Return how often to restart local ranks: by default only if the run saves checkpoints to resume from."""
     if asked is not None:
         return asked
-    return RESTARTS if ranks > 1 and config.checkpoint.save and config.checkpoint.every else 0
+    section = config.checkpoint
+    return RESTARTS if ranks > 1 and section.save and (section.every or section.minutes) else 0

@@ -8,6 +8,7 @@ checked by the code that loads them, before it changes anything.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,9 +37,8 @@ from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import TrainConfig
 from fourfold.train.guard import StepJudge
-from fourfold.train.run_folder import RunEvent, finish, holds_run, read_events, strict
+from fourfold.train.run_folder import RunEvent, finish, holds_run, last_step, strict
 from fourfold.train.schema import to_table
-from fourfold.train.signals import READABLE
 
 LAST_SAVE_SECONDS = 30.0
 """How long a rank of a run that ends with an error waits until its part of a checkpoint is written: longer than most
@@ -63,6 +63,7 @@ class RunSaver:
         self.config, self.grid, section = config, grid, config.checkpoint
         self._pending: RunEvent | None = None
         self._complete: list[RunEvent] = []
+        self._last_saved = time.monotonic()
         self.saver = Saver(
             grid,
             out / CHECKPOINTS,
@@ -72,9 +73,14 @@ class RunSaver:
         )
 
     def due(self, step: int) -> bool:
-        """Return whether the config says to save after this step."""
+        """Return whether the config says to save after this step, the same on all ranks."""
         every = self.config.checkpoint.every
         return every > 0 and step % every == 0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the last checkpoint, or the start, is too long ago by the clock of this rank."""
+        return time.monotonic() - self._last_saved >= 60 * self.config.checkpoint.minutes > 0
 
     def save(
         self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, judge: StepJudge, *, last: bool
@@ -86,6 +92,7 @@ class RunSaver:
             **judge.state(),
             "schedule": asdict(self.config.schedule),
         }
+        self._last_saved = time.monotonic()
         began = time.perf_counter()
         try:
             self._wait()  # one checkpoint is written at a time
@@ -361,15 +368,17 @@ def require_named_folder(out: str | None) -> None:
         )
 
 
-def what_was_lost(out: Path) -> str:
-    """Return words for what a run that SIGTERM has ended can resume from, if that is not its last step."""
-    steps = (event["step"] for _, event in read_events(out / "metrics.jsonl") if event["event"] == "step")
-    last = max(steps, default=0)
-    if last <= newest_step(out):
-        return READABLE
-    found = newest_checkpoint(out)
-    kept = f"the newest checkpoint is {found}" if found else "there is no checkpoint"
-    return f"step {last} was not saved; {kept}"
+def what_is_saved(out: Path) -> str:
+    """Return words for how far a run that ends early is saved, and the command that continues it."""
+    last, newest = last_step(out / "metrics.jsonl"), newest_step(out)
+    resume = shlex.join(["fourfold", "train", "--resume", str(out)])
+    if not last and not newest:
+        return "it had not finished a step"
+    if last <= newest:
+        return f"saved at step {newest}; to continue: {resume}"
+    if not newest:
+        return f"step {last} is not saved, and there is no checkpoint"
+    return f"step {last} is not saved, the newest checkpoint is that of step {newest}; to continue: {resume}"
 
 
 def config_to_read(given: Path | None, out: Path | None, others: Sequence[object]) -> Path | None:

@@ -274,9 +274,11 @@ class CheckpointSection:
     """When the whole training state is saved to the run's folder, and which checkpoints are kept."""
 
     save: bool = True
-    """Whether to save at intervals and when the run ends, also after SIGTERM."""
+    """Whether to save at intervals and when the run ends, also after Ctrl-C, SIGTERM and SIGHUP."""
+    minutes: float = 30.0
+    """Minutes between checkpoints; 0 saves only at the end and after every so many steps, if `every` is set."""
     every: int = 0
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints; 0 sets no number of steps."""
     keep_last: int = 2
     """How many of the newest checkpoints are kept."""
     keep_every: int = 0
@@ -285,7 +287,7 @@ class CheckpointSection:
     """Whether training continues while a copy of the state is written."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, every=0, keep_last=1, keep_every=0)
+        require_at_least(self, minutes=0, every=0, keep_last=1, keep_every=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +315,8 @@ class WatchSection:
     waits forever."""
 
     replicas_every: int = 100
-    """Steps between checks that replicas of the parameters are equal bit for bit; 0 never checks."""
+    """Steps between checks that replicas of the parameters and the optimizer state are equal bit for bit. They are also
+    compared before every checkpoint and at the end; 0 compares them only then."""
 
     not_finite: Literal["skip", "roll_back", "stop"] = "skip"
     """What to do about a step with gradients that are not finite. skip leaves the parameters unchanged, and ends the
@@ -328,7 +331,7 @@ class WatchSection:
     one."""
 
     grace: float = 600.0
-    """Seconds that the run has to end after SIGTERM, including its last checkpoint."""
+    """Seconds that the run has to end after Ctrl-C, SIGTERM or SIGHUP, including its last checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("deadline", "grace"):

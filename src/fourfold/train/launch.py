@@ -2,35 +2,51 @@
 
 The agent watches the ranks: when one fails or dies it ends the others. `watch.liveness` chooses which of their errors
 people read. All ranks are restarted if the user asked for restarts and another start may help. Restarts are not left to
-the agent, because it would also restart what fails every time, and would not say why.
+the agent, because it would also restart what fails every time, at once, and would not say why.
+
+The first signal is forwarded to the ranks, which save and end; the launcher waits for them. A second one ends all of
+them at once. Ranks also end when the launcher dies (`environment.end_with_launcher`), so no rank is ever left behind.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from functools import cache
 from math import ceil, isfinite
 from pathlib import Path
-from typing import IO, Any
+from types import FrameType
+from typing import IO
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.atomic import write_json
-from fourfold.environment import LAUNCHED, RESTARTED, Environment, inside_a_job, is_watched
+from fourfold.environment import LAUNCHED, RESTARTED, Environment, inside_a_job, is_watched, torchrun_restarts
 from fourfold.errors import Failure
 from fourfold.train.rendezvous import LOCAL
-from fourfold.train.signals import INTERRUPTED, MAX_SECONDS, READABLE, TERMINATED
+from fourfold.train.signals import (
+    CTRL_C_HEARD,
+    MAX_SECONDS,
+    NAMES,
+    READABLE,
+    SIGNALS,
+    STOP_CODES,
+    StopRequest,
+    write_now,
+)
 from fourfold.watch.liveness import RankEnd, first_cause
 
 RANK = """
@@ -45,6 +61,15 @@ GRACE = 30.0
 MARGIN = 30
 """Seconds beyond their grace after which whoever started the ranks kills them. The ranks print and flush in that
 time."""
+MAX_PAUSE = 60.0
+"""The most seconds between the death of ranks and their next start: a fault that lasts, such as a full disk, must not
+cause hundreds of starts, and a minute is short beside the hours that it may last."""
+SCRATCH = "fourfold-launch-"
+"""The beginning of the names of the launchers' temporary folders."""
+ERROR_FILE = "error.json"
+"""The name of the file in which the agent expects the error of a rank."""
+OWN_SIGNALS = "SIGQUIT"
+"""The signals that the agent handles itself. It would handle more by default, SIGHUP even under `nohup`."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The variables that name the network interface on which gloo and NCCL listen."""
 
@@ -60,8 +85,12 @@ class RestartPolicy:
         """Return words for where a restart resumes."""
         return "from its start"
 
-    def after_sigterm(self) -> str:
-        """Return words for what the ranks have left behind after SIGTERM."""
+    def restarts_from_nothing(self) -> bool:
+        """Return whether ranks are restarted even if a restart would begin at step 0."""
+        return True
+
+    def left_behind(self) -> str:
+        """Return words for what the ranks have left behind when they were asked to stop."""
         return READABLE
 
     def evidence(self, since: float) -> str:  # noqa: ARG002
@@ -88,61 +117,82 @@ def launch(
     """Run `fourfold` with these arguments on that many local ranks; return the exit code.
 
     The ranks communicate over the loopback, where no other machine reaches them. When a rank dies, all ranks are
-    restarted, up to `restarts` times in a row without progress. After SIGTERM they have `grace` seconds to end.
+    restarted, up to `restarts` times in a row without progress, after a pause that doubles each time. After a signal
+    they have `grace` seconds to end.
     """
     policy = policy or RestartPolicy()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # this file reports the same in one line
-    try:
-        with loopback_only():
-            return _launch(ranks, arguments, errors, restarts, grace, policy)
-    except (KeyboardInterrupt, SignalException) as caught:
-        if getattr(caught, "sigval", None) == signal.SIGTERM:
-            return _terminated(errors, policy)
-        print(f"fourfold: interrupted; {READABLE}", file=errors)
-        policy.note("ended", "interrupted")
-        return INTERRUPTED
-    finally:
-        for name in (LAUNCHED, RESTARTED):
-            os.environ.pop(name, None)
+    with loopback_only(), scratch_folder() as scratch, signals_stop_ranks(policy, scratch):
+        try:
+            return _launch(ranks, arguments, errors, restarts, grace, policy, scratch)
+        except SignalException as caught:
+            return _stopped(caught.sigval, errors, policy, scratch)
+        finally:
+            for name in (LAUNCHED, RESTARTED):
+                os.environ.pop(name, None)
 
 
 def _launch(
-    ranks: int, arguments: Sequence[str], errors: IO[str], restarts: int, grace: float, policy: RestartPolicy
+    ranks: int,
+    arguments: Sequence[str],
+    errors: IO[str],
+    restarts: int,
+    grace: float,
+    policy: RestartPolicy,
+    scratch: Path,
 ) -> int:
-    tries, reached, times = restarts, policy.resume_step(), 0
+    tries, reached, times, quick = restarts, policy.resume_step(), 0, 0
     while True:
-        os.environ |= {LAUNCHED: "1", RESTARTED: str(times)}
+        os.environ |= {LAUNCHED: str(os.getpid()), RESTARTED: str(times)}
         began = time.time()
+        for old in scratch.rglob(ERROR_FILE):
+            old.unlink()  # what an earlier start has reported is said
+        # a name of its own for each start, so that its store shares no key with the one before
+        config = LaunchConfig(
+            1,
+            1,
+            ranks,
+            run_id=f"fourfold-{times}",
+            rdzv_backend=LOCAL,
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
+            signals_to_handle=OWN_SIGNALS,
+            shutdown_timeout=kill_seconds(grace),
+        )
         try:
-            # a name of its own for each start, so that its store shares no key with the one before
-            elastic_launch(_config(ranks, f"fourfold-{times}", grace), sys.executable)("-u", "-c", RANK, *arguments)
+            elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
             return 0
         except ChildFailedError as failed:
             ends = [_end(rank, failure) for rank, failure in failed.failures.items()]
-        if any(end.exit_code == TERMINATED for end in ends):
-            return _terminated(errors, policy)
+        # only ranks got a signal: a launcher that gets one raises SignalException
+        if stopped := next((STOP_CODES[end.exit_code] for end in ends if end.exit_code in STOP_CODES), 0):
+            return _stopped(stopped, errors, policy, scratch)
         first = first_cause(ends)
         failure = first.failure or Failure.ERROR
         before, reached = reached, policy.resume_step()
-        tries = tries if reached == before else restarts  # progress earns the full number of restarts again
+        if reached > before:  # progress earns the full number of restarts again
+            tries, quick = restarts, 0
         cause = explain(first)
         if not failure.is_diagnosis and (more := policy.evidence(began)):
             cause = f"{cause}\n{more}"
-        if tries == 0 or first.exit_code == INTERRUPTED or not failure.may_pass:
+        hopeless = not failure.may_pass or (not reached and not policy.restarts_from_nothing())
+        if tries == 0 or hopeless:
             print(f"fourfold: error: {cause}", file=errors)
             policy.note("failed", cause)
             return first.exit_code if first.exit_code > 0 else 1
-        tries, times = tries - 1, times + 1
+        tries, times, quick = tries - 1, times + 1, quick + 1
+        pause = restart_pause(quick)
         # one line: the headline of a diagnosis, or the last line of a traceback
         cause = cause.splitlines()[0 if failure.is_diagnosis else -1]
         had, (ranks, arguments) = ranks, policy.next_start(ranks, arguments)
         where = policy.resume_text(reached) + ("" if ranks == had else f" on {ranks} of {had} ranks")
-        said = f"{cause}; the run resumes {where} (start {times + 1})"
+        said = f"{cause}; the run resumes {where} in {pause:.0f} s (start {times + 1})"
         print(f"fourfold: {said}", file=errors, flush=True)
         policy.note("restarted", said)
+        time.sleep(pause)
 
 
 def _end(rank: int, failure: ProcessFailure) -> RankEnd:
@@ -151,11 +201,18 @@ def _end(rank: int, failure: ProcessFailure) -> RankEnd:
     return RankEnd(rank, failure.pid, failure.exitcode, kind, failure.message, failure.timestamp)
 
 
-def _config(ranks: int, name: str, grace: float) -> LaunchConfig:
-    more: dict[str, Any] = {}
-    if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):  # not in every torch
-        more["shutdown_timeout"] = kill_seconds(grace)
-    return LaunchConfig(1, 1, ranks, run_id=name, rdzv_backend=LOCAL, max_restarts=0, **more)
+def restart_pause(times: int) -> float:
+    """Return the seconds to wait before ranks that died without progress are started for the n-th time again."""
+    return min(2.0 ** (times - 1), MAX_PAUSE)
+
+
+def wait_after_restart() -> None:
+    """Wait as long as our launcher would if torchrun has restarted this rank: torchrun itself restarts at once."""
+    if times := torchrun_restarts():
+        if Environment.read().rank == 0:
+            said = f"waits {restart_pause(times):.0f} s: torchrun has restarted this job {times} times"
+            print(f"fourfold: {said}", file=sys.stderr, flush=True)
+        time.sleep(restart_pause(times))
 
 
 def kill_seconds(grace: float) -> int:
@@ -176,11 +233,59 @@ def loopback_only() -> Iterator[None]:
             del os.environ[name]
 
 
-def _terminated(errors: IO[str], policy: RestartPolicy) -> int:
-    said = f"stopped by SIGTERM; {policy.after_sigterm()}"
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a temporary folder for what the ranks report to their launcher; also remove those of killed launchers."""
+    for old in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        with suppress(OSError), (old / "lock").open() as lock:  # a folder without one is just being made
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its launcher lives
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with (folder / "new").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "new").rename(folder / "lock")  # appears locked, so that nobody takes it for a dead launcher's
+            yield folder
+
+
+@contextmanager
+def signals_stop_ranks(policy: RestartPolicy, scratch: Path) -> Iterator[None]:
+    """Inside, the first signal raises SignalException, and the agent forwards it to the ranks and waits for them.
+
+    A second signal ends this process at once, and the kernel ends the ranks with it.
+    """
+    request = StopRequest()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        first, at_once = not request.signal, request.add(number)
+        if at_once:
+            said = f"ended at once by {NAMES[signal.Signals(number)]}; {policy.left_behind()}"
+            write_now(f"fourfold: {said}\n")
+            policy.note("ended", said)
+            shutil.rmtree(scratch, ignore_errors=True)
+            os._exit(128 + number)
+        if first:
+            if number == signal.SIGINT:
+                write_now(CTRL_C_HEARD)
+            raise SignalException(f"signal {number}", signal.Signals(number))
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped(number: int, errors: IO[str], policy: RestartPolicy, scratch: Path) -> int:
+    """Report what the ranks have left behind after a signal, and why they could not save; return the exit code."""
+    told = (json.loads(path.read_text()) for path in scratch.rglob(ERROR_FILE))
+    # other kinds of failures follow from the end of other ranks
+    causes = [found["message"].strip() for found in told if found["kind"] in (Failure.USER, Failure.ERROR)]
+    said = "; ".join([f"stopped by {NAMES[signal.Signals(number)]}", *causes[:1], policy.left_behind()])
     print(f"fourfold: {said}", file=errors)
     policy.note("ended", said)
-    return TERMINATED
+    return 128 + number
 
 
 def explain(end: RankEnd) -> str:
@@ -188,8 +293,6 @@ def explain(end: RankEnd) -> str:
     if end.killed:
         name = signal.Signals(-end.exit_code).name
         return f"rank {end.rank} (process {end.process}) was killed by {name}; the other ranks were stopped"
-    if end.exit_code == INTERRUPTED:  # only that rank got the signal: an interrupted launcher reports it itself
-        return f"rank {end.rank} (process {end.process}) was interrupted by a signal; the other ranks were stopped"
     if end.failure is not None and end.failure.is_diagnosis:
         return end.message
     lines = end.message.strip().splitlines() or [f"rank {end.rank} failed with exit code {end.exit_code}"]

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 import fourfold
 from fourfold.atomic import write_json, write_text
 from fourfold.checkpoint.load import remove_checkpoint
+from fourfold.checkpoint.training_state import training_shards
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
@@ -47,7 +49,7 @@ from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
 from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, rewind, strict
-from fourfold.train.signals import Stop
+from fourfold.train.signals import NAMES, Stop, Verdict
 from fourfold.watch.peers import check_replicas
 from fourfold.watch.tape import Waits
 
@@ -107,8 +109,8 @@ class Run:
         self.profile = StepProfiler(profile, grid, out / "profile")
         self.step_judge = StepJudge(config.watch, config.train.max_skipped)
         self.stop = Stop(grid, config.watch.grace)
-        self.stopped = False
-        """Whether the run stopped before its last step because of SIGTERM."""
+        self.stopped = 0
+        """The signal that stopped the run before its last step, 0 if none did."""
         self.step = 0
         """The last step that was read."""
         # `begin` sets the following; a run that is not begun trains without folder, checkpoints and guard.
@@ -228,7 +230,7 @@ class Run:
                 self._run_step(step)
                 self._after_step(step, last=step == self.config.train.steps)
                 if self.stopped:
-                    reason = End.STOPPED
+                    reason = End(f"stopped by {NAMES[Signals(self.stopped)]}")
                     break
             self._read_steps()
             if self._prediction_check is not None:
@@ -246,23 +248,25 @@ class Run:
             self._end(reason, failed)
 
     def _after_step(self, step: int, *, last: bool) -> None:
-        """Evaluate, compare replicas, ask whether to stop, and save, as far as each is due after this step."""
+        """Evaluate, ask whether to stop, compare replicas, and save, as far as each is due after this step."""
         self._record_saved()
         if self.evaluation is not None and (last or _due(step, self.config.train.evaluate_every)):
             with self._between_steps("evaluating", "evaluation"):
                 self._record({"event": "evaluation", "step": step, **self.evaluate()})
-        if _due(step, self.config.watch.replicas_every):
-            with self._between_steps("comparing replicas", "replicas"):
-                check_replicas(self.model, self.grid)
         self.guard.doing("asking the others whether to stop", Waits.RANKS)
-        self.stopped = not last and self.stop.after(step)
+        verdict = self.stop.after(step, save=self.saving is not None and self.saving.overdue) if not last else Verdict()
+        self.stopped = verdict.signal
         self.guard.doing("between steps")
         if self.stop.met_after == step:  # all ranks were here just now, so exchanging times waits for nobody
             for one in self.guard.stragglers():
                 facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
                 self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
-        ends = last or self.stopped
-        if self.saving is not None and (ends or self.saving.due(step)):
+        ends = last or self.stopped > 0
+        saves = self.saving is not None and (ends or verdict.save or self.saving.due(step))
+        if saves or ends or _due(step, self.config.watch.replicas_every):
+            with self._between_steps("comparing replicas", "replicas"):
+                check_replicas(training_shards(self.model, self.optimizer), self.grid)
+        if self.saving is not None and saves:
             # after the records of the step: a checkpoint without them would resume a run with a gap
             with self._between_steps("saving a checkpoint", "saving"):
                 self.saving.save(step, self.model, self.optimizer, self.loader, self.step_judge, last=ends)

@@ -27,7 +27,7 @@ import os
 import socket
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from importlib.util import find_spec
 from math import isfinite
@@ -45,6 +45,8 @@ RunEvent = dict[str, Any]
 KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "end")
 """The kinds of events in metrics.jsonl."""
 LOCK = ".lock"
+TAIL = 1 << 20
+"""Bytes at the end of metrics.jsonl in which the last step is found: thousands of events."""
 
 
 class FolderLock:
@@ -217,13 +219,17 @@ def read_events(metrics: Path) -> Iterator[tuple[str, RunEvent]]:
     if not metrics.exists():
         return
     with metrics.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and "event" in event and isinstance(event.get("step"), int):
-                yield line, event
+        yield from _events(lines)
+
+
+def _events(lines: Iterable[str]) -> Iterator[tuple[str, RunEvent]]:
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event and isinstance(event.get("step"), int):
+            yield line, event
 
 
 def stays(event: RunEvent, step: int) -> bool:
@@ -242,6 +248,16 @@ def last_end(metrics: Path) -> RunEvent | None:
     """Return the event that ended the run, or None if the run still trains or died without one."""
     last = deque(read_events(metrics), maxlen=1)
     return last[0][1] if last and last[0][1]["event"] == "end" else None
+
+
+def last_step(metrics: Path) -> int:
+    """Return the last step that was recorded, 0 if there is none."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:  # the end alone: a long run has written gigabytes
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        lines = file.read().decode(errors="replace").splitlines()
+    return max((event["step"] for _, event in _events(lines) if event["event"] == "step"), default=0)
 
 
 def finish(metrics: Path, step: int) -> None:

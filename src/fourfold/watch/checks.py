@@ -351,11 +351,14 @@ def check_space(facts: Facts) -> Iterator[Check]:
     yield Check("space", state, f"{written}; {wanted}", "" if state == "ok" else advice)
 
 
-def most_kept(steps: int, every: int, keep_last: int, keep_every: int) -> int:
-    """Return how many checkpoints exist at once while the last one of a run is being written, including that one."""
+def most_kept(steps: int, every: int, keep_last: int, keep_every: int, *, by_time: bool = False) -> int:
+    """Return how many checkpoints exist at once while the last one of a run is being written, including that one.
+
+    With `by_time` checkpoints are also saved by the clock, so there may be one of any step.
+    """
     before = -(-steps // every) - 1 if every else 0  # the last step is saved too, whether `every` divides it or not
-    last = min(keep_last, before)
-    for_good = every * (before - last) // lcm(every, keep_every) if every and keep_every else 0
+    last = min(keep_last, steps - 1 if by_time else before)
+    for_good = every * max(0, before - last) // lcm(every, keep_every) if every and keep_every else 0
     return for_good + last + 1
 
 

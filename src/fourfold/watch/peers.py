@@ -10,10 +10,11 @@ the first to arrive as well as the last.
 
 A single slow window is noise. A rank or link that is slower than its peers in several windows in a row is named, once.
 
-**Replicas.** Ranks that differ along data alone hold the same parameters, bit for bit. A flipped bit in memory, or a
-kernel that is not deterministic, makes replicas differ, and no other check shows it: each replica continues with its
-own numbers. Each rank adds up the bits of its parameters as integers, and the sums are compared, so each rank sends one
-number. A single flipped bit always changes the sum, because it changes exactly one of the added integers.
+**Replicas.** Ranks that differ along data alone hold the same parameters, and the same optimizer state unless it is
+sharded over data, bit for bit. A flipped bit in memory, or a kernel that is not deterministic, makes replicas differ,
+and no other check shows it: each replica continues with its own numbers. Each rank adds up the bits of these tensors as
+integers, and the sums are compared, so each rank sends one number. A single flipped bit always changes the sum, because
+it changes exactly one of the added integers.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold import comm
+from fourfold.checkpoint.training_state import LocalShards
 from fourfold.errors import ReplicasDifferError
 from fourfold.gradients import REPLICA
 from fourfold.grid import Grid, Shape
 from fourfold.job import ranks_text
-from fourfold.params import local_of
 
 SLOWER = 0.15
 """A rank or link is slow when it takes longer than the median of its peers by this share of a step. Steps of a healthy
@@ -167,11 +168,12 @@ def unlike(sums: Sequence[int]) -> list[int]:
     return [place for place, number in enumerate(sums) if number != most or 2 * times <= len(sums)]
 
 
-def check_replicas(model: nn.Module, grid: Grid) -> None:
-    """Raise on all ranks if the parameters of some rank differ from those of its replicas."""
+def check_replicas(shards: LocalShards, grid: Grid) -> None:
+    """Raise on all ranks if the tensors of some rank differ from those of its replicas."""
     if grid.size(REPLICA) == 1:
         return
-    mine = checksum(local_of(parameter) for parameter in model.parameters())
+    # a count of steps may be on the host, and all sums are added up on the device
+    mine = checksum(shard.local.to(grid.device) for shard in shards.values() if REPLICA not in shard.storage.axes)
     with grid.ledger.not_counted():  # the check belongs to no step, and the planner predicts steps
         sums = comm.all_gather(mine.view(1), grid, REPLICA, label="checksums").wait().tolist()
 
@@ -180,8 +182,9 @@ def check_replicas(model: nn.Module, grid: Grid) -> None:
         if differ := [group[place] for place in unlike(sums)]:
             others = f"the other replicas of {ranks_text(group)}" if len(differ) < len(group) else "each other"
             raise ReplicasDifferError(
-                f"parameters of {ranks_text(differ)} differ from {others}, though they must be equal bit for bit: a "
-                "device or its memory is at fault; take it out of the job, and resume from the last checkpoint"
+                f"parameters or optimizer state of {ranks_text(differ)} differ from {others}, though they must be "
+                "equal bit for bit: a device or its memory is at fault; take it out of the job, and resume from the "
+                "last checkpoint"
             )
 
     # Only the ranks of one group see the difference; together all ranks raise, so that none waits for them.
