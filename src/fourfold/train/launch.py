@@ -167,9 +167,10 @@ def _launch(
             return 0
         except ChildFailedError as failed:
             ends = [_end(rank, failure) for rank, failure in failed.failures.items()]
-        # only ranks got a signal: a launcher that gets one raises SignalException
-        if stopped := next((STOP_CODES[end.exit_code] for end in ends if end.exit_code in STOP_CODES), 0):
-            return _stopped(stopped, errors, policy, scratch)
+        # Ranks got a signal, and not from the agent because another rank failed. A launcher that gets one itself raises
+        # SignalException.
+        if all(end.exit_code in STOP_CODES for end in ends):
+            return _stopped(STOP_CODES[ends[0].exit_code], errors, policy, scratch)
         first = first_cause(ends)
         failure = first.failure or Failure.ERROR
         before, reached = reached, policy.resume_step()

@@ -1,0 +1,353 @@
+"""Faults at every phase of a run: each must end in time, name its cause, leave no process, and lose nothing.
+
+A `Case` is a phase of the run, a kind of fault, and a number of ranks. `check` trains a small run with that fault,
+looks at how it ended, resumes it, and compares its losses with those of an undisturbed run, bit for bit. The tests in
+`tests/train/test_faults.py` take some of the cases, and `tests/train/soak_faults.py` takes all of them.
+
+The fault happens in one rank, once: a restarted run does not meet it again. A rank reaches the launcher and the test
+through signals and through a file, `hit`, which appears at the moment of the fault.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import warm
+from fourfold.params import local_of
+from runs import alive, column
+
+CASE, FOLDER, LAUNCHER = "FOURFOLD_TEST_CASE", "FOURFOLD_TEST_FOLDER", "FOURFOLD_TEST_LAUNCHER"
+STEPS, EVERY = 8, 2
+DEADLINE = 5.0
+"""Seconds that a rank waits for others, in a step and at the start."""
+GRIDS = {2: "x=2", 4: "x=2,data=2"}
+
+BEFORE_STEPS = ("start", "rendezvous", "reading", "building")
+BEFORE_SAVES = (*BEFORE_STEPS, "compile", "first step")
+PHASES = (*BEFORE_SAVES, "step", "evaluation", "save", "rename", "prune", "resume", "end")
+RANK0 = ("rename", "prune")
+"""The phases that only rank 0 comes to."""
+DISK = ("reading", "save", "rename", "prune", "end")
+"""The phases in which a disk that is full or read-only is noticed."""
+SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP, "Ctrl-C": signal.SIGINT, "Ctrl-C twice": signal.SIGINT}
+NAMED = ("SIGTERM", "SIGHUP", "Ctrl-C")
+HARMLESS = ("slow", "stop and continue", "closed output")
+ERRORS = {"full disk": errno.ENOSPC, "read-only disk": errno.EROFS}
+KINDS = ("kill", "stop", *HARMLESS, *SIGNALS, "launcher killed", "NaN", *ERRORS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault: when, which, and on how many ranks."""
+
+    phase: str
+    kind: str
+    ranks: int
+
+    @property
+    def rank(self) -> int:
+        """The rank that is hit: the last one, except where only the first comes."""
+        return 0 if self.phase in RANK0 else self.ranks - 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.phase}, {self.ranks} ranks"
+
+
+def cases(ranks: int) -> list[Case]:
+    """Return all cases that make sense on this number of ranks."""
+    found = [Case(phase, kind, ranks) for phase in PHASES for kind in KINDS if kind not in ("NaN", *ERRORS)]
+    found += [Case(phase, "NaN", ranks) for phase in ("first step", "step", "evaluation")]
+    return found + [Case(phase, kind, ranks) for phase in DISK for kind in ERRORS]
+
+
+# --- in a rank
+
+
+def install() -> None:
+    """Let the fault happen in this rank, if it is the one that is hit and was not hit before."""
+    case = Case(**json.loads(os.environ[CASE]))
+    if int(os.environ["RANK"]) != case.rank or hit().exists():
+        return
+    if case.phase == "start":
+        act(case)
+    elif case.phase in HOOKS:
+        target, number = HOOKS[case.phase]
+        before(target, number, lambda *_: act(case))
+    else:
+        from fourfold.train.loop import Run
+
+        launch = Run._launch
+
+        def launched(run: Run, step: int) -> None:
+            if (case.phase, step) == ("compile", 1):
+                run.model.register_forward_pre_hook(lambda *_: act(case, run))
+            if (case.phase, step) == ("first step", 1):
+                run.optimizer.register_step_pre_hook(lambda *_: act(case, run))
+            if (case.phase, step) == ("step", 6):
+                act(case, run)
+            launch(run, step)
+
+        Run._launch = launched  # type: ignore[method-assign]
+
+
+HOOKS = {
+    "rendezvous": ("fourfold.commands.train.join_job", 1),
+    "reading": ("fourfold.train.loop.open_sources", 1),
+    "building": ("fourfold.train.loop.build", 1),
+    "evaluation": ("fourfold.train.loop.Run.evaluate", 1),
+    # the second save: there is a checkpoint before it
+    "save": ("fourfold.checkpoint.save.PendingSave._write_file", 2),
+    "rename": ("fourfold.atomic.AtomicFolder.publish", 2),
+    "prune": ("fourfold.checkpoint.load.Checkpoints.prune", 2),
+    "resume": ("fourfold.train.checkpoints.load_training", 1),
+    "end": ("fourfold.train.loop.Run._end", 1),
+}
+"""The function at the beginning of which the fault happens, and at its which call."""
+
+
+def before(target: str, number: int, do: Callable[..., None]) -> None:
+    calls = 0
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            do(*args)
+        return original(*args, **named)
+
+    owner, name = target.rpartition(".")[::2]
+    patch = pytest.MonkeyPatch()
+    original = getattr(pytest.importorskip(owner) if owner.islower() else _class(owner), name)
+    patch.setattr(target, wrapped)
+
+
+def _class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(pytest.importorskip(module), name)
+
+
+def hit() -> Path:
+    return Path(os.environ[FOLDER], "hit")
+
+
+def act(case: Case, run: Any = None) -> None:
+    """Do what the case says, once."""
+    if hit().exists():
+        return
+    hit().write_text(str(time.time()))
+    if case.kind in ERRORS:
+        raise OSError(ERRORS[case.kind], os.strerror(ERRORS[case.kind]), str(hit()))
+    ACTS[case.kind](run)
+
+
+def signal_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def signal_launcher(number: int, seconds: float = 0.0) -> None:
+    """Send the launcher a signal, and wait: for what follows from it, which may be the end of this process."""
+    with suppress(ProcessLookupError):
+        os.kill(int(os.environ[LAUNCHER]), number)
+    time.sleep(seconds)
+
+
+def stop_and_continue() -> None:
+    subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+    signal_self(signal.SIGSTOP)
+
+
+def poison(run: Any) -> None:
+    """Make a parameter of this rank NaN, as a fault of the device or its memory would."""
+    with torch.no_grad():
+        local_of(next(iter(run.model.parameters()))).view(-1)[0] = float("nan")
+
+
+ACTS: dict[str, Callable[[Any], object]] = {
+    "kill": lambda _: signal_self(signal.SIGKILL),
+    "stop": lambda _: signal_self(signal.SIGSTOP),
+    "stop and continue": lambda _: stop_and_continue(),
+    "slow": lambda _: time.sleep(2.0),
+    "closed output": lambda _: time.sleep(0.5),  # the test closes its end now
+    "NaN": poison,
+    "launcher killed": lambda _: signal_launcher(signal.SIGKILL, 20.0),
+    "Ctrl-C twice": lambda _: [signal_launcher(signal.SIGINT, 0.6), signal_launcher(signal.SIGINT)],
+    **{name: lambda _, number=number: signal_launcher(number) for name, number in SIGNALS.items() if name in NAMED},
+}
+
+
+# --- in the launcher
+
+
+def command(case: str, folder: str, *arguments: str, cold: bool = False) -> int:
+    """Run `fourfold` with these arguments and the fault."""
+    from fourfold.cli import main
+    from fourfold.train import launch
+
+    os.environ |= {CASE: case, FOLDER: folder, LAUNCHER: str(os.getpid())}
+    launch.RANK = f"import faults\nfaults.install()\n{launch.RANK}"
+    if cold:
+        return main(arguments)
+    with warm.ranks():
+        return main(arguments)
+
+
+def cold_command(case: str, folder: str, *arguments: str) -> int:
+    """Do the same with ranks that are the launcher's own processes, which end with it."""
+    return command(case, folder, *arguments, cold=True)
+
+
+# --- in the test
+
+
+@dataclass
+class Ended:
+    """How a run ended."""
+
+    code: int
+    seconds: float
+    """From the fault to the end."""
+    err: str
+    log: str
+
+
+def arguments(out: Path, ranks: int, data: str, *more: str) -> list[str]:
+    settings = {
+        "model.layers": 1, "batch.rows": 4, "batch.seq": 12, "data.held_out": 0.1, "log.peak_flops": 1e12,
+        "log.tensorboard": "false", "plan.compare": "false", "train.evaluate_every": 4, "checkpoint.every": EVERY,
+        "watch.deadline": DEADLINE, "watch.grace": 20, "optimizer.schedule": "constant",
+    }  # fmt: skip
+    changes = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
+    start = ["train", "--model", "gpt-tiny", "--device", "cpu", "--data", data, "--steps", str(STEPS)]
+    return [*start, "--grid", GRIDS[ranks], *changes, "--out", str(out), *more]
+
+
+def undisturbed(folder: Path, ranks: int, data: str) -> Path:
+    """Train the run that others are compared with, and a half of it to resume from; return its folder."""
+    out = folder / f"undisturbed-{ranks}"
+    said = folder / f"undisturbed-{ranks}.txt"
+    for name, steps in ((out, STEPS), (half(out), STEPS // 2)):
+        given = arguments(name, ranks, data, "--steps", str(steps))
+        assert warm.Process(warm.command, *given, stdout=said, stderr=said).wait(300) == 0, said.read_text()
+    return out
+
+
+def half(out: Path) -> Path:
+    return out.with_name(f"{out.name}-half")
+
+
+def check(case: Case, folder: Path, whole: Path, data: str) -> Ended:
+    """Run the case in a new folder, and raise AssertionError unless all that is promised holds."""
+    folder.mkdir()
+    (folder / "tmp").mkdir()
+    (folder / "pids").mkdir()
+    out = folder / "run"
+    given = arguments(out, case.ranks, data)
+    if case.phase == "resume":
+        shutil.copytree(half(whole), out)
+        given = [*arguments(out, case.ranks, data)[:-2], "--resume", str(out)]
+    ended = train(case, folder, given)
+    ranks = [int(path.read_text()) for path in (folder / "pids").iterdir()]
+    until = time.monotonic() + 5
+    while any(map(alive, ranks)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(alive, ranks)), "a rank is left"
+    require_expected(case, ended)
+    if case.kind != "launcher killed":
+        assert list((folder / "tmp").glob("fourfold-*")) == [], "a temporary folder is left"
+    if ended.code != 0:
+        resume(folder, out, case, data)
+    assert column(out, "step", "step") == list(range(1, STEPS + 1))
+    for key in ("loss", "grad_norm"):
+        assert column(out, "step", key) == column(whole, "step", key), f"{key} is not that of the undisturbed run"
+    return ended
+
+
+def train(case: Case, folder: Path, given: list[str]) -> Ended:
+    """Start the run, play the reader of its output, and wait for its end."""
+    output, err = folder / "out", folder / "err"
+    os.mkfifo(output)
+    reader = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
+    env = {**os.environ, warm.PIDS: str(folder / "pids"), "TMPDIR": str(folder / "tmp")}
+    program = cold_command if case.kind == "launcher killed" else command
+    text = json.dumps(asdict(case))
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = warm.Process(program, text, str(folder), *given, env=env, stdout=output, stderr=err)
+    until, at = time.monotonic() + 120.0, 0.0
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < until, f"it hangs:\n{err.read_text()}"
+            if not at and (folder / "hit").exists():
+                at = time.monotonic()
+                if case.kind == "closed output":
+                    os.close(reader)
+                    reader = -1
+            if reader >= 0:
+                with suppress(BlockingIOError):
+                    os.read(reader, 1 << 16)
+            time.sleep(0.02)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        if reader >= 0:
+            os.close(reader)
+    assert at, f"the fault did not happen:\n{err.read_text()}"
+    log = folder / "run" / "log.txt"
+    return Ended(process.wait(), time.monotonic() - at, err.read_text(), log.read_text() if log.exists() else "")
+
+
+def require_expected(case: Case, ended: Ended) -> None:
+    """Raise unless the run ended as the fault demands: its exit code, its words, and in time."""
+    saved = case.phase not in BEFORE_SAVES
+    context = f"exit code {ended.code} after {ended.seconds:.1f} s:\n{ended.err}"
+
+    def demand(codes: tuple[int, ...], words: str, seconds: float) -> None:
+        assert ended.code in codes, context
+        assert re.search(words, ended.err), context
+        assert "Traceback" not in ended.err, context
+        assert ended.seconds < seconds, context
+
+    again = 40.0  # a restart on a busy machine
+    restarted = (0,) if saved else (1,)
+    match case.kind:
+        case kind if kind in HARMLESS:
+            demand((0,), "^$", again)
+        case "kill":
+            demand(restarted, rf"rank {case.rank} .* was killed by SIGKILL", again)
+        case "stop":
+            demand(restarted, rf"rank {case.rank} .*is stopped", DEADLINE + 10 + again)
+        case "launcher killed":
+            demand((-signal.SIGKILL,), "^$", again)
+        case "NaN":
+            demand((1,), "not finite", again)
+        case kind if kind in ERRORS:
+            demand((0,) if case.phase in ("prune", "end") else (1,), os.strerror(ERRORS[kind]), again)
+        case kind:
+            number = SIGNALS[kind]
+            codes = (128 + number, 0) if case.phase == "end" else (128 + number,)
+            name = "Ctrl-C" if number == signal.SIGINT else number.name
+            demand(codes, f"(stopped|ended at once) by {name}" if ended.code else "", again)
+
+
+def resume(folder: Path, out: Path, case: Case, data: str) -> None:
+    """Resume the run, or begin it again if it had not begun; it must come to its end."""
+    again = ["train", "--resume", str(out), "--device", "cpu"]
+    if not (out / "metrics.jsonl").exists():
+        again = arguments(out, case.ranks, data)
+    said = folder / "resumed"
+    process = warm.Process(warm.command, *again, stdout=said, stderr=said)
+    assert process.wait(120) == 0, said.read_text()

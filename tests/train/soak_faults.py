@@ -1,0 +1,42 @@
+"""Faults of every kind at every phase of a run, on 2 and 4 ranks. `make soak` runs it.
+
+    python tests/train/soak_faults.py [WORDS]       # only the cases with these words in their names
+
+Prints a line for each case; ends with 1 if any of them failed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # what tests share
+
+import faults
+from curves import write_texts
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    wanted = [case for ranks in (2, 4) for case in faults.cases(ranks) if all(word in str(case) for word in words)]
+    failed, began = 0, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fourfold-faults-") as name:
+        folder = Path(name)
+        write_texts(folder)
+        data = str(folder / "texts")
+        whole = {ranks: faults.undisturbed(folder, ranks, data) for ranks in {case.ranks for case in wanted}}
+        for number, case in enumerate(wanted):
+            try:
+                ended = faults.check(case, folder / str(number), whole[case.ranks], data)
+                print(f"ok      {case}: exit code {ended.code}, {ended.seconds:.1f} s after the fault", flush=True)
+            except AssertionError as error:
+                failed += 1
+                print(f"FAILED  {case}: {error}", flush=True)
+    print(f"{len(wanted)} cases, {failed} failed, {time.monotonic() - began:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
