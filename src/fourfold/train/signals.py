@@ -24,6 +24,8 @@ from threading import Timer
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from fourfold.train.console import drain_output
+
 if TYPE_CHECKING:
     from fourfold.grid import Grid
 
@@ -125,6 +127,7 @@ class Stop:
         if self._rank == 0:
             said = f"asked to stop by SIGTERM, and not done after {self._grace:g} s (watch.grace); ends now"
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
+        drain_output()
         os._exit(TERMINATED)  # the main thread may never return from where it waits
 
     def after(self, step: int) -> bool:
