@@ -358,14 +358,18 @@ def test_runs_whose_readers_leave_or_stop_reading_finish(tmp_path: Path) -> None
     for name, path in pipes.items():
         arguments = train_arguments(texts, tmp_path / name, *more)
         jobs[name] = warm.Process(warm.command, *arguments, stdout=path, stderr=path)
-    assert "2 ranks (z=2)" in read_within(readers["left"], 60, "\n")
-    os.close(readers["left"])
-    for name, job in jobs.items():
-        assert job.wait(60) == 0
-        assert column(tmp_path / name, "step", "step") == list(range(1, STEPS + 1))
-        assert lines_of(tmp_path / name)[-1]["reason"] == "finished"
-        assert (tmp_path / name / "checkpoints" / f"step-{STEPS:08}").exists()
-        assert (tmp_path / name / "log.txt").read_text().endswith(f"ended at step {STEPS}: finished\n")
-        assert not (tmp_path / name / "watch" / "diagnosis.txt").exists()
-    os.close(readers["held"])
-    os.close(filled)
+    try:
+        assert "2 ranks (z=2)" in read_within(readers["left"], 60, "\n")
+        os.close(readers["left"])
+        for name, job in jobs.items():
+            assert job.wait(60) == 0
+            assert column(tmp_path / name, "step", "step") == list(range(1, STEPS + 1))
+            assert lines_of(tmp_path / name)[-1]["reason"] == "finished"
+            assert (tmp_path / name / "checkpoints" / f"step-{STEPS:08}").exists()
+            assert (tmp_path / name / "log.txt").read_text().endswith(f"ended at step {STEPS}: finished\n")
+            assert not (tmp_path / name / "watch" / "diagnosis.txt").exists()
+    finally:
+        for job in jobs.values():
+            job.terminate()  # ends its ranks too
+        os.close(readers["held"])
+        os.close(filled)
