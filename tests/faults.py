@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,6 +48,8 @@ DISK = ("reading", "save", "rename", "prune", "end")
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP, "Ctrl-C": signal.SIGINT, "Ctrl-C twice": signal.SIGINT}
 NAMED = ("SIGTERM", "SIGHUP", "Ctrl-C")
 HARMLESS = ("slow", "stop and continue", "closed output")
+COLD = ("launcher killed", "Ctrl-C twice")
+"""The kinds in which the kernel ends the ranks with their launcher: forked ranks are not its own processes."""
 ERRORS = {"full disk": errno.ENOSPC, "read-only disk": errno.EROFS}
 KINDS = ("kill", "stop", *HARMLESS, *SIGNALS, "launcher killed", "NaN", *ERRORS)
 
@@ -198,6 +201,7 @@ def command(case: str, folder: str, *arguments: str, cold: bool = False) -> int:
     from fourfold.cli import main
     from fourfold.train import launch
 
+    tempfile.tempdir = None  # the process that this one was forked from had another folder
     os.environ |= {CASE: case, FOLDER: folder, LAUNCHER: str(os.getpid())}
     launch.RANK = f"import faults\nfaults.install()\n{launch.RANK}"
     if cold:
@@ -283,7 +287,7 @@ def train(case: Case, folder: Path, given: list[str]) -> Ended:
     os.mkfifo(output)
     reader = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
     env = {**os.environ, warm.PIDS: str(folder / "pids"), "TMPDIR": str(folder / "tmp")}
-    program = cold_command if case.kind == "launcher killed" else command
+    program = cold_command if case.kind in COLD else command
     text = json.dumps(asdict(case))
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = warm.Process(program, text, str(folder), *given, env=env, stdout=output, stderr=err)
@@ -345,7 +349,7 @@ def require_expected(case: Case, ended: Ended) -> None:
 
 def resume(folder: Path, out: Path, case: Case, data: str) -> None:
     """Resume the run, or begin it again if it had not begun; it must come to its end."""
-    again = ["train", "--resume", str(out), "--device", "cpu"]
+    again = ["train", "--resume", str(out), "--device", "cpu", "--steps", str(STEPS)]
     if not (out / "metrics.jsonl").exists():
         again = arguments(out, case.ranks, data)
     said = folder / "resumed"

@@ -6,18 +6,23 @@ its traceback. Options are parsed before torch is imported, so that help and mis
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 
 from fourfold.commands.options import parser
-from fourfold.environment import end_with_launcher, inside_a_job
-from fourfold.errors import Failure, failure_of
+from fourfold.environment import end_with_launcher, inside_a_job, is_watched
+from fourfold.errors import Failure, LostReaderError, failure_of
+from fourfold.train.console import drain_output, unblocked_output
 from fourfold.train.signals import INTERRUPTED, READABLE, ignore_signals
 
+TRAIN = "train:train"
+"""The command whose output for people must not end it, nor make it wait."""
 WAYS_OUT = {
     errno.ENOENT: "check the path, or make its folder first",
     errno.EACCES: "ask its owner, or give another path",
@@ -32,14 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)  # exits with code 2 if the arguments are wrong
+    trains = options.run == TRAIN
+    # before torch is imported, because its log handlers keep the stream that they find
+    with unblocked_output() if trains else nullcontext():
+        return _run(options, arguments, trains=trains)
+
+
+def _run(options: argparse.Namespace, arguments: Sequence[str], *, trains: bool) -> int:
+    """Run the command, report how it failed, and return the exit code."""
     try:
         return command(options.run)(options, arguments)
     except KeyboardInterrupt as interrupt:
         if not inside_a_job():
             print(f"fourfold: interrupted; {interrupt or READABLE}", file=sys.stderr)
         return _leave(INTERRUPTED)
-    except BrokenPipeError:
-        return _leave(1)  # the reader of our output, such as `head`, has exited
+    except BrokenPipeError as error:
+        # The reader of our output, such as `head`, has exited: no reason for words. While a run trains, printing does
+        # not raise this, so unless its data has lost its reader, this is the error of something else.
+        if trains and not isinstance(error, LostReaderError):
+            return _failed(error)
+        return _unread(error) if is_watched() else _leave(1)
     except Exception as error:
         return _failed(error)
 
@@ -73,6 +90,14 @@ def _failed(error: Exception) -> int:
     return _leave(1)
 
 
+def _unread(error: BrokenPipeError) -> int:
+    """Tell our launcher that the data of this rank has lost its reader, which no restart would change."""
+    from fourfold.train.launch import report_failure
+
+    report_failure(plain(error), Failure.USER)
+    return _leave(1)
+
+
 def plain(error: Exception) -> str:
     """Return the message of an error; for an error of the operating system, replace its number by a way out."""
     if not isinstance(error, OSError) or error.strerror is None:
@@ -85,8 +110,7 @@ def plain(error: Exception) -> str:
 def _leave(code: int) -> int:
     """Return the exit code; a rank of a job exits here, because its process groups would wait for other ranks."""
     if inside_a_job():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        drain_output()
         os._exit(code)
     return code
 

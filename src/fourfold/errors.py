@@ -96,6 +96,10 @@ class NotSavedError(OSError):
     """A checkpoint was not written; the message says which checkpoint is there instead."""
 
 
+class LostReaderError(BrokenPipeError):
+    """The program that reads our standard output ended before it had read all data, as `head` does."""
+
+
 class ReplicasDifferError(RuntimeError):
     """Parameters that must be equal on several ranks are not; the message names the ranks."""
 

@@ -118,6 +118,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(ranks: int, launched) -> None:
     pids = job.pids(ranks)
     job.process.kill()
     wait_for(lambda: nobody(pids), 5)
+    job.process.wait(10)
     assert any(job.scratch.iterdir())
     with pytest.MonkeyPatch.context() as patch:  # the next launcher removes what this one could not
         patch.setattr(launching.tempfile, "tempdir", str(job.scratch))

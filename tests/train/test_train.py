@@ -49,7 +49,7 @@ from fourfold.policy import Overlap
 from fourfold.report.run_data import read_run
 from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.loop import Run
-from fourfold.train.run_folder import JsonLines, open_sinks
+from fourfold.train.run_folder import open_sinks
 from fourfold.train.schema import parse
 from fourfold.train.signals import CTRL_C_HEARD, SAME_PRESS_SECONDS
 from harness import Ranks, grid_of
@@ -446,13 +446,6 @@ def test_too_many_skipped_steps_end_the_run(ranks, tmp_path: Path) -> None:
 # --- disks
 
 
-def test_a_full_disk_is_named_and_closing_says_nothing_more() -> None:
-    lines = JsonLines(Path("/dev/full"))
-    with pytest.raises(OSError, match=r"cannot log to /dev/full \(No space left on device\)"):
-        lines.write({"event": "step"})
-    lines.close()
-
-
 def cli_with_little_disk(largest: int, *arguments: str) -> Left:
     """A job: the command while no file can be longer than that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -463,11 +456,15 @@ def cli_with_little_disk(largest: int, *arguments: str) -> Left:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fills_up_ends_the_run_and_leaves_it_readable(one: Ranks, tokens: str, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_lets_the_run_finish_and_is_an_error_then(one: Ranks, tokens: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    arguments = train_arguments(tokens, folder, "--set", "log.tensorboard=false", steps=30)
+    arguments = train_arguments(tokens, folder, "--set", "checkpoint.save=false", "--json", "-", steps=30)
     (left,) = one.run(cli_with_little_disk, 4000, *arguments)
-    assert_error(left, f"cannot log to {folder / 'metrics.jsonl'} (File too large)", "stays readable")
+    assert left.code == 1
+    *_, error = left.err.splitlines()
+    assert error.startswith(f"fourfold: error: cannot log to {folder / 'metrics.jsonl'} (File too large); its last ")
+    assert left.err.count(f"fourfold: warning: cannot write to {folder / 'metrics.jsonl'} (File too large)") == 1
+    assert [step["step"] for step in json.loads(left.out)["steps"]] == list(range(1, 31))
     *whole, _ = (folder / "metrics.jsonl").read_text().splitlines()
     steps = [found["step"] for found in map(json.loads, whole) if found["event"] == "step"]
     assert steps == list(range(1, len(steps) + 1))

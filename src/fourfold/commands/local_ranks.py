@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fourfold.environment import inside_a_job
 from fourfold.grid import Grid, Shape
 from fourfold.train.config import TrainConfig
+from fourfold.train.console import write_data
 from fourfold.train.run_folder import strict
 
 
@@ -80,7 +81,7 @@ def put_json(document: dict[str, Any], path: str) -> None:
     """Write the JSON that --json asks for; the path - stands for standard output."""
     text = json.dumps(strict(document), indent=1)
     if path == "-":
-        print(text, flush=True)
+        write_data(text + "\n")
     else:
         Path(path).write_text(text + "\n")
 

@@ -51,6 +51,7 @@ from fourfold.train.checkpoints import (
     what_is_saved,
 )
 from fourfold.train.config import TrainConfig, read_config
+from fourfold.train.console import write_data
 from fourfold.train.launch import RestartPolicy, launch, share_cores, wait_after_restart
 from fourfold.train.loop import Run, open_sources
 from fourfold.train.planning import memory_bytes, resolve
@@ -102,7 +103,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     config = resolved(ranks)
     if options.print_config:
-        print(config.toml(), end="")
+        write_data(config.toml())
         return 0
     restarts = wanted_restarts(config, options.restarts, ranks)
     if ranks == 1 and not restarts:
@@ -186,7 +187,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
     raise_on_signals()  # only now: while a rank waited for others to join, a Python handler could not run
     if options.print_config:
         if grid.rank == 0:
-            print(config.toml(), end="")
+            write_data(config.toml())
         return 0
     if options.compare_serial is not None:
         if options.json is not None:
@@ -397,7 +398,7 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
         max_norm=config.optimizer.clip,
     )
     if grid.rank == 0:
-        print(found)
+        write_data(f"{found}\n")
     close(grid)
     return 0
 

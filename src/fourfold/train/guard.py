@@ -22,7 +22,6 @@ whoever started it, and ends.
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -34,8 +33,8 @@ from typing import Any
 from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Grid
 from fourfold.train.config import WatchSection
+from fourfold.train.console import drain_output, logger
 from fourfold.train.launch import report_failure
-from fourfold.train.progress import logger
 from fourfold.watch.liveness import Alarm, JobDiagnosis
 from fourfold.watch.peers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
@@ -191,6 +190,5 @@ def end(found: JobDiagnosis, judge: bool) -> None:
     """Report the diagnosis to whoever started this rank, and end the process. Only the judge prints the whole text."""
     logger.error("%s", found.text)
     report_failure(found.text, found.failure, whole=judge)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    drain_output()
     os._exit(1)  # the main thread may never return from where it waits

@@ -36,6 +36,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fourfold.atomic import write_json
 from fourfold.environment import LAUNCHED, RESTARTED, Environment, inside_a_job, is_watched, torchrun_restarts
 from fourfold.errors import Failure
+from fourfold.train.console import drain_output, write_now
 from fourfold.train.rendezvous import LOCAL
 from fourfold.train.signals import (
     CTRL_C_HEARD,
@@ -45,7 +46,6 @@ from fourfold.train.signals import (
     SIGNALS,
     STOP_CODES,
     StopRequest,
-    write_now,
 )
 from fourfold.watch.liveness import RankEnd, first_cause
 
@@ -264,6 +264,7 @@ def signals_stop_ranks(policy: RestartPolicy, scratch: Path) -> Iterator[None]:
             write_now(f"fourfold: {said}\n")
             policy.note("ended", said)
             shutil.rmtree(scratch, ignore_errors=True)
+            drain_output()
             os._exit(128 + number)
         if first:
             if number == signal.SIGINT:

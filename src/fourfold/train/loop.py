@@ -45,6 +45,7 @@ from fourfold.planner.trace import kept_bytes
 from fourfold.planner.transformer import flops_per_token
 from fourfold.train.checkpoints import RunSaver, Start, earlier_parts, restore
 from fourfold.train.config import DTYPES, TrainConfig
+from fourfold.train.console import warn
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
@@ -383,7 +384,10 @@ class Run:
         """Record how the run compares with its prediction, if that is known now."""
         if compared is not None:
             self.stored["compared"] = {key: value for key, value in compared.items() if key != "event"}
-            write_json(self.out / "run.json", strict(self.stored))
+            try:
+                write_json(self.out / "run.json", strict(self.stored))
+            except OSError as error:  # a full disk; the metrics have the comparison too
+                warn(f"{error.strerror}; the run continues")
             self._record(compared)
 
     def _record_saved(self) -> None:

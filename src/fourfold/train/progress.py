@@ -22,11 +22,12 @@ from contextlib import suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Self, TextIO
+from typing import IO, Any, Self, TextIO, cast
 
 from fourfold.grid import Grid
 from fourfold.report.units import duration, nbytes
-from fourfold.train.run_folder import JsonLines, RunEvent
+from fourfold.train.console import logger
+from fourfold.train.run_folder import JsonLines, LogFile, RunEvent, json_line
 
 LOG, EVENTS, RANK_LOGS = "log.txt", "events.jsonl", "logs"
 LINE_SECONDS = 10
@@ -39,10 +40,6 @@ ACTIONS = {
     "stop": "; the run stops",
 }
 """How the sentence about a spike ends, by the action that the config names."""
-
-logger = logging.getLogger("fourfold")
-logger.addHandler(logging.NullHandler())  # a program that imports Fourfold decides itself what to show
-logger.setLevel(logging.INFO)
 
 
 # Terminal
@@ -206,7 +203,7 @@ def now() -> str:
 class TimestampedFile(TextIO):
     """A text file that begins every line with the time."""
 
-    def __init__(self, file: IO[str]) -> None:
+    def __init__(self, file: IO[str] | LogFile) -> None:
         self._file, self._begins = file, True
 
     def write(self, text: str) -> int:
@@ -227,8 +224,8 @@ class RunLog(PlainProgress):
     """The sink of rank 0 that writes log.txt and events.jsonl."""
 
     def __init__(self, folder: Path, steps: int, done: int = 0) -> None:
-        super().__init__(TimestampedFile((folder / LOG).open("a")), steps, done)
-        self._events = JsonLines(folder / EVENTS)
+        super().__init__(TimestampedFile(LogFile(folder / LOG)), steps, done)
+        self._events = JsonLines(folder / EVENTS, may_lose=True)
 
     def write(self, event: RunEvent) -> None:
         super().write(event)
@@ -238,8 +235,7 @@ class RunLog(PlainProgress):
             self._events.write({"at": now(), **event})
 
     def close(self) -> None:
-        with suppress(OSError):  # `write` has reported a full disk
-            self.stream.close()
+        self.stream.close()
         self._events.close()
 
 
@@ -250,9 +246,8 @@ def note(folder: Path, kind: str, text: str) -> None:
     with suppress(OSError):
         with (folder / LOG).open("a") as file:
             TimestampedFile(file).write(f"{text}\n")
-        events = JsonLines(folder / EVENTS)
-        events.write({"at": now(), "event": kind, "said": text})
-        events.close()
+        with (folder / EVENTS).open("a") as file:
+            file.write(json_line({"at": now(), "event": kind, "said": text}))
 
 
 class RankLog:
@@ -260,12 +255,12 @@ class RankLog:
 
     def __init__(self, folder: Path, grid: Grid) -> None:
         (folder / RANK_LOGS).mkdir(parents=True, exist_ok=True)
-        self._file = (folder / RANK_LOGS / f"rank-{grid.rank:05}.txt").open("a")
-        self._handler = logging.StreamHandler(self._file)
+        self._file = LogFile(folder / RANK_LOGS / f"rank-{grid.rank:05}.txt")
+        self._handler = logging.StreamHandler(cast(TextIO, self._file))
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(self._handler)  # the root logger: torch's messages belong here too
         self._show_warning, warnings.showwarning = warnings.showwarning, self._warn
-        faulthandler.enable(self._file)  # a crash in C++ or CUDA leaves Python's stack in the file
+        faulthandler.enable(self._file.fileno())  # a crash in C++ or CUDA leaves Python's stack in the file
         where = ", ".join(f"{axis}={place}" for axis, place in grid.coords.items())
         logger.info("rank %d (%s) begins: %s, process %d", grid.rank, where, socket.gethostname(), os.getpid())
 

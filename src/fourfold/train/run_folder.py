@@ -26,19 +26,24 @@ import json
 import os
 import socket
 import stat
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fourfold.atomic import replacing
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints
 from fourfold.errors import End
 from fourfold.train.config import LogSection, TrainConfig
+from fourfold.train.console import warn
 from fourfold.train.schema import to_table
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 RunEvent = dict[str, Any]
 """An event of a run: `event` names its kind, `step` its step, and the other keys depend on the kind."""
@@ -47,6 +52,11 @@ KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved
 LOCK = ".lock"
 TAIL = 1 << 20
 """Bytes at the end of metrics.jsonl in which the last step is found: thousands of events."""
+MOST_KEPT_BYTES = 16 << 20
+"""How much of a file a run keeps in memory while the disk is full: the records of about 40,000 steps, so that somebody
+has hours to make room."""
+TENSORBOARD_AGAIN_SECONDS = 600
+"""Seconds after which TensorBoard's file is tried again on a full disk. Its thread prints a traceback each time."""
 
 
 class FolderLock:
@@ -104,25 +114,95 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class JsonLines:
-    """Writes events as JSON lines; each line is complete in the file before the next."""
+class LogFile:
+    """A file that a run appends lines to, and that a full disk does not end.
+
+    What the disk refuses is kept in memory, up to MOST_KEPT_BYTES, and written once there is room. `error` is what
+    prevents that now. A warning says so when a write fails for the first time.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("a")
+        self._path = path
+        # without a buffer: whoever follows the file sees a line at once, a killed run keeps it, and after an error it
+        # is known how much was written
+        self._file = path.open("ab", buffering=0)
+        self._kept = bytearray()
+        self.error: OSError | None = None
 
-    def write(self, event: RunEvent) -> None:
+    @property
+    def kept_lines(self) -> int:
+        """The number of lines that are not on the disk yet."""
+        return self._kept.count(b"\n")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more can be kept."""
+        return len(self._kept) >= MOST_KEPT_BYTES
+
+    def write(self, text: str) -> None:
+        if self.is_full:
+            self._write_kept()  # makes place for this text, if the disk has room again
+        if not self.is_full:
+            self._kept += text.encode()
+        before, self.error = self.error, self._write_kept()
+        if self.error is not None and before is None:
+            warn(
+                f"cannot write to {self._path} ({self.error.strerror}); make room there. The run continues, and writes "
+                f"up to {MOST_KEPT_BYTES >> 20} MiB of it later, if there is room before the run ends"
+            )
+
+    def _write_kept(self) -> OSError | None:
+        """Write what is kept as far as possible, and return what prevents the rest."""
         try:
-            self._file.write(json.dumps(strict(event)) + "\n")
-            self._file.flush()  # whoever follows the file sees the event at once, and a killed run keeps it
+            while self._kept:
+                del self._kept[: self._file.write(self._kept)]
         except OSError as error:
-            raise OSError(
-                error.errno, f"cannot log to {self.path} ({error.strerror}); what was written so far stays readable"
-            ) from error
+            return error
+        return None
+
+    def flush(self) -> None:
+        """Do nothing: `write` has no buffer."""
+
+    def fileno(self) -> int:
+        return self._file.fileno()
 
     def close(self) -> None:
-        with suppress(OSError):  # `write` has reported a line that did not fit; the file is closed anyway
+        self.error = self._write_kept()
+        try:
             self._file.close()
+        except OSError as error:  # a file on another machine may refuse only now
+            self.error = error
+
+
+class JsonLines:
+    """Writes events as JSON lines; each line is complete in the file before the next.
+
+    The records of a run must not get lost silently: if a full disk refuses more than can be kept, or still refuses some
+    at the end, that is an error. A file that `may_lose` lines leaves it at the warning.
+    """
+
+    def __init__(self, path: Path, *, may_lose: bool = False) -> None:
+        self.path, self._may_lose = path, may_lose
+        self._file = LogFile(path)
+
+    def write(self, event: RunEvent) -> None:
+        self._file.write(json_line(event))
+        if self._file.is_full:
+            self._require_written()
+
+    def close(self) -> None:
+        self._file.close()
+        self._require_written()
+
+    def _require_written(self) -> None:
+        if (error := self._file.error) is not None and not self._may_lose:
+            lost = f"its last {self._file.kept_lines} lines are lost, and what was written before stays readable"
+            raise OSError(error.errno, f"cannot log to {self.path} ({error.strerror}); {lost}") from error
+
+
+def json_line(event: RunEvent) -> str:
+    """Return an event as a line of JSON."""
+    return json.dumps(strict(event)) + "\n"
 
 
 def strict(content: Any) -> Any:
@@ -152,19 +232,44 @@ class MemorySink:
 
 
 class TensorBoard:
-    """Writes events for TensorBoard. A run that resumes after a step hides the later steps that it showed before."""
+    """Writes events for TensorBoard. A run that resumes after a step hides the later steps that it showed before.
+
+    A full disk does not end the run: its curves have a gap then, and continue in a new file once there is room.
+    """
 
     def __init__(self, folder: Path, resumed_after: int | None = None) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = self._open(None if resumed_after is None else resumed_after + 1)
+        self._again_at = inf
+        """When to try again after the disk has refused a write, by the monotonic clock."""
+
+    def _open(self, purge_step: int | None = None) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # an optional package, which takes a second to import
 
-        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_after is None else resumed_after + 1)
+        return SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def write(self, event: RunEvent) -> None:
-        for name, value in scalars(event):
-            self._writer.add_scalar(name, value, event["step"])
+        if self._writer is None and time.monotonic() < self._again_at:
+            return
+        try:
+            self._writer = self._writer or self._open()
+            for name, value in scalars(event):
+                self._writer.add_scalar(name, value, event["step"])
+        except OSError as error:
+            self._pause(error)
+
+    def _pause(self, error: OSError) -> None:
+        """Give up the file that could not be written, and say so the first time."""
+        if self._again_at == inf:
+            warn(f"cannot write to {self._folder} ({error.strerror}); the run continues, and TensorBoard has a gap")
+        self._writer, self._again_at = None, time.monotonic() + TENSORBOARD_AGAIN_SECONDS
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            self._pause(error)
 
 
 class WeightsAndBiases:

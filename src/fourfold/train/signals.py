@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import ceil, inf, isfinite
 from signal import SIGHUP, SIGINT, SIGTERM, Signals
 from threading import Timer
@@ -27,6 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fourfold.environment import is_watched
+from fourfold.train.console import drain_output, write_now
 
 if TYPE_CHECKING:
     from fourfold.grid import Grid
@@ -194,6 +195,7 @@ class Stop:
             name = NAMES[Signals(self._request.signal)]
             said = f"asked to stop by {name}, and not done after {self._grace:g} s (watch.grace); ends now"
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
+        drain_output()
         os._exit(128 + self._request.signal)  # the main thread may never return from where it waits
 
     def after(self, step: int, *, save: bool = False) -> Verdict:
@@ -223,9 +225,3 @@ class Stop:
         last, when = self._last
         seconds_per_step = max(1e-6, (began - when) / (step - last))  # never 0: it divides below
         return max(1, ceil(max(ASK_EVERY_SECONDS, (time.monotonic() - began) / ASK_SHARE) / seconds_per_step))
-
-
-def write_now(text: str) -> None:
-    """Write a text to standard error from a signal handler, where `print` may be in the middle of another line."""
-    with suppress(OSError):
-        os.write(2, text.encode())
