@@ -203,7 +203,8 @@ def command(case: str, folder: str, *arguments: str, cold: bool = False) -> int:
 
     tempfile.tempdir = None  # the process that this one was forked from had another folder
     os.environ |= {CASE: case, FOLDER: folder, LAUNCHER: str(os.getpid())}
-    launch.RANK = f"import faults\nfaults.install()\n{launch.RANK}"
+    # after the rank has decided about Ctrl-C
+    launch.RANK = launch.RANK.replace("\nfrom", "\nimport faults\nfaults.install()\nfrom", 1)
     if cold:
         return main(arguments)
     with warm.ranks():
@@ -234,6 +235,7 @@ def arguments(out: Path, ranks: int, data: str, *more: str) -> list[str]:
         "model.layers": 1, "batch.rows": 4, "batch.seq": 12, "data.held_out": 0.1, "log.peak_flops": 1e12,
         "log.tensorboard": "false", "plan.compare": "false", "train.evaluate_every": 4, "checkpoint.every": EVERY,
         "watch.deadline": DEADLINE, "watch.grace": 20, "optimizer.schedule": "constant",
+        "optimizer.warmup": 2,
     }  # fmt: skip
     changes = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
     start = ["train", "--model", "gpt-tiny", "--device", "cpu", "--data", data, "--steps", str(STEPS)]

@@ -68,7 +68,7 @@ from fourfold.train.run_folder import (
     require_writing,
 )
 from fourfold.train.schema import to_table
-from fourfold.train.signals import NAMES, raise_on_signals
+from fourfold.train.signals import NAMES, ignore_signals, raise_on_signals
 from fourfold.watch.diagnose import diagnose
 from fourfold.watch.tape import read_all
 
@@ -230,6 +230,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
             if isinstance(error, KeyboardInterrupt) and grid.rank == 0:
                 raise KeyboardInterrupt(what_is_saved(out)) from None
             raise
+    ignore_signals()  # the run has ended: a signal could only disturb what is left to say
     write_result(options.json, run, memory)
     if grid.rank == 0:
         farewell(run, stream)
