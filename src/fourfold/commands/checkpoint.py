@@ -15,9 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.format import Record, read_record
+from fourfold.checkpoint.format import MODEL, Record, read_record
 from fourfold.checkpoint.load import WHAT_TO_GIVE, checkpoints_of, find_checkpoint, is_checkpoint, verify_checkpoint
-from fourfold.checkpoint.training_state import MODEL
 from fourfold.layout import Layout
 from fourfold.report.units import DASH, aligned, count, nbytes
 from fourfold.train.progress import percent_of

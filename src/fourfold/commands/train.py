@@ -246,9 +246,11 @@ def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink
 
 def farewell(run: Run, stream: IO[str]) -> None:
     """Print what the run has written, and the commands that use it."""
-    out, saved = run.out, run.saving is not None
+    out, saving, saved = run.out, run.saving, run.saving is not None
     if run.stopped:
-        what = f"saved at step {run.step}; `fourfold train --resume {out}` resumes it" if saved else "nothing is saved"
+        what = "nothing is saved"
+        if saving is not None:
+            what = f"saved at step {saving.saved}; `fourfold train --resume {out}` resumes it"
         print(f"fourfold: asked to stop by SIGTERM; {what}", file=sys.stderr, flush=True)
         return
     print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)

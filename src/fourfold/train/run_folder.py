@@ -4,7 +4,8 @@
     run.json        the description of the run: grid, model, device, versions; the prediction, and how the steps compare
                     with it; for a resumed run also when and on which grids it ran before
     metrics.jsonl   one JSON object per line: steps, evaluations, skipped steps, spikes, a comparison, a profile, saved
-                    checkpoints, resumptions, stragglers, the end; each step once, even if the run was resumed
+                    checkpoints, resumptions, stragglers, notes about checkpoints and data, the end; each step once,
+                    even if the run was resumed
     tensorboard/    the same for TensorBoard, if it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
@@ -42,7 +43,9 @@ from fourfold.train.schema import to_table
 
 RunEvent = dict[str, Any]
 """An event of a run: `event` names its kind, `step` its step, and the other keys depend on the kind."""
-KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "end")
+KINDS = (
+    "step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "note", "end"
+)  # fmt: skip
 """The kinds of events in metrics.jsonl."""
 LOCK = ".lock"
 
