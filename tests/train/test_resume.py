@@ -493,6 +493,35 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
     assert column(folder, "resumed", "step") == [HALF]
 
 
+def test_changed_data_is_refused_unless_a_command_accepts_it(
+    one: Ranks, finished: Path, tokens: str, tmp_path: Path
+) -> None:
+    """Acceptance is noted in the log, and the folder does not store it: the next change is refused again."""
+    folder, data = halfway(finished, tmp_path / "run"), tmp_path / "moved.tokens"
+    content = Path(tokens).read_bytes()
+    data.write_bytes(content)
+    command = ["train", "--resume", str(folder), "--data", str(data)]
+    (left,) = one.run(cli, *command)
+    assert (left.code, left.err) == (0, "")  # the same content elsewhere is the same data
+    assert column(folder, "step", "loss") == column(finished, "step", "loss")
+    command += ["--steps", str(STEPS + 1)]
+    data.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    before = contents(folder)
+    (left,) = one.run(cli, *command)
+    said = "moved.tokens: source 0 has as many tokens as before, but other ones"
+    assert_error(left, said, "or accept the change: --set data.changed=accept")
+    assert contents(folder) == before
+    (left,) = one.run(cli, *command, "--set", "data.changed=accept")
+    assert (left.code, left.err) == (0, "")
+    (note,) = column(folder, "note", "said")
+    assert note == f"a change of the data was accepted: {said}"
+    assert note in (folder / "log.txt").read_text() and note in left.out
+    assert read_config(folder / "config.toml").data.changed == "refuse"
+    data.write_bytes(content)
+    (left,) = one.run(cli, *command[:-1], str(STEPS + 2))
+    assert_error(left, said)  # back to what it was is a change too: the checkpoint is of the other content
+
+
 def test_a_folder_has_one_job(one: Ranks, finished: Path, tmp_path: Path) -> None:
     """The second is refused before it changes anything; once the first has gone it may."""
     folder = halfway(finished, tmp_path / "run")
