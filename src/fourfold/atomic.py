@@ -88,7 +88,10 @@ class AtomicFolder:
         for leftover in (self.partial, self.replaced):
             if leftover.exists():
                 shutil.rmtree(leftover)
+        new = [folder for folder in self.partial.parents if not folder.exists()]
         self.partial.mkdir(parents=True)
+        for folder in new:
+            flush(folder.parent)  # a power cut must not take a folder in which a complete one lies
 
     def _require_replaceable(self) -> None:
         """Raise if the target holds other files: replacing a folder removes all of it."""

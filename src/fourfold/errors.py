@@ -20,7 +20,7 @@ class Failure(StrEnum):
     USER = "user"
     """The user must change something: another start would fail in the same way."""
     DAMAGED_CHECKPOINT = "damaged checkpoint"
-    """The files of a checkpoint are missing or damaged: an earlier checkpoint may be intact."""
+    """The checkpoint that was asked for is damaged, or all of them are: a run that may choose falls back by itself."""
     LOST_PEER = "lost peer"
     """The connection to another rank, or to the job's store, broke: an effect of another failure, not a cause."""
     ERROR = "error"
@@ -81,15 +81,22 @@ class FailedElsewhereError(RuntimeError):
 
 
 class DamagedCheckpointError(ValueError):
-    """The files of a checkpoint are not the ones that were written."""
+    """A checkpoint cannot be used: its files are not the ones that were written, or hold numbers that are not finite.
+
+    Reading it again would find the same, so a run passes over such a checkpoint and resumes from an earlier one.
+    """
 
 
 class MissingCheckpointError(DamagedCheckpointError, FileNotFoundError):
     """A file of a checkpoint, or all of it, is missing."""
 
 
-class UnreadableCheckpointError(OSError, DamagedCheckpointError):
-    """The system does not let us read a file of a checkpoint."""
+class UnreadableCheckpointError(OSError):
+    """The system does not let us read a file of a checkpoint, which may be intact: another try may succeed."""
+
+
+class ChangedDataError(ValueError):
+    """The content of a source of data is not the one that a run was trained on before; a user may accept that."""
 
 
 class NotSavedError(OSError):
@@ -106,6 +113,10 @@ class ReplicasDifferError(RuntimeError):
 
 class BadStepsError(RuntimeError):
     """The run cannot continue with such losses or gradients."""
+
+
+class NotFiniteError(BadStepsError):
+    """A parameter or the optimizer's state is not finite, so it was not saved; the message names the tensor."""
 
 
 class RollBackError(BadStepsError):

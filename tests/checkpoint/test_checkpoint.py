@@ -7,21 +7,31 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from checkpoints import SHAPES, everything, made, resumed, take, trained
 from disks import small_disk
 from fourfold.atomic import AtomicFolder
+from fourfold.checkpoint import format
+from fourfold.checkpoint import load as loading
 from fourfold.checkpoint import save as saving
+from fourfold.checkpoint.format import TensorFile, TensorType, write_tensor_file
 from fourfold.checkpoint.load import Checkpoints, load_training, verify_checkpoint
-from fourfold.checkpoint.save import Saver
+from fourfold.checkpoint.save import Saver, save_weights
+from fourfold.checkpoint.training_state import training_shards
+from fourfold.errors import DamagedCheckpointError, Failure, NotFiniteError, failure_of
 from fourfold.grid import Grid, Shape
+from fourfold.params import local_of
 from harness import DEVICE, grid_of
 from share import share
 
@@ -181,6 +191,85 @@ def test_a_failed_save_raises_at_the_next_call_and_names_the_one_that_is_good(tm
     assert names(tmp_path) == ["step-00000001"]
 
 
+# Finite
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(("name", "value"), [("model/norm.weight", nan), ("optimizer/exp_avg/norm.weight", -inf)])
+def test_numbers_that_are_not_finite_are_never_saved(
+    tmp_path: Path, asynchronous: bool, name: str, value: float
+) -> None:
+    """The error names the tensor and what is there; the old checkpoint is not pruned, though only one is to be kept."""
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    take(model, optimizer, 1)
+    saver = Saver(alone(), tmp_path, keep_last=1, asynchronous=asynchronous)
+    saver.save(1, model, optimizer, {})
+    saver.wait()
+    training_shards(model, optimizer)[name].local.data[5] = value
+    with pytest.raises(NotFiniteError, match=f"'{name}' holds NaN or infinity") as caught:
+        saver.save(2, model, optimizer, {})
+        saver.wait()
+    said = caught.value.__notes__[-1]
+    assert f"{tmp_path / 'step-00000002'} was not saved; the newest checkpoint is {tmp_path / 'step-00000001'}" in said
+    assert names(tmp_path) == ["step-00000001"]
+    verify_checkpoint(tmp_path / "step-00000001")
+    with pytest.raises(NotFiniteError) if name.startswith("model/") else nullcontext():
+        save_weights(model, tmp_path / "weights")
+
+
+def test_one_ranks_nan_raises_on_all(ranks, tmp_path: Path) -> None:
+    found = ranks(2).run(saves_nan, tmp_path)
+    assert found == [("FailedElsewhereError", Failure.USER, True), ("NotFiniteError", Failure.USER, True)]
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def saves_nan(root: Path) -> tuple[str, Failure, bool]:
+    """A job: the error of a save where rank 1 alone holds a NaN."""
+    model, optimizer = made("gpt-tiny", grid_of(Shape(x=2)), sharded=False)
+    saver = Saver(model.grid, root, keep_last=1)
+    saver.save(1, model, optimizer, {})
+    saver.wait()
+    if model.grid.rank == 1:
+        local_of(model.embedding.weight).data[-1, -1] = nan
+    saver.save(2, model, optimizer, {})
+    try:
+        saver.wait()
+    except Exception as error:
+        return type(error).__name__, failure_of(error), "'model/embedding.weight' holds NaN" in str(error)
+    return "", Failure.ERROR, False
+
+
+def test_every_piece_of_a_tensor_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum is that of all bytes; a number that is not finite, or a byte that changes, is found in any piece."""
+    monkeypatch.setattr(format, "CHUNK_BYTES", 64)
+    whole = torch.arange(50, dtype=torch.float32)  # 200 bytes: three pieces, and a part of one
+    path, types = tmp_path / "rank-00000.safetensors", {"a": TensorType.of(whole), "mask": TensorType.of(whole)}
+    mask = torch.full_like(whole, -inf)
+    write_tensor_file(path, types, [whole, mask], ["a"])
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["a"] == f"crc32:{zlib.crc32(whole.numpy().tobytes()):08x}"
+        assert torch.equal(file.get_tensor("a"), whole) and torch.equal(file.get_tensor("mask"), mask)
+    content = path.read_bytes()
+    for index in (0, 15, 16, 31, 32, 47, 48, 49):
+        for value in (nan, inf, -inf):
+            bad = whole.clone()
+            bad[index] = value
+            with pytest.raises(NotFiniteError, match="'a' holds NaN or infinity"):
+                write_tensor_file(tmp_path / "bad", types, [bad, mask], ["a"])
+            assert not (tmp_path / "bad").exists()
+            write_tensor_file(path, types, [bad, mask])
+            with TensorFile(path) as file:
+                file.verify("a")
+                with pytest.raises(DamagedCheckpointError, match="was saved with NaN or infinity in 'a'"):
+                    file.verify("a", finite=True)
+        place = len(content) - 400 + 4 * index
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with TensorFile(path) as file:
+            file.verify("mask")
+            with pytest.raises(DamagedCheckpointError, match="is damaged: 'a' has checksum"):
+                file.verify("a")
+
+
 # Atomic
 
 
@@ -254,6 +343,43 @@ def test_the_last_few_and_multiples_are_kept(tmp_path: Path) -> None:
     assert [step for step, _ in Checkpoints(tmp_path).complete()] == [4, 8, 9, 10]
     with pytest.raises(ValueError, match="keep_last=0 must be at least 1"):
         Saver(alone(), tmp_path, keep_last=0)
+
+
+def test_what_cannot_be_removed_is_said_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    saver = Saver(alone(), tmp_path, keep_last=1)
+    real = shutil.rmtree
+
+    def refuse(path: Path, *given: Any, **named: Any) -> None:
+        if ".removed" in Path(path).name:
+            if not named.get("ignore_errors"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return
+        real(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        for step in (1, 2):
+            saver.save(step, model, optimizer, {})
+        saver.wait()
+        assert saver.not_removed == [f"cannot remove {tmp_path / '.step-00000001.removed'} (Permission denied)"]
+    with monkeypatch.context() as patch:
+        patch.setattr(loading.os, "rename", readonly_for("step-00000002", os.rename))
+        saver.save(3, model, optimizer, {})
+        saver.wait()
+    assert saver.not_removed == [f"cannot remove {tmp_path / 'step-00000002'} (Read-only file system)"]
+    saver.save(4, model, optimizer, {})
+    saver.wait()
+    assert saver.not_removed == [] and names(tmp_path) == ["step-00000004"]
+
+
+def readonly_for(name: str, real: Any) -> Any:
+    def rename(source: Path, target: Path) -> None:
+        if Path(source).name == name:
+            raise OSError(30, "Read-only file system", str(source))
+        real(source, target)
+
+    return rename
 
 
 def test_what_is_not_complete_is_no_checkpoint_and_is_cleared(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +164,8 @@ def failing_save(folder: Path) -> dict[str, Any]:
     stamp = os.stat(folder / "checkpoint.json").st_mtime_ns
     real = saving.write_tensor_file
 
-    def full_disk(path: Path, layout: TensorTypes, tensors: Iterable[Tensor]) -> FileInfo:
-        real(path, layout, tensors)
+    def full_disk(path: Path, layout: TensorTypes, tensors: Iterable[Tensor], finite: Collection[str]) -> FileInfo:
+        real(path, layout, tensors, finite)
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     try:

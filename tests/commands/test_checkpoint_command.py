@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,10 @@ TENSORS = {
 STATE = {"config": {"model": {"name": "gpt-tiny"}}, "saved": "2026-11-15T12:00:00+00:00", "data": {"sample": 12}}
 
 
-def save(folder: Path, state: dict[str, Any]) -> Path:
-    """A checkpoint as the ranks of a grid write it."""
-    record = Record(GRID, state, {name: TensorInfo(tuple(t.shape), t.dtype, s) for name, (t, s) in TENSORS.items()})
+def save(folder: Path, state: dict[str, Any], finite: Collection[str] = ()) -> Path:
+    """A checkpoint as the ranks of a grid write it, with a record that says which tensors must be finite."""
+    tensors = {name: TensorInfo(tuple(t.shape), t.dtype, s, name in finite) for name, (t, s) in TENSORS.items()}
+    record = Record(GRID, state, tensors)
     folder.mkdir(parents=True)
     files = {}
     for rank in range(GRID.world):
@@ -76,13 +79,15 @@ def command(*arguments: object) -> int:
 
 def test_list_shows_every_checkpoint_and_what_a_dead_save_left(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints" / ".step-00000012.partial").mkdir()
+    (run / "checkpoints" / "damaged-step-00000010").mkdir()
     assert command("list", run) == 0
-    heading, *rows, left = capsys.readouterr().out.splitlines()
+    heading, *rows, left, aside = capsys.readouterr().out.splitlines()
     assert heading.split() == ["step", "saved", "grid", "tensors", "bytes", "holds"]
     assert [row.split()[0] for row in rows] == ["4", "8"]
     assert all(row.split()[1].startswith("2026-11-1") and "x=2 z=2" in row for row in rows)
     assert all(row.split()[5:] == ["4", "220", "B", "model,", "optimizer"] for row in rows)
     assert left.startswith(".step-00000012.partial: not complete")
+    assert aside.startswith("damaged-step-00000010: a run found it damaged and passed over it")
 
 
 def test_list_marks_a_damaged_one_and_goes_on(run: Path, newest: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +150,27 @@ def test_verify_reads_all_checkpoints_of_a_run(run: Path, capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert [Path(line.partition(":")[0]).name for line in lines] == ["step-00000004", "step-00000008"]
     assert all(line.endswith("4 files, 4 tensors, 220 B, every checksum is right") for line in lines)
+
+
+@pytest.mark.parametrize("version", ["this", "an earlier"])
+def test_verify_finds_numbers_that_are_not_finite(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record of this version says what must be finite; in an earlier one it is what the optimizer has state for."""
+    mask = {"model/a.mask": (torch.tensor([0.0, -inf]), Layout(()))}
+    for name in TENSORS:
+        spoilt = TENSORS[name][0].clone().view(-1)
+        spoilt[-1] = nan
+        tensors = {**TENSORS, name: (spoilt.view(TENSORS[name][0].shape), TENSORS[name][1]), **mask}
+        monkeypatch.setattr(sys.modules[__name__], "TENSORS", tensors)
+        finite = {name for name in tensors if name not in mask} if version == "this" else set()
+        folder = save(tmp_path / name.replace("/", "-"), {}, finite)
+        if name == "model/a.bias" and version != "this":
+            assert command("verify", folder) == 0  # it has no optimizer state, so it may be a buffer
+        else:
+            assert command("verify", folder) == 1
+            assert f"was saved with NaN or infinity in '{name}'" in capsys.readouterr().err
+        monkeypatch.undo()
 
 
 def flip(path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import shutil
 import struct
 import threading
 from collections.abc import Iterator
@@ -15,9 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fourfold.data import token_files
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.data.sampling import local_rows
-from fourfold.data.token_files import NanoGPTFile, TokenFile, TokenSource, TokenWriter
+from fourfold.data.token_files import HEADER_BYTES, NanoGPTFile, TokenFile, TokenSource, TokenWriter, sample_hash
+from fourfold.errors import ChangedDataError
 from fourfold.grid import Shape, shapes_of
 from harness import grid_of
 
@@ -241,15 +245,120 @@ def test_on_real_ranks_a_loader_gives_the_local_rows(ranks: Any) -> None:
     assert found[0] == found[1] != found[2] == found[3]
 
 
-def read_what_differs(shape: Shape) -> str:
+def read_what_differs(shape: Shape, folder: Path) -> tuple[str, str, str]:
+    """A job: what a loader says where rank 3 has a longer source, a file of other content, and a renamed file."""
     grid = grid_of(shape)
+    last = grid.rank == 3
+    files = [NanoGPTFile(folder / name) for name in (("b.bin", "c.bin") if last else ("a.bin", "a.bin"))]
+    return tuple(said_of(grid, source) for source in (Row(401 if last else 400), *files))
+
+
+def said_of(grid: Any, source: TokenSource) -> str:
     try:
-        loader([Row(401 if grid.rank == 3 else 400)], grid)
+        loader([source], grid).close()
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_ranks_with_different_data_hear_of_it(ranks: Any) -> None:
-    for message in ranks(4).run(read_what_differs, Shape(x=2, z=2)):
-        assert message.startswith("ranks disagree on the data: rank 0 has ") and "'tokens': 401" in message
+def test_ranks_with_different_data_hear_of_it(ranks: Any, tmp_path: Path) -> None:
+    """The content decides, not the name: the same content in a file of another name is the same data."""
+    for name, last in (("a", 7), ("b", 8), ("c", 7)):
+        (tmp_path / f"{name}.bin").write_bytes(struct.pack("<400H", *range(399), last))
+    for tokens, content, renamed in ranks(4).run(read_what_differs, Shape(x=2, z=2), tmp_path):
+        assert tokens.startswith("ranks disagree on the data: rank 0 has ") and "'tokens': 401" in tokens
+        assert content.startswith("ranks disagree on the content of source 0 (")
+        assert "(ranks unlike rank 0: 3)" in content
+        assert renamed == ""
+
+
+# Content
+
+
+def bin_file(path: Path, *tokens: int) -> NanoGPTFile:
+    path.write_bytes(struct.pack(f"<{len(tokens)}H", *tokens))
+    return NanoGPTFile(path)
+
+
+def test_a_position_on_changed_content_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
+    """A file that was moved and renamed is the same; one of as many tokens of which one differs is not."""
+    first, last = (bin_file(tmp_path / f"{name}.bin", *range(400), end) for name, end in (("a", 1), ("b", 2)))
+    (tmp_path / "moved").mkdir()
+    moved = NanoGPTFile(shutil.copy(tmp_path / "a.bin", tmp_path / "moved" / "other.bin"))
+    with loader([first]) as batches:
+        batches.next()
+        stored = json.loads(json.dumps(batches.state()))
+        expected = batches.next()[0][0]
+    with loader([moved]) as again:
+        assert again.restore(stored) == []
+        assert torch.equal(again.next()[0][0], expected)
+    with loader([last]) as other:
+        said = r"differs .*: b.bin: source 0 has as many tokens as before, but other ones; give the same data"
+        with pytest.raises(ChangedDataError, match=said):
+            other.restore(stored)
+        (note,) = other.restore(stored, accept_changes=True)
+        assert note.startswith("a change of the data was accepted: b.bin: ")
+        assert other.state()["sample"] == stored["sample"]
+        assert other.restore(other.state()) == []  # from here on the new content is what counts
+    longer = bin_file(tmp_path / "a.bin", *range(500))
+    with loader([longer]) as other:
+        with pytest.raises(ChangedDataError, match=r"a.bin: tokens of source 0 was 401, is 500"):
+            other.restore(stored)
+        (note,) = other.restore(stored, accept_changes=True)
+        assert "tokens of source 0 was 401, is 500" in note
+        with pytest.raises(ValueError, match="seed was 1, is 0"):  # what the config says is no change of the content
+            other.restore({**stored, "of": {**stored["of"], "seed": 1}}, accept_changes=True)
+
+
+def test_a_position_of_an_earlier_version_goes_on_with_a_note(tmp_path: Path) -> None:
+    source = bin_file(tmp_path / "a.bin", *range(400))
+    with loader([source]) as batches:
+        state = batches.state()
+        del state["of"]["sources"][0]["content"]
+        (note,) = batches.restore(state)
+    assert note == "whether the content of a.bin has changed is unknown, because the checkpoint does not identify it"
+
+
+def test_the_fingerprint_sees_the_size_and_every_sampled_block(tmp_path: Path, monkeypatch) -> None:
+    """Of a short file every byte; of a long one the first and last bytes, and blocks in between."""
+    monkeypatch.setattr(token_files, "SAMPLE_BYTES", 8)
+    monkeypatch.setattr(token_files, "SAMPLES", 4)
+    path = tmp_path / "file"
+
+    def seen(size: int) -> list[int]:
+        """Return the bytes a change of which is seen."""
+        content = bytes(range(size))
+        path.write_bytes(content)
+        before, found = sample_hash(path), []
+        for place in range(size):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            found += [place] if sample_hash(path) != before else []
+        path.write_bytes(content + b"x")
+        assert sample_hash(path) != before
+        return found
+
+    for size in (1, 7, 8, 9, 20, 31, 32):
+        assert seen(size) == list(range(size))
+    assert seen(104) == [*range(8), *range(32, 40), *range(64, 72), *range(96, 104)]
+    path.write_bytes(b"one header" + bytes(50))
+    before = sample_hash(path, 10)
+    path.write_bytes(b"an another" + bytes(50))
+    assert sample_hash(path, 10) == before
+
+
+def test_a_token_file_carries_the_hash_of_all_its_content(tmp_path: Path) -> None:
+    """So text that was prepared again is recognized whatever differs; the names of file and tokenizer do not count."""
+
+    def written(name: str, documents: list[list[int]], tokenizer: str = "bytes") -> dict[str, str]:
+        with TokenWriter(tmp_path / name, vocab=50, eod=49, tokenizer={"name": tokenizer}) as writer:
+            for ids in documents:
+                writer.append(torch.tensor(ids))
+                writer.end_document()
+        return TokenFile(tmp_path / name).fingerprint
+
+    first = written("a.tokens", [[1, 2, 3], [4]])
+    assert first == written("b.tokens", [[1, 2, 3], [4]], "other")
+    assert first["sha256"] == hashlib.sha256((tmp_path / "a.tokens").read_bytes()[HEADER_BYTES:]).hexdigest()
+    for documents in ([[1, 2, 3], [5]], [[1, 2], [3, 4]], [[1, 2, 3, 49, 4]]):
+        other = written("c.tokens", documents)
+        assert all(other[key] != first[key] for key in ("sha256", "sampled"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import fourfold as ff
+from fourfold.checkpoint.format import read_record
+from fourfold.checkpoint.load import Checkpoints
 from fourfold.cli import main
-from fourfold.errors import BadStepsError, RollBackError
+from fourfold.errors import BadStepsError, Failure, NotFiniteError, RollBackError, failure_of
 from fourfold.grid import Shape
 from fourfold.optim import AdamW
 from fourfold.params import local_of
@@ -150,8 +152,8 @@ BAD_DATA = 8
 """The batch, counted from 1, with which gradients are not finite."""
 
 
-def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """That batch in the data; returns the batches that are seen, in order."""
+def poison(monkeypatch: pytest.MonkeyPatch, bad: Collection[int] = (BAD_DATA,)) -> list[int]:
+    """Make the gradients of these batches not finite; return the batches that are seen, in order."""
     seen: list[int] = []
     launch = Run._launch
 
@@ -160,7 +162,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         def spoilt(*call: Any, **named: Any) -> Any:
             seen.append(sum(run.loader.state()["given"]) // run.config.batch.rows)
-            if seen[-1] == BAD_DATA:
+            if seen[-1] in bad:
                 local_of(run.model.norm.weight.grad)[0] = nan
             return clip_and_step(*call, **named)
 
@@ -176,7 +178,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def train(out: Path, *more: str) -> int:
     settings = ["train.evaluate_every=0", "plan.compare=false", "model.layers=1", "batch.rows=4", "checkpoint.every=5"]
-    given = [f"--set={setting}" for setting in (*settings, *more)]
+    text = out.parent / "text.txt"
+    text.write_text("".join(f"{number * number} " for number in range(5000)))
+    given = ["--data", str(text), *(f"--set={setting}" for setting in (*settings, *more))]
     return main(["train", "--model", "gpt-tiny", "--steps", "10", "--device", "cpu", "--out", str(out), *given])
 
 
@@ -218,5 +222,108 @@ def test_a_run_stops_at_once_where_that_is_asked_for(
 ) -> None:
     poison(monkeypatch)
     assert train(tmp_path / "run", "watch.not_finite=stop") == 1
-    assert "stopped: the gradients of step 8 are not finite" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "stopped: the gradients of step 8 are not finite" in said
+    assert "the newest checkpoint is that of step 7" in said
+    assert saved_steps(tmp_path / "run") == [5, 7]
     assert not (tmp_path / "run" / PASSED_OVER).exists()
+
+
+# --- checkpoints while steps are skipped
+
+
+STEADY = ("optimizer.schedule=constant", "optimizer.warmup=0", "checkpoint.keep_last=9", "model.dropout=0.1")
+"""Settings with which a step does not depend on how many steps the run has."""
+
+
+def overflow(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Make a moment of the optimizer infinite after this step."""
+    launch = Run._launch
+
+    def overflowing(run: Run, step: int) -> None:
+        launch(run, step)
+        if step == at:
+            next(iter(run.optimizer.state.values()))["exp_avg_sq"][0] = inf
+
+    monkeypatch.setattr(Run, "_launch", overflowing)
+
+
+def saved_steps(out: Path) -> list[int]:
+    return [step for step, _ in Checkpoints(out / "checkpoints").complete()]
+
+
+def checkpoint_bytes(out: Path, step: int) -> bytes:
+    return (out / "checkpoints" / f"step-{step:08}" / "rank-00000.safetensors").read_bytes()
+
+
+def test_a_run_that_ends_with_skipped_steps_keeps_the_last_good_one_and_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps 8 to 10 are skipped; the checkpoint of step 7 is that of a run that never saw them, tensors and state."""
+    sound, run = tmp_path / "sound", tmp_path / "run"
+    assert train(sound, *STEADY, "checkpoint.every=7") == 0
+    with monkeypatch.context() as patch:
+        poison(patch, (8, 9, 10))
+        assert train(run, *STEADY, "checkpoint.every=4", "train.max_skipped=9") == 0
+    assert saved_steps(run) == [4, 7]
+    said = capsys.readouterr().out
+    assert "step 8: the step was skipped; its checkpoint is put off until a step is not\n" in said
+    assert "step 10: steps 8 to 10 were skipped; the newest checkpoint is that of step 7\n" in said
+    assert checkpoint_bytes(run, 7) == checkpoint_bytes(sound, 7)
+    left, right = (read_record(out / "checkpoints" / "step-00000007").state for out in (run, sound))
+    assert all(left[key] == right[key] for key in ("data", "losses", "skipped", "step"))
+    assert main(["train", "--resume", str(run), "--device", "cpu"]) == 0
+    assert checkpoint_bytes(run, 10) == checkpoint_bytes(sound, 10)
+    assert [step["loss"] for step in events(run, "step")] == [step["loss"] for step in events(sound, "step")]
+
+
+def test_a_save_that_is_due_at_a_skipped_step_is_made_after_the_next_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, (4, 5, 8))
+    assert train(tmp_path / "run", *STEADY, "checkpoint.every=4") == 0
+    assert saved_steps(tmp_path / "run") == [6, 9, 10]
+    assert [saved["step"] for saved in events(tmp_path / "run", "saved")] == [6, 9, 10]
+
+
+def test_too_many_skipped_steps_leave_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless that one is not finite either: then the save is refused, and the message says what there is."""
+    poison(monkeypatch, (8, 9))
+    assert train(tmp_path / "run", "train.max_skipped=2") == 1
+    assert "stopped after 2 bad steps in a row" in (said := capsys.readouterr().err)
+    assert said.endswith("; the newest checkpoint is that of step 7\n")
+    assert saved_steps(tmp_path / "run") == [5, 7]
+    overflow(monkeypatch, 7)
+    assert train(tmp_path / "first", "train.max_skipped=2", "checkpoint.every=0") == 1
+    said = capsys.readouterr().err
+    assert "stopped after 2 bad steps" in said and "was not saved; there is no checkpoint before it" in said
+    assert saved_steps(tmp_path / "first") == []
+
+
+def test_a_step_in_flight_behind_the_last_bad_one_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, step 10 is launched before step 9 is read and ends the run: the parameters are those of step 10."""
+    real = Run._read_steps
+    monkeypatch.setattr(Run, "_read_steps", lambda run, leave=None: real(run, 0 if leave is None else 1))
+    poison(monkeypatch, (8, 9))
+    run = tmp_path / "run"
+    assert train(run, *STEADY, "train.max_skipped=2") == 1
+    assert saved_steps(run) == [5, 10]
+    assert [step["skipped"] for step in events(run, "step")] == [False] * 7 + [True] * 2 + [False]
+    state = read_record(run / "checkpoints" / "step-00000010").state
+    assert (state["data"]["sample"], state["skipped"], len(state["losses"])) == (40, 0, 8)
+
+
+def test_a_run_whose_numbers_are_not_finite_ends_with_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A moment that overflows while the gradients are finite: no step is skipped, and yet nothing can be saved."""
+    overflow(monkeypatch, 8)
+    assert train(tmp_path / "run", "checkpoint.keep_last=1") == 1
+    said = capsys.readouterr().err
+    assert "'optimizer/exp_avg_sq/" in said and "holds NaN or infinity" in said
+    assert "step-00000010 was not saved; the newest checkpoint is" in said and "step-00000005\n" in said
+    assert saved_steps(tmp_path / "run") == [5]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+    assert failure_of(NotFiniteError()) is Failure.USER  # restarts would fail in the same way

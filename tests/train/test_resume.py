@@ -13,10 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from io import StringIO
-from math import inf
+from io import FileIO, StringIO
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import warm
 from curves import bound, config_of, write_texts
+from fourfold.checkpoint import load as loading
 from fourfold.checkpoint import save as saving
 from fourfold.checkpoint.format import Record, TensorType, read_record, write_record
 from fourfold.checkpoint.load import Checkpoints, read_full_tensor, verify_checkpoint
@@ -38,13 +39,20 @@ from fourfold.data.sampling import SampleOrder, cut_windows
 from fourfold.data.sources import prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import LAUNCHED
-from fourfold.errors import Failure
-from fourfold.grid import Shape
+from fourfold.errors import (
+    DamagedCheckpointError,
+    FailedElsewhereError,
+    Failure,
+    RollBackError,
+    UnreadableCheckpointError,
+    is_damaged,
+)
+from fourfold.grid import Grid, Shape
 from fourfold.job import Channel
 from fourfold.report.run_data import read_run
 from fourfold.train import launch as launching
 from fourfold.train import signals as stopping
-from fourfold.train.checkpoints import any_restarted, find_start, start_at, start_from, what_is_saved
+from fourfold.train.checkpoints import any_restarted, find_start, roll_back, start_at, start_from, what_is_saved
 from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import FolderLock, JsonLines, rewind
@@ -302,7 +310,7 @@ def test_weights_alone_begin_a_run_but_continue_none(one: Ranks, finished: Path,
 def test_a_state_of_somebody_elses_is_refused(finished: Path, tmp_path: Path, change: Any, said: str) -> None:
     checkpoint = tmp_path / "checkpoints" / f"step-{HALF:08}"
     record = read_record(finished / "checkpoints" / checkpoint.name)
-    checkpoint.mkdir(parents=True)
+    shutil.copytree(finished / "checkpoints" / checkpoint.name, checkpoint)
     write_record(checkpoint, Record(record.grid, {**record.state, **change}, record.tensors, record.files))
     with pytest.raises(ValueError, match=rf"{re.escape(str(checkpoint))}.*{said}"):
         start_at(tmp_path, read_config(finished / "config.toml"), None)
@@ -322,14 +330,158 @@ def test_a_position_of_somebody_elses_is_refused(change: dict[str, Any]) -> None
     assert order.state() == before
 
 
+def flip(path: Path) -> None:
+    """Change the last byte of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def poison(checkpoint: Path) -> None:
+    """Write a checkpoint anew as an earlier version would have written it, with NaN in a parameter."""
+    record = read_record(checkpoint)
+    types = {name: TensorType(info.dtype, info.shape) for name, info in record.tensors.items()}
+    tensors = {name: read_full_tensor(checkpoint, record, name) for name in types}
+    tensors["model/norm.weight"][3] = nan
+    shutil.rmtree(checkpoint)
+    write_full_tensors(checkpoint, types, tensors.values(), record.state)
+
+
+def cut_record(checkpoint: Path) -> None:
+    record = checkpoint / "checkpoint.json"
+    record.write_bytes(record.read_bytes()[:-9])
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "rank-00000.safetensors has": lambda folder: os.truncate(folder / "rank-00000.safetensors", 1000),
+    "rank-00000.safetensors is missing": lambda folder: (folder / "rank-00000.safetensors").unlink(),
+    "is damaged: ": lambda folder: flip(folder / "rank-00000.safetensors"),
+    "checkpoint.json is missing": lambda folder: (folder / "checkpoint.json").unlink(),
+    "is not the record of a checkpoint": cut_record,
+    "was saved with NaN or infinity in 'model/norm.weight'": poison,
+}
+"""Ways to damage a checkpoint, by what is said about it."""
+
+
+@pytest.mark.parametrize("why", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(finished: Path, tmp_path: Path, why: str) -> None:
+    """A rollback passes over it too. If none is sound, the error names them all. One that is asked for is refused."""
+    folder, grid = tmp_path / "run", Grid.alone("cpu")
+    shutil.copytree(finished, folder)
+    config = read_config(folder / "config.toml")
+    newest, older = (folder / "checkpoints" / f"step-{step:08}" for step in (STEPS, HALF))
+    DAMAGES[why](newest)
+    before = contents(folder)
+    start = find_start(grid, folder, config)
+    assert (start.step, start.checkpoint, start.verified) == (HALF, older, True)
+    ((found, reason),) = [(one.folder, one.why) for one in start.passed_over]
+    assert found == newest and why in reason
+    if (newest / "checkpoint.json").exists():
+        with pytest.raises(DamagedCheckpointError, match=rf"or resume from an earlier checkpoint: --step {HALF}"):
+            find_start(grid, folder, config, STEPS)
+    assert contents(folder) == before  # nothing changes before the run starts
+    back = roll_back(grid, folder, config, RollBackError("it jumps", STEPS, {"given": [24]}))
+    assert back.step == HALF and back.skipped is not None and back.skipped.after == HALF
+    DAMAGES[why](older)
+    with pytest.raises(DamagedCheckpointError, match=rf"no sound checkpoint \(step-{STEPS:08}: .*; step-{HALF:08}: "):
+        find_start(grid, folder, config)
+
+
+def test_an_error_that_may_pass_passes_over_nothing(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails once, or a file that this user may not read: the checkpoint may be as good as ever."""
+    config = read_config(finished / "config.toml")
+
+    class Failing(FileIO):
+        def readinto(self, *_: Any) -> Any:
+            raise OSError(5, "Input/output error")
+
+    opened = Path.open
+
+    def broken(path: Path, *given: Any, **named: Any) -> Any:
+        return Failing(str(path)) if named.get("buffering") == 0 else opened(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", broken)
+        with pytest.raises(UnreadableCheckpointError, match=r"cannot read .*Input/output error") as caught:
+            find_start(Grid.alone("cpu"), finished, config)
+    assert not is_damaged(caught.value)
+    assert find_start(Grid.alone("cpu"), finished, config).step == STEPS
+
+
+def look_at(folder: Path, config: TrainConfig, unreadable: bool) -> tuple[str, int, str]:
+    """A job: what the ranks find, where rank 1 may not read its file."""
+    grid = grid_of(config.grid.shape)
+    if unreadable and grid.rank == 1:
+        real, loading.verify_share = loading.verify_share, refuse
+    try:
+        start = find_start(grid, folder, config)
+        return "", start.step, start.passed_over[0].why if start.passed_over else ""
+    except (OSError, FailedElsewhereError) as error:
+        return str(error), -1, ""
+    finally:
+        if unreadable and grid.rank == 1:
+            loading.verify_share = real
+
+
+def refuse(*_: object) -> None:
+    raise UnreadableCheckpointError(13, "cannot read it (Permission denied)")
+
+
+def test_all_ranks_pass_over_what_one_of_them_finds_damaged(ranks, tmp_path: Path) -> None:
+    """Rank 1's file is damaged, which only rank 1 reads; if rank 1 cannot read it, all ranks raise instead."""
+    config = small(tmp_path, "fp32", Shape(z=2), train__evaluate_every=0)
+    ranks(2).run(trained, config, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08}"
+    unread = ranks(2).run(look_at, tmp_path / "run", config, True)
+    assert [step for _, step, _ in unread] == [-1, -1]
+    assert all("Permission denied" in said for said, _, _ in unread)
+    flip(folder / "rank-00001.safetensors")
+    found = ranks(2).run(look_at, tmp_path / "run", config, False)
+    assert found[0] == found[1]
+    assert found[0][:2] == ("", HALF) and "rank-00001.safetensors is damaged" in found[0][2]
+    ranks(2).run(resumed, config, tmp_path / "run")
+    assert sorted(path.name for path in folder.parent.iterdir()) == [
+        f"damaged-{folder.name}",
+        f"step-{HALF:08}",
+        folder.name,
+    ]
+    assert column(tmp_path / "run", "step", "step") == list(range(1, STEPS + 1))
+
+
+def test_a_run_falls_back_by_itself_and_loses_nothing_else(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    """Ranks that were started again as well as a user's command; a damaged folder is kept, each under its own name."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    newest = folder / "checkpoints" / f"step-{STEPS:08}"
+    flip(newest / "rank-00000.safetensors")
+    broken = (newest / "rank-00000.safetensors").read_bytes()
+    for number, (job, command) in enumerate(
+        [
+            (cli_started_again, ["train", str(finished / "config.toml"), "--out", str(folder)]),
+            (cli, ["train", "--resume", str(folder)]),
+        ]
+    ):
+        name = f"damaged-{newest.name}{'-2' if number else ''}"
+        (left,) = one.run(job, *command)
+        assert (left.code, left.err) == (0, "" if number else WAITS)
+        said = f"step {HALF}: passed over {newest}, now {name}, because {newest / 'rank-00000.safetensors'} is damaged"
+        assert said in left.out and f"; steps {HALF + 1} to {STEPS} are trained again\n" in left.out
+        assert f"resumes after step {HALF}, from {folder / 'checkpoints' / f'step-{HALF:08}'}\n" in left.out
+        assert (newest.with_name(name) / "rank-00000.safetensors").read_bytes() == broken
+        assert column(folder, "step", "loss") == column(finished, "step", "loss")
+        verify_checkpoint(newest)  # trained and saved again
+        shutil.copy(newest.with_name(name) / "rank-00000.safetensors", newest)
+    noted = [line for line in (folder / "events.jsonl").read_text().splitlines() if '"note"' in line]
+    assert len(noted) == 2
+
+
 def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tmp_path: Path) -> None:
-    """Of a run whose newest is damaged, which says so; what was saved and recorded after that step goes."""
+    """What was saved and recorded after that step goes."""
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     damaged = folder / "checkpoints" / f"step-{STEPS:08}" / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     command = ["train", "--resume", str(folder), "--steps", str(STEPS + 1)]
-    (left,) = one.run(cli, *command)
+    (left,) = one.run(cli, *command, "--step", str(STEPS))
     assert_error(left, str(damaged), f"or resume from an earlier checkpoint: --step {HALF}")
     (left,) = one.run(cli, *command, "--step", str(HALF))
     assert (left.code, left.err) == (0, "")
@@ -339,6 +491,35 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
     verify_checkpoint(damaged.parent)  # another one by now
     assert column(folder, "step", "step") == list(range(1, STEPS + 2))
     assert column(folder, "resumed", "step") == [HALF]
+
+
+def test_changed_data_is_refused_unless_a_command_accepts_it(
+    one: Ranks, finished: Path, tokens: str, tmp_path: Path
+) -> None:
+    """Acceptance is noted in the log, and the folder does not store it: the next change is refused again."""
+    folder, data = halfway(finished, tmp_path / "run"), tmp_path / "moved.tokens"
+    content = Path(tokens).read_bytes()
+    data.write_bytes(content)
+    command = ["train", "--resume", str(folder), "--data", str(data)]
+    (left,) = one.run(cli, *command)
+    assert (left.code, left.err) == (0, "")  # the same content elsewhere is the same data
+    assert column(folder, "step", "loss") == column(finished, "step", "loss")
+    command += ["--steps", str(STEPS + 1)]
+    data.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    before = contents(folder)
+    (left,) = one.run(cli, *command)
+    said = "moved.tokens: source 0 has as many tokens as before, but other ones"
+    assert_error(left, said, "or accept the change: --set data.changed=accept")
+    assert contents(folder) == before
+    (left,) = one.run(cli, *command, "--set", "data.changed=accept")
+    assert (left.code, left.err) == (0, "")
+    (note,) = column(folder, "note", "said")
+    assert note == f"a change of the data was accepted: {said}"
+    assert note in (folder / "log.txt").read_text() and note in left.out
+    assert read_config(folder / "config.toml").data.changed == "refuse"
+    data.write_bytes(content)
+    (left,) = one.run(cli, *command[:-1], str(STEPS + 2))
+    assert_error(left, said)  # back to what it was is a change too: the checkpoint is of the other content
 
 
 def test_a_folder_has_one_job(one: Ranks, finished: Path, tmp_path: Path) -> None:
@@ -401,7 +582,7 @@ def test_ranks_that_torchrun_has_started_again_go_on_unasked(one: Ranks, finishe
     folder = halfway(finished, tmp_path / "run")
     command = ["train", str(finished / "config.toml"), "--out", str(folder), "--profile", "2"]
     (left,) = one.run(cli_started_again, *command)
-    assert (left.code, left.err) == (0, "fourfold: waits 1 s: torchrun has restarted this job 1 times\n")
+    assert (left.code, left.err) == (0, WAITS)
     assert column(folder, "resumed", "step") == [HALF]
     assert column(folder, "step", "loss") == column(finished, "step", "loss")
     (left,) = one.run(cli, *command)
@@ -427,6 +608,9 @@ def test_rewinding_leaves_what_was_before(tmp_path: Path) -> None:
     assert lines_of(tmp_path) == events[:2]
     rewind(tmp_path / "absent", 1)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+WAITS = "fourfold: waits 1 s: torchrun has restarted this job 1 times\n"
 
 
 def cli_started_again(*arguments: str) -> Left:
@@ -479,25 +663,6 @@ def fails_while_saving(config: TrainConfig, folder: Path) -> None:
             run.train()
     finally:
         saving.write_tensor_file = write_file
-
-
-def test_steps_skipped_in_a_row_are_counted_on(ranks, tmp_path: Path) -> None:
-    config = small(tmp_path, "fp32", Shape(x=2))
-    assert ranks(2).run(skipped_before, config, tmp_path / "run") == [(4, 2)] * 2
-
-
-def skipped_before(config: TrainConfig, folder: Path) -> tuple[int, int]:
-    """A job: where a run goes on that was saved after two skipped steps."""
-    grid = grid_of(config.grid.shape)
-    run, again = (Run(config, grid, folder) for _ in range(2))
-    run.begin(lambda: [])
-    run._launch(1)
-    assert run.saving is not None
-    for step in (3, 4):
-        run.step_judge.judge(step, 2.0, inf, inf)
-    run.saving.save(4, run.model, run.optimizer, run.loader, run.step_judge, last=True)
-    again.load(find_start(grid, folder, config))
-    return again.step, again.step_judge.state()["skipped"]
 
 
 # --- SIGTERM

@@ -34,10 +34,18 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fourfold.atomic import AtomicFolder, require_free
-from fourfold.checkpoint.format import DTYPE_CODES, Record, TensorFile, TensorType, read_record
+from fourfold.checkpoint.format import (
+    DTYPE_CODES,
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    Record,
+    TensorFile,
+    TensorType,
+    read_record,
+)
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.checkpoint.save import write_full_tensors
-from fourfold.checkpoint.training_state import MODEL, OPTIMIZER, RANDOM
 from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
 from fourfold.layout import Box, boxed, overlap
 from fourfold.old_versions import upgrade_state

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from fourfold.atomic import write_bytes
-from fourfold.checkpoint.format import Record, TensorFile, TensorType, TensorTypes, write_tensor_file
+from fourfold.checkpoint.format import MODEL, Record, TensorFile, TensorType, TensorTypes, write_tensor_file
 from fourfold.checkpoint.load import read_full_tensor, require_same_names, show_names
 from fourfold.checkpoint.save import write_full_tensors
-from fourfold.checkpoint.training_state import MODEL
 from fourfold.errors import DamagedCheckpointError
 from fourfold.grid import Grid
 from fourfold.models import ModelConfig, build

@@ -1,7 +1,8 @@
 """Loading: a grid of any shape reads what any other grid has written; each rank reads the parts that it holds.
 
-Everything is checked first: names, shapes, dtypes, files, and the checksum of every tensor, the bytes divided among the
-ranks. The first tensor changes only after all ranks have found everything in order.
+Everything is checked first: names, shapes, dtypes, files, the checksum of every tensor, and that parameters and
+optimizer state are finite, the bytes divided among the ranks. The first tensor changes only after all ranks have found
+everything in order.
 
 The checkpoints of a run are found here too: a run has one folder per step, and only a folder with a record is complete.
 """
@@ -12,8 +13,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,20 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.atomic import AtomicFolder
-from fourfold.checkpoint.format import CHECKPOINT_FILE, RECORD, Record, TensorFile, TensorType, rank_file, read_record
-from fourfold.checkpoint.training_state import (
+from fourfold.checkpoint.format import (
+    CHECKPOINT_FILE,
     MODEL,
     OPTIMIZER,
     RANDOM,
+    RECORD,
+    Record,
+    TensorFile,
+    TensorType,
+    rank_file,
+    read_record,
+    reading,
+)
+from fourfold.checkpoint.training_state import (
     LocalShard,
     LocalShards,
     model_shards,
@@ -34,7 +45,7 @@ from fourfold.checkpoint.training_state import (
     set_optimizer_state,
     set_random_states,
 )
-from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, nearest
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError, nearest
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
 from fourfold.layout import Box, boxed, overlap
@@ -42,6 +53,8 @@ from fourfold.optim import AdamW
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder in a run."""
+SET_ASIDE = "damaged-"
+"""The beginning of the name of a folder that a run found damaged and passed over. Nothing ever counts or removes it."""
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds its checkpoints."""
 WHAT_TO_GIVE = "give the folder of a run, or the folder of one checkpoint"
@@ -78,28 +91,89 @@ class Checkpoints:
         complete = self.complete()
         return complete[-1][1] if complete else None
 
-    def prune(self, keep_last: int, keep_every: int) -> None:
+    def newest_whole(self, before: int | None = None) -> tuple[Path | None, list[PassedOver]]:
+        """Return the newest checkpoint, of steps below `before`, that has all its files, and what was passed over.
+
+        Only records and the lengths of files are looked at, so a checkpoint that is found may still be damaged.
+        """
+        passed_over: list[PassedOver] = []
+        for step, folder in reversed(self.all()):
+            if before is None or step < before:
+                try:
+                    require_whole(folder)
+                except DamagedCheckpointError as error:
+                    passed_over.append(PassedOver(step, folder, str(error)))
+                else:
+                    return folder, passed_over
+        return None, passed_over
+
+    def prune(self, keep_last: int, keep_every: int) -> list[str]:
         """Remove all checkpoints but the last few and those of steps that `keep_every` divides (0: none).
 
-        The newest checkpoint is never removed.
+        The newest checkpoint is never removed. Return what could not be removed and why, one text for each folder; it
+        is tried again at the next call.
         """
+        faults = []
         for step, folder in self.complete()[: -max(1, keep_last)]:
             if not (keep_every and step % keep_every == 0):
-                with suppress(OSError):  # what cannot be removed now is tried again after the next save
+                try:
                     remove_checkpoint(folder)
+                except OSError as error:
+                    faults.append(f"cannot remove {folder} ({error.strerror})")
+        return [*faults, *self.remove_leftovers(".removed")]
 
-    def remove_leftovers(self) -> None:
-        """Remove what saves and removals that died have left."""
+    def remove_leftovers(self, *suffixes: str) -> list[str]:
+        """Remove what saves (`.partial`) and removals (`.removed`) that died have left; return what could not be."""
+        faults = []
         for folder in self.root.glob(".step-*.*") if self.root.is_dir() else ():
-            if folder.suffix in (".partial", ".removed"):
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder.suffix in suffixes:
+                try:
+                    shutil.rmtree(folder)
+                except OSError as error:
+                    faults.append(f"cannot remove {folder} ({error.strerror})")
+        return faults
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A damaged checkpoint that a run does not resume from, and why."""
+
+    step: int
+    folder: Path
+    why: str
+
+
+def require_whole(folder: Path) -> Record:
+    """Return the record of a checkpoint; raise unless all files that it names are there and as long as written."""
+    record = read_record(folder)
+    for name, written in record.files.items():
+        with reading(folder / name):
+            found = (folder / name).stat().st_size
+        if found != written.nbytes:
+            raise DamagedCheckpointError(
+                f"{folder / name} has {found} bytes and was written with {written.nbytes}; copy it again"
+            )
+    return record
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a half-removed folder never looks like a checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that a half-removed folder never looks like a checkpoint.
+
+    Files that cannot be removed are left for `remove_leftovers`.
+    """
     removed = folder.with_name(f".{folder.name}.removed")
     os.rename(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint to a name that is free and that no run counts; return the new path."""
+    name, number = f"{SET_ASIDE}{folder.name}", 1
+    while (free := folder.with_name(name)).exists():
+        number += 1
+        name = f"{SET_ASIDE}{folder.name}-{number}"
+    os.rename(folder, free)
+    return free
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -132,12 +206,15 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 # Loading
 
 
-def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+def load_training(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: AdamW, *, verified: bool = False
+) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, and return its `state`; all ranks call it.
 
-    Everything is verified on all ranks before anything changes. A checkpoint without optimizer state (imported
-    weights) may have another dtype and leaves the optimizer fresh. The ranks get back their random states on the grid
-    that wrote the checkpoint; on any other grid the random states stay as they are.
+    Everything is verified on all ranks before anything changes; `verified` says that `find_damage` has compared the
+    checksums already. A checkpoint without optimizer state (imported weights) may have another dtype and leaves the
+    optimizer fresh. The ranks get back their random states on the grid that wrote the checkpoint; on any other grid the
+    random states stay as they are.
     """
     grid = optimizer.gradients.grid
     chosen: dict[str, LocalShard] = {}
@@ -160,7 +237,7 @@ def load_training(folder: str | os.PathLike[str], model: nn.Module, optimizer: A
                     chosen[name] = state
         return chosen
 
-    record = read_shards(grid, folder, choose)
+    record = read_shards(grid, folder, choose, verified=verified)
     set_optimizer_state(optimizer, chosen)
     set_random_states(chosen, grid)
     return record.state
@@ -203,11 +280,17 @@ def show_names(missing: Sequence[str], unknown: Sequence[str], wanted: Sequence[
     return "; ".join(faults)
 
 
-def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Record], LocalShards]) -> Record:
+def read_shards(
+    grid: Grid,
+    folder: str | os.PathLike[str],
+    choose: Callable[[Record], LocalShards],
+    *,
+    verified: bool = False,
+) -> Record:
     """Read into the shards that `choose` picks by the record, in place, cast to their dtypes.
 
     All ranks call it. A file that is missing or damaged, or a tensor that does not fit, raises on all ranks before any
-    tensor has changed.
+    tensor has changed. With `verified` the checksums are not compared again.
     """
     source = Path(folder).resolve()
     grid.agree("the folder to read", str(source))
@@ -228,7 +311,8 @@ def read_shards(grid: Grid, folder: str | os.PathLike[str], choose: Callable[[Re
                 )
         own = {name: shard.require_box(name, grid) for name, shard in shards.items()}
         parts = checked_parts(source, record, {name: box for name, box in own.items() if all(box)})
-        verify_share(source, record, grid.rank, grid.shape.world)
+        if not verified:
+            verify_share(source, record, grid.rank, grid.shape.world)
         return record, shards, own, parts
 
     def copy() -> None:
@@ -291,7 +375,7 @@ def open_checked(folder: Path, record: Record, name: str) -> Iterator[TensorFile
 def verify_share(
     folder: Path, record: Record, share: int = 0, shares: int = 1, progress: Callable[[int], object] = lambda _: None
 ) -> None:
-    """Compare one share of a checkpoint's bytes with their checksums. Shares are equal and end between tensors.
+    """Verify one share of a checkpoint's bytes: checksums, and what must be finite. Shares end between tensors.
 
     Every file counts the same, so with as many shares as files each share is one file: on the grid that wrote the
     checkpoint a rank opens its own file alone. `progress` is called with the bytes of each tensor.
@@ -304,15 +388,58 @@ def verify_share(
             offset = 0
             for key, tensor in file.tensors.items():
                 if (number * info.nbytes + offset) * shares // (files * info.nbytes) == share:
-                    file.verify(key)
+                    file.verify(key, finite=key in record.tensors and record.tensors[key].finite)
                     progress(tensor.nbytes)
                 offset += tensor.nbytes
+
+
+def find_missing(grid: Grid, folder: Path) -> str:
+    """Return which file of a checkpoint is missing or cut short, as rank 0 sees it; empty if all are there.
+
+    All ranks call it and get the same text.
+    """
+    return _damage(grid, folder, lambda: require_whole(folder) if grid.rank == 0 else None)
+
+
+def find_damage(grid: Grid, folder: Path) -> str:
+    """Verify a checkpoint with all ranks, the bytes divided among them; return what is damaged, empty if nothing is.
+
+    All ranks call it, after `find_missing`, and get the same text. Whatever does not show that the checkpoint is
+    damaged, such as a disk that fails, raises on all ranks.
+    """
+
+    def verify() -> None:
+        try:
+            verify_share(folder, read_record(folder), grid.rank, grid.shape.world)
+        except MissingCheckpointError as error:
+            raise UnreadableCheckpointError(
+                ENOENT,
+                f"{error} (rank 0 sees it, rank {grid.rank} does not: is the folder shared by all nodes?)",
+            ) from error
+
+    return _damage(grid, folder, verify)
+
+
+def _damage(grid: Grid, folder: Path, act: Callable[[], object]) -> str:
+    """Call `act` on every rank, and return the first damage that it raises on any of them, on all ranks."""
+
+    def found() -> str:
+        try:
+            act()
+        except DamagedCheckpointError as error:
+            return str(error)
+        return ""
+
+    # Other errors raise on all ranks here, so that all of them come to the decision or none does.
+    mine = grid.run_together(f"verifying {folder}", found)
+    return grid.channel.decide(mine, lambda texts: next(filter(None, texts), ""))
 
 
 def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda _: None) -> Record:
     """Read a checkpoint from end to end and compare every byte with its checksum; raise where something is wrong.
 
-    For one process. `progress` is called with the bytes of each tensor.
+    Parameters and optimizer state must be finite too. For one process; `progress` is called with the bytes of each
+    tensor.
     """
     record = read_record(folder)
     verify_share(folder, record, progress=progress)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,7 +50,8 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write the parameters of a model into a folder, which all ranks must see.
 
     All ranks call it. A folder of weights that is already there is replaced once the new one is complete; an error on
-    any rank raises on all of them and leaves the old folder as it was.
+    any rank raises on all of them and leaves the old folder as it was. Parameters with NaN or infinity are not written:
+    the rank that holds one raises NotFiniteError.
     """
     PendingSave(model_shards(model), gradients_of(model).grid, folder, {}).wait()
 
@@ -69,7 +70,8 @@ def write_full_tensors(folder: Path, types: TensorTypes, tensors: Iterable[Tenso
 class Saver:
     """Saves a run into `ROOT/step-00000100` while it trains; all ranks call its methods together.
 
-    One save is under way at a time. If it fails, the checkpoints before it are intact, and the next call raises.
+    One save is under way at a time. If it fails, the checkpoints before it are intact, and the next call raises. A save
+    fails with NotFiniteError if a parameter or the optimizer's state holds NaN or infinity; buffers may.
     """
 
     def __init__(
@@ -87,7 +89,19 @@ class Saver:
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # kept when it is complete: the next one writes the same parts
         self._hooked: AdamW | None = None
-        grid.run_on_rank0("clearing unfinished checkpoints", self.checkpoints.remove_leftovers)
+        self._not_removed: list[str] = []
+        grid.run_on_rank0("clearing unfinished checkpoints", self._clear)
+
+    def _clear(self) -> None:
+        self._not_removed = self.checkpoints.remove_leftovers(".partial", ".removed")
+
+    def _prune(self) -> None:
+        self._not_removed = self.checkpoints.prune(self.keep_last, self.keep_every)
+
+    @property
+    def not_removed(self) -> list[str]:
+        """What rank 0 could not remove when it last tried, and why. This is no failure: it tries after every save."""
+        return self._not_removed
 
     def save(self, step: int, model: nn.Module, optimizer: AdamW, state: dict[str, Any]) -> None:
         """Write everything that is needed to resume after this step.
@@ -97,16 +111,18 @@ class Saver:
         change without it fails this save.
         """
         self.wait()
-        self._pending = self._last = PendingSave(
-            training_shards(model, optimizer),
-            self.grid,
-            self.checkpoints.path(step),
-            {**state, "step": step, "torch": torch.__version__, "saved": datetime.now(UTC).isoformat("T", "seconds")},
-            staging=self._staging,
-            previous=self._last,
-            before=lambda: self._require_newest(step),
-            after=lambda: self.checkpoints.prune(self.keep_last, self.keep_every),
-        )
+        saved = datetime.now(UTC).isoformat("T", "seconds")
+        with self._naming_the_newest(step):
+            self._pending = self._last = PendingSave(
+                training_shards(model, optimizer),
+                self.grid,
+                self.checkpoints.path(step),
+                {**state, "step": step, "torch": torch.__version__, "saved": saved},
+                staging=self._staging,
+                previous=self._last,
+                before=lambda: self._require_newest(step),
+                after=self._prune,
+            )
         if self._staging is None:
             self.wait()
         elif optimizer is not self._hooked:
@@ -140,13 +156,19 @@ class Saver:
         """Wait until the last checkpoint is complete; what failed on any rank raises on all."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            try:
+            with self._naming_the_newest(pending.record.state["step"]):
                 pending.wait()
-            except Exception as error:
-                newest = self.checkpoints.newest()
-                kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint before it"
-                error.add_note(f"{pending.folder.target} was not saved; {kept}")
-                raise
+
+    @contextmanager
+    def _naming_the_newest(self, step: int) -> Iterator[None]:
+        """Inside, an error gets a note that this step was not saved, and which checkpoint is the newest."""
+        try:
+            yield
+        except Exception as error:
+            newest = self.checkpoints.newest()
+            kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint before it"
+            error.add_note(f"{self.checkpoints.path(step)} was not saved; {kept}")
+            raise
 
 
 class StagingMemory:
@@ -317,7 +339,8 @@ class PendingSave:
                 "write to a file system that all nodes share"
             )
         types = {name: TensorType.of(tensor) for name, tensor in own.items()}
-        return write_tensor_file(self.folder.partial / rank_file(self.grid.rank), types, own.values())
+        finite = {name for name in own if self.record.tensors[name].finite}
+        return write_tensor_file(self.folder.partial / rank_file(self.grid.rank), types, own.values(), finite)
 
     def _publish(self, reports: list[dict[str, Any]]) -> None:
         """Write the record and give the folder its name if all ranks have written their files; on rank 0."""

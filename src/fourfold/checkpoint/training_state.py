@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.axes import AXES
-from fourfold.checkpoint.format import TensorInfo
+from fourfold.checkpoint.format import MODEL, OPTIMIZER, RANDOM, TensorInfo
 from fourfold.gradients import REPLICA
 from fourfold.grid import Grid
 from fourfold.layout import Box, Layout
@@ -26,8 +26,6 @@ from fourfold.nn.layer import specs_of
 from fourfold.optim import AdamW
 from fourfold.params import local_of
 
-MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
-"""The prefixes of the three groups of tensors."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments, as torch names them in the state of an optimizer."""
 COUNT = "step"
@@ -45,6 +43,8 @@ class LocalShard:
     storage: Layout
     parameter: Tensor | None = None
     """The DTensor of the shard, if it has one: torch counts in-place operations on a DTensor and on its shard apart."""
+    finite: bool = False
+    """Whether it is saved only if all its numbers are finite: parameters and optimizer state, but not buffers."""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class LocalShard:
 
     @property
     def info(self) -> TensorInfo:
-        return TensorInfo(self.shape, self.local.dtype, self.storage)
+        return TensorInfo(self.shape, self.local.dtype, self.storage, self.finite)
 
     def require_box(self, name: str, grid: Grid) -> Box:
         """Return this rank's box of the tensor; raise unless the shard has its shape."""
@@ -89,7 +89,7 @@ def model_shards(model: nn.Module) -> dict[str, LocalShard]:
             "declare parameters through a fourfold.nn layer, or use ff.parallelize"
         )
     shards = {
-        MODEL + name: LocalShard(local_of(parameters[name]), spec.shape, spec.storage, parameters[name])
+        MODEL + name: LocalShard(local_of(parameters[name]), spec.shape, spec.storage, parameters[name], finite=True)
         for name, spec in specs.items()
     }
     shards |= {MODEL + name: shard for name, shard in _buffers(model)}
@@ -155,8 +155,10 @@ def _state_shards(optimizer: AdamW, name: str, state: dict[str, Tensor]) -> dict
     cuts = spec.storage.cuts
     if optimizer.gradients.policy.shard_optimizer:
         cuts = (*cuts, (REPLICA, 0))
-    found = {f"{OPTIMIZER}{key}/{name}": LocalShard(state[key], spec.shape, Layout(cuts)) for key in MOMENTS}
-    return {**found, f"{OPTIMIZER}{COUNT}/{name}": LocalShard(state[COUNT], (), Layout())}
+    found = {
+        f"{OPTIMIZER}{key}/{name}": LocalShard(state[key], spec.shape, Layout(cuts), finite=True) for key in MOMENTS
+    }
+    return {**found, f"{OPTIMIZER}{COUNT}/{name}": LocalShard(state[COUNT], (), Layout(), finite=True)}
 
 
 def random_states(grid: Grid) -> dict[str, LocalShard]:

@@ -15,9 +15,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fourfold.checkpoint.format import Record, read_record
-from fourfold.checkpoint.load import WHAT_TO_GIVE, checkpoints_of, find_checkpoint, is_checkpoint, verify_checkpoint
-from fourfold.checkpoint.training_state import MODEL
+from fourfold.checkpoint.format import MODEL, Record, read_record
+from fourfold.checkpoint.load import (
+    SET_ASIDE,
+    WHAT_TO_GIVE,
+    checkpoints_of,
+    find_checkpoint,
+    is_checkpoint,
+    verify_checkpoint,
+)
 from fourfold.layout import Layout
 from fourfold.report.units import DASH, aligned, count, nbytes
 from fourfold.train.progress import percent_of
@@ -52,6 +58,8 @@ def list_checkpoints(options: argparse.Namespace, _: object) -> int:
     for folder in sorted(checkpoints.root.glob(".step-*")):  # a save works in a hidden folder until it is complete
         if folder.suffix in UNFINISHED:
             below.append(f"{folder.name}: {UNFINISHED[folder.suffix]}")
+    for folder in sorted(checkpoints.root.glob(f"{SET_ASIDE}*")):
+        below.append(f"{folder.name}: a run found it damaged and passed over it; remove it if nobody needs it")
     if len(rows) == 1 and not below:
         raise FileNotFoundError(f"{options.path} has no checkpoint; give the folder of a run that was saved")
     print("\n".join([*(table(rows, right=(0, 3, 4)) if len(rows) > 1 else ()), *below]))
@@ -144,7 +152,10 @@ def model_name(state: dict[str, Any]) -> str:
 
 
 def verify(options: argparse.Namespace, _: object) -> int:
-    """Verify a checkpoint, or all checkpoints of a run; name the damaged ones, and return 1 if there is any."""
+    """Verify a checkpoint, or all checkpoints of a run; name the damaged ones, and return 1 if there is any.
+
+    A checkpoint with NaN or infinity in a parameter or in the optimizer's state counts as damaged.
+    """
     path: Path = options.path
     folders = [path] if is_checkpoint(path) else [folder for _, folder in checkpoints_of(path).all()]
     if not folders:

@@ -71,10 +71,22 @@ class Loader:
         self._reader = WindowReader(sources, seq=seq, held_out=held_out, vocab=vocab, documents=documents)
         self._order = SampleOrder(self._reader.windows, weights, seed)  # where reading stands, a step ahead of _state
         self._state = self._order.state()
-        grid.agree("the data", str((self._state["of"], rows, documents)))
+        self._require_agreement(grid)
         self._pool = ThreadPoolExecutor(1, "fourfold-data", initializer=_set_device, initargs=(self.device,))
         self._closed = False
         self._prefetched: Future[tuple[list[TokenBatch], dict[str, Any]]] | None = None
+
+    def _require_agreement(self, grid: Grid) -> None:
+        """Raise unless all ranks read the same data: sources of equal content, wherever their files are."""
+        of = self._state["of"]
+        # the name of a file counts only where its content is not identified
+        same = [{key: source[key] for key in source if key != "content"} for source in of["sources"]]
+        for source, shown in zip(of["sources"], same, strict=True):
+            if source["content"]:
+                del shown["name"]
+        grid.agree("the data", str(({**of, "sources": same}, self._rows, self._reader.documents)))
+        for number, source in enumerate(of["sources"]):
+            grid.agree(f"the content of source {number} ({source['name']})", str(source["content"]))
 
     def next(self) -> list[TokenBatch]:
         """Return the micro-steps of the next step. An error while reading it is raised here."""
@@ -91,14 +103,19 @@ class Loader:
         """Return the position after the last step that `next` returned; it can be stored as JSON."""
         return {**self._state, "given": list(self._state["given"])}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position. The prefetched step is dropped."""
+    def restore(self, state: dict[str, Any], *, accept_changes: bool = False) -> list[str]:
+        """Continue from a saved position. The prefetched step is dropped.
+
+        Raise ChangedDataError if a source has other content than it had, unless `accept_changes`. Return what a user
+        should know: the changes that were accepted, and sources whose content the position does not identify.
+        """
         if self._prefetched is not None:
             wait([self._prefetched])  # the thread changes the order while it reads
             self._prefetched = None
             self._order.restore(self._state)
-        self._order.restore(state)
+        notes = self._order.restore(state, accept_changes=accept_changes)
         self._state = self._order.state()
+        return notes
 
     def close(self) -> None:
         """End the thread."""
@@ -201,7 +218,9 @@ class WindowReader:
                     "give the id that ends them with eod=, or use documents=False"
                 )
         self.sources, self.seq, self.vocab, self.documents = tuple(sources), seq, vocab, documents
-        self.windows = tuple(cut_windows(source.name, source.tokens, seq, held_out) for source in sources)
+        self.windows = tuple(
+            cut_windows(source.name, source.tokens, seq, held_out, source.fingerprint) for source in sources
+        )
 
     def batch(self, picks: Sequence[tuple[int, int] | None]) -> TokenBatch:
         """Return a row for each (source, window), and a row without targets for each None."""

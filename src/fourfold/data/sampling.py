@@ -11,7 +11,7 @@ Of the rows of a step a rank reads those of its place, so all ranks of a place r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from fourfold.axes import BATCH
+from fourfold.errors import ChangedDataError
 from fourfold.grid import Grid, Shape
 from fourfold.nn.rng import key_of
 
@@ -43,6 +44,8 @@ class SourceWindows:
     seq: int
     windows: int
     train: int
+    content: dict[str, str] = field(default_factory=dict)
+    """What identifies the content: the source's `fingerprint`."""
 
     @property
     def held_out(self) -> int:
@@ -50,7 +53,9 @@ class SourceWindows:
         return self.windows - self.train
 
 
-def cut_windows(name: str, tokens: int, seq: int, held_out: float = 0.0) -> SourceWindows:
+def cut_windows(
+    name: str, tokens: int, seq: int, held_out: float = 0.0, content: dict[str, str] | None = None
+) -> SourceWindows:
     """Cut a source into windows and hold out the last fraction of them: at least one window, unless it is 0."""
     if seq < 1 or not 0 <= held_out < 1:
         raise ValueError(f"seq={seq} must be at least 1, and held_out={held_out} must be at least 0 and below 1")
@@ -63,7 +68,7 @@ def cut_windows(name: str, tokens: int, seq: int, held_out: float = 0.0) -> Sour
             f"the source {name} of {tokens} tokens is too short: seq={seq} and held_out={held_out} need {needed} "
             "tokens; give more text, or make seq or held_out smaller"
         )
-    return SourceWindows(name, tokens, seq, windows, windows - held)
+    return SourceWindows(name, tokens, seq, windows, windows - held, content or {})
 
 
 class Permutation:
@@ -147,46 +152,74 @@ class SampleOrder:
         """Return the position and what identifies the data; numbers, texts, lists and dicts only."""
         return {"sample": self.sample, "given": list(self.given), "of": self._identity()}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a position that was saved with the same sources, seq, seed and weights."""
+    def restore(self, state: dict[str, Any], *, accept_changes: bool = False) -> list[str]:
+        """Continue from a position that was saved with the same sources, seq, seed and weights.
+
+        With `accept_changes` the sources may have other content, but there must be as many. Return what a user should
+        know: the changes that were accepted, and sources whose content the position does not identify.
+        """
         # A position comes from a file that anybody may have written, so every type is checked before it is relied on.
         try:
-            sample, given, saved = state["sample"], list(state["given"]), _flat(state["of"])
+            sample, given = state["sample"], list(state["given"])
+            settings, contents = _differences(state["of"], self._identity())
             if not all(type(count) is int and count >= 0 for count in (sample, *given)):
                 raise TypeError("a count is not a whole number")
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"this is not a saved position in the data: {state!r} ({error}); pass what state() returned"
             ) from error
-        here = _flat(self._identity())
-        # A key that only one of them has belongs to a source that was added or left out: then their numbers differ.
-        changed = [key for key in here if key in saved and saved[key] != here[key]]
-        if changed:
-            differing = "; ".join(f"{key} was {saved[key]}, is {here[key]}" for key in changed)
-            raise ValueError(
-                f"the data differs from the data of the saved position: {differing}; give the same data to "
-                "continue, or start a new run to train on other data"
+        if settings or (contents and not accept_changes):
+            raise (ValueError if settings else ChangedDataError)(
+                f"the data differs from the data of the saved position: {'; '.join([*settings, *contents])}; give the "
+                "same data to continue, or start a new run to train on other data"
             )
         if len(given) != len(self.sources) or sum(given) != sample:
             raise ValueError(f"this position is damaged: {given} samples of each source do not add up to {sample}")
         self.sample, self.given = sample, given
+        unknown = [
+            f"whether the content of {source.name} has changed is unknown, because the checkpoint does not identify it"
+            for source, saved in zip(self.sources, state["of"]["sources"], strict=True)
+            if source.content and "content" not in saved
+        ]
+        return [*(f"a change of the data was accepted: {text}" for text in contents), *unknown]
 
     def _identity(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "seq": self.sources[0].seq,
             "weights": list(self.weights),
-            "sources": [{"name": s.name, "tokens": s.tokens, "trained windows": s.train} for s in self.sources],
+            "sources": [
+                {"name": s.name, "tokens": s.tokens, "trained windows": s.train, "content": dict(s.content)}
+                for s in self.sources
+            ],
         }
 
 
-def _flat(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity as one table, with the values of its sources under keys such as `tokens of source 0`."""
-    flat = {key: identity[key] for key in ("seed", "seq", "weights")}
-    flat["number of sources"] = len(identity["sources"])
-    for number, source in enumerate(identity["sources"]):
-        flat |= {f"{key} of source {number}": source[key] for key in ("name", "tokens", "trained windows")}
-    return flat
+def _differences(saved: dict[str, Any], here: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return how an identity differs from a saved one: in what the config determines, and in the sources' content."""
+    settings = [
+        f"{key} was {saved[key]}, is {here[key]}" for key in ("seed", "seq", "weights") if saved[key] != here[key]
+    ]
+    if len(saved["sources"]) != len(here["sources"]):
+        settings.append(f"number of sources was {len(saved['sources'])}, is {len(here['sources'])}")
+    contents: list[str] = []
+    for number, (before, now) in enumerate(zip(saved["sources"], here["sources"], strict=False)):
+        content: dict[str, Any] = before.get("content", {})  # positions of earlier versions have none
+        compared = now["content"].keys() & content.keys()
+        changed = {
+            key: f"{key} of source {number} was {before[key]}, is {now[key]}"
+            for key in ("name", "tokens", "trained windows")
+            if before[key] != now[key]
+        }
+        if compared:
+            changed.pop("name", None)  # a file that was renamed or moved is the same where its content is
+        if changed.keys() == {"trained windows"}:
+            settings += changed.values()  # the source is as long as it was, so another share of it is held out
+        elif changed:
+            contents.append(f"{now['name']}: {'; '.join(changed.values())}")
+        elif any(content[key] != now["content"][key] for key in compared):
+            contents.append(f"{now['name']}: source {number} has as many tokens as before, but other ones")
+    return settings, contents
 
 
 def _integer_weights(sources: tuple[SourceWindows, ...], weights: Sequence[float] | None) -> tuple[int, ...]:

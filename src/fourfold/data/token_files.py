@@ -13,6 +13,8 @@ Fourfold's file is written as a stream and appears complete or not at all:
     4096   tokens, u16 or u32
            document starts: the position of each document's first token, i64, from the next multiple of 8
 
+The header has the SHA-256 of everything behind it, as it was written.
+
 Megatron's index has: magic, u64 version, u8 dtype code, u64 number of sequences, u64 number of document marks, then for
 each sequence its i32 length, for each sequence the i64 byte at which it begins in the `.bin`, and last the i64 document
 marks: the sequence at which each document begins, followed by the number of sequences. nanoGPT's file is u16 tokens and
@@ -21,16 +23,17 @@ nothing else. All numbers are little-endian.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import secrets
-import shutil
 import struct
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -45,6 +48,10 @@ DTYPES |= {"int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64}
 
 BLOCK = 1 << 20
 """Numbers read at once in a pass over a whole file: 8 MiB as int64, so that an index of any size can be checked."""
+
+SAMPLE_BYTES, SAMPLES = 64 << 10, 64
+"""The fingerprint of a file reads this many blocks of this many bytes: 4 MiB in all, which even a network file system
+delivers in well under a second. A file of up to that size is read whole."""
 
 MAGIC = b"4FTOKENS"
 VERSION = 1
@@ -114,6 +121,15 @@ class TokenSource(ABC):
     _ids: MappedArray
 
     @property
+    def fingerprint(self) -> dict[str, str]:
+        """What identifies the content, whatever the file's name and place: equal content has equal values.
+
+        `sampled` is a hash of blocks of the files, see `sample_hash`. `sha256`, where a file has it, is the hash of all
+        content as it was written. Empty for a source that cannot say.
+        """
+        return {}
+
+    @property
     def has_documents(self) -> bool:
         """Whether the source knows where its documents start."""
         return True
@@ -141,6 +157,7 @@ class TokenWriter:
         self.header = {"vocab": vocab, "eod": eod, "tokenizer": tokenizer}
         self._dtype = "uint16" if vocab <= 1 << 16 else "uint32"
         self._start = 0  # of the document that is being written
+        self._hash = hashlib.sha256()
 
     def __enter__(self) -> Self:
         # Beside the target, since a rename is atomic only inside one file system.
@@ -163,7 +180,7 @@ class TokenWriter:
                 f"says that there are {vocab}; repair the tokenizer's file or use another one"
             )
         with name_in_errors(self.path):
-            _write(self._file, ids, self._dtype)
+            self._hash.update(_write(self._file, ids, self._dtype))
         self.tokens += len(ids)
 
     def end_document(self) -> None:
@@ -188,11 +205,15 @@ class TokenWriter:
     def _finish(self) -> None:
         if not self.tokens:
             raise ValueError(f"{self.path} would have no tokens; give text that is not empty")
-        self._file.write(bytes(-self._file.tell() % 8))
+        padding = bytes(-self._file.tell() % 8)
+        self._file.write(padding)
+        self._hash.update(padding)
         self._starts.seek(0)
-        shutil.copyfileobj(self._starts, self._file)
+        while block := self._starts.read(SAMPLE_BYTES):
+            self._file.write(block)
+            self._hash.update(block)
         counts = {"dtype": self._dtype, "tokens": self.tokens, "documents": self.documents}
-        header = json.dumps(counts | self.header).encode()
+        header = json.dumps(counts | self.header | {"sha256": self._hash.hexdigest()}).encode()
         if len(header) > HEADER_BYTES - 16:
             raise ValueError(
                 f"{self.path}: the header takes {len(header)} bytes, but at most {HEADER_BYTES - 16} fit; "
@@ -211,11 +232,13 @@ class TokenWriter:
         self._temporary.unlink(missing_ok=True)
 
 
-def _write(file: BinaryIO, ids: Tensor, dtype: str) -> None:
+def _write(file: BinaryIO, ids: Tensor, dtype: str) -> bytearray:
+    """Write numbers, and return their bytes."""
     raw = bytearray(len(ids) * DTYPES[dtype].itemsize)
     if raw:
         torch.frombuffer(raw, dtype=DTYPES[dtype]).copy_(ids)
         file.write(raw)
+    return raw
 
 
 class TokenFile(TokenSource):
@@ -231,8 +254,15 @@ class TokenFile(TokenSource):
         self.vocab = header["vocab"]
         self.eod = header["eod"]
         self.tokenizer: dict[str, str] = header["tokenizer"]
+        self._sha256 = header.get("sha256")  # files of earlier versions have none
         self._ids = MappedArray(view, header["dtype"], HEADER_BYTES, self.tokens)
         self._starts = MappedArray(view, "int64", _starts_offset(header), self.documents)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        # without the header, which another version of Fourfold may write differently
+        found = {"sampled": sample_hash(self.path, HEADER_BYTES)}
+        return {**found, "sha256": self._sha256} if isinstance(self._sha256, str) else found
 
     def document_starts(self, start: int, stop: int) -> Tensor:
         return self._starts.read(bisect_left(self._starts, start), bisect_left(self._starts, stop))
@@ -295,6 +325,12 @@ class MegatronPair(TokenSource):
                 f"{self.tokens * self._itemsize} bytes (at least one token); copy both again or {PREPROCESS_AGAIN}"
             )
         self._ids = MappedArray(_map_file(tokens), dtype)
+        self._paths = tokens, index
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        tokens, index = map(sample_hash, self._paths)
+        return {"sampled": tokens, "sampled index": index}
 
     def document_starts(self, start: int, stop: int) -> Tensor:
         marks = range(len(self._marks))
@@ -360,9 +396,14 @@ class NanoGPTFile(TokenSource):
                 "token and at least one token; copy it again, or bring the .idx if it is half of a Megatron pair"
             )
         self.name = path.name
+        self.path = path
         self.eod = eod
         self._ids = MappedArray(_map_file(path), "uint16")
         self.tokens = len(self._ids)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        return {"sampled": sample_hash(self.path)}
 
     @property
     def has_documents(self) -> bool:
@@ -387,6 +428,24 @@ def _read_head(path: Path, kind: str, magic: bytes, length: int, remedy: str) ->
     if len(head) < length:
         raise ValueError(f"{path} is cut off: {len(head)} of the {length} bytes of its header are there; {remedy}")
     return head
+
+
+def sample_hash(path: Path, start: int = 0) -> str:
+    """Return a hash of the size of a file and of `SAMPLES` blocks of it, from byte `start` on.
+
+    The blocks are spread evenly, with the first and the last bytes among them. A change of the size, or of any byte in
+    these blocks, changes the hash. A change elsewhere in a file of more than 4 MiB does not.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size - start
+        found = hashlib.sha256(f"{size}\n".encode())
+        last = max(0, size - SAMPLE_BYTES)
+        # A file that is not longer than all blocks together is covered without a gap.
+        count = min(SAMPLES, -(-size // SAMPLE_BYTES))
+        for number in range(count):
+            file.seek(start + (last * number // (count - 1) if count > 1 else 0))
+            found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -1,8 +1,9 @@
 """The checkpoints of a run: when they are saved, and which one a run resumes from.
 
-`RunSaver` saves while the run trains. `start_from` looks at the checkpoint that a run is to resume from before anything
-is built or changed, and refuses a checkpoint that cannot continue the run. `restore` loads it; tensors and data are
-checked by the code that loads them, before it changes anything.
+`RunSaver` saves while the run trains, and only steps that were not skipped. `find_start` finds the newest checkpoint
+that is sound, verified by all ranks before anything is built or changed, and passes over damaged ones. `start_from`
+refuses a checkpoint that cannot continue the run. `restore` loads it; tensors and data are checked by the code that
+loads them, before it changes anything.
 """
 
 from __future__ import annotations
@@ -19,16 +20,25 @@ from typing import IO, Any
 from torch import nn
 
 from fourfold.atomic import write_json
-from fourfold.checkpoint.format import RECORD, read_record
-from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint, load_training
+from fourfold.checkpoint.format import OPTIMIZER, RECORD, read_record
+from fourfold.checkpoint.load import (
+    CHECKPOINTS,
+    Checkpoints,
+    PassedOver,
+    find_checkpoint,
+    find_damage,
+    find_missing,
+    load_training,
+)
 from fourfold.checkpoint.save import Saver
-from fourfold.checkpoint.training_state import OPTIMIZER
 from fourfold.data.loader import Loader
 from fourfold.environment import max_restarts, was_restarted
 from fourfold.errors import (
     BadStepsError,
+    ChangedDataError,
     DamagedCheckpointError,
     FailedElsewhereError,
+    NotFiniteError,
     NotSavedError,
     RollBackError,
     is_damaged,
@@ -36,8 +46,7 @@ from fourfold.errors import (
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
 from fourfold.train.config import TrainConfig
-from fourfold.train.guard import StepJudge
-from fourfold.train.run_folder import RunEvent, finish, holds_run, last_step, strict
+from fourfold.train.run_folder import RunEvent, finish, holds_run, last_good_step, strict
 from fourfold.train.schema import to_table
 
 LAST_SAVE_SECONDS = 30.0
@@ -56,14 +65,31 @@ MOST_ROLL_BACKS = 3
 # Saving
 
 
-class RunSaver:
-    """Saves a run while it trains, and reports a checkpoint once it is complete."""
+@dataclass(frozen=True, slots=True)
+class GoodStep:
+    """A step that was not skipped, with what its checkpoint stores beside the tensors.
 
-    def __init__(self, config: TrainConfig, grid: Grid, out: Path) -> None:
-        self.config, self.grid, section = config, grid, config.checkpoint
+    The steps that are skipped after it change neither parameters nor optimizer state, so until the next good step the
+    tensors are still its own. Only the position in the data moves on, and is remembered here.
+    """
+
+    step: int
+    data: dict[str, Any]
+    """The loader's state after the step."""
+    judge: dict[str, Any]
+    """The state of the `StepJudge` after the step."""
+
+
+class RunSaver:
+    """Saves a run while it trains, and reports a checkpoint once it is complete. `saved` is the last step saved."""
+
+    def __init__(self, config: TrainConfig, grid: Grid, out: Path, saved: int = 0) -> None:
+        self.config, self.grid, self.saved, section = config, grid, saved, config.checkpoint
+        self._put_off = False
         self._pending: RunEvent | None = None
         self._complete: list[RunEvent] = []
         self._last_saved = time.monotonic()
+        self._said: set[str] = set()
         self.saver = Saver(
             grid,
             out / CHECKPOINTS,
@@ -73,38 +99,58 @@ class RunSaver:
         )
 
     def due(self, step: int) -> bool:
-        """Return whether the config says to save after this step, the same on all ranks."""
+        """Return whether to save after this step, the same on all ranks: the config says so, or a save was put off."""
         every = self.config.checkpoint.every
-        return every > 0 and step % every == 0
+        return self._put_off or (every > 0 and step % every == 0)
 
     @property
     def overdue(self) -> bool:
         """Whether the last checkpoint, or the start, is too long ago by the clock of this rank."""
         return time.monotonic() - self._last_saved >= 60 * self.config.checkpoint.minutes > 0
 
-    def save(
-        self, step: int, model: nn.Module, optimizer: AdamW, loader: Loader, judge: StepJudge, *, last: bool
-    ) -> None:
-        """Save this step; after the last one wait until the checkpoint is complete."""
+    def put_off(self) -> bool:
+        """Save after the next good step, because the present one was skipped; return whether this is new."""
+        before, self._put_off = self._put_off, True
+        return not before
+
+    def save(self, good: GoodStep, model: nn.Module, optimizer: AdamW, *, last: bool) -> None:
+        """Save a step, unless it is saved already; at the end of the run wait until the checkpoint is complete.
+
+        Model and optimizer must be those of the step: it is the last one that was not skipped.
+        """
+        self._put_off = False
+        if good.step != self.saved:
+            self._save(good, model, optimizer, wait=last or not self.config.checkpoint.asynchronous)
+        elif last:
+            with self._naming_the_newest():
+                self._wait()
+
+    def _save(self, good: GoodStep, model: nn.Module, optimizer: AdamW, *, wait: bool) -> None:
         state = {
             "config": strict(to_table(self.config)),
-            "data": loader.state(),
-            **judge.state(),
+            "data": good.data,
+            **good.judge,
             "schedule": asdict(self.config.schedule),
         }
         self._last_saved = time.monotonic()
         began = time.perf_counter()
-        try:
+        with self._naming_the_newest():
             self._wait()  # one checkpoint is written at a time
-            self.saver.save(step, model, optimizer, state)
-            event: RunEvent = {"event": "saved", "step": step, "seconds": time.perf_counter() - began}
-            self._pending = event
-            if last or not self.config.checkpoint.asynchronous:
+            self.saver.save(good.step, model, optimizer, state)
+            event: RunEvent = {"event": "saved", "step": good.step, "seconds": time.perf_counter() - began}
+            self._pending, self.saved = event, good.step
+            if wait:
                 self._wait()
                 event["seconds"] = time.perf_counter() - began
-        except (OSError, FailedElsewhereError) as error:
-            # The last note of the error names the newest checkpoint, which is what a user needs to know.
-            raise NotSavedError("; ".join([str(error), *getattr(error, "__notes__", ())[-1:]])) from error
+
+    @contextmanager
+    def _naming_the_newest(self) -> Iterator[None]:
+        """Inside, an error about a save ends in the name of the newest checkpoint, which is what a user needs."""
+        try:
+            yield
+        except (OSError, FailedElsewhereError, NotFiniteError) as error:
+            kind = NotFiniteError if isinstance(error, NotFiniteError) else NotSavedError
+            raise kind("; ".join([str(error), *getattr(error, "__notes__", ())[-1:]])) from error
 
     def _wait(self) -> None:
         self.saver.wait()
@@ -115,13 +161,18 @@ class RunSaver:
     def completed(self) -> list[RunEvent]:
         """Return the checkpoints that were completed since the last call, with the seconds that training waited.
 
-        Rank 0 looks at the disk, so that it can report a checkpoint without waiting for the other ranks.
+        Rank 0 looks at the disk, so that it can report a checkpoint without waiting for the other ranks. It also
+        reports, once, each old checkpoint that could not be removed: the run goes on, but the disk fills up.
         """
         pending, path = self._pending, self.saver.checkpoints.path
         if pending is not None and self.grid.rank == 0 and (path(pending["step"]) / RECORD).is_file():
             self._complete.append(pending)
             self._pending = None
         found, self._complete = self._complete, []
+        for text in self.saver.not_removed:
+            if text not in self._said:
+                self._said.add(text)
+                found.append({"event": "note", "step": self.saved, "said": f"{text}; it is tried again at each save"})
         return found
 
     def wait_for_own_part(self, *, hurried: bool) -> None:
@@ -160,6 +211,10 @@ class Start:
     """Whether the folder holds a run already, which continues or starts again from step 0."""
     newer: tuple[Path, ...] = ()
     """Checkpoints of later steps, which are removed when the run starts."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """Damaged checkpoints of later steps, the newest first, which are set aside when the run starts."""
+    verified: bool = False
+    """Whether all ranks together have found the checkpoint sound."""
     notes: tuple[str, ...] = ()
     """Lines for the user."""
     skipped: SkippedData | None = None
@@ -167,20 +222,55 @@ class Start:
 
 
 def find_start(grid: Grid, out: Path, config: TrainConfig, step: int | None = None) -> Start:
-    """Return where a run starts, the same on every rank: after this step, or from the newest checkpoint."""
+    """Return where a run starts, the same on every rank: after this step, or from the newest sound checkpoint.
+
+    All ranks verify the checkpoint together. Without a step, damaged checkpoints are passed over, on all ranks alike.
+    An error that does not show damage, such as a disk that does not answer, raises and passes over nothing.
+    """
+    looking = f"looking at {out}"
     if step is not None:
-        return grid.run_together(f"looking at {out}", lambda: start_at(out, config, step))
-    # Rank 0 says which checkpoint is the newest, because nodes may see a shared folder at different times.
-    found = grid.broadcast_text(str(newest_checkpoint(out) or "") if grid.rank == 0 else "")
-    return grid.run_together(f"looking at {out}", lambda: start_from(out, config, Path(found) if found else None))
+        start = grid.run_together(looking, lambda: start_at(out, config, step))
+        found = start.checkpoint
+        if found is not None and (damage := find_missing(grid, found) or find_damage(grid, found)):
+            raise DamagedCheckpointError(f"{damage}{_earlier(found)}")
+        return replace(start, verified=True)
+    # Rank 0 says which checkpoints there are, because nodes may see a shared folder at different times.
+    seen = grid.run_together(looking, lambda: Checkpoints(out / CHECKPOINTS).all() if grid.rank == 0 else [])
+    paths = json.loads(grid.broadcast_text(json.dumps([str(folder) for _, folder in seen])))
+    passed_over: list[PassedOver] = []
+    for folder in map(Path, reversed(paths)):
+        if not (damage := find_missing(grid, folder)):
+            # before the whole checkpoint is read: a config that cannot continue from it is refused at once
+            start = grid.run_together(looking, lambda folder=folder: start_from(out, config, folder))
+            if not (damage := find_damage(grid, folder)):
+                return replace(start, passed_over=tuple(passed_over), verified=True)
+        passed_over.append(PassedOver(step_of(folder), folder, damage))
+    return _start_without(out, config, passed_over)
 
 
 def start_at(out: Path, config: TrainConfig, step: int | None) -> Start:
-    """Return the start after this step, with the later checkpoints to remove; None means the newest checkpoint."""
+    """Return the start after this step, with the later checkpoints to remove; None means the newest checkpoint.
+
+    For one process, which looks only at records and at the lengths of files.
+    """
     if step is None:
-        return start_from(out, config, newest_checkpoint(out))
+        found, passed_over = Checkpoints(out / CHECKPOINTS).newest_whole()
+        if found is None:
+            return _start_without(out, config, passed_over)
+        return replace(start_from(out, config, found), passed_over=tuple(passed_over))
     newer = tuple(folder for other, folder in Checkpoints(out / CHECKPOINTS).complete() if other > step)
     return replace(start_from(out, config, find_checkpoint(out, step)), newer=newer)
+
+
+def _start_without(out: Path, config: TrainConfig, passed_over: Sequence[PassedOver]) -> Start:
+    """Return the start of a run that has no checkpoint; raise if it has some and all are damaged."""
+    if passed_over:
+        faults = "; ".join(f"{found.folder.name}: {found.why}" for found in passed_over)
+        raise DamagedCheckpointError(
+            f"{out} has no sound checkpoint ({faults}); copy the files again, or move these folders away to begin at "
+            "step 0"
+        )
+    return start_from(out, config, None)
 
 
 def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start:
@@ -218,12 +308,16 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run."""
-    return Checkpoints(out / CHECKPOINTS).newest()
+    """Return the newest checkpoint of a run that has all its files; if they cannot be looked at, the newest of all."""
+    checkpoints = Checkpoints(out / CHECKPOINTS)
+    try:
+        return checkpoints.newest_whole()[0]
+    except (OSError, ValueError):  # what is wrong is said by the ranks, when they look
+        return checkpoints.newest()
 
 
 def newest_step(out: Path) -> int:
-    """Return the step of the newest complete checkpoint of a run, 0 if it has none."""
+    """Return the step of the newest checkpoint of a run that has all its files, 0 if it has none."""
     found = newest_checkpoint(out)
     return step_of(found) if found else 0
 
@@ -239,10 +333,15 @@ def _suggest_an_earlier_one(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (DamagedCheckpointError, FailedElsewhereError) as error:
-        before = [step for step, _ in Checkpoints(checkpoint.parent).complete() if step < step_of(checkpoint)]
-        if not before or not is_damaged(error):
+        if not is_damaged(error):
             raise
-        raise DamagedCheckpointError(f"{error}; or resume from an earlier checkpoint: --step {before[-1]}") from error
+        raise DamagedCheckpointError(f"{error}{_earlier(checkpoint)}") from error
+
+
+def _earlier(checkpoint: Path) -> str:
+    """Return the end of a sentence that names the checkpoint before this one; empty if there is none."""
+    before = [step for step, _ in Checkpoints(checkpoint.parent).complete() if step < step_of(checkpoint)]
+    return f"; or resume from an earlier checkpoint: --step {before[-1]}" if before else ""
 
 
 def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) -> None:
@@ -267,20 +366,30 @@ def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) 
 # Resuming
 
 
-def restore(start: Start, model: nn.Module, optimizer: AdamW, loader: Loader) -> dict[str, Any]:
-    """Load the checkpoint into model, optimizer and loader, and return its whole state; {} if the run starts at 0."""
+def restore(
+    start: Start, model: nn.Module, optimizer: AdamW, loader: Loader, *, accept_changes: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """Load the checkpoint into model, optimizer and loader; return its whole state, {} if the run starts at 0.
+
+    Also return what a user should know about the data. With `accept_changes` its content may have changed.
+    """
     if start.checkpoint is None:
-        return {}
+        return {}, []
     with _suggest_an_earlier_one(start.checkpoint):
-        state = load_training(start.checkpoint, model, optimizer)
+        state = load_training(start.checkpoint, model, optimizer, verified=start.verified)
     if start.step == 0:
-        return {}  # weights that somebody else trained bring no position in the data
+        return {}, []  # weights that somebody else trained bring no position in the data
     skipped = start.skipped
+    origin = start.checkpoint if skipped is None else PASSED_OVER
     try:
-        loader.restore(state.get("data", {}) if skipped is None else skipped.data)
+        notes = loader.restore(
+            state.get("data", {}) if skipped is None else skipped.data, accept_changes=accept_changes
+        )
+    except ChangedDataError as error:
+        raise ChangedDataError(f"{origin}: {error}, or accept the change: --set data.changed=accept") from error
     except ValueError as error:
-        raise ValueError(f"{start.checkpoint if skipped is None else PASSED_OVER}: {error}") from error
-    return state
+        raise ValueError(f"{origin}: {error}") from error
+    return state, notes
 
 
 def roll_back(grid: Grid, out: Path, config: TrainConfig, error: RollBackError) -> Start:
@@ -370,7 +479,7 @@ def require_named_folder(out: str | None) -> None:
 
 def what_is_saved(out: Path) -> str:
     """Return words for how far a run that ends early is saved, and the command that continues it."""
-    last, newest = last_step(out / "metrics.jsonl"), newest_step(out)
+    last, newest = last_good_step(out / "metrics.jsonl"), newest_step(out)
     resume = shlex.join(["fourfold", "train", "--resume", str(out)])
     if not last and not newest:
         return "it had not finished a step"

@@ -190,6 +190,9 @@ class DataSection:
     """Whether attention stays inside each of the documents that share a row."""
     held_out: float = 0.01
     """The share of every source, at its end, that is only used for evaluation."""
+    changed: Literal["refuse", "accept"] = "refuse"
+    """What to do if a run resumes and the content of a source is not the one that it was trained on. accept applies to
+    one command: the run's folder stores refuse."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -396,11 +399,12 @@ class TrainConfig:
         """Return the config as the run's folder keeps it.
 
         It does not name the folder, so that training it again makes another one. A tokenizer in the folder is named
-        without its path, so that the folder can be moved.
+        without its path, so that the folder can be moved. Changed data is accepted only by the command that says so.
         """
         name, data = Path(self.data.tokenizer), self.data
         if self.data.tokenizer != BYTES and name.expanduser().parent.resolve() == folder.resolve():
             data = replace(data, tokenizer=name.name)
+        data = replace(data, changed="refuse")  # what was accepted once must not hide the next change
         return replace(self, data=data, train=replace(self.train, out=None))
 
 

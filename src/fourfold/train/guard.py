@@ -78,7 +78,7 @@ class BadStep:
 
 
 class StepJudge:
-    """Judges the steps of a run, in their order."""
+    """Judges the steps of a run, in their order. Its state belongs to the last step that it has judged."""
 
     def __init__(self, section: WatchSection, max_skipped: int) -> None:
         self._section, self._max_skipped = section, max_skipped

@@ -28,14 +28,23 @@ from torch import Tensor
 
 import fourfold
 from fourfold.atomic import write_json, write_text
-from fourfold.checkpoint.load import remove_checkpoint
+from fourfold.checkpoint.load import remove_checkpoint, set_aside
 from fourfold.checkpoint.training_state import training_shards
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import is_watched
-from fourfold.errors import CollectiveError, End, LostPeerError, LostStoreError
+from fourfold.errors import (
+    BadStepsError,
+    CollectiveError,
+    End,
+    LostPeerError,
+    LostStoreError,
+    NotFiniteError,
+    NotSavedError,
+    RollBackError,
+)
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
@@ -43,7 +52,7 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
 from fourfold.planner.trace import kept_bytes
 from fourfold.planner.transformer import flops_per_token
-from fourfold.train.checkpoints import RunSaver, Start, earlier_parts, restore
+from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
 from fourfold.train.config import DTYPES, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
@@ -65,6 +74,8 @@ class StepInFlight:
     limit: float
     """The loss above which this step is a spike."""
     clipped: Clipped
+    data: dict[str, Any]
+    """The loader's state after this step."""
     metrics: Callable[[], StepMetrics]
     """Returns the metrics of the step once the device has finished it."""
 
@@ -114,6 +125,10 @@ class Run:
         """The signal that stopped the run before its last step, 0 if none did."""
         self.step = 0
         """The last step that was read."""
+        self._good: GoodStep | None = GoodStep(0, self.loader.state(), self.step_judge.state())
+        """The last step that was not skipped, whose parameters the model holds; None if the model holds a bad step."""
+        self._load_notes: list[str] = []
+        """What the user should know about the checkpoint's data, recorded when the run begins."""
         # `begin` sets the following; a run that is not begun trains without folder, checkpoints and guard.
         self.sinks: list[Sink] = []
         self.stored: RunEvent = {}
@@ -171,13 +186,17 @@ class Run:
 
     def load(self, start: Start) -> None:
         """Load the checkpoint that the run resumes from, before the first step."""
-        self.step_judge.restore(restore(start, self.model, self.optimizer, self.loader))
+        accept = self.config.data.changed == "accept"
+        state, self._load_notes = restore(start, self.model, self.optimizer, self.loader, accept_changes=accept)
+        self.step_judge.restore(state)
         self.step = start.step
+        self._good = GoodStep(start.step, self.loader.state(), self.step_judge.state())
 
     def begin(self, sinks: Callable[[], Sequence[Sink]], start: Start | None = None) -> None:
         """Prepare the folder and open the sinks on rank 0, then start saving and watching on every rank.
 
-        If rank 0 fails, all ranks raise. When a run resumes, records and checkpoints after its step are removed first.
+        If rank 0 fails, all ranks raise. When a run resumes, records and checkpoints after its step are removed first,
+        and damaged checkpoints that it passed over get another name.
         """
 
         def find_folder() -> None:
@@ -191,7 +210,7 @@ class Run:
             self.grid.run_on_rank0("starting the run", lambda: self._prepare_folder(sinks, start or Start()))
             self.grid.run_together("finding the run's folder", find_folder)
             if self.config.checkpoint.save:
-                self.saving = RunSaver(self.config, self.grid, self.out)
+                self.saving = RunSaver(self.config, self.grid, self.out, self.step)
             if self.grid.shape.world > 1:
                 self.guard = Guard(self.grid, self.out, self.config.watch.deadline)
         except BaseException:
@@ -205,6 +224,7 @@ class Run:
         self._lock = FolderLock(self.out)  # before anything in the folder changes
         for later in reversed(start.newer):  # the newest first, so that an interruption leaves no gap
             remove_checkpoint(later)
+        kept = [(found, set_aside(found.folder)) for found in start.passed_over]
         write_text(self.out / "config.toml", self.config.stored(self.out).toml())
         self.stored = self.facts()
         if start.resumes:
@@ -216,6 +236,11 @@ class Run:
             self.stored["predicted"], self._prediction_check = predicted
         write_json(self.out / "run.json", strict(self.stored))
         self.sinks = list(sinks())
+        for found, path in kept:
+            again = f"steps {start.step + 1} to {found.step} are trained again"
+            self._note(f"passed over {found.folder}, now {path.name}, because {found.why}; {again}")
+        for text in self._load_notes:
+            self._note(text)
         if start.step:
             where = {"grid": str(self.grid.shape), "checkpoint": str(start.checkpoint)}
             left_out = {} if start.skipped is None else {"passed_over": str(start.skipped)}
@@ -270,8 +295,20 @@ class Run:
         if self.saving is not None and saves:
             # after the records of the step: a checkpoint without them would resume a run with a gap
             with self._between_steps("saving a checkpoint", "saving"):
-                self.saving.save(step, self.model, self.optimizer, self.loader, self.step_judge, last=ends)
+                self._save(self.saving, step, ends=ends)
                 self._record_saved()
+
+    def _save(self, saving: RunSaver, step: int, *, ends: bool) -> None:
+        """Save after this step; if it was skipped, put the save off or, at the end, save the last good step."""
+        good = self._good
+        if good is not None and (ends or good.step == step):
+            if good.step < step:
+                first = good.step + 1
+                skipped = f"steps {first} to {step} were skipped" if first < step else "the step was skipped"
+                self._note(f"{skipped}; {_kept_text(good.step)}")
+            saving.save(good, self.model, self.optimizer, last=ends)
+        elif saving.put_off():
+            self._note("the step was skipped; its checkpoint is put off until a step is not")
 
     @contextmanager
     def _between_steps(self, doing: str, name: str) -> Iterator[None]:
@@ -318,7 +355,8 @@ class Run:
         jumps = loss > skip_above if isfinite(skip_above) else None  # stays on the device, so the host does not wait
         clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
         optimizer.zero_grad()
-        self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, self.meter.end()))
+        data = self.loader.state()
+        self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, data, self.meter.end()))
 
     def _read_steps(self, leave: int = 0) -> None:
         """Read the oldest steps in flight, and leave this many of the newest."""
@@ -326,7 +364,13 @@ class Run:
             self._read(self._in_flight.popleft())
 
     def _read(self, done: StepInFlight) -> None:
-        """Wait for the results of a step and record them."""
+        """Wait for the results of a step, record them, and act if the step is bad."""
+        bad = self._record_step(done)
+        if bad is not None:
+            self._handle_bad_step(bad, done.clipped)
+
+    def _record_step(self, done: StepInFlight) -> BadStep | None:
+        """Wait for the results of a step, record them, and return what is bad about the step."""
         self.guard.doing("reading results of its device", Waits.DEVICE if self.meter.on_gpu else Waits.NOTHING)
         loss, norm = done.loss.item(), done.clipped.norm.item()  # waits until the device has finished the step
         self.guard.doing("recording the step")
@@ -334,6 +378,10 @@ class Run:
         self.guard.took(metrics.seconds, metrics.exposed_seconds)
         self.profile.add(done.step, metrics)
         bad = self.step_judge.judge(done.step, loss, norm, done.limit)
+        if bad is None or bad.action == "tell":
+            self._good = GoodStep(done.step, done.data, self.step_judge.state())
+        elif not bad.in_a_row:
+            self._good = None  # a spike that was not skipped: the parameters hold it now
         tokens_per_second = self.config.batch.tokens / metrics.seconds
         mfu, hfu = self.peak.utilization(self.flops, tokens_per_second, self.grid.shape.world)
         self.step = done.step
@@ -352,8 +400,7 @@ class Run:
         self._record(event)
         if self._prediction_check is not None:
             self._record_comparison(self._prediction_check.add(event))
-        if bad is not None:
-            self._handle_bad_step(bad, done.clipped)
+        return bad
 
     def _handle_bad_step(self, bad: BadStep, clipped: Clipped) -> None:
         """Record a bad step and take the action that the config names."""
@@ -365,7 +412,30 @@ class Run:
             with self.grid.ledger.not_counted(), self.profile.aside("skipped"):  # its all-reduces belong to no step
                 name = clipped.first_not_finite()
             self._record({"event": "skipped", "step": bad.step, "parameter": name, "in_a_row": bad.in_a_row})
-        self.step_judge.act(bad, name, self.loader.state())
+        try:
+            self.step_judge.act(bad, name, self.loader.state())
+        except RollBackError:
+            raise  # the run goes back to its newest checkpoint
+        except BadStepsError as error:
+            raise BadStepsError(f"{error}; {self._keep_good_step()}") from error
+
+    def _keep_good_step(self) -> str:
+        """Save the last good step of a run that bad steps end, and return words for what is kept.
+
+        All ranks saw the same losses and gradients, so all of them come here.
+        """
+        while self._in_flight:  # their results decide which step the parameters are those of
+            self._record_step(self._in_flight.popleft())
+        if self.saving is None:
+            return "nothing is saved"
+        if self._good is None:
+            return f"the step is in the parameters, so they are not saved; {_kept_text(self.saving.saved)}"
+        self.guard.doing("saving a checkpoint")
+        try:
+            self.saving.save(self._good, self.model, self.optimizer, last=True)
+        except (NotSavedError, NotFiniteError) as error:
+            return str(error)
+        return _kept_text(self._good.step)
 
     @torch.no_grad()
     def evaluate(self) -> RunEvent:
@@ -395,6 +465,10 @@ class Run:
         for event in () if self.saving is None else self.saving.completed():
             self._record(event)
 
+    def _note(self, text: str) -> None:
+        """Record something about the run's checkpoints or data that people should know."""
+        self._record({"event": "note", "step": self.step, "said": text})
+
     def _record(self, event: RunEvent) -> None:
         for sink in self.sinks:
             sink.write(event)
@@ -421,6 +495,11 @@ class Run:
 def _due(step: int, every: int) -> bool:
     """Return whether something that is done after every so many steps is due; 0 never is."""
     return every > 0 and step % every == 0
+
+
+def _kept_text(step: int) -> str:
+    """Return words for the newest checkpoint of a run that cannot save its last step."""
+    return f"the newest checkpoint is that of step {step}" if step else "there is no checkpoint"
 
 
 def open_sources(config: TrainConfig, grid: Grid, cache: Path) -> list[TokenSource]:

@@ -4,7 +4,8 @@
     run.json        the description of the run: grid, model, device, versions; the prediction, and how the steps compare
                     with it; for a resumed run also when and on which grids it ran before
     metrics.jsonl   one JSON object per line: steps, evaluations, skipped steps, spikes, a comparison, a profile, saved
-                    checkpoints, resumptions, stragglers, the end; each step once, even if the run was resumed
+                    checkpoints, resumptions, stragglers, notes about checkpoints and data, the end; each step once,
+                    even if the run was resumed
     tensorboard/    the same for TensorBoard, if it is installed
     profile/        traces of the steps that --profile names, their summary, and the predicted timeline of a step
     data/           prepared text
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
 
 RunEvent = dict[str, Any]
 """An event of a run: `event` names its kind, `step` its step, and the other keys depend on the kind."""
-KINDS = ("step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "end")
+KINDS = (
+    "step", "evaluation", "skipped", "spike", "compared", "profile", "saved", "resumed", "straggler", "note", "end"
+)  # fmt: skip
 """The kinds of events in metrics.jsonl."""
 LOCK = ".lock"
 TAIL = 1 << 20
@@ -355,14 +358,15 @@ def last_end(metrics: Path) -> RunEvent | None:
     return last[0][1] if last and last[0][1]["event"] == "end" else None
 
 
-def last_step(metrics: Path) -> int:
-    """Return the last step that was recorded, 0 if there is none."""
+def last_good_step(metrics: Path) -> int:
+    """Return the last step that was recorded and not skipped, 0 if there is none."""
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:  # the end alone: a long run has written gigabytes
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         lines = file.read().decode(errors="replace").splitlines()
-    return max((event["step"] for _, event in _events(lines) if event["event"] == "step"), default=0)
+    good = (event["step"] for _, event in _events(lines) if event["event"] == "step" and not event.get("skipped"))
+    return max(good, default=0)
 
 
 def finish(metrics: Path, step: int) -> None:
