@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.atomic import write_json
-from fourfold.environment import LAUNCHED, RESTARTED, Environment, inside_a_job, is_watched
+from fourfold.environment import LAUNCHED, RESTARTED, Environment, is_watched, rank_name
 from fourfold.errors import Failure
 from fourfold.train.rendezvous import LOCAL
 from fourfold.train.signals import INTERRUPTED, MAX_SECONDS, READABLE, TERMINATED
@@ -206,9 +206,8 @@ def report_failure(message: str, kind: Failure, *, whole: bool = True) -> None:
         # The file appears whole or not at all, because this rank may be killed while it writes.
         write_json(Path(path), {"message": message, "timestamp": str(int(time.time())), "kind": kind})
         return
-    who = f"rank {Environment.read().rank}: " if inside_a_job() else ""
     shown = message if whole else message.partition("\n")[0]
-    print(f"fourfold: error: {who}{shown}", file=sys.stderr, flush=True)
+    print(f"fourfold: error: {rank_name()}{shown}", file=sys.stderr, flush=True)
 
 
 @cache
