@@ -35,7 +35,8 @@ def program(folder: str, fault: str, faulty: int, deadline: float = DEADLINE) ->
     grid = grid_of(GRID)
     tape = Tape(tape_path(Path(folder), grid.rank), grid.rank, grid.shape)
     grid.ledger.listener = tape
-    alarm = Alarm(tape, grid, Path(folder), deadline, partial(say, folder, grid.rank))
+    alarm = Alarm(grid.channel, deadline, partial(say, folder, grid.rank))
+    alarm.watch_steps(tape, Path(folder))
     for step in range(1, 5):
         tape.step = step
         tape.doing("computing")

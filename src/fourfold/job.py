@@ -346,7 +346,7 @@ class Channel:
         """
         keys = {rank: self._key(key, rank) for rank in (self.ranks if ranks is None else ranks)}
         try:
-            self._wait(list(keys.values()), seconds, key, keys)
+            self.wait_for_keys(list(keys.values()), seconds, key, keys)
         except LateRanksError as late:
             if not partial:
                 raise
@@ -384,7 +384,7 @@ class Channel:
                 # all ranks have read that verdict, because they have come to this decision
                 self._ask(self._store.delete_key, self._key(before, what))
             self._ask(self._store.set, verdict, judge([texts[rank] for rank in self.ranks]))
-        self._wait([verdict], seconds, self.name, {rank: self._key(now, rank) for rank in self.ranks})
+        self.wait_for_keys([verdict], seconds, self.name, {rank: self._key(now, rank) for rank in self.ranks})
         return self._ask(self._store.get, verdict).decode()
 
     def meet(self, seconds: float | None = None) -> None:
@@ -426,7 +426,7 @@ class Channel:
         """Count how often this rank did something; the store keeps the number, so that no process state is needed."""
         return self._ask(self._store.add, self._key(what, self.rank), 1)
 
-    def _wait(self, keys: Sequence[str], seconds: float | None, what: str, by_rank: dict[int, str]) -> None:
+    def wait_for_keys(self, keys: Sequence[str], seconds: float | None, what: str, by_rank: dict[int, str]) -> None:
         """Wait until the store has all keys; raise with the ranks that have not put theirs after the deadline."""
         seconds = self.seconds if seconds is None else seconds
         until, pause = time.monotonic() + seconds, self.MIN_PAUSE
