@@ -75,8 +75,8 @@ INSIDE = {
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
-        "__init__", "signals", "rendezvous", "launch", "schema", "config", "run_folder", "planning", "metrics",
-        "progress", "guard", "checkpoints", "loop",
+        "__init__", "signals", "rendezvous", "arrivals", "launch", "schema", "config", "run_folder", "planning",
+        "metrics", "progress", "guard", "checkpoints", "loop",
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",

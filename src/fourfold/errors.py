@@ -116,8 +116,8 @@ USERS = (ValueError, OSError, ImportError, FailedElsewhereError, BadStepsError, 
 """Errors that tell the user what to change; every other exception shows its traceback."""
 
 
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Part of the sentence in which torch says that the machine has no memory left; it has no type for it."""
+NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""Parts of the sentences in which torch says that the machine has no memory left; it has no type for it."""
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -134,13 +134,15 @@ def failure_of(error: BaseException) -> Failure:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the machine had no memory for an allocation; the memory of a device has torch's own type.
 
-    This is the only place that reads the sentence of torch's allocator.
+    This is the only place that reads the sentences of torch's allocator.
     """
     if isinstance(error, FailedElsewhereError):
         return error.failure is Failure.OUT_OF_MEMORY
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error))
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 def is_damaged(error: BaseException) -> bool:

@@ -195,8 +195,7 @@ def meet_ranks(channel: Channel, until: float) -> None:
 
 def arrived(store: dist.Store, world: int) -> set[int]:
     """Return the ranks that have joined the job whose store this is, without waiting for any."""
-    channel = Channel(JOINING, range(world), store, rank=0)
-    return {rank for rank in range(world) if channel.collect("here", (rank,), 0.0, partial=True)}
+    return set(Channel(JOINING, range(world), store, rank=0).collect("here", seconds=0.0, partial=True))
 
 
 def require_resolvable(host: str) -> None:

@@ -44,6 +44,7 @@ from fourfold.job import Channel
 from fourfold.report.run_data import read_run
 from fourfold.train import launch as launching
 from fourfold.train import signals as stopping
+from fourfold.train.arrivals import Arrivals
 from fourfold.train.checkpoints import any_restarted, find_start, start_at, start_from, what_was_lost
 from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
@@ -552,7 +553,7 @@ def test_what_sigterm_left_unsaved_is_said(finished: Path, tmp_path: Path) -> No
 
 
 def test_ranks_that_are_told_to_end_have_the_time_to_save() -> None:
-    config = launching._config(2, "name", 600.0)
+    config = launching._config(2, "name", 600.0, Arrivals(2, 600.0))
     assert getattr(config, "shutdown_timeout", 630) == 630
 
 

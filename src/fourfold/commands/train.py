@@ -130,6 +130,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         sys.stderr,
         restarts=restarts,
         grace=config.watch.grace,
+        start=config.watch.start,
         policy=RunRestarts(Path(out), (lambda left: rank_arguments(resolved(left))) if may_shrink else None),
     )
 

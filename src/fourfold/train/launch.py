@@ -29,7 +29,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fourfold.atomic import write_json
 from fourfold.environment import LAUNCHED, RESTARTED, Environment, is_watched, rank_name
 from fourfold.errors import Failure
-from fourfold.train.rendezvous import LOCAL
+from fourfold.job import START_SECONDS
+from fourfold.train.arrivals import Arrivals
+from fourfold.train.rendezvous import LOCAL, WATCH
 from fourfold.train.signals import INTERRUPTED, MAX_SECONDS, READABLE, TERMINATED
 from fourfold.watch.liveness import RankEnd, first_cause
 
@@ -83,12 +85,14 @@ def launch(
     *,
     restarts: int = 0,
     grace: float = GRACE,
+    start: float = START_SECONDS,
     policy: RestartPolicy | None = None,
 ) -> int:
     """Run `fourfold` with these arguments on that many local ranks; return the exit code.
 
     The ranks communicate over the loopback, where no other machine reaches them. When a rank dies, all ranks are
-    restarted, up to `restarts` times in a row without progress. After SIGTERM they have `grace` seconds to end.
+    restarted, up to `restarts` times in a row without progress. After SIGTERM they have `grace` seconds to end, and
+    `start` seconds to join the job.
     """
     policy = policy or RestartPolicy()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
@@ -97,7 +101,7 @@ def launch(
             logging.getLogger(name).setLevel(logging.CRITICAL)  # this file reports the same in one line
     try:
         with loopback_only():
-            return _launch(ranks, arguments, errors, restarts, grace, policy)
+            return _launch(ranks, arguments, errors, restarts, grace, start, policy)
     except (KeyboardInterrupt, SignalException) as caught:
         if getattr(caught, "sigval", None) == signal.SIGTERM:
             return _terminated(errors, policy)
@@ -110,18 +114,27 @@ def launch(
 
 
 def _launch(
-    ranks: int, arguments: Sequence[str], errors: IO[str], restarts: int, grace: float, policy: RestartPolicy
+    ranks: int,
+    arguments: Sequence[str],
+    errors: IO[str],
+    restarts: int,
+    grace: float,
+    start: float,
+    policy: RestartPolicy,
 ) -> int:
     tries, reached, times = restarts, policy.resume_step(), 0
     while True:
         os.environ |= {LAUNCHED: "1", RESTARTED: str(times)}
-        began = time.time()
+        began, arrivals = time.time(), Arrivals(ranks, start)
         try:
             # a name of its own for each start, so that its store shares no key with the one before
-            elastic_launch(_config(ranks, f"fourfold-{times}", grace), sys.executable)("-u", "-c", RANK, *arguments)
+            config = _config(ranks, f"fourfold-{times}", grace, arrivals)
+            elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
             return 0
         except ChildFailedError as failed:
-            ends = [_end(rank, failure) for rank, failure in failed.failures.items()]
+            ends = arrivals.explain([_end(rank, failure) for rank, failure in failed.failures.items()])
+        finally:
+            arrivals.close()
         if any(end.exit_code == TERMINATED for end in ends):
             return _terminated(errors, policy)
         first = first_cause(ends)
@@ -151,8 +164,8 @@ def _end(rank: int, failure: ProcessFailure) -> RankEnd:
     return RankEnd(rank, failure.pid, failure.exitcode, kind, failure.message, failure.timestamp)
 
 
-def _config(ranks: int, name: str, grace: float) -> LaunchConfig:
-    more: dict[str, Any] = {}
+def _config(ranks: int, name: str, grace: float, arrivals: Arrivals) -> LaunchConfig:
+    more: dict[str, Any] = {"rdzv_configs": {WATCH: arrivals.watch}}
     if any(field.name == "shutdown_timeout" for field in fields(LaunchConfig)):  # not in every torch
         more["shutdown_timeout"] = kill_seconds(grace)
     return LaunchConfig(1, 1, ranks, run_id=name, rdzv_backend=LOCAL, max_restarts=0, **more)
@@ -185,13 +198,13 @@ def _terminated(errors: IO[str], policy: RestartPolicy) -> int:
 
 def explain(end: RankEnd) -> str:
     """Return why a rank ended, in words for people."""
+    if end.failure is not None and (end.failure.is_diagnosis or end.failure is Failure.OUT_OF_MEMORY):
+        return end.message
     if end.killed:
         name = signal.Signals(-end.exit_code).name
         return f"rank {end.rank} (process {end.process}) was killed by {name}; the other ranks were stopped"
     if end.exit_code == INTERRUPTED:  # only that rank got the signal: an interrupted launcher reports it itself
         return f"rank {end.rank} (process {end.process}) was interrupted by a signal; the other ranks were stopped"
-    if end.failure is not None and end.failure.is_diagnosis:
-        return end.message
     lines = end.message.strip().splitlines() or [f"rank {end.rank} failed with exit code {end.exit_code}"]
     return lines[0] if len(lines) == 1 else f"rank {end.rank}: {end.message.strip()}"
 

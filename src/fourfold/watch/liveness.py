@@ -173,6 +173,10 @@ class Heartbeat:
         return cls(number, Phase(phase), waits, host, process, left)
 
 
+NOT_SEEN = Heartbeat(0, Phase.JOINING, waits=False, host="an unknown host", process=0)
+"""Stands for a rank that has joined the job, and of which nothing was heard since."""
+
+
 class AwakeClock:
     """Measures waits of this process without the time in which it was stopped."""
 
@@ -250,6 +254,7 @@ class Alarm(NoAlarm):
         self._done = False
         self._reason, self._failure = "", Failure.DIAGNOSIS
         self._answering = False
+        self._beat()  # before anything can happen to this rank, so that the others know its process
         self._threads = [Thread(target=run, daemon=True) for run in (self._watch_clock, self._listen)]
         for thread in self._threads:
             thread.start()
@@ -432,7 +437,8 @@ class Alarm(NoAlarm):
         if readings:
             return diagnose(readings, stacks, states).lines()
         beats = self._channel.collect("beat", seconds=0.0, partial=True)
-        return explain_start({rank: Heartbeat.of(beat) for rank, beat in beats.items()}, stacks, states)
+        seen = {rank: Heartbeat.of(beats[rank]) if rank in beats else NOT_SEEN for rank in self._channel.ranks}
+        return explain_start(seen, stacks, states)
 
     def _end(self, found: JobDiagnosis, *, judge: bool) -> None:
         self._siblings.kill(found.silent)
