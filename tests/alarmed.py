@@ -12,7 +12,7 @@ import torch
 
 from fourfold import comm
 from fourfold.grid import Grid, Shape
-from fourfold.watch.liveness import Alarm, JobDiagnosis
+from fourfold.watch.liveness import Alarm, JobDiagnosis, Phase
 from fourfold.watch.tape import Tape, Waits, tape_path
 from harness import grid_of
 
@@ -35,7 +35,8 @@ def program(folder: str, fault: str, faulty: int, deadline: float = DEADLINE) ->
     grid = grid_of(GRID)
     tape = Tape(tape_path(Path(folder), grid.rank), grid.rank, grid.shape)
     grid.ledger.listener = tape
-    alarm = Alarm(tape, grid, Path(folder), deadline, partial(say, folder, grid.rank))
+    alarm = Alarm(grid.channel, deadline, partial(say, folder, grid.rank))
+    alarm.watch_steps(tape, Path(folder))
     for step in range(1, 5):
         tape.step = step
         tape.doing("computing")
@@ -56,6 +57,18 @@ def program(folder: str, fault: str, faulty: int, deadline: float = DEADLINE) ->
         total.item()
     grid.ledger.listener = None
     alarm.close(done=True)
+
+
+def preparation(folder: str, deadline: float, seconds: float) -> None:
+    """A start in which rank 0 works alone for some seconds, while the others wait for it."""
+    grid = grid_of(GRID)
+    told = Path(folder, f"told-{grid.rank}")
+    tell = lambda text: told.open("a").write(text + "\n")  # noqa: E731
+    with Alarm(grid.channel, deadline, partial(say, folder, grid.rank), tell) as alarm:
+        alarm.enter(Phase.DATA)
+        if grid.rank == 0:
+            time.sleep(seconds)
+        grid.channel.meet()
 
 
 def collectives(grid: Grid, *, skips: bool) -> torch.Tensor:

@@ -49,7 +49,8 @@ SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP, "Ctrl-C": signal.
 NAMED = ("SIGTERM", "SIGHUP", "Ctrl-C")
 HARMLESS = ("slow", "stop and continue", "closed output")
 COLD = ("launcher killed", "Ctrl-C twice")
-"""The kinds in which the kernel ends the ranks with their launcher: forked ranks are not its own processes."""
+"""The kinds in which the kernel ends the ranks with their launcher: forked ranks are not its own processes. Ranks that
+have just been forked cannot be signalled yet either, so faults at the start need ranks that are not forked, too."""
 ERRORS = {"full disk": errno.ENOSPC, "read-only disk": errno.EROFS}
 KINDS = ("kill", "stop", *HARMLESS, *SIGNALS, "launcher killed", "NaN", *ERRORS)
 
@@ -109,7 +110,7 @@ def install() -> None:
 
 
 HOOKS = {
-    "rendezvous": ("fourfold.commands.train.join_job", 1),
+    "rendezvous": ("fourfold.commands.train.join_watched", 1),
     "reading": ("fourfold.train.loop.open_sources", 1),
     "building": ("fourfold.train.loop.build", 1),
     "evaluation": ("fourfold.train.loop.Run.evaluate", 1),
@@ -234,7 +235,7 @@ def arguments(out: Path, ranks: int, data: str, *more: str) -> list[str]:
     settings = {
         "model.layers": 1, "batch.rows": 4, "batch.seq": 12, "data.held_out": 0.1, "log.peak_flops": 1e12,
         "log.tensorboard": "false", "plan.compare": "false", "train.evaluate_every": 4, "checkpoint.every": EVERY,
-        "watch.deadline": DEADLINE, "watch.grace": 20, "optimizer.schedule": "constant",
+        "watch.deadline": DEADLINE, "watch.start": DEADLINE, "watch.grace": 20, "optimizer.schedule": "constant",
         "optimizer.warmup": 2,
     }  # fmt: skip
     changes = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
@@ -289,7 +290,7 @@ def train(case: Case, folder: Path, given: list[str]) -> Ended:
     os.mkfifo(output)
     reader = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
     env = {**os.environ, warm.PIDS: str(folder / "pids"), "TMPDIR": str(folder / "tmp")}
-    program = cold_command if case.kind in COLD else command
+    program = cold_command if case.kind in COLD or case.phase == "start" else command
     text = json.dumps(asdict(case))
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = warm.Process(program, text, str(folder), *given, env=env, stdout=output, stderr=err)

@@ -72,11 +72,11 @@ INSIDE = {
         "__init__", "machine", "sizes", "program", "transformer", "memory", "trace", "price", "calibrate", "estimate",
         "search", "explain",
     ],
-    "watch": ["__init__", "tape", "diagnose", "liveness", "peers", "checks"],
+    "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
-        "__init__", "console", "signals", "rendezvous", "launch", "schema", "config", "run_folder", "planning",
-        "metrics", "progress", "guard", "checkpoints", "loop",
+        "__init__", "console", "signals", "rendezvous", "arrivals", "launch", "schema", "config", "run_folder",
+        "planning", "metrics", "progress", "guard", "checkpoints", "loop",
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
@@ -245,7 +245,7 @@ def test_few_files_know_an_option(word: str, most: int) -> None:
 
 def test_no_behaviour_depends_on_the_words_of_an_error() -> None:
     """Types and `Failure` kinds decide. What torch only says in words is recognised in these files."""
-    edges = {"job.py": "gloo and NCCL"}
+    edges = {"job.py": "gloo and NCCL", "errors.py": "torch's allocator"}
     name = r"\w*(error|failed|caught)"
     reads = re.compile(rf"\bin str\({name}\)|str\({name}\)\.(startswith|endswith)|in \w+\.message\b(?!\()")
     found = {str(path.relative_to(PACKAGE)) for path in modules() if reads.search(path.read_text())}

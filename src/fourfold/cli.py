@@ -79,11 +79,15 @@ def _failed(error: Exception) -> int:
 
     from fourfold.policy import LESS_MEMORY
     from fourfold.train.launch import report_failure
+    from fourfold.watch.memory import LESS_ON_HOST, HostMemory
 
     failure, said = failure_of(error), plain(error)
     if isinstance(error, torch.OutOfMemoryError):
         failure = Failure.USER
         said = f"the device is out of memory ({said.split('.')[0]}); to use less: {LESS_MEMORY}"
+    elif failure is Failure.OUT_OF_MEMORY:
+        why = said.partition("\n")[0] or type(error).__name__
+        said = f"the machine is out of memory ({why}); {HostMemory.read()}; to use less: {LESS_ON_HOST}"
     elif failure is Failure.ERROR:
         said = "".join(traceback.format_exception(error))
     report_failure(said, failure)

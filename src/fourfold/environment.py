@@ -19,6 +19,11 @@ LAUNCHED = "FOURFOLD_LAUNCHED"
 RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has restarted the ranks."""
 
+AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""By this variable torch knows that the store at MASTER_ADDR exists already."""
+WHO_SETS = "torchrun, srun or your own script sets it before it starts a rank"
+"""The way out of every error about a variable that whoever starts the ranks must set."""
+
 
 PR_SET_PDEATHSIG = 1
 """The operation of Linux's prctl that sets the signal which a process gets when its parent ends."""
@@ -46,14 +51,21 @@ class Environment:
         """
         env = os.environ
         per_node = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE") or ""
-        local_rank, node = int(env.get("LOCAL_RANK") or 0), int(env.get("GROUP_RANK") or 0)
         if "RANK" in env:
-            return cls(int(env["RANK"]), int(env["WORLD_SIZE"]), local_rank, node, per_node)
+            world = _number("WORLD_SIZE", least=1)
+            rank = _number("RANK", below=("WORLD_SIZE", world))
+            local_world = _number("LOCAL_WORLD_SIZE", world, least=1)
+            local_rank = _number("LOCAL_RANK", 0, below=("the number of ranks of a node,", min(local_world, world)))
+            return cls(rank, world, local_rank, _number("GROUP_RANK", 0), per_node)
         if _in_slurm_step():
-            rank, world = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
-            local_rank, node = int(env.get("SLURM_LOCALID") or 0), int(env.get("SLURM_NODEID") or 0)
-            return cls(rank, world, local_rank, node, per_node or env.get("SLURM_NTASKS_PER_NODE") or "")
-        return cls(0, 1, local_rank, node, per_node)
+            world = _number("SLURM_STEP_NUM_TASKS")
+            rank, local_rank = (
+                _number(name, default, below=("SLURM_STEP_NUM_TASKS", world))
+                for name, default in (("SLURM_PROCID", None), ("SLURM_LOCALID", 0))
+            )
+            per_node = per_node or env.get("SLURM_NTASKS_PER_NODE") or ""
+            return cls(rank, world, local_rank, _number("SLURM_NODEID", 0), per_node)
+        return cls(0, 1, _number("LOCAL_RANK", 0), _number("GROUP_RANK", 0), per_node)
 
     @property
     def local_world(self) -> int | None:
@@ -72,7 +84,39 @@ def inside_a_job() -> bool:
 
 
 def _in_slurm_step() -> bool:
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    # what is not a number counts as a step too, so that `Environment.read` reports it
+    return os.environ.get("SLURM_STEP_NUM_TASKS", "") not in ("", "0", "1")
+
+
+def _number(name: str, default: int | None = None, *, least: int = 0, below: tuple[str, int] | None = None) -> int:
+    """Return the whole number that a variable holds; raise if it holds none, or one outside of its limits.
+
+    `below` is the number that it must stay below, with the name of that number. A variable that is missing or empty
+    means the default, and is an error without one.
+    """
+    text = os.environ.get(name) or ""
+    if not text and default is not None:
+        return default
+    if not text:
+        raise ValueError(f"{name} is not set, though this process is a rank of a job; {WHO_SETS}")
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a whole number; {WHO_SETS}") from None
+    if number < least:
+        raise ValueError(f"{name}={number} must be at least {least}; {WHO_SETS}")
+    if below is not None and number >= below[1]:
+        raise ValueError(f"{name}={number} must be below {below[0]} {below[1]}; {WHO_SETS}")
+    return number
+
+
+def rank_name() -> str:
+    """Return words for this rank at the beginning of a message, such as `rank 3: `; empty outside of a job.
+
+    A message about the environment itself is told in this way too, so nothing here is checked.
+    """
+    name = "RANK" if "RANK" in os.environ else "SLURM_PROCID"
+    return f"rank {os.environ.get(name) or '?'}: " if inside_a_job() else ""
 
 
 def is_watched() -> bool:
@@ -106,17 +150,31 @@ def end_with_launcher() -> None:
 
 def was_restarted() -> bool:
     """Return whether the ranks of this node were started before, by our launcher or by torchrun."""
-    return int(os.environ.get(RESTARTED) or 0) > 0 or torchrun_restarts() > 0
-
-
-def torchrun_restarts() -> int:
-    """Return how often torchrun has restarted the ranks of this node."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return _number(RESTARTED, 0) > 0 or starts_before() > 0
 
 
 def max_restarts() -> int:
     """Return how often torchrun may restart these ranks."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    return _number("TORCHELASTIC_MAX_RESTARTS", 0)
+
+
+def starts_before() -> int:
+    """Return how often torchrun has started the ranks of this node before."""
+    return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def agent_has_store() -> bool:
+    """Return whether the agent that started this rank serves the job's store; otherwise rank 0 does."""
+    return os.environ.get(AGENT_HAS_STORE) == "True"
+
+
+def master_address() -> tuple[str, int]:
+    """Return the host and port of the job's store; raise if the environment does not name both."""
+    set_master_address()
+    host = os.environ.get("MASTER_ADDR")
+    if not host:
+        raise ValueError(f"MASTER_ADDR is not set, so no rank finds the others; {WHO_SETS}")
+    return host, _number("MASTER_PORT", least=1, below=("the number of ports,", 1 << 16))
 
 
 def set_master_address() -> None:

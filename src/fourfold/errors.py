@@ -8,6 +8,7 @@ a failure crosses from one process to another, on the `Failure` that travels bes
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
@@ -23,6 +24,8 @@ class Failure(StrEnum):
     """The checkpoint that was asked for is damaged, or all of them are: a run that may choose falls back by itself."""
     LOST_PEER = "lost peer"
     """The connection to another rank, or to the job's store, broke: an effect of another failure, not a cause."""
+    OUT_OF_MEMORY = "out of memory"
+    """The memory of the machine does not suffice for its ranks: another start would need as much."""
     ERROR = "error"
     """Any other exception, which is a bug or a fault of the machine."""
     DIAGNOSIS = "diagnosis"
@@ -33,7 +36,7 @@ class Failure(StrEnum):
     @property
     def may_pass(self) -> bool:
         """Whether another start may succeed without anybody changing anything."""
-        return self not in (Failure.USER, Failure.DAMAGED_CHECKPOINT)
+        return self not in (Failure.USER, Failure.DAMAGED_CHECKPOINT, Failure.OUT_OF_MEMORY)
 
     @property
     def is_diagnosis(self) -> bool:
@@ -131,13 +134,33 @@ USERS = (ValueError, OSError, ImportError, FailedElsewhereError, BadStepsError, 
 """Errors that tell the user what to change; every other exception shows its traceback."""
 
 
+NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+"""Parts of the sentences in which torch says that the machine has no memory left; it has no type for it."""
+
+
 def failure_of(error: BaseException) -> Failure:
     """Return the kind of failure that an exception stands for."""
     if is_damaged(error):
         return Failure.DAMAGED_CHECKPOINT
+    if is_out_of_memory(error):
+        return Failure.OUT_OF_MEMORY
     if isinstance(error, (LostPeerError, LostStoreError)):
         return Failure.LOST_PEER
     return Failure.USER if isinstance(error, USERS) else Failure.ERROR
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the machine had no memory for an allocation; the memory of a device has torch's own type.
+
+    This is the only place that reads the sentences of torch's allocator.
+    """
+    if isinstance(error, FailedElsewhereError):
+        return error.failure is Failure.OUT_OF_MEMORY
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        return any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 def is_damaged(error: BaseException) -> bool:

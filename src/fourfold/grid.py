@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.axes import AXES, BATCH
 from fourfold.environment import Environment
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
-from fourfold.job import Channel, agree, first_fault, join_store, typed_errors
+from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, typed_errors
 from fourfold.ledger import Ledger
 from fourfold.torch_hooks import GRID, install_torch_hooks
 
@@ -203,7 +203,7 @@ class Grid:
         **named: int,
     ) -> None:
         """Take the size of each axis by name, `Grid(x=2, z=2)`, or in the order of AXES; the others have one rank."""
-        _join(device, timeout)
+        join_process_group(device, timeout)
         job = Channel("grid")
         shape = _checked_shape(sizes, named, order)
         if isinstance(shape, Shape):
@@ -235,7 +235,7 @@ class Grid:
         members or not, in the same order. Whatever takes a grid (models, gradients, norms, checkpoints, agreement)
         then concerns the ranks of its part alone.
         """
-        _join(device, timeout)
+        join_process_group(device, timeout)
         job = Channel("grid")
         agree(job, "the parts of the job", f"{shape} over {[list(ranks) for ranks in parts]}", _misfit(shape, parts))
         own = None
@@ -248,7 +248,7 @@ class Grid:
     @classmethod
     def alone(cls, device: str | torch.device | None = None) -> Grid:
         """Make a grid of this process by itself, also inside a larger job; it never communicates."""
-        _join(device, None)
+        join_process_group(device)
         here = dist.get_rank()
         grid = cls.__new__(cls)
         grid._place(Shape(), (here,), device, None, Channel("grid", (here,)))
@@ -450,8 +450,13 @@ def _misfit(shape: Shape, parts: Sequence[Sequence[int]]) -> Exception | None:
     return None
 
 
-def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
-    """Join the job's process group unless that was done already."""
+def join_process_group(
+    device: str | torch.device | None, timeout: timedelta | None = None, store: dist.Store | None = None
+) -> None:
+    """Join the job's process group unless that was done already; `timeout` is how long its collectives may take.
+
+    `store` is the job's store if this rank has joined the job before, else the rank joins it here.
+    """
     if dist.is_initialized():
         return
     here = Environment.read()
@@ -460,12 +465,10 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    if here.world == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        store = join_store(here, timeout)
-        with typed_errors("joining the job's process group"):
-            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timeout)
+    if store is None:
+        store = join(here, START_SECONDS if timeout is None else timeout.total_seconds(), timeout)
+    with typed_errors("joining the job's process group"):
+        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timeout)
 
 
 def _cores_per_rank(channel: Channel) -> float:

@@ -7,10 +7,12 @@ did not come, and lets signal handlers run while it waits.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import itertools
 import json
 import os
+import queue
 import socket
 import time
 import zlib
@@ -18,21 +20,40 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from threading import main_thread
+from threading import Thread, main_thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from fourfold.environment import Environment, set_master_address
+from fourfold.environment import (
+    AGENT_HAS_STORE,
+    Environment,
+    agent_has_store,
+    is_watched,
+    master_address,
+    starts_before,
+)
 from fourfold.errors import CollectiveError, Failure, LateRanksError, LostPeerError, LostStoreError
 
 LOOPBACK = "127.0.0.1"
-AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""By this variable torch knows that the store at MASTER_ADDR exists already."""
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """Parts of the sentences in which gloo and NCCL say that another process is gone; they have no type for it."""
+START_SECONDS = 600.0
+"""Seconds that ranks have to join their job, unless the config sets watch.start. Importing torch from a slow file
+system takes a busy node minutes."""
+MAX_SECONDS = 1e6
+"""Stands for no deadline where torch wants a finite number of seconds; about eleven days."""
+STORE_SECONDS = 5.0
+"""Seconds beyond the deadline of joining after which a rank no longer waits for the store: the ranks that are late are
+named by then, if the store answers at all."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at whether joining has failed for all ranks."""
+RESOLVE_SECONDS, RESOLVE_PAUSE = 5.0, 0.5
+"""Seconds for which a name that is not known is looked up again, and between two attempts: the name of a pod appears
+moments after the pod."""
+JOINING = "join"
+"""The name of the channel on which ranks join."""
 MAX_NAMED_RANKS = 12
 """A sentence names up to this many ranks one by one."""
 
@@ -55,37 +76,142 @@ def serve(host: str, port: int = 0, timeout: timedelta | None = None) -> dist.TC
     return store
 
 
-def join_store(environment: Environment, timeout: timedelta | None) -> dist.Store | None:
-    """Return the store of a job whose ranks know its address from the environment; rank 0 serves it.
+def join(environment: Environment, seconds: float = START_SECONDS, timeout: timedelta | None = None) -> dist.Store:
+    """Join the job: return its store once all ranks have come to it.
 
-    Return None where torchrun has made a store, or where no address is given: torch handles both cases itself.
+    All of it takes at most about `seconds`; then an error names the ranks that did not come, or the address at which no
+    store answers. `timeout` is how long the store lets later calls wait.
     """
-    set_master_address()
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if os.environ.get(AGENT_HAS_STORE) == "True" or not host or not port:
-        return None
-    if environment.rank == 0:
-        require_reachable(host, environment.world // (environment.local_world or environment.world))
-        return serve(host, int(port), timeout)
-    return dist.TCPStore(host, int(port), timeout=timeout or dist.default_pg_timeout)
+    if environment.world == 1 and not is_watched():
+        return dist.HashStore()
+    host, port = master_address()
+
+    def find_and_meet() -> dist.Store:
+        until = time.monotonic() + seconds
+        store = find_store(environment, seconds)
+        meet_ranks(Channel(JOINING, range(environment.world), store, rank=environment.rank), until)
+        store.set_timeout(timeout or dist.default_pg_timeout)
+        return store if environment.world > 1 else dist.HashStore()
+
+    # In a thread, because a store whose process is stopped leaves its clients waiting without any deadline.
+    done: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
+    Thread(target=lambda: done.put(_result(find_and_meet)), daemon=True).start()
+    try:
+        found = done.get(timeout=min(seconds + STORE_SECONDS, MAX_SECONDS))
+    except queue.Empty:
+        raise TimeoutError(
+            f"joining the job: the store at {host}:{port} accepts connections and has not answered for {seconds:g} s; "
+            f"{_server()} is stopped, or its node is overloaded"
+        ) from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _result(act: Callable[[], dist.Store]) -> dist.Store | Exception:
+    try:
+        return act()
+    except Exception as error:
+        return error
+
+
+def _server() -> str:
+    return "the agent that serves it" if agent_has_store() else "rank 0, which serves it,"
 
 
 def find_store(environment: Environment, seconds: float) -> dist.Store:
-    """Return the job's store before there is a process group; raise TimeoutError unless it answers in time."""
-    if environment.world == 1:
-        return dist.HashStore()
-    rank, world, timeout = environment.rank, environment.world, timedelta(seconds=seconds)
+    """Return the job's store, at the address that the environment names; rank 0 serves it unless an agent does.
+
+    Raise TimeoutError unless the store answers in time, and ValueError if there can be none at that address.
+    """
+    host, port = master_address()
+    timeout = timedelta(seconds=min(seconds, MAX_SECONDS))
+    require_resolvable(host)
+    if environment.rank == 0 and not agent_has_store():
+        require_reachable(host, environment.world // (environment.local_world or environment.world))
+        try:
+            return serve(host, port, timeout)
+        except OSError as error:
+            raise ValueError(_cannot_serve(host, port, error)) from error
     try:
-        store = join_store(environment, timeout)
-        if store is None:
-            store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
+        return dist.TCPStore(host, port, timeout=timeout)
     except RuntimeError as error:
         raise TimeoutError(
-            f"rank {rank} of {world} did not find the job's store within {seconds:.0f} s ({error}); look at "
-            "MASTER_ADDR and MASTER_PORT, and whether rank 0 was started"
+            f"joining the job: no store answers at {host}:{port} (MASTER_ADDR, MASTER_PORT) within {seconds:g} s; see "
+            f"whether {_server()} was started, and whether this node reaches that address"
         ) from error
-    os.environ[AGENT_HAS_STORE] = "True"  # so that the process group uses this store instead of a second one
+
+
+def find_early_store(environment: Environment, seconds: float) -> dist.Store:
+    """Return the job's store for a command that looks at the ranks before they join, as `find_store` does."""
+    if environment.world == 1:
+        return dist.HashStore()
+    store = find_store(environment, seconds)
+    os.environ[AGENT_HAS_STORE] = "True"  # so that ranks that join later connect to this store; none serves a second
     return store
+
+
+def _cannot_serve(host: str, port: int, error: OSError) -> str:
+    where = f"rank 0 cannot serve the job's store at {host}:{port}"
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"{where}: MASTER_PORT={port} is in use, by another program or by a second process with RANK=0; choose "
+            "another port, the same for all ranks"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{where}: MASTER_ADDR={host} is no address of this machine; set it to the node of rank 0"
+    return f"{where} (MASTER_ADDR, MASTER_PORT): {error.strerror}; choose another address or port"
+
+
+def meet_ranks(channel: Channel, until: float) -> None:
+    """Wait until all ranks of the channel are here; raise with those that are not at that moment of the clock.
+
+    If two processes have the same rank, the second one is refused, and every rank that waits learns it.
+    """
+    seconds = until - time.monotonic()
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    # A store may outlive the ranks that torchrun restarts, and they are other processes than those before.
+    first = channel.claim(f"process/{starts_before()}", me)
+    if first != me:
+        said = f"two processes have RANK={channel.rank}: {first} and {me}; give each rank a number of its own"
+        channel.announce("refused", said)
+        raise ValueError(said)
+    channel.put("here", me)
+    while True:
+        left = until - time.monotonic()
+        try:
+            channel.collect("here", seconds=max(0.0, min(LOOK_SECONDS, left)))
+            return
+        except LateRanksError as late:
+            if said := channel.announced("refused"):
+                raise ValueError(said) from None
+            if left <= 0:
+                raise LateRanksError(
+                    f"joining the job: {ranks_text(late.ranks)} of {len(channel.ranks)} did not come within "
+                    f"{seconds:.0f} s; see whether they were started, and what they print",
+                    late.ranks,
+                ) from None
+
+
+def arrived(store: dist.Store, world: int) -> set[int]:
+    """Return the ranks that have joined the job whose store this is, without waiting for any."""
+    return set(Channel(JOINING, range(world), store, rank=0).collect("here", seconds=0.0, partial=True))
+
+
+def require_resolvable(host: str) -> None:
+    """Raise within seconds if no name server knows the host."""
+    until = time.monotonic() + RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except (socket.gaierror, UnicodeError) as error:
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"MASTER_ADDR={host} is not a known address ({error}); set it to the host of rank 0, by a name or "
+                    "number that every node can resolve"
+                ) from error
+        time.sleep(RESOLVE_PAUSE)
 
 
 def require_reachable(host: str, nodes: int) -> None:
@@ -219,7 +345,7 @@ class Channel:
         """
         keys = {rank: self._key(key, rank) for rank in (self.ranks if ranks is None else ranks)}
         try:
-            self._wait(list(keys.values()), seconds, key, keys)
+            self.wait_for_keys(list(keys.values()), seconds, key, keys)
         except LateRanksError as late:
             if not partial:
                 raise
@@ -257,7 +383,7 @@ class Channel:
                 # all ranks have read that verdict, because they have come to this decision
                 self._ask(self._store.delete_key, self._key(before, what))
             self._ask(self._store.set, verdict, judge([texts[rank] for rank in self.ranks]))
-        self._wait([verdict], seconds, self.name, {rank: self._key(now, rank) for rank in self.ranks})
+        self.wait_for_keys([verdict], seconds, self.name, {rank: self._key(now, rank) for rank in self.ranks})
         return self._ask(self._store.get, verdict).decode()
 
     def meet(self, seconds: float | None = None) -> None:
@@ -272,6 +398,10 @@ class Channel:
             return False
         self._ask(self._store.set, self._key(key, "text"), text)
         return True
+
+    def claim(self, key: str, text: str) -> str:
+        """Set a text of this rank's unless there is one already, of another process with the same rank; return it."""
+        return self._ask(self._store.compare_set, self._key(key, self.rank), "", text).decode()
 
     def announced(self, key: str) -> str | None:
         """Return the text that a rank has announced, without waiting for it."""
@@ -295,7 +425,7 @@ class Channel:
         """Count how often this rank did something; the store keeps the number, so that no process state is needed."""
         return self._ask(self._store.add, self._key(what, self.rank), 1)
 
-    def _wait(self, keys: Sequence[str], seconds: float | None, what: str, by_rank: dict[int, str]) -> None:
+    def wait_for_keys(self, keys: Sequence[str], seconds: float | None, what: str, by_rank: dict[int, str]) -> None:
         """Wait until the store has all keys; raise with the ranks that have not put theirs after the deadline."""
         seconds = self.seconds if seconds is None else seconds
         until, pause = time.monotonic() + seconds, self.MIN_PAUSE

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import warm
 from fourfold import job
-from fourfold.environment import Environment
+from fourfold.environment import AGENT_HAS_STORE, Environment
 from fourfold.train import launch as launching
 from runs import needs_proc
 
@@ -77,14 +77,12 @@ def test_ranks_that_were_told_an_address_find_the_store_there_alone(monkeypatch:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     before = listening(os.getpid())
-    first, second = (job.join_store(Environment(rank, 2), None) for rank in range(2))
-    assert first is not None
-    assert second is not None
+    first, second = (job.find_store(Environment(rank, 2), 10.0) for rank in range(2))
     second.set("a", "b")
     assert first.get("a") == b"b"
     assert {address for address, _ in listening(os.getpid()) - before} == {"127.0.0.1"}
-    monkeypatch.setenv(job.AGENT_HAS_STORE, "True")
-    assert job.join_store(Environment(0, 2), None) is None, "torchrun's is there"
+    monkeypatch.setenv(AGENT_HAS_STORE, "True")
+    assert job.find_store(Environment(0, 2), 10.0).get("a") == b"b", "torchrun's is there, and is used"
 
 
 @needs_proc

@@ -731,7 +731,8 @@ def joins(arguments: Sequence[str], change: Sequence[str], patched: Mapping[str,
         for name, value in patched.items() if other else ():
             patch.setattr(name, value)
         try:
-            train.join(parser().parse_args([*arguments, *(change if other else ())]), "cpu")
+            options = parser().parse_args([*arguments, *(change if other else ())])
+            train.make_grid(train.requested(options, 2), "cpu", options)
         except ValueError as error:
             return str(error)
     return ""

@@ -5,7 +5,9 @@ Here the ranks run a small program of collectives; `test_watch.py` has whole run
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,12 +17,22 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from alarmed import DEADLINE, program, ready
+from alarmed import DEADLINE, preparation, program, ready
 from fourfold.errors import Failure
 from fourfold.job import Channel
-from fourfold.watch.liveness import DEATH_SECONDS, RankEnd, Siblings, first_cause
+from fourfold.watch.liveness import (
+    DEATH_SECONDS,
+    AwakeClock,
+    Heartbeat,
+    Phase,
+    RankEnd,
+    explain_start,
+    first_cause,
+)
+from fourfold.watch.processes import ProcessState, Siblings, process_state
 from fourfold.watch.tape import DIAGNOSIS
 from harness import RankFailed
+from runs import needs_proc
 
 
 @pytest.fixture
@@ -43,10 +55,12 @@ def test_a_stopped_rank_is_named_and_ended(said: dict[str, str], tmp_path: Path)
     assert sum("judge" in name for name in said) == 1
     [text] = set(said.values())
     assert text == (tmp_path / DIAGNOSIS).read_text().strip()
-    assert text.startswith("step 3: all_gather[z] weights: rank 1 never arrived (rank ")
-    assert f"waited for {DEADLINE:g} s)" in text
-    assert "rank 1 (" in text
-    assert "does not answer; last launched reduce_scatter[x] activations of step 2" in text
+    headline, *_ = text.splitlines()
+    assert re.match(
+        r"step 3: all_gather\[z\] weights: rank 1 never arrived: process \d+ on \S+ is stopped .*`kill -CONT", headline
+    )
+    assert re.search(rf" \(rank \d (waited|has not heard of rank 1) for {DEADLINE:g} s\)$", headline)
+    assert re.search(r"rank 1 \(\S+, process \d+\) is stopped .*; last launched reduce_scatter\[x\] activations", text)
     assert "was computing (step 3)" in text
     assert "stood at" in text
     assert "in collectives" in text
@@ -58,6 +72,7 @@ def test_a_delayed_rank_says_where_it_stands(said: dict[str, str]) -> None:
     [text] = set(said.values())
     assert text.startswith("step 3: all_gather[z] weights: rank 1 never arrived")
     assert "does not answer" not in text
+    assert "rank 1 never arrived: it was computing" in text
     assert "rank 1 stood at" in text
     assert "time.sleep(60)" in text
 
@@ -80,7 +95,7 @@ def test_who_dies_is_missed_by_those_who_wait_for_its_word(ranks, tmp_path: Path
     assert time.monotonic() - began < DEATH_SECONDS + 10
     said = {path.name: path.read_text() for path in tmp_path.glob("said-*")}
     [text] = set(said.values())
-    assert text.startswith("step 3: asking the others: rank 1 never arrived (rank ")
+    assert re.match(r"step 3: asking the others: rank 1 never arrived: process \d+ on \S+ is gone \(rank ", text)
     assert re.search(r"saw that rank 1 \(process \d+\) had died\)", text)
 
 
@@ -100,6 +115,66 @@ def test_who_is_only_late_is_waited_for(ranks, tmp_path: Path) -> None:
     ranks(4).run(program, str(tmp_path), "late", 1, timeout=30)
     assert not list(tmp_path.glob("said-*"))
     assert not (tmp_path / DIAGNOSIS).exists()
+
+
+def test_a_rank_that_works_alone_before_the_first_step_is_waited_for(ranks, tmp_path: Path) -> None:
+    """It says so itself, and nobody takes it for stuck, also after several deadlines."""
+    ranks(4).run(preparation, str(tmp_path), 0.6, 2.5, timeout=30)
+    assert not list(tmp_path.glob("said-*"))
+    [told] = tmp_path.glob("told-*")
+    assert told.name == "told-0"
+    first, *_ = told.read_text().splitlines()
+    assert re.fullmatch(r"rank 0 has been opening the data for \d s, and other ranks wait for it", first)
+
+
+def test_a_process_that_was_stopped_does_not_count_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = AwakeClock()
+    for _ in range(5):
+        now += 1.5  # a busy machine
+        clock.tick(1.0)
+    assert clock.since(100.0) == 7.5
+    now += 600.0
+    clock.tick(1.0)
+    assert clock.since(100.0) == 0.0
+    now += 1.0
+    assert clock.since(100.0) == 1.0
+
+
+def start(**ranks: tuple[Phase, bool]) -> dict[int, Heartbeat]:
+    """Heartbeats of ranks, by the phase that each is in and whether it waits there."""
+    return {int(name[1:]): Heartbeat(7, *where, f"node{name[1:]}", 4711) for name, where in ranks.items()}
+
+
+def test_who_holds_up_the_start_is_said_with_what_is_known() -> None:
+    waits, works = (Phase.MODEL, True), (Phase.DATA, False)
+    beats = start(r0=waits, r1=works, r2=waits)
+    stacks = {0: "line\n", 2: "line\n"}
+    for state, said in (
+        ({1: ProcessState.STOPPED}, "is stopped (SIGSTOP or Ctrl-Z; `kill -CONT 4711`"),
+        ({1: ProcessState.GONE}, "is gone"),
+        ({}, "does not answer"),  # on another node
+    ):
+        headline, *more = explain_start(beats, stacks, state)
+        assert headline.startswith(f"before the first step, opening the data: rank 1 (process 4711 on node1) {said}")
+        assert "  ranks 0, 2 was building the model and waited for other ranks" in more
+    headline, *_ = explain_start(beats, {**stacks, 1: "line\n"}, {})
+    assert headline == "before the first step, opening the data: rank 1 still works"
+    assert all(Heartbeat.of(beat.text()) == beat for beat in beats.values())
+
+
+@needs_proc
+def test_the_state_of_a_process_is_what_the_kernel_says() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert process_state(process.pid, os.getpid()) is ProcessState.RUNS
+        assert process_state(process.pid, os.getppid()) is ProcessState.GONE, "another process has the number now"
+        process.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + 20
+        while process_state(process.pid) is not ProcessState.STOPPED:
+            assert time.monotonic() < until
+        process.kill()
+    assert process_state(process.pid) is ProcessState.GONE
 
 
 def end(rank: int, exit_code: int, failure: Failure | None, at: float = 0.0) -> RankEnd:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from fourfold.grid import Shape
 from fourfold.job import ranks_text
 from fourfold.ledger import Collective, Ledger
 from fourfold.watch.diagnose import Diagnosis, diagnose
+from fourfold.watch.processes import ProcessState
 from fourfold.watch.tape import ENTRIES, Tape, TapeReading, Waits, read, read_all, tape_path
 
 SHAPE = Shape(x=2, z=2)
@@ -203,12 +205,61 @@ def test_different_sizes_are_a_disagreement(tmp_path: Path) -> None:
 
 
 def test_where_all_have_come_it_is_the_link(tmp_path: Path) -> None:
-    found = diagnose(job(tmp_path, lambda _, tape: go(tape, PROGRAM[:2], waits=True)), {})
+    here = job(tmp_path, lambda _, tape: go(tape, PROGRAM[:2], waits=True))
+    tapes = {rank: replace(tape, who=replace(tape.who, host=f"node{rank // 2}")) for rank, tape in here.items()}
+    found = diagnose(tapes, dict.fromkeys(range(4), "line"))
     assert not found.culprits
-    assert "all of ranks 0, 2 arrived, but their bytes did not; look at the links of" in found.headline
-    stacks = dict.fromkeys((0, 1, 3), "line")
-    found = diagnose(found.readings, stacks)  # rank 2 was stopped after it had come, or its cable was pulled
-    assert "arrived, but their bytes did not, and rank 2 does not answer; look at the links of" in found.headline
+    assert found.headline.endswith(
+        "all of ranks 0, 2 arrived, but their bytes did not, though all of them answer; look at the links of node0 and "
+        "node1"
+    )
+
+
+def test_a_link_is_not_blamed_where_something_else_explains_it(tmp_path: Path) -> None:
+    here = job(tmp_path, lambda _, tape: go(tape, PROGRAM[:2], waits=True))
+    tapes = {rank: replace(tape, who=replace(tape.who, host=f"node{rank // 2}")) for rank, tape in here.items()}
+    silent = dict.fromkeys((0, 1, 3), "line")
+    process = os.getpid()
+    cases = {
+        "no rank was asked whether it still runs": (tapes, {}, {}),
+        "all of them answer and are on": (here, dict.fromkeys(range(4), "line"), {}),
+        f"and rank 2 no longer takes part: process {process} on node1 does not answer": (tapes, silent, {}),
+        f"and rank 2 no longer takes part: process {process} on node1 is stopped": (
+            tapes, silent, {2: ProcessState.STOPPED}
+        ),
+    }  # fmt: skip
+    for said, (readings, stacks, states) in cases.items():
+        headline = diagnose(readings, stacks, states).headline
+        assert said in headline
+        assert "links" not in headline
+
+
+def test_a_stopped_process_is_said_to_be_stopped(tmp_path: Path) -> None:
+    def act(rank: int, tape: Tape) -> None:
+        go(tape, PROGRAM[: 0 if rank == 2 else 1], waits=rank != 2)
+
+    found = diagnose(job(tmp_path, act), dict.fromkeys((0, 1, 3), "line"), {2: ProcessState.STOPPED})
+    assert re.search(r": rank 2 never arrived: process \d+ on \S+ is stopped \(.*`kill -CONT \d+`", found.headline)
+
+
+def test_a_silent_rank_is_named_where_the_others_wait_in_the_middle_of_some_work(tmp_path: Path) -> None:
+    def act(rank: int, tape: Tape) -> None:
+        tape.step = 7
+        tape.doing("computing" if rank == 1 else "saving a checkpoint")
+
+    found = diagnose(job(tmp_path, act), dict.fromkeys((0, 2, 3), "line"), {1: ProcessState.BLOCKED})
+    assert found.culprits == (1,)
+    assert found.headline.startswith("step 7: saving a checkpoint: rank 1 never arrived: process ")
+    assert "is blocked inside the kernel, by a disk" in found.headline
+
+
+def test_a_rank_that_left_no_tape_and_does_not_answer_never_began(tmp_path: Path) -> None:
+    tapes = job(tmp_path, lambda _, tape: go(tape, PROGRAM[:1], waits=True))
+    del tapes[3]
+    found = diagnose(tapes, dict.fromkeys((0, 1, 2), "line"))
+    assert found.culprits == (3,)
+    assert "rank 3 never arrived: it does not answer" in found.headline
+    assert "rank 3 has left no tape: it had not begun its first step" in said(found)
 
 
 def test_ranks_that_wait_in_the_store_name_the_one_that_does_not(tmp_path: Path) -> None:
@@ -218,12 +269,16 @@ def test_ranks_that_wait_in_the_store_name_the_one_that_does_not(tmp_path: Path)
         tape.doing(what, Waits.NOTHING if rank == 3 else Waits.RANKS)
 
     found = diagnose(job(tmp_path, act), {})
-    assert found.headline == "step 0: asking the others whether to stop: rank 3 never arrived"
+    assert (
+        found.headline == "step 0: asking the others whether to stop: rank 3 never arrived: it was saving a checkpoint"
+    )
 
 
-def test_where_all_wait_in_the_store_it_is_the_link_too(tmp_path: Path) -> None:
+def test_where_all_wait_in_the_store_no_link_is_blamed(tmp_path: Path) -> None:
     found = diagnose(job(tmp_path, lambda _, tape: tape.doing("asking the others whether to stop", Waits.RANKS)), {})
-    assert "step 0: asking the others whether to stop: all of ranks 0, 1, 2, 3 arrived, but their" in found.headline
+    assert found.headline.endswith(
+        "to stop: all of ranks 0, 1, 2, 3 arrived, and wait for each other through the job's store"
+    )
 
 
 def test_devices_that_wait_for_each_other_are_told_apart_by_what_was_launched(tmp_path: Path) -> None:
@@ -233,7 +288,7 @@ def test_devices_that_wait_for_each_other_are_told_apart_by_what_was_launched(tm
 
     found = diagnose(job(tmp_path, act), {})
     assert found.culprits == (1,)
-    assert found.headline == "step 0: all_gather[x] three: rank 1 never arrived"
+    assert found.headline == "step 0: all_gather[x] three: rank 1 never arrived: it was computing"
 
 
 def test_a_run_that_goes_well_waits_for_nothing(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from fourfold.commands.probe import (
 from fourfold.environment import Environment, inside_a_job
 from fourfold.errors import End, LateRanksError, LostStoreError
 from fourfold.grid import Grid, Shape
-from fourfold.job import Channel, find_store, ranks_text
+from fourfold.job import Channel, find_early_store, ranks_text
 from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.launch import launch, share_cores
 from fourfold.train.planning import Hardware, memory_bytes, predict, resolve
@@ -173,7 +173,7 @@ def _preflight(options: argparse.Namespace, device: str) -> int:
             f"the grid {plan.shape} has {plan.shape.world} ranks, but this job has {job.world}; change one"
         )
     here = torch.device("cuda", job.local_rank % torch.cuda.device_count()) if device == "cuda" else torch.device("cpu")
-    channel = Channel("preflight", range(job.world), find_store(job, JOIN_SECONDS), rank=job.rank)
+    channel = Channel("preflight", range(job.world), find_early_store(job, JOIN_SECONDS), rank=job.rank)
     look = Preflight(channel, Budget(SECONDS), plan, here, first_of_node=job.local_rank == 0)
     facts = look.facts()
     failed = []

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import signal
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fourfold.environment import inside_a_job
-from fourfold.grid import Grid, Shape
-from fourfold.train.config import TrainConfig
+from fourfold.environment import Environment, inside_a_job
+from fourfold.grid import Grid, Shape, join_process_group
+from fourfold.job import MAX_SECONDS, Channel, join
+from fourfold.train.config import TrainConfig, WatchSection
 from fourfold.train.console import write_data
+from fourfold.train.guard import watch_ranks
 from fourfold.train.run_folder import strict
+from fourfold.watch.liveness import ANSWER_SECONDS, BUSY_DEADLINES, CUT_OFF_SECONDS, JUDGE_SECONDS, NoAlarm
 
 
 def chosen_device(asked: str | None) -> str:
@@ -55,6 +58,31 @@ def join_job(device: str, ranks: int | None) -> int:
     world = dist.get_world_size()
     require_world(ranks, world)
     return world
+
+
+def join_watched(device: str, here: Environment, section: WatchSection) -> NoAlarm:
+    """Join the job for a run, and return the alarm that watches over its ranks from now on.
+
+    The alarm comes before the process groups, because making them waits for all ranks. So their own timeout only
+    matters where the alarm cannot speak.
+    """
+    busy = timedelta(seconds=min(BUSY_DEADLINES * section.start, MAX_SECONDS))  # the alarm ends every other wait
+    store = None if dist.is_initialized() else join(here, section.start, busy)
+    alarm = NoAlarm()
+    if here.world > 1:
+        alarm = watch_ranks(Channel("start", range(here.world), store, rank=here.rank), section.start)
+    try:
+        join_process_group(device, group_timeout(section), store)
+    except BaseException:
+        alarm.close(done=False)
+        raise
+    return alarm
+
+
+def group_timeout(section: WatchSection) -> timedelta:
+    """Return how long a collective may take: longer than the alarm lets anybody wait, and than it takes to speak."""
+    seconds = max(section.start, section.deadline) + ANSWER_SECONDS + JUDGE_SECONDS + CUT_OFF_SECONDS
+    return timedelta(seconds=min(seconds, MAX_SECONDS))
 
 
 def require_world(ranks: int | None, world: int) -> None:

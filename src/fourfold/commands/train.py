@@ -17,6 +17,7 @@ from signal import Signals
 from typing import IO
 
 import torch
+import torch.distributed as dist
 
 from fourfold.axes import AXES
 from fourfold.commands.local_ranks import (
@@ -24,15 +25,17 @@ from fourfold.commands.local_ranks import (
     close,
     default_folder,
     grid_options,
-    join_job,
+    group_timeout,
+    join_watched,
     let_sigint_end_ranks,
     put_json,
+    require_world,
     wanted_ranks,
 )
 from fourfold.commands.probe import versions
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
-from fourfold.environment import inside_a_job, is_watched
+from fourfold.environment import Environment, inside_a_job, is_watched
 from fourfold.errors import RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
@@ -70,6 +73,7 @@ from fourfold.train.run_folder import (
 from fourfold.train.schema import to_table
 from fourfold.train.signals import NAMES, ignore_signals, raise_on_signals
 from fourfold.watch.diagnose import diagnose
+from fourfold.watch.liveness import NoAlarm, Phase
 from fourfold.watch.tape import read_all
 
 LISTED = {
@@ -130,6 +134,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         sys.stderr,
         restarts=restarts,
         grace=config.watch.grace,
+        start=config.watch.start,
         policy=RunRestarts(
             Path(out),
             (lambda left: rank_arguments(resolved(left))) if may_shrink else None,
@@ -181,23 +186,29 @@ def _train(options: argparse.Namespace, device: str) -> int:
     deny_others_write()
     let_sigint_end_ranks()
     wait_after_restart()
-    grid, config, reason = join(options, device)
-    if reason and grid.rank == 0:
-        print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
-    raise_on_signals()  # only now: while a rank waited for others to join, a Python handler could not run
-    if options.print_config:
-        if grid.rank == 0:
-            write_data(config.toml())
-        return 0
-    if options.compare_serial is not None:
-        if options.json is not None:
-            raise ValueError("--compare-serial prints a table and writes no --json; leave one of them out")
-        return _compare(config, grid, options.compare_serial)
-    return _run(config, grid, options)
+    here = Environment.read()
+    require_world(options.ranks, here.world)
+    config = requested(options, here.world)
+    check_profile(options, config)
+    with join_watched(device, here, config.watch) as alarm:
+        grid, config, reason = make_grid(config, device, options)
+        if reason and grid.rank == 0:
+            print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
+        raise_on_signals()  # only now: while a rank waited for others to join, a Python handler could not run
+        if options.print_config:
+            if grid.rank == 0:
+                write_data(config.toml())
+            return 0
+        if options.compare_serial is not None:
+            if options.json is not None:
+                raise ValueError("--compare-serial prints a table and writes no --json; leave one of them out")
+            return _compare(config, grid, options.compare_serial)
+        return _run(config, grid, options, alarm)
 
 
-def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
+def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: NoAlarm) -> int:
     """Train the run, again after each rollback, and return the exit code."""
+    alarm.enter(Phase.FOLDER)
     stream = output(options.json)
     require_named_folder(config.train.out)
     # rank 0 decides for all ranks, because the name of a default folder contains the time
@@ -213,7 +224,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace) -> int:
     memory = [MemorySink()] if options.json is not None else []  # outlives a rollback: --json lists all steps
     profile = steps_to_profile(options.profile, start.step, asked=not again)
     while True:
-        run = prepare(Run(config, grid, out, profile=profile), start, stream, memory)
+        run = prepare(Run(config, grid, out, profile=profile, alarm=alarm), start, stream, memory)
         try:
             with RankLog(out, grid), run.stop.listening():
                 run.train()
@@ -290,15 +301,13 @@ def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | Non
     grid.run_on_rank0("the run's folder", check)
 
 
-def join(options: argparse.Namespace, device: str) -> tuple[Grid, TrainConfig, str]:
-    """Join the job; return the grid, the resolved config, and the planner's reason if it chose the grid."""
-    world = join_job(device, options.ranks)  # before the config is resolved: the grid may depend on the job's size
-    config = requested(options, world)
-    check_profile(options, config)
+def make_grid(config: TrainConfig, device: str, options: argparse.Namespace) -> tuple[Grid, TrainConfig, str]:
+    """Return the grid over all ranks, the resolved config, and the planner's reason if it chose the grid."""
+    world = dist.get_world_size()
     reasons: list[str] = []
     config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=reasons.append)
     agree_on_facts(Channel("start"), start_facts(config, device, options))
-    grid = Grid.of_shape(config.grid.shape, device=device)
+    grid = Grid.of_shape(config.grid.shape, device=device, timeout=group_timeout(config.watch))
     if device == "cpu":
         share_cores()  # otherwise every rank starts as many threads as the node has cores
     return grid, config, "".join(reasons)

@@ -24,6 +24,7 @@ from fourfold import models
 from fourfold.axes import AXES
 from fourfold.errors import nearest
 from fourfold.grid import Shape
+from fourfold.job import START_SECONDS
 from fourfold.models.config import MODEL_FIELDS
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
@@ -317,6 +318,10 @@ class WatchSection:
     """Seconds that a rank may wait for a collective. After that all ranks stop and report which rank was missing. inf
     waits forever."""
 
+    start: float = START_SECONDS
+    """Seconds for every wait before the first step is done: to join the job, and for a rank that is stopped or gone. A
+    rank that works, such as on preparing text, has 72 times as many. inf waits forever."""
+
     replicas_every: int = 100
     """Steps between checks that replicas of the parameters and the optimizer state are equal bit for bit. They are also
     compared before every checkpoint and at the end; 0 compares them only then."""
@@ -337,7 +342,7 @@ class WatchSection:
     """Seconds that the run has to end after Ctrl-C, SIGTERM or SIGHUP, including its last checkpoint."""
 
     def __post_init__(self) -> None:
-        for name in ("deadline", "grace"):
+        for name in ("deadline", "start", "grace"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0; inf waits forever")
         if not 0 <= self.spike_above < inf:

@@ -22,6 +22,7 @@ whoever started it, and ends.
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -32,10 +33,11 @@ from typing import Any
 
 from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Grid
+from fourfold.job import Channel
 from fourfold.train.config import WatchSection
 from fourfold.train.console import drain_output, logger
 from fourfold.train.launch import report_failure
-from fourfold.watch.liveness import Alarm, JobDiagnosis
+from fourfold.watch.liveness import Alarm, JobDiagnosis, NoAlarm, Phase
 from fourfold.watch.peers import StepWindows, Straggler
 from fourfold.watch.tape import Tape, Waits, tape_path
 
@@ -150,16 +152,26 @@ class NoGuard:
 
 
 class Guard(NoGuard):
-    """The guard of one rank; all ranks make it together. `deadline` is how long a rank may wait, in seconds."""
+    """The guard of one rank; all ranks make it together. `deadline` is how long a rank may wait, in seconds.
 
-    def __init__(self, grid: Grid, folder: Path, deadline: float) -> None:
+    `alarm` is the one that has watched over the start of the job; without it the guard makes one of its own.
+    """
+
+    def __init__(self, grid: Grid, folder: Path, deadline: float, alarm: NoAlarm | None = None) -> None:
         self._ledger = grid.ledger
         self._tape = Tape(tape_path(folder, grid.rank), grid.rank, grid.shape)
         self._ledger.listener = self._tape  # from now on every launch and wait of a collective is on the tape
-        self._alarm = Alarm(self._tape, grid, folder, deadline, end)
+        self._has_own_alarm = not isinstance(alarm, Alarm)
+        self._alarm = alarm if isinstance(alarm, Alarm) else watch_ranks(grid.channel, deadline)
+        self._alarm.watch_steps(self._tape, folder)
+        self._alarm.deadline = max(self._alarm.deadline, deadline)  # of the first step, which may compile
+        self._deadline, self._steps = deadline, 0
         self._windows = StepWindows(grid)
 
     def begin_step(self, step: int) -> None:
+        self._steps += 1
+        if self._steps == 2:  # everything is compiled, and every connection is open
+            self._alarm.deadline = self._deadline
         self._tape.step = step
         self._tape.doing("reading a batch")
 
@@ -180,10 +192,26 @@ class Guard(NoGuard):
         return self._windows.exchange()
 
     def close(self, *, done: bool) -> None:
-        """Stop watching; `done` says that this rank did all that others may wait for, and did not fail."""
-        self._alarm.close(done=done)
+        """Stop watching steps; `done` says that this rank did all that others may wait for, and did not fail."""
+        if self._has_own_alarm:
+            self._alarm.close(done=done)
+        else:
+            self._alarm.enter(Phase.ENDING)
+            if not done:
+                self._alarm.mute()
         self._ledger.listener = None  # before the tape is closed, because the ledger writes to it
         self._tape.close()
+
+
+def watch_ranks(channel: Channel, deadline: float) -> Alarm:
+    """Watch over the ranks of a channel, which all do the same; `deadline` is how long one may be silent."""
+    return Alarm(channel, deadline, end, tell)
+
+
+def tell(text: str) -> None:
+    """Print and log a line about ranks that wait for another one that still works."""
+    logger.warning("%s", text)
+    print(f"fourfold: {text}", file=sys.stderr, flush=True)
 
 
 def end(found: JobDiagnosis, judge: bool) -> None:

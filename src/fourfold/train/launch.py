@@ -34,10 +34,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.atomic import write_json
-from fourfold.environment import LAUNCHED, RESTARTED, Environment, inside_a_job, is_watched, torchrun_restarts
+from fourfold.environment import LAUNCHED, RESTARTED, Environment, is_watched, rank_name, starts_before
 from fourfold.errors import Failure
+from fourfold.job import START_SECONDS
+from fourfold.train.arrivals import Arrivals
 from fourfold.train.console import drain_output, write_now
-from fourfold.train.rendezvous import LOCAL
+from fourfold.train.rendezvous import LOCAL, WATCH
 from fourfold.train.signals import (
     CTRL_C_HEARD,
     MAX_SECONDS,
@@ -112,13 +114,14 @@ def launch(
     *,
     restarts: int = 0,
     grace: float = GRACE,
+    start: float = START_SECONDS,
     policy: RestartPolicy | None = None,
 ) -> int:
     """Run `fourfold` with these arguments on that many local ranks; return the exit code.
 
     The ranks communicate over the loopback, where no other machine reaches them. When a rank dies, all ranks are
-    restarted, up to `restarts` times in a row without progress, after a pause that doubles each time. After a signal
-    they have `grace` seconds to end.
+    restarted, up to `restarts` times in a row without progress, after a pause that doubles each time. They have `start`
+    seconds to join the job, and after a signal `grace` seconds to end.
     """
     policy = policy or RestartPolicy()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
@@ -127,7 +130,7 @@ def launch(
             logging.getLogger(name).setLevel(logging.CRITICAL)  # this file reports the same in one line
     with loopback_only(), scratch_folder() as scratch, signals_stop_ranks(policy, scratch):
         try:
-            return _launch(ranks, arguments, errors, restarts, grace, policy, scratch)
+            return _launch(ranks, arguments, errors, restarts, grace, start, policy, scratch)
         except SignalException as caught:
             return _stopped(caught.sigval, errors, policy, scratch)
         finally:
@@ -141,13 +144,14 @@ def _launch(
     errors: IO[str],
     restarts: int,
     grace: float,
+    start: float,
     policy: RestartPolicy,
     scratch: Path,
 ) -> int:
     tries, reached, times, quick = restarts, policy.resume_step(), 0, 0
     while True:
         os.environ |= {LAUNCHED: str(os.getpid()), RESTARTED: str(times)}
-        began = time.time()
+        began, arrivals = time.time(), Arrivals(ranks, start)
         for old in scratch.rglob(ERROR_FILE):
             old.unlink()  # what an earlier start has reported is said
         # a name of its own for each start, so that its store shares no key with the one before
@@ -157,6 +161,7 @@ def _launch(
             ranks,
             run_id=f"fourfold-{times}",
             rdzv_backend=LOCAL,
+            rdzv_configs={WATCH: arrivals.watch},
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
             signals_to_handle=OWN_SIGNALS,
@@ -166,7 +171,9 @@ def _launch(
             elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
             return 0
         except ChildFailedError as failed:
-            ends = [_end(rank, failure) for rank, failure in failed.failures.items()]
+            ends = arrivals.explain([_end(rank, failure) for rank, failure in failed.failures.items()])
+        finally:
+            arrivals.close()
         # Ranks got a signal, and not from the agent because another rank failed. A launcher that gets one itself raises
         # SignalException.
         if all(end.exit_code in STOP_CODES for end in ends):
@@ -209,7 +216,7 @@ def restart_pause(times: int) -> float:
 
 def wait_after_restart() -> None:
     """Wait as long as our launcher would if torchrun has restarted this rank: torchrun itself restarts at once."""
-    if times := torchrun_restarts():
+    if times := starts_before():
         if Environment.read().rank == 0:
             said = f"waits {restart_pause(times):.0f} s: torchrun has restarted this job {times} times"
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
@@ -292,11 +299,11 @@ def _stopped(number: int, errors: IO[str], policy: RestartPolicy, scratch: Path)
 
 def explain(end: RankEnd) -> str:
     """Return why a rank ended, in words for people."""
+    if end.failure is not None and (end.failure.is_diagnosis or end.failure is Failure.OUT_OF_MEMORY):
+        return end.message
     if end.killed:
         name = signal.Signals(-end.exit_code).name
         return f"rank {end.rank} (process {end.process}) was killed by {name}; the other ranks were stopped"
-    if end.failure is not None and end.failure.is_diagnosis:
-        return end.message
     lines = end.message.strip().splitlines() or [f"rank {end.rank} failed with exit code {end.exit_code}"]
     return lines[0] if len(lines) == 1 else f"rank {end.rank}: {end.message.strip()}"
 
@@ -311,9 +318,8 @@ def report_failure(message: str, kind: Failure, *, whole: bool = True) -> None:
         # The file appears whole or not at all, because this rank may be killed while it writes.
         write_json(Path(path), {"message": message, "timestamp": str(int(time.time())), "kind": kind})
         return
-    who = f"rank {Environment.read().rank}: " if inside_a_job() else ""
     shown = message if whole else message.partition("\n")[0]
-    print(f"fourfold: error: {who}{shown}", file=sys.stderr, flush=True)
+    print(f"fourfold: error: {rank_name()}{shown}", file=sys.stderr, flush=True)
 
 
 @cache

@@ -60,6 +60,7 @@ from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
 from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, rewind, strict
 from fourfold.train.signals import NAMES, Stop, Verdict
+from fourfold.watch.liveness import NoAlarm, Phase
 from fourfold.watch.peers import check_replicas
 from fourfold.watch.tape import Waits
 
@@ -83,8 +84,19 @@ class StepInFlight:
 class Run:
     """A training run. Every rank has one, and rank 0 records it. `profile` names the steps to trace."""
 
-    def __init__(self, config: TrainConfig, grid: Grid, out: Path, *, profile: range = range(0)) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        grid: Grid,
+        out: Path,
+        *,
+        profile: range = range(0),
+        alarm: NoAlarm | None = None,
+    ) -> None:
         self.config, self.grid, self.out = config, grid, out
+        self.alarm = alarm or NoAlarm()
+        """The alarm that watches over the ranks of the job already."""
+        self.alarm.enter(Phase.DATA)
         self.model_config = config.model.build()
         self.policy = config.build_policy()
         self.sources = open_sources(config, grid, out / "data")
@@ -100,6 +112,7 @@ class Run:
         if config.train.evaluate_every and data.held_out:
             batches = config.train.evaluate_batches * batch.micro_steps
             self.evaluation = Evaluation(self.sources, grid, rows=rows, batches=batches, **common)
+        self.alarm.enter(Phase.MODEL)
         self.model = build(self.model_config, grid, policy=self.policy, seed=seed, dtype=config.policy.parameters)
         section = config.optimizer
         self.optimizer = AdamW(
@@ -186,6 +199,7 @@ class Run:
 
     def load(self, start: Start) -> None:
         """Load the checkpoint that the run resumes from, before the first step."""
+        self.alarm.enter(Phase.CHECKPOINT)
         accept = self.config.data.changed == "accept"
         state, self._load_notes = restore(start, self.model, self.optimizer, self.loader, accept_changes=accept)
         self.step_judge.restore(state)
@@ -206,13 +220,14 @@ class Run:
                     "on a file system that all nodes share, or set checkpoint.save=false"
                 )
 
+        self.alarm.enter(Phase.BEGINNING)
         try:
             self.grid.run_on_rank0("starting the run", lambda: self._prepare_folder(sinks, start or Start()))
             self.grid.run_together("finding the run's folder", find_folder)
             if self.config.checkpoint.save:
                 self.saving = RunSaver(self.config, self.grid, self.out, self.step)
             if self.grid.shape.world > 1:
-                self.guard = Guard(self.grid, self.out, self.config.watch.deadline)
+                self.guard = Guard(self.grid, self.out, self.config.watch.deadline, self.alarm)
         except BaseException:
             if self._lock is not None:
                 self._lock.release()

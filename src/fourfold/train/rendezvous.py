@@ -10,6 +10,7 @@ torchrun loads this file wherever Fourfold is installed, so the file imports lit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -32,6 +33,8 @@ BACKEND = "fourfold"
 """The value of torchrun's --rdzv-backend that selects `NodesRendezvous`."""
 LOCAL = "fourfold-here"
 """The backend that our own launcher names, for ranks on one machine."""
+WATCH = "watch"
+"""The key of the rendezvous's configuration with the function that watches its store."""
 PORT = 29400
 """The port of an endpoint without a port; torchrun has the same default."""
 TIMEOUT = timedelta(seconds=60)
@@ -41,8 +44,9 @@ TIMEOUT = timedelta(seconds=60)
 class LocalRendezvous(RendezvousHandler):
     """The rendezvous of a single node, with its store on the loopback."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, watch: Callable[[dist.TCPStore], None] | None = None) -> None:
+        """`watch` gets the store before the ranks start."""
+        self._name, self._watch = name, watch
         self._store = serve(LOOPBACK)
 
     def get_backend(self) -> str:
@@ -50,6 +54,8 @@ class LocalRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         where = RendezvousStoreInfo(LOOPBACK, self._store.port)
+        if self._watch is not None:
+            self._watch(self._store)
         return RendezvousInfo(dist.PrefixStore(self._name, self._store), 0, 1, where)
 
     @property
@@ -71,7 +77,7 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
-rendezvous_handler_registry.register(LOCAL, lambda params: LocalRendezvous(params.run_id))
+rendezvous_handler_registry.register(LOCAL, lambda params: LocalRendezvous(params.run_id, params.get(WATCH)))
 
 
 class NodesRendezvous(DynamicRendezvousHandler):

@@ -8,6 +8,9 @@ is a *meeting* with the n-th launches of the others. When a run is stuck, one of
                    such a meeting itself, holds up all others
     no transport   all ranks have come to every meeting that somebody waits at, and the bytes do not arrive
 
+A link is blamed only if nothing else explains the last case: every rank of the meeting answers, none is stopped, and
+they are on more than one host.
+
 Without a disagreement, ranks cannot wait for each other in a circle: at the meeting that comes first in the program,
 ranks wait only for ranks that are late.
 """
@@ -15,11 +18,12 @@ ranks wait only for ranks that are late.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from fourfold.job import ranks_text
+from fourfold.watch.processes import ProcessState
 from fourfold.watch.tape import TapeEntry, TapeReading
 
 
@@ -56,6 +60,8 @@ class Diagnosis:
     """Meetings at which ranks wait, each once: those with absent ranks first, in the order of the program."""
     culprits: tuple[int, ...]
     """Ranks that hold up all others."""
+    states: Mapping[int, ProcessState]
+    """The processes that do not run, as ranks of the same machine see them."""
 
     @property
     def headline(self) -> str:
@@ -71,7 +77,11 @@ class Diagnosis:
                 f"step {step}: ranks disagree on which collective comes next along {self.disagreement.axis}: "
                 f"{ranks_text(by)} launched {one}, {ranks_text(by_others)} {other}"
             )
-        waiting = {rank: one.doing for rank, one in self.readings.items() if one.doing is not None and one.waits}
+        silent = silent_of(self.readings, self.stacks)
+        living = {rank: one for rank, one in self.readings.items() if one.doing is not None and rank not in silent}
+        waiting = {rank: one.doing for rank, one in living.items() if one.doing is not None and one.waits}
+        if silent and not waiting:  # they wait for it through the store in the middle of some work, such as saving
+            waiting = {rank: one.doing for rank, one in living.items() if one.doing is not None}
         if not self.meetings and not waiting:
             return "nobody waits for a collective"
         if not self.meetings:
@@ -81,11 +91,41 @@ class Diagnosis:
             meeting = self.meetings[0]
             what, came = f"step {meeting.entry.step}: {meeting.entry.record}", list(meeting.came)
         if self.culprits:
-            return f"{what}: {ranks_text(self.culprits)} never arrived"
-        silent = sorted(silent_of(came, self.stacks))
-        gone = f", and {ranks_text(silent)} does not answer" if silent else ""
-        hosts = " and ".join(sorted({self.readings[rank].who.host for rank in came}))
-        return f"{what}: all of {ranks_text(came)} arrived, but their bytes did not{gone}; look at the links of {hosts}"
+            return f"{what}: {ranks_text(self.culprits)} never arrived{self._whereabouts(self.culprits)}"
+        return f"{what}: all of {ranks_text(came)} arrived{self._no_transport(came)}"
+
+    def _no_transport(self, came: Sequence[int]) -> str:
+        """Return what is known about ranks that have all come to where they wait."""
+        hosts = sorted({self.readings[rank].who.host for rank in came})
+        if silent := sorted(silent_of(came, self.stacks)):
+            return f", and {ranks_text(silent)} no longer takes part{self._whereabouts(silent)}"
+        if not self.meetings:
+            return ", and wait for each other through the job's store"
+        if not self.stacks:
+            return ", but their bytes did not; no rank was asked whether it still runs"
+        if len(hosts) == 1:
+            return f", but their bytes did not; all of them answer and are on {hosts[0]}, so look at its load"
+        return f", but their bytes did not, though all of them answer; look at the links of {' and '.join(hosts)}"
+
+    def _whereabouts(self, ranks: Sequence[int]) -> str:
+        """Return what these ranks do instead, as far as it is the same for all of them."""
+        (found, *others) = dict.fromkeys(self._whereabouts_of(rank, alone=len(ranks) == 1) for rank in ranks)
+        return f": {found}" if found and not others else ""
+
+    def _whereabouts_of(self, rank: int, *, alone: bool) -> str:
+        state, reading = self._state(rank), self.readings.get(rank)
+        if state is not ProcessState.RUNS and (alone or state is ProcessState.UNKNOWN):
+            who = f"process {reading.who.process} on {reading.who.host} " if reading is not None else "it "
+            return who + state.text(reading.who.process if reading is not None else 0)
+        if state is not ProcessState.RUNS:
+            return f"they are {state}"
+        doing = reading.doing if reading is not None else None
+        return f"{'it was' if alone else 'they were'} {doing.what}" if doing is not None and doing.what else ""
+
+    def _state(self, rank: int) -> ProcessState:
+        """Return the state of a rank's process; unknown if it does not answer and nobody sees it."""
+        answers = rank not in silent_of([rank], self.stacks)
+        return ProcessState.RUNS if answers else self.states.get(rank, ProcessState.UNKNOWN)
 
     def lines(self) -> Iterator[str]:
         """Yield the headline, the meetings, the last launches of culprits and silent ranks, and the stacks."""
@@ -95,30 +135,48 @@ class Diagnosis:
             yield f"  {_place(meeting.entry)}: {ranks_text(meeting.came)} came{absent}"
         silent = silent_of(self.readings, self.stacks)
         for rank in (*self.culprits, *sorted(silent - set(self.culprits))):
-            found = self.readings[rank]
-            answers = " does not answer;" if rank in silent else ""
+            found = self.readings.get(rank)
+            if found is None:
+                yield f"  rank {rank} has left no tape: it had not begun its first step"
+                continue
+            answers = f" {self._state(rank).text(found.who.process)};" if rank in silent else ""
             last = f"last launched {_place(found.entries[-1])}" if found.entries else "launched nothing"
             doing = f"; was {found.doing.what} (step {found.doing.step})" if found.doing is not None else ""
             yield f"  rank {rank} ({found.who.host}, process {found.who.process}){answers} {last}{doing}"
-        by_stack: defaultdict[str, list[int]] = defaultdict(list)
-        for rank, stack in sorted(self.stacks.items()):
-            by_stack[stack].append(rank)
-        # The stacks of culprits first: they show what everybody waits for.
-        for stack, ranks in sorted(by_stack.items(), key=lambda item: not set(item[1]) & set(self.culprits)):
-            yield f"  {ranks_text(ranks)} stood at"
-            yield from (f"    {line}" for line in stack.rstrip().splitlines())
+        yield from stack_lines(self.stacks, self.culprits)
 
 
-def diagnose(readings: Mapping[int, TapeReading], stacks: Mapping[int, str]) -> Diagnosis:
-    """Find the cause from the tapes of all ranks, and from the stacks of the ranks that answered."""
+def stack_lines(stacks: Mapping[int, str], culprits: Sequence[int]) -> Iterator[str]:
+    """Yield the stacks of ranks, equal ones once, those of the culprits first: they show what everybody waits for."""
+    by_stack: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, stack in sorted(stacks.items()):
+        by_stack[stack].append(rank)
+    for stack, ranks in sorted(by_stack.items(), key=lambda item: not set(item[1]) & set(culprits)):
+        yield f"  {ranks_text(ranks)} stood at"
+        yield from (f"    {line}" for line in stack.rstrip().splitlines())
+
+
+def diagnose(
+    readings: Mapping[int, TapeReading],
+    stacks: Mapping[int, str],
+    states: Mapping[int, ProcessState] | None = None,
+) -> Diagnosis:
+    """Find the cause from the tapes of all ranks, and from the stacks of the ranks that answered.
+
+    `states` are those of processes that do not run, as ranks on their machine see them.
+    """
     meetings = _meetings(readings)
+    world = max((reading.who.shape.world for reading in readings.values()), default=0)
+    no_tape = silent_of((rank for rank in range(world) if rank not in readings), stacks)
     silent = silent_of(readings, stacks)
     held_up = {rank for meeting in meetings if meeting.absent for rank in meeting.came}
     held_up |= {rank for meeting in meetings if silent & set(meeting.came) for rank in meeting.came} - silent
     late = {rank for meeting in meetings for rank in meeting.absent}
     if not meetings:  # no rank waits for a collective, so ranks wait through the store: who does not wait there is late
-        late = silent | {rank for rank, reading in readings.items() if not reading.waits}
-    return Diagnosis(readings, stacks, _disagreement(readings), tuple(meetings), tuple(sorted(late - held_up)))
+        free = {rank for rank, reading in readings.items() if not reading.waits}
+        late = silent if silent and free >= readings.keys() - silent else silent | free
+    culprits = tuple(sorted((late - held_up) | no_tape))
+    return Diagnosis(readings, stacks, _disagreement(readings), tuple(meetings), culprits, states or {})
 
 
 def silent_of(ranks: Iterable[int], stacks: Mapping[int, str]) -> set[int]:

@@ -1,29 +1,36 @@
-"""Detects dead and stuck ranks, and decides which detector's finding is shown.
+"""Detects dead and stuck ranks from the moment they have joined, and decides which detector's finding is shown.
 
-A rank is *dead* when its process is gone and *stuck* when it does not come to the collective that others wait for. Five
-detectors look for both; each sees something that the others do not:
+A rank is *dead* when its process is gone, *silent* when nothing is heard of it, because it is stopped or its node is
+lost, and *stuck* when it does not come to the collective that others wait for. Seven detectors look for them; each sees
+something that the others do not:
 
     detector            where                       sees                                              after
     agent               `train.launch`, torchrun    a process of its own node that has ended          at once
+    arrivals            `train.arrivals`            a process of its own node that never joins        watch.start
+    joining             `job.join`                  a rank that never joins, a store that is missing  watch.start
     collective error    `job.typed_errors`          a broken connection: `LostPeerError`              at once
-    siblings            `Siblings`, below           a process of the same machine that is gone        DEATH_SECONDS
-    clock and tapes     `Alarm`, below, `diagnose`  a rank on any node that is stuck                  watch.deadline
-    store               `Alarm`, below              a store that does not answer: its node, or the    watch.deadline
+    siblings            `processes.Siblings`        a process of the same machine that is gone        DEATH_SECONDS
+    heartbeats, tapes   `Alarm`, below, `diagnose`  a rank on any node that is silent, or stuck       the deadline
+    store               `Alarm`, below              a store that does not answer: its node, or the    the deadline
                                                     network, is gone                                  + CUT_OFF_SECONDS
 
-Each finding reaches the launcher as an exit code and a failure file of some `Failure` kind. `first_cause` chooses the
-finding that the user reads.
+The deadline is watch.start until the first step is done, and watch.deadline from then on. Each finding reaches the
+launcher as an exit code and a failure file of some `Failure` kind. `first_cause` chooses the finding that the user
+reads.
 
-**The alarm.** Each rank has two threads. The *clock* measures how long the rank has been waiting. The *listener* asks
-the job's store whether any rank has raised the alarm, and raises it itself when a sibling has died, so that ranks that
-wait for the dead rank do not wait until the deadline. Once the alarm is raised, every living rank answers with its
-stack. The rank that raised it (the *judge*) reads the tapes of all ranks, also of those that did not answer, and its
-diagnosis is the last thing that every rank reports. If the store no longer answers, a rank reports what it knows alone.
+**The alarm.** Each rank has two threads. The *clock* measures how long the rank has been waiting. The *listener* writes
+the rank's heartbeat into the job's store and reads that of the next rank; it asks the store whether any rank has raised
+the alarm, and raises it itself when the next rank is silent, or when a sibling has died. Once the alarm is raised,
+every living rank answers with its stack, and with what it sees of its siblings. The rank that raised it (the *judge*)
+reads the tapes of all ranks, also of those that did not answer, and its diagnosis is the last thing that every rank
+reports. If the store no longer answers, a rank reports what it knows alone.
 
-**Siblings.** A rank that dies leaves others waiting. Ranks that wait for bytes over a connection notice it; ranks that
-wait for a text in the job's store do not. But every rank can check whether the processes that the same parent has
-started on this machine still run. Each rank appends `RANK:PROCESS` to the list of its host and parent: when it starts,
-and again when it is done. A process that is listed once and no longer runs has died.
+**Busy ranks.** Before the first step a rank may work for long while the others wait for it: rank 0 alone turns text
+into tokens. A heartbeat shows that it lives. Such a rank says now and then that the others wait for it, and has
+`BUSY_DEADLINES` times the deadline.
+
+**Stopped and continued.** A process that was stopped finds, once it is continued, that much time has passed in which
+it heard nothing. It does not count that time, and a rank that is continued within the deadline causes no alarm.
 
 Nothing here is a collective or needs the main thread, which may never return from its wait.
 """
@@ -32,38 +39,62 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from threading import Event, Thread
+from types import FrameType
 
 from fourfold.errors import Failure, LateRanksError
-from fourfold.grid import Grid
-from fourfold.job import Channel
-from fourfold.watch.diagnose import diagnose
-from fourfold.watch.tape import DIAGNOSIS, Tape, read, tape_path
+from fourfold.job import Channel, ranks_text
+from fourfold.watch.diagnose import diagnose, stack_lines
+from fourfold.watch.memory import LESS_ON_HOST, HostMemory
+from fourfold.watch.processes import ProcessState, Siblings
+from fourfold.watch.tape import DIAGNOSIS, Tape, TapeReading, read, tape_path
 
 PAUSE = 1.0
-"""Seconds between two checks of each thread, or a fifth of the deadline if that is shorter. A check costs two messages
-to the store, and a second more or less does not matter beside deadlines of minutes."""
+"""Seconds between two checks of each thread, or a fifth of the deadline if that is shorter. A check costs a few
+messages to the store, and a second more or less does not matter beside deadlines of minutes."""
 ANSWER_SECONDS = 5.0
 """Seconds that living ranks have to answer an alarm: several times `PAUSE`, because a listener may be busy."""
 JUDGE_SECONDS = 30.0
 """Seconds after the answers for the judge to read all tapes, perhaps from a slow network file system."""
 CUT_OFF_SECONDS = 10.0
-"""Seconds beyond the deadline after which a rank that the store does not answer reports by itself."""
+"""Seconds beyond the deadline after which a rank that the store does not answer reports by itself, and after which a
+process that is silent although it runs counts as silent: a heartbeat may be late on a busy machine."""
 DEATH_SECONDS = 3.0
 """Seconds between the death of a sibling and the alarm: ranks with a connection to it fail earlier, by themselves."""
+GAP_SECONDS = 2.0
+"""A thread whose pause took this much longer than it should was stopped with its process, or waited for the store."""
+BUSY_DEADLINES = 72
+"""How many deadlines a living rank may work in one phase of the start: 12 hours with the default of 600 s, more than
+preparing any data takes that somebody waits for."""
 STACK_DEPTH = 12
 """The number of frames of a stack that are shown, the innermost ones: more would hide the other ranks."""
+
+
+class Phase(StrEnum):
+    """What a rank does, in words that follow `is`; all but the last two come before its first step."""
+
+    IMPORTING = "importing torch and Fourfold"
+    JOINING = "joining the job"
+    GROUPS = "making process groups"
+    FOLDER = "looking at the run's folder"
+    DATA = "opening the data"
+    MODEL = "building the model"
+    CHECKPOINT = "loading the checkpoint"
+    BEGINNING = "preparing the run's folder"
+    TRAINING = "training"
+    """From the first step on, whose compilation is part of it; the tape says more."""
+    ENDING = "ending the run"
 
 
 # --- whose finding is shown
@@ -107,55 +138,6 @@ def first_cause(ends: Iterable[RankEnd]) -> RankEnd:
     return min(ends, key=order)
 
 
-# --- siblings
-
-
-class Siblings:
-    """The ranks that the parent of this process has started on this machine; all ranks of the channel make it."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._key = f"siblings/{socket.gethostname()}/{os.getppid()}"
-        self._mine = f"{channel.rank}:{os.getpid()}"
-        self._processes: dict[int, int] = {}
-        self._channel.append(self._key, self._mine)
-
-    def leave(self) -> None:
-        """Announce that this rank is done, so that no sibling takes its end for a death."""
-        self._channel.append(self._key, self._mine)
-
-    def dead(self) -> dict[int, int]:
-        """Return the processes, by rank, that no longer run and had not announced that they were done."""
-        dead = {}
-        for word, times in Counter(self._channel.words(self._key)).items():
-            rank, process = map(int, word.split(":"))
-            self._processes[rank] = process
-            if times == 1 and not is_sibling(process):
-                dead[rank] = process
-        return dead
-
-    def kill(self, ranks: Iterable[int]) -> None:
-        """Kill those of the ranks that are siblings, with SIGKILL: a stopped process does not react to SIGTERM."""
-        for rank in ranks:
-            process = self._processes.get(rank)
-            if process is not None and is_sibling(process):
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-
-
-def is_sibling(process: int) -> bool:
-    """Return whether a process runs and has the same parent as this one; True on systems without /proc."""
-    if not Path("/proc/self/stat").exists():
-        return True
-    try:
-        state = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    # The state and the parent follow the name, which is in parentheses and may contain any character.
-    how, parent, *_ = state.rpartition(")")[2].split()
-    return how not in "ZX" and int(parent) == os.getppid()
-
-
 # --- the alarm
 
 
@@ -169,30 +151,129 @@ class JobDiagnosis:
     """Ranks that did not answer."""
 
 
-class Alarm:
-    """Watches the waits of this rank; all ranks create theirs together.
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The sign of life of a rank; its text differs from one beat to the next."""
 
-    `end` gets the diagnosis and whether this rank is the judge, and ends this process.
+    number: int
+    phase: Phase
+    waits: bool
+    """Whether its main thread waits for other ranks."""
+    host: str
+    process: int
+    left: bool = False
+    """Whether it is done and will not beat again."""
+
+    def text(self) -> str:
+        return json.dumps([self.number, self.phase, self.waits, self.host, self.process, self.left])
+
+    @classmethod
+    def of(cls, text: str) -> Heartbeat:
+        number, phase, waits, host, process, left = json.loads(text)
+        return cls(number, Phase(phase), waits, host, process, left)
+
+
+NOT_SEEN = Heartbeat(0, Phase.JOINING, waits=False, host="an unknown host", process=0)
+"""Stands for a rank that has joined the job, and of which nothing was heard since."""
+
+
+class AwakeClock:
+    """Measures waits of this process without the time in which it was stopped."""
+
+    def __init__(self) -> None:
+        self._last = self.woke = time.monotonic()
+
+    def tick(self, pause: float) -> None:
+        """Note that the thread runs, once per pause; a much longer pause means that the process was stopped."""
+        now = time.monotonic()
+        if now - self._last > pause + max(GAP_SECONDS, 2 * pause):
+            self.woke = now
+        self._last = now
+
+    def since(self, moment: float) -> float:
+        """Return the seconds since a moment of the monotonic clock, or since the process was continued if later."""
+        return time.monotonic() - max(moment, self.woke)
+
+
+class NoAlarm:
+    """Does nothing; stands in for an alarm if the job has only one rank."""
+
+    deadline = 0.0
+
+    def enter(self, phase: Phase) -> None: ...
+    def watch_steps(self, tape: Tape, folder: Path) -> None: ...
+    def mute(self) -> None: ...
+    def call(self, reason: str) -> None: ...
+    def close(self, *, done: bool) -> None: ...
+
+    def __enter__(self) -> NoAlarm:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(done=kind is None)
+
+
+class Alarm(NoAlarm):
+    """Watches over the ranks of a channel; all ranks create theirs together.
+
+    `deadline` is how long a rank may be silent, and how long this one may wait, in seconds. `end` gets the diagnosis
+    and whether this rank is the judge, and ends this process. `tell` gets a line about a rank that others wait for.
     """
 
     def __init__(
-        self, tape: Tape, grid: Grid, folder: Path, deadline: float, end: Callable[[JobDiagnosis, bool], None]
+        self,
+        channel: Channel,
+        deadline: float,
+        end: Callable[[JobDiagnosis, bool], None],
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._tape, self._rank = tape, grid.rank
-        self._folder, self._deadline, self._end_with = folder, deadline, end
         # Its own connection: the main thread may be blocked inside the job's store while the listener needs it.
-        self._channel = grid.channel.open("watch", fresh=True, own_connection=True)
-        self._pause = min(PAUSE, deadline / 5)
+        self._channel = channel.open("watch", fresh=True, own_connection=True)
+        self._rank = channel.rank
+        self.deadline = self._start_deadline = deadline
+        self._muted = False
+        self._end_with, self._tell = end, tell
+        self._tape: Tape | None = None
+        self._folder: Path | None = None
+        self._phase, self._entered, self._told = Phase.GROUPS, time.monotonic(), 0
         self._siblings = Siblings(self._channel)
+        self._memory = HostMemory.read()
         self._dead: dict[int, int] = {}
         self._dead_since: float | None = None
+        place = self._channel.ranks.index(self._rank)
+        self._next = self._channel.ranks[(place + 1) % len(self._channel.ranks)]
+        self._next_beat, self._next_since = (
+            "",
+            time.monotonic(),
+        )  # the last heartbeat of the next rank, and when it came
+        self._next_waits = False
+        self._beats = 0
+        self._heard = time.monotonic()
+        """When the store answered the listener last."""
         self._over, self._raised, self._spoken = Event(), Event(), Event()
         self._done = False
         self._reason, self._failure = "", Failure.DIAGNOSIS
         self._answering = False
+        self._beat()  # before anything can happen to this rank, so that the others know its process
         self._threads = [Thread(target=run, daemon=True) for run in (self._watch_clock, self._listen)]
         for thread in self._threads:
             thread.start()
+
+    def enter(self, phase: Phase) -> None:
+        """Note that this rank begins a phase; the tape of steps is not read any more."""
+        self._phase, self._entered, self._told = phase, time.monotonic(), 0
+        self._tape, self._folder, self._muted = None, None, False
+        if phase is not Phase.ENDING:
+            self.deadline = self._start_deadline
+
+    def watch_steps(self, tape: Tape, folder: Path) -> None:
+        """Watch over steps from now on: this rank's tape says what it waits for."""
+        self.enter(Phase.TRAINING)
+        self._tape, self._folder = tape, folder
+
+    def mute(self) -> None:
+        """Raise and answer no alarm until the next phase: this rank has failed, and so may the others."""
+        self._muted = True
 
     def close(self, *, done: bool) -> None:
         """Stop watching; `done` means that this rank did everything that others may wait for, and did not fail."""
@@ -206,38 +287,74 @@ class Alarm:
         self._raise(reason)
         self._spoken.wait(ANSWER_SECONDS + JUDGE_SECONDS)
 
+    @property
+    def _pause(self) -> float:
+        return min(PAUSE, self.deadline / 5)
+
     # --- the clock
 
     def _watch_clock(self) -> None:
+        clock = AwakeClock()
         while not self._over.wait(self._pause):
-            since = self._tape.since
-            late = 0.0 if since is None else time.monotonic() - since - self._deadline
-            if late > 0 and not self._raised.is_set():
-                self._raise(f"waited for {self._deadline:g} s")
-            if late > CUT_OFF_SECONDS and not self._answering:
-                self._report_alone()
+            clock.tick(self._pause)
+            if self._muted:
+                continue
+            tape, deadline = self._tape, self.deadline
+            since = tape.since if tape is not None else None
+            waited = 0.0 if since is None else clock.since(since)
+            if waited > deadline and not self._raised.is_set():
+                self._raise(f"waited for {deadline:g} s")
+            if tape is None:
+                self._look_at_own_phase(clock.since(self._entered))
+                waited = clock.since(self._heard)
+            if waited > deadline + CUT_OFF_SECONDS and not self._answering:
+                self._report_alone(deadline)
+
+    def _look_at_own_phase(self, seconds: float) -> None:
+        """Say that others wait for this rank; raise the alarm if it has worked in one phase for too long."""
+        if seconds < (self._told + 1) * self.deadline or waits_for_ranks(main_frame()):
+            return
+        self._told = int(seconds // self.deadline)
+        if seconds > BUSY_DEADLINES * self.deadline and not self._raised.is_set():
+            self._raise(f"has been {self._phase} for {seconds:.0f} s")
+        elif self._next_waits:
+            self._tell(f"rank {self._rank} has been {self._phase} for {seconds:.0f} s, and other ranks wait for it")
 
     def _raise(self, reason: str, failure: Failure = Failure.DIAGNOSIS) -> None:
-        self._tape.freeze()
+        self._freeze()
         self._reason, self._failure = reason, failure
         self._raised.set()
 
-    def _report_alone(self) -> None:
-        mine = read(tape_path(self._folder, self._rank))
-        found = diagnose({self._rank: mine}, {self._rank: stack_of_main()})
-        text = f"rank {self._rank} {self._reason}; the job's store does not answer: its node or the network is gone"
-        text = "\n".join((text, *(f"  {line}" for line in found.lines())))
-        self._end(JobDiagnosis(text, Failure.DIAGNOSIS), judge=True)
+    def _freeze(self) -> None:
+        """Keep the tape as it is: the cause may pass while the ranks are asked, and the tape must still show it."""
+        if self._tape is not None:
+            self._tape.freeze()
+
+    def _report_alone(self, deadline: float) -> None:
+        folder, reason = self._folder, self._reason or f"was {self._phase} and heard nothing for {deadline:g} s"
+        text = f"rank {self._rank} {reason}; the job's store does not answer: its node or the network is gone"
+        if held := self._siblings.describe_not_running():
+            text = f"rank {self._rank} {reason}; the job's store does not answer: {held}"
+        if folder is not None:
+            mine = {self._rank: read(tape_path(folder, self._rank))}
+            text = "\n".join((text, *(f"  {line}" for line in diagnose(mine, {self._rank: stack_of_main()}).lines())))
+        silent = tuple(self._siblings.not_running())
+        self._end(JobDiagnosis(text, Failure.DIAGNOSIS, silent), judge=True)
 
     # --- the listener
 
     def _listen(self) -> None:
-        judge = False
+        judge, clock = False, AwakeClock()
         while not self._over.wait(self._pause):
-            with suppress(
-                RuntimeError
-            ):  # the store does not answer: the clock's thread reports that, after its deadline
+            # the store does not answer: the clock's thread reports that, after its deadline
+            with suppress(RuntimeError):
+                clock.tick(self._pause)
+                self._beat()
+                self._heard = time.monotonic()
+                if self._muted:
+                    continue
                 self._look_for_dead()
+                self._look_at_next(clock)
                 if self._raised.is_set():
                     alarm = self._rank, f"rank {self._rank} {self._reason}", self._failure
                     judge = self._channel.announce("alarm", json.dumps(alarm))
@@ -246,7 +363,26 @@ class Alarm:
                     return
         if self._done:
             with suppress(RuntimeError):  # the store is gone with the last rank that needed it
+                self._beat(left=True)
                 self._siblings.leave()
+
+    def _beat(self, *, left: bool = False) -> None:
+        self._beats += 1
+        waits = waits_for_ranks(main_frame())
+        beat = Heartbeat(self._beats, self._phase, waits, socket.gethostname(), os.getpid(), left)
+        self._channel.put("beat", beat.text())
+
+    def _look_at_next(self, clock: AwakeClock) -> None:
+        """Raise the alarm if the next rank has been silent for too long."""
+        found = self._channel.collect("beat", (self._next,), 0.0, partial=True).get(self._next, "")
+        beat = Heartbeat.of(found) if found else None
+        if found != self._next_beat or (beat is not None and beat.left):
+            self._next_beat, self._next_since = found, time.monotonic()
+        self._next_waits = beat is not None and beat.waits
+        held = self._siblings.state(self._next) in (ProcessState.STOPPED, ProcessState.TRACED, ProcessState.GONE)
+        limit = self.deadline + (0.0 if held else CUT_OFF_SECONDS)
+        if clock.since(self._next_since) > limit and not self._raised.is_set():
+            self._raise(f"has not heard of rank {self._next} for {self.deadline:g} s")
 
     def _look_for_dead(self) -> None:
         self._dead = self._siblings.dead()
@@ -256,11 +392,14 @@ class Alarm:
             self._dead_since = time.monotonic()
         elif time.monotonic() - self._dead_since > DEATH_SECONDS and not self._raised.is_set():
             who = " and ".join(f"rank {rank} (process {process})" for rank, process in sorted(self._dead.items()))
-            self._raise(f"saw that {who} had died", Failure.DEATH)
+            if why := HostMemory.read().verdict(self._memory):
+                self._raise(f"saw that {who} had died: {why}; {LESS_ON_HOST}", Failure.OUT_OF_MEMORY)
+            else:
+                self._raise(f"saw that {who} had died", Failure.DEATH)
 
     def _answer(self, judge: int, reason: str, failure: str, *, judges: bool) -> None:
-        self._tape.freeze()  # the cause may pass while the ranks are asked, and the tape must still show it
-        self._channel.put("answer", stack_of_main())
+        self._freeze()
+        self._channel.put("answer", json.dumps([stack_of_main(), self._siblings.not_running()]))
         self._answering = True
         if judges:
             found = self._judge(reason, Failure(failure))
@@ -274,19 +413,32 @@ class Alarm:
         self._end(found, judge=judges)
 
     def _judge(self, reason: str, failure: Failure) -> JobDiagnosis:
-        """Read the answers and the tapes of all ranks; write the diagnosis into the run's folder and return it."""
+        """Read the answers of all ranks, and their tapes; write the diagnosis into the run's folder and return it."""
         ranks = self._channel.ranks
         living = [rank for rank in ranks if rank not in self._dead]
-        stacks = self._channel.collect("answer", living, ANSWER_SECONDS, partial=True)
-        readings = {}
-        for rank in ranks:
-            with suppress(OSError, ValueError):  # the tape may be lost with its node
-                readings[rank] = read(tape_path(self._folder, rank))
-        headline, *more = diagnose(readings, stacks).lines()
+        answers = self._channel.collect("answer", living, ANSWER_SECONDS, partial=True)
+        stacks, states = {}, dict.fromkeys(self._dead, ProcessState.GONE)
+        for rank, answer in answers.items():
+            stacks[rank], seen = json.loads(answer)
+            states |= {int(other): ProcessState(state) for other, state in seen.items()}
+        headline, *more = self._explain(stacks, states)
         text = "\n".join((f"{headline} ({reason})", *more))
-        with suppress(OSError):  # a full disk must not hide the diagnosis from the ranks
-            (self._folder / DIAGNOSIS).write_text(text + "\n")
+        if self._folder is not None:
+            with suppress(OSError):  # a full disk must not hide the diagnosis from the ranks
+                (self._folder / DIAGNOSIS).write_text(text + "\n")
         return JobDiagnosis(text, failure, tuple(rank for rank in ranks if rank not in stacks))
+
+    def _explain(self, stacks: Mapping[int, str], states: Mapping[int, ProcessState]) -> Iterator[str]:
+        readings: dict[int, TapeReading] = {}
+        for rank in self._channel.ranks:
+            with suppress(OSError, ValueError):  # the tape may be lost with its node
+                if self._folder is not None:
+                    readings[rank] = read(tape_path(self._folder, rank))
+        if readings:
+            return diagnose(readings, stacks, states).lines()
+        beats = self._channel.collect("beat", seconds=0.0, partial=True)
+        seen = {rank: Heartbeat.of(beats[rank]) if rank in beats else NOT_SEEN for rank in self._channel.ranks}
+        return explain_start(seen, stacks, states)
 
     def _end(self, found: JobDiagnosis, *, judge: bool) -> None:
         self._siblings.kill(found.silent)
@@ -294,7 +446,52 @@ class Alarm:
         self._spoken.set()
 
 
+def explain_start(
+    beats: Mapping[int, Heartbeat], stacks: Mapping[int, str], states: Mapping[int, ProcessState]
+) -> Iterator[str]:
+    """Yield who holds up the start, where every rank is, and the stacks of those that answered."""
+    silent = sorted(beats.keys() - stacks.keys())
+    working = [rank for rank, beat in sorted(beats.items()) if rank in stacks and not beat.waits]
+    culprits = silent or working or sorted(beats)
+    first = beats[culprits[0]]
+    what = f"{ranks_text(culprits)} still works" if not silent else f"{ranks_text(culprits)} does not answer"
+    if len(silent) == 1:
+        state = states.get(silent[0], ProcessState.UNKNOWN)
+        what = f"rank {silent[0]} (process {first.process} on {first.host}) {state.text(first.process)}"
+    elif silent and all(rank in states for rank in silent):
+        what = f"{ranks_text(silent)} are {' or '.join(sorted({states[rank] for rank in silent}))}"
+    yield f"before the first step, {first.phase}: {what}"
+    places: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, beat in sorted(beats.items()):
+        place = f"was {beat.phase}" + (" and waited for other ranks" if beat.waits else "")
+        if rank in silent:
+            state = states.get(rank, ProcessState.UNKNOWN)
+            place += f"; process {beat.process} on {beat.host} {state.text(beat.process)}"
+        places[place].append(rank)
+    for place, ranks in places.items():
+        yield f"  {ranks_text(ranks)} {place}"
+    yield from stack_lines(stacks, culprits)
+
+
+def main_frame() -> FrameType | None:
+    """Return the frame in which the main thread is."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def waits_for_ranks(frame: FrameType | None) -> bool:
+    """Return whether a thread in this frame waits for other ranks, through the job's store or in a process group."""
+    while frame is not None:
+        if frame.f_code is Channel.wait_for_keys.__code__ or frame.f_globals.get("__name__") in WAITING_MODULES:
+            return True
+        frame = frame.f_back
+    return False
+
+
+WAITING_MODULES = ("torch.distributed.distributed_c10d", "fourfold.wire")
+"""Modules whose functions do little else than wait for other ranks."""
+
+
 def stack_of_main() -> str:
     """Return the stack of the main thread, its innermost frames."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    frame = main_frame()
     return "".join(traceback.format_stack(frame)[-STACK_DEPTH:])

@@ -1,0 +1,115 @@
+"""The processes of ranks on this machine, as the kernel sees them: whether they run, are stopped, or are gone.
+
+A rank that dies leaves others waiting. Ranks that wait for bytes over a connection notice it; ranks that wait for a
+text in the job's store do not. But every rank can look at the processes that the same parent has started on this
+machine. Each rank appends `RANK:PROCESS` to the list of its host and parent: when it starts, and again when it is done.
+A process that is listed once and no longer runs has died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+
+from fourfold.job import Channel
+
+KERNEL_STATES = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone", "x": "gone", "D": "blocked"}
+"""The values of `ProcessState` by the kernel's letters; every other letter means that the process runs."""
+
+
+class ProcessState(StrEnum):
+    """The state of a process; the value travels between ranks."""
+
+    RUNS = "runs"
+    STOPPED = "stopped"
+    """By SIGSTOP, by a terminal or by a container that is paused: it does nothing until it is continued."""
+    TRACED = "traced"
+    """Held by a debugger."""
+    BLOCKED = "blocked"
+    """Inside the kernel, in a disk, a network file system or a driver that does not return."""
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """On another machine, or on a system without /proc."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody holds the process, who could let it go on."""
+        return self in (ProcessState.STOPPED, ProcessState.TRACED)
+
+    def text(self, process: int) -> str:
+        """Return the state in words that follow the name of a rank, and what to do about it."""
+        if self is ProcessState.STOPPED:
+            return f"is stopped (SIGSTOP or Ctrl-Z; `kill -CONT {process}` in time would have let it go on)"
+        if self is ProcessState.TRACED:
+            return "is held by a debugger"
+        if self is ProcessState.BLOCKED:
+            return "does not answer and is blocked inside the kernel, by a disk, a network file system or a driver"
+        return "is gone" if self is ProcessState.GONE else "does not answer"
+
+
+def process_state(process: int, parent: int | None = None) -> ProcessState:
+    """Return the state of a process of this machine; it is gone if it no longer has that parent."""
+    if not Path("/proc/self/stat").exists():
+        return ProcessState.UNKNOWN
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ProcessState.GONE
+    # The state and the parent follow the name, which is in parentheses and may contain any character.
+    letter, found_parent, *_ = stat.rpartition(")")[2].split()
+    if parent is not None and int(found_parent) != parent:
+        return ProcessState.GONE  # the number belongs to another process now
+    return ProcessState(KERNEL_STATES.get(letter, ProcessState.RUNS))
+
+
+class Siblings:
+    """The ranks that the parent of this process has started on this machine; all ranks of the channel make it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._key = f"siblings/{socket.gethostname()}/{os.getppid()}"
+        self._mine = f"{channel.rank}:{os.getpid()}"
+        self._processes: dict[int, int] = {}
+        self._channel.append(self._key, self._mine)
+
+    def leave(self) -> None:
+        """Announce that this rank is done, so that no sibling takes its end for a death."""
+        self._channel.append(self._key, self._mine)
+
+    def dead(self) -> dict[int, int]:
+        """Return the processes, by rank, that no longer run and had not announced that they were done."""
+        dead = {}
+        for word, times in Counter(self._channel.words(self._key)).items():
+            rank, process = map(int, word.split(":"))
+            self._processes[rank] = process
+            if times == 1 and self.state(rank) is ProcessState.GONE:
+                dead[rank] = process
+        return dead
+
+    def state(self, rank: int) -> ProcessState:
+        """Return the state of a rank's process, without asking the store; unknown unless it is a sibling."""
+        process = self._processes.get(rank)
+        return ProcessState.UNKNOWN if process is None else process_state(process, os.getppid())
+
+    def not_running(self) -> dict[int, ProcessState]:
+        """Return the states of the siblings that do not run."""
+        states = {rank: self.state(rank) for rank in self._processes}
+        return {rank: state for rank, state in states.items() if state not in (ProcessState.RUNS, ProcessState.UNKNOWN)}
+
+    def describe_not_running(self) -> str:
+        """Name the siblings that do not run, in a sentence."""
+        found = ((rank, self._processes[rank], state) for rank, state in self.not_running().items())
+        return "; ".join(f"rank {rank} (process {process}) {state.text(process)}" for rank, process, state in found)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """Kill those of the ranks that are siblings, with SIGKILL: a stopped process does not react to SIGTERM."""
+        for rank in ranks:
+            if rank in self._processes and self.state(rank) is not ProcessState.GONE:
+                with suppress(ProcessLookupError):
+                    os.kill(self._processes[rank], signal.SIGKILL)
