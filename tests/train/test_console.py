@@ -373,3 +373,26 @@ def test_runs_whose_readers_leave_or_stop_reading_finish(tmp_path: Path) -> None
             job.terminate()  # ends its ranks too
         os.close(readers["held"])
         os.close(filled)
+
+
+@pytest.mark.slow
+def test_a_reader_of_json_that_leaves_is_an_error_after_a_complete_run_and_no_restart(tmp_path: Path) -> None:
+    pipe, folder, errors = tmp_path / "pipe", tmp_path / "run", tmp_path / "errors"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    more = ["--grid", "z=2", "--set", "plan.compare=false", "--set", "checkpoint.every=2", "--json", "-"]
+    arguments = train_arguments(write_texts(tmp_path), folder, *more)
+    job = warm.Process(warm.command, *arguments, stdout=pipe, stderr=errors)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "metrics.jsonl").exists():  # all ranks have opened the pipe
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.close(reader)
+        assert job.wait(60) == 1
+    finally:
+        job.terminate()
+    said = errors.read_text()
+    assert said.endswith("fourfold: error: the reader of standard output has gone before it had all data\n")
+    assert "the run resumes" not in said
+    assert lines_of(folder)[-1] == {"event": "end", "step": STEPS, "reason": "finished"}
