@@ -106,12 +106,14 @@ def test_lines_are_dropped_while_nobody_reads_and_their_number_is_told(
         assert sys.stdout._thread.stalled
         if kind == "terminal":
             os.write(ours, b"\x11")  # Ctrl-Q
-        found = read_within(ours, 10, "log.txt has them]\n")
+        found = read_within(ours, 10, "have them]\n")
         print("again", flush=True)
         assert read_within(ours, 10, "again\n") == "again\n"
     *lines, note = found.splitlines()
     assert lines == [f"{number} {LINE}" for number in range(len(lines))]
-    assert note == f"[fourfold: {total - len(lines)} lines could not be printed; the run's log.txt has them]"
+    assert (
+        note == f"[fourfold: {total - len(lines)} lines could not be printed; log.txt and logs/ of the run have them]"
+    )
     assert 0.9 < len(lines) * len(lines[-1]) / console.MOST_QUEUED_BYTES < 1.5
     os.close(ours)
     os.close(theirs)
@@ -373,3 +375,26 @@ def test_runs_whose_readers_leave_or_stop_reading_finish(tmp_path: Path) -> None
             job.terminate()  # ends its ranks too
         os.close(readers["held"])
         os.close(filled)
+
+
+@pytest.mark.slow
+def test_a_reader_of_json_that_leaves_is_an_error_after_a_complete_run_and_no_restart(tmp_path: Path) -> None:
+    pipe, folder, errors = tmp_path / "pipe", tmp_path / "run", tmp_path / "errors"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    more = ["--grid", "z=2", "--set", "plan.compare=false", "--set", "checkpoint.every=2", "--json", "-"]
+    arguments = train_arguments(write_texts(tmp_path), folder, *more)
+    job = warm.Process(warm.command, *arguments, stdout=pipe, stderr=errors)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "metrics.jsonl").exists():  # all ranks have opened the pipe
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.close(reader)
+        assert job.wait(60) == 1
+    finally:
+        job.terminate()
+    said = errors.read_text()
+    assert said.endswith("fourfold: error: the reader of standard output has gone before it had all data\n")
+    assert "the run resumes" not in said
+    assert lines_of(folder)[-1] == {"event": "end", "step": STEPS, "reason": "finished"}

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from signal import Signals
 from typing import IO
@@ -36,7 +37,7 @@ from fourfold.commands.probe import versions
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
 from fourfold.environment import Environment, inside_a_job, is_watched
-from fourfold.errors import RollBackError
+from fourfold.errors import FailedElsewhereError, Failure, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
 from fourfold.models.transformer import build
@@ -242,7 +243,8 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
                 raise KeyboardInterrupt(what_is_saved(out)) from None
             raise
     ignore_signals()  # the run has ended: a signal could only disturb what is left to say
-    write_result(options.json, run, memory)
+    if options.json is not None:
+        write_result_for_all(options.json, run, memory)
     if grid.rank == 0:
         farewell(run, stream)
     close(grid)
@@ -355,6 +357,22 @@ def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> No
         "end": by_kind["end"][-1] if by_kind["end"] else None,
     }
     put_json(result, path)
+
+
+def write_result_for_all(path: str, run: Run, memory: Sequence[MemorySink]) -> None:
+    """Write the JSON on rank 0 while the other ranks wait, however long its reader takes; raise on all if it fails.
+
+    If the others ended meanwhile and rank 0 failed then, the launcher would stop them at their end, and would take that
+    for the cause and restart a run that is complete.
+    """
+    failed: OSError | None = None
+    try:
+        write_result(path, run, memory)
+    except OSError as error:
+        failed = error
+    channel = run.grid.channel.open("result", seconds=inf, fresh=True)
+    if channel.decide(str(int(failed is not None)), max) == "1":
+        raise failed or FailedElsewhereError(f"rank 0 could not write --json {path}", Failure.USER)
 
 
 def greeting(run: Run, start: Start) -> Iterator[str]:

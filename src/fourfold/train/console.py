@@ -79,7 +79,9 @@ class OutputThread(threading.Thread):
                 self._dropped -= dropped
             if dropped:
                 begin = "" if data.endswith(b"\n") else "\n"
-                note = f"{dropped} line{'s' * (dropped > 1)} could not be printed; the run's log.txt has them"
+                note = (
+                    f"{dropped} line{'s' * (dropped > 1)} could not be printed; log.txt and logs/ of the run have them"
+                )
                 if not self._write(descriptor, f"{begin}[fourfold: {note}]\n".encode()):
                     with self._lock:
                         self._dropped += dropped
