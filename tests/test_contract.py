@@ -19,6 +19,7 @@ PACKAGE = ROOT / "src" / "fourfold"
 
 ORDER = [
     "axes",
+    "shape",
     "errors",
     "environment",
     "atomic",

@@ -18,7 +18,7 @@ from torch import Tensor
 from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.data.sampling import local_rows
 from fourfold.data.token_files import NanoGPTFile, TokenFile, TokenSource, TokenWriter
-from fourfold.grid import Shape, shapes_of
+from fourfold.shape import Shape, shapes_of
 from harness import grid_of
 
 SEQ = 4
