@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fourfold.axes import AXES
-from fourfold.environment import Environment
+from fourfold.environment import Environment, stay_on_loopback
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
 from fourfold.job import Channel, agree, first_fault, join_store, typed_errors
 from fourfold.ledger import Ledger
@@ -308,6 +308,7 @@ def _join(device: str | torch.device | None, timeout: timedelta | None) -> None:
     if dist.is_initialized():
         return
     here = Environment.read()
+    stay_on_loopback(here)
     if _device(device).type == "cuda":
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"

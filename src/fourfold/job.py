@@ -7,7 +7,6 @@ did not come, and lets signal handlers run while it waits.
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fourfold.environment import Environment, set_master_address
+from fourfold.environment import Environment, is_loopback, set_master_address
 from fourfold.errors import CollectiveError, Failure, LateRanksError, LostPeerError, LostStoreError
 
 LOOPBACK = "127.0.0.1"
@@ -90,8 +89,8 @@ def find_store(environment: Environment, seconds: float) -> dist.Store:
 
 def require_reachable(host: str, nodes: int) -> None:
     """Refuse a name that means the loopback on its own machine where other nodes must find it."""
-    found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    if nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in found):
+    if nodes > 1 and is_loopback(host):
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         raise ValueError(
             f"MASTER_ADDR={host} is {', '.join(sorted(found))} on its own node, where no other node reaches it; set "
             "MASTER_ADDR to that node's address on the network that the ranks shall use"

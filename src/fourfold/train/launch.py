@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from math import ceil, isfinite
@@ -45,8 +44,6 @@ GRACE = 30.0
 MARGIN = 30
 """Seconds beyond their grace after which whoever started the ranks kills them. The ranks print and flush in that
 time."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The variables that name the network interface on which gloo and NCCL listen."""
 
 
 class RestartPolicy:
@@ -96,8 +93,7 @@ def launch(
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # this file reports the same in one line
     try:
-        with loopback_only():
-            return _launch(ranks, arguments, errors, restarts, grace, policy)
+        return _launch(ranks, arguments, errors, restarts, grace, policy)
     except (KeyboardInterrupt, SignalException) as caught:
         if getattr(caught, "sigval", None) == signal.SIGTERM:
             return _terminated(errors, policy)
@@ -161,19 +157,6 @@ def _config(ranks: int, name: str, grace: float) -> LaunchConfig:
 def kill_seconds(grace: float) -> int:
     """Return the seconds after SIGTERM at which whoever sent it should kill the ranks."""
     return min(ceil(grace), MAX_SECONDS) + MARGIN if isfinite(grace) else MAX_SECONDS
-
-
-@contextmanager
-def loopback_only() -> Iterator[None]:
-    """Inside, processes that are started use the loopback, unless the environment names an interface already."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    added = [name for name in INTERFACES if name not in os.environ]
-    os.environ |= dict.fromkeys(added, loopback)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
 
 
 def _terminated(errors: IO[str], policy: RestartPolicy) -> int:
