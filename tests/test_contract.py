@@ -299,3 +299,26 @@ def test_readme_tree_names_every_file() -> None:
     for path in modules():
         relative = path.relative_to(PACKAGE)
         assert (relative.parts[0] if len(relative.parts) > 1 else relative.name) in text, relative
+
+
+def shown_torchrun_commands() -> Iterator[tuple[str, str]]:
+    """Every torchrun command that a reader may copy, with its file: of pages, docstrings, help and scripts."""
+    folders = [(ROOT / "docs", "*.md"), (ROOT / "examples", "*"), (PACKAGE, "*.py"), (ROOT, "*.md")]
+    for folder, pattern in folders:
+        for path in folder.glob(pattern) if folder == ROOT else folder.rglob(pattern):
+            if path.is_file() and path.name not in ("CHANGELOG.md", "log.md") and path.suffix in (".md", ".py"):
+                text = re.sub(r"\\+\n\s*", "", path.read_text())
+                for found in re.findall(r"torchrun (?:-|\{|\.\.\.)[^\n`]*", text):
+                    yield str(path.relative_to(ROOT)), found
+
+
+def test_torchrun_is_shown_with_our_rendezvous() -> None:
+    """Its own one listens on all interfaces, and its restarts on several nodes wait for ranks that are gone."""
+    found = list(shown_torchrun_commands())
+    assert len(found) >= 20
+    for where, command in found:
+        assert "--rdzv-backend fourfold" in command, (where, command)
+        several = "--nnodes" in command or "{ranks}" in command
+        assert several == ("--rdzv-endpoint" in command), (where, command)
+    kubernetes = (PACKAGE / "commands" / "cluster_scripts.py").read_text()
+    assert kubernetes.count('"torchrun"') == kubernetes.count("--rdzv-backend={BACKEND}") == 1

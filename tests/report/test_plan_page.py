@@ -286,7 +286,10 @@ def test_why_compares_the_pair_that_was_asked_about() -> None:
 
 
 def test_one_node_needs_no_torchrun() -> None:
-    assert command(plan()).startswith("torchrun --nnodes 256 --nproc-per-node 4 -m fourfold.cli train gpt-80b.toml")
+    assert command(plan()).startswith(
+        "torchrun --nnodes 256 --nproc-per-node 4 --rdzv-backend fourfold --rdzv-endpoint node0:29400 "
+        "-m fourfold.cli train gpt-80b.toml"
+    )
     assert command(plan(devices=4)) == "fourfold train gpt-80b.toml"
     assert command(plan(devices=6)).startswith("torchrun --nnodes 2 --nproc-per-node 3")
 
