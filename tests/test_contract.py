@@ -21,6 +21,7 @@ ORDER = [
     "axes",
     "shape",
     "errors",
+    "parse",
     "environment",
     "atomic",
     "ledger",
@@ -162,7 +163,7 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     code = LAZY.format(before=before, after=after)
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = left.stdout.splitlines()[-1].split() if left.stdout.strip() else []
-    torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors"}
+    torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors", "fourfold.parse"}
     commands = ("fourfold.cli", "fourfold.commands", "fourfold.train")
     assert not [name for name in loaded if not name.startswith(commands) and name not in torch_free]
     assert set(loaded) & {"fourfold.train", "fourfold.train.signals"} == {name for name in loaded if ".train" in name}

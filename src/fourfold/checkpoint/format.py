@@ -48,6 +48,7 @@ from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, Unre
 from fourfold.grid import Shape
 from fourfold.layout import Box, Layout
 from fourfold.old_versions import complete_order, upgrade_state
+from fourfold.parse import parse_json
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -357,9 +358,9 @@ def read_record(folder: Path) -> Record:
     if not path.is_file():
         raise MissingCheckpointError(f"{path} is missing; give the folder of a checkpoint, with all its files")
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
         kind, version, digest = content["format"], content["version"], content.pop("digest")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(
             f"{path} is not the record of a checkpoint ({type(error).__name__}: {error}); copy it again"
         ) from error

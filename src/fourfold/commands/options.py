@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from fourfold import __version__
 from fourfold.axes import AXES
 from fourfold.errors import nearest
+from fourfold.parse import parse_toml
 
 RANKS = "number of local ranks to start; default: the size of the grid, else the number of GPUs, else 1"
 DEVICE = "device of the ranks; default: cuda if there is a GPU, else cpu"
@@ -157,9 +158,11 @@ def setting(text: str) -> tuple[str, Any]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} has no value; write section.key=value, such as batch.rows=32")
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
+        return key, parse_toml(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key, value
+    except ValueError as error:  # it is TOML, of a kind that nobody can mean
+        raise argparse.ArgumentTypeError(f"{key}: {error}") from error
 
 
 def grid(text: str) -> dict[str, int]:

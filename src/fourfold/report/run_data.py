@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from fourfold.axes import AXES
+from fourfold.parse import parse_json
 from fourfold.report.units import known
 from fourfold.shape import Shape
 
@@ -289,7 +290,7 @@ def read_run(folder: Path) -> RunData:
 
 def _read_facts(path: Path) -> tuple[Mapping[str, Any], Shape]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; it must be as `fourfold train` wrote it") from error
     missing = [key for key in ("model", "grid") if not isinstance(facts, dict) or key not in facts]
@@ -590,7 +591,7 @@ def _read_profile(run: RunData, folder: Path) -> None:
         return OverRanks(_number(found["mean"]), _number(found["slowest"]), int(found["slowest_rank"]))
 
     try:
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        found = parse_json((folder / "summary.json").read_bytes())
         (first, last), per_step = found["steps"], found["per_step"]
         by_axis = {
             str(axis): (over_ranks(link), over_ranks(per_step["exposed_seconds"][axis]))
@@ -615,8 +616,8 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
     """Return an object with a whole number `step`, or None if the line is something else."""
     try:
         # A run that was killed may end in the middle of a character.
-        record = json.loads(line.decode(errors="replace"))
-    except (ValueError, RecursionError):
+        record = parse_json(line.decode(errors="replace"))
+    except ValueError:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return record if isinstance(step, int) and not isinstance(step, bool) and abs(step) < MAX_STEP else None

@@ -7,7 +7,6 @@ checked by the code that loads them, before it changes anything.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from fourfold.errors import (
 )
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
+from fourfold.parse import parse_json
 from fourfold.train.config import TrainConfig
 from fourfold.train.guard import StepJudge
 from fourfold.train.run_folder import RunEvent, finish, holds_run, read_events, strict
@@ -298,7 +298,7 @@ def read_skipped(out: Path, step: int) -> SkippedData | None:
     if not path.exists():
         return None
     try:
-        found = SkippedData(**json.loads(path.read_text()))
+        found = SkippedData(**parse_json(path.read_bytes()))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it to continue with all data") from error
     return found if found.after == step else None
@@ -320,7 +320,7 @@ def is_done(start: Start, config: TrainConfig, out: Path, stream: IO[str] | None
 def earlier_parts(out: Path, step: int) -> list[RunEvent]:
     """Return when and on which grids the run was trained before, from its run.json; the last part ends at this step."""
     try:
-        stored = json.loads((out / "run.json").read_text())
+        stored = parse_json((out / "run.json").read_bytes())
     except (OSError, ValueError):
         return []  # the file is missing, or was damaged: the run can continue without its history
     if not isinstance(stored, dict):
