@@ -20,8 +20,8 @@ slow: .venv/installed
 # all cases of all tests, pages in a shell, the package in an empty environment, the tour, families of transformers and
 # convolutional networks on many grids, models and loops as people write them, operations on parts in every way, checkpoints between every pair of grids, a hundred
 # killed ranks, runs that are watched without faults and with (these need root), overlap bit
-# for bit over 20 steps, dry runs of the largest models, loss curves of 200 steps, then every grid with every combination
-# of options, for days; SOAK_SECONDS=N stops these after about that long
+# for bit over 20 steps, dry runs of the largest models, reports of a million steps, loss curves of 200 steps, then every
+# grid with every combination of options, for days; SOAK_SECONDS=N stops these after about that long
 soak: .venv/installed
 	FOURFOLD_TEST_ALL=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'slow or not slow'
 	$(BIN)/python tests/pages.py --shell README.md docs/*.md
@@ -37,6 +37,7 @@ soak: .venv/installed
 	$(BIN)/python tests/watch/soak_watch.py faults
 	$(BIN)/python tests/core/soak_overlap.py
 	$(BIN)/python tests/planner/soak_dry.py
+	$(BIN)/python tests/report/soak_report.py
 	$(BIN)/python tests/train/soak_curves.py
 	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_START=$(SOAK_START) $(BIN)/python tests/core/soak.py
 

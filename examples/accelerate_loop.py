@@ -1,4 +1,7 @@
-"""accelerate with gradient accumulation on a 4D grid: torchrun --nproc-per-node 4 examples/accelerate_loop.py"""
+"""accelerate with gradient accumulation on a 4D grid.
+
+torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/accelerate_loop.py
+"""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,7 @@
-"""Your own module and your own loop, on a 4D grid: torchrun --nproc-per-node 4 examples/own_loop.py"""
+"""Your own module and your own loop, on a 4D grid.
+
+torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/own_loop.py
+"""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,6 @@
-"""Plan a cluster from Python, without a device: python examples/plan_a_cluster.py
+"""Plan a cluster from Python, without a device.
+
+    python examples/plan_a_cluster.py
 
 Ranks the grids of a model on a machine, and shows what a network with twice the bandwidth would gain. For another
 model, machine and number of devices:

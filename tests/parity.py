@@ -19,10 +19,10 @@ from torch.nn import functional
 import fourfold as ff
 import plain
 from fourfold.axes import AXES
-from fourfold.grid import Shape, shapes_of
 from fourfold.ledger import Collective
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
+from fourfold.shape import Shape, shapes_of
 from harness import grid_of
 
 MAX_NORM = 0.5

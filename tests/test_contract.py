@@ -19,7 +19,9 @@ PACKAGE = ROOT / "src" / "fourfold"
 
 ORDER = [
     "axes",
+    "shape",
     "errors",
+    "parse",
     "environment",
     "atomic",
     "ledger",
@@ -161,7 +163,7 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     code = LAZY.format(before=before, after=after)
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = left.stdout.splitlines()[-1].split() if left.stdout.strip() else []
-    torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors"}
+    torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors", "fourfold.parse"}
     commands = ("fourfold.cli", "fourfold.commands", "fourfold.train")
     assert not [name for name in loaded if not name.startswith(commands) and name not in torch_free]
     torch_free_train = {"fourfold.train", "fourfold.train.console", "fourfold.train.signals"}
@@ -299,3 +301,26 @@ def test_readme_tree_names_every_file() -> None:
     for path in modules():
         relative = path.relative_to(PACKAGE)
         assert (relative.parts[0] if len(relative.parts) > 1 else relative.name) in text, relative
+
+
+def shown_torchrun_commands() -> Iterator[tuple[str, str]]:
+    """Every torchrun command that a reader may copy, with its file: of pages, docstrings, help and scripts."""
+    folders = [(ROOT / "docs", "*.md"), (ROOT / "examples", "*"), (PACKAGE, "*.py"), (ROOT, "*.md")]
+    for folder, pattern in folders:
+        for path in folder.glob(pattern) if folder == ROOT else folder.rglob(pattern):
+            if path.is_file() and path.name not in ("CHANGELOG.md", "log.md") and path.suffix in (".md", ".py"):
+                text = re.sub(r"\\+\n\s*", "", path.read_text())
+                for found in re.findall(r"torchrun (?:-|\{|\.\.\.)[^\n`]*", text):
+                    yield str(path.relative_to(ROOT)), found
+
+
+def test_torchrun_is_shown_with_our_rendezvous() -> None:
+    """Its own one listens on all interfaces, and its restarts on several nodes wait for ranks that are gone."""
+    found = list(shown_torchrun_commands())
+    assert len(found) >= 20
+    for where, command in found:
+        assert "--rdzv-backend fourfold" in command, (where, command)
+        several = "--nnodes" in command or "{ranks}" in command
+        assert several == ("--rdzv-endpoint" in command), (where, command)
+    kubernetes = (PACKAGE / "commands" / "cluster_scripts.py").read_text()
+    assert kubernetes.count('"torchrun"') == kubernetes.count("--rdzv-backend={BACKEND}") == 1

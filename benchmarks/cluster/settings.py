@@ -18,9 +18,9 @@ from benchmarks.cluster.emulate import ClusterShape
 from benchmarks.shared.published import published_ranking
 from benchmarks.shared.workloads import Line, Workload
 from fourfold.axes import AXES
-from fourfold.grid import shapes_of
 from fourfold.planner.machine import Machine, spread_of
 from fourfold.planner.price import Task
+from fourfold.shape import shapes_of
 
 POLICY = ff.Policy(keep_gathered=True)
 """Keeps gathered inputs for backward, as torch's TP and Megatron do."""

@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.planner.published_runs import ROWS, SEQ
 from benchmarks.planner.replay import choices_of, replays
-from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
 from fourfold.planner.machine import load_machine
 from fourfold.planner.memory import kept_for_backward
@@ -25,6 +24,7 @@ from fourfold.planner.price import Candidate, Task, memory_of, price
 from fourfold.planner.search import Space, search
 from fourfold.planner.transformer import flops_per_token
 from fourfold.policy import Overlap, Policy, Recompute
+from fourfold.shape import Shape, shapes_of
 
 MACHINE, MODEL, DEVICES = "perlmutter", "gpt-80b", 1024
 PUBLISHED_GAIN = 0.26

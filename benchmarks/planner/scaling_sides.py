@@ -16,13 +16,13 @@ import torch
 from benchmarks.planner.megatron_pipeline import Pipeline, fastest_pipeline, megatron_policy
 from benchmarks.planner.published_runs import FITTED, ROWS, SEQ
 from benchmarks.planner.replay import choices_of, fitted_machine, replays
-from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
 from fourfold.planner.machine import load_machine
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.search import SHOWN, Space, search
 from fourfold.planner.transformer import flops_per_token
 from fourfold.policy import Overlap, Policy, Recompute
+from fourfold.shape import Shape, shapes_of
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 Z_FIRST = ("x", "y", "z", "data"), ("x", "y", "data", "z")

@@ -19,10 +19,10 @@ from math import inf
 from typing import NamedTuple
 
 from fourfold.axes import AXES
-from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import Machine, inside_link
 from fourfold.policy import Policy
+from fourfold.shape import Shape, shapes_of
 
 MESSAGE_ITEMSIZE = 2
 """Bytes of an element of weights and activations in messages: by default they are sent in bf16."""

@@ -13,7 +13,7 @@ import torch
 
 import fourfold as ff
 from benchmarks.shared.workloads import Line, Workload
-from fourfold.grid import shapes_of
+from fourfold.shape import shapes_of
 
 DEFAULT = ""
 REGATHER = "regather"

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from fourfold.compare import compare_serial
     from fourfold.data.sampling import local_rows
     from fourfold.gradients import accumulate, clip_grad_norm_
-    from fourfold.grid import Grid, Shape
+    from fourfold.grid import Grid
     from fourfold.nn.loss import count_targets, global_mean
     from fourfold.policy import Overlap, Policy
+    from fourfold.shape import Shape
     from fourfold.wrap import explain, parallelize
     from fourfold.wrap.rows import whole_batch
 
@@ -44,7 +45,7 @@ _HOMES = {
     "Grid": "grid",
     "Overlap": "policy",
     "Policy": "policy",
-    "Shape": "grid",
+    "Shape": "shape",
     "accumulate": "gradients",
     "clip_grad_norm_": "gradients",
     "compare_serial": "compare",

@@ -6,9 +6,11 @@ Imports no torch: a command asks before it imports torch. Nothing else in the pa
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ LAUNCHED = "FOURFOLD_LAUNCHED"
 """Our launcher sets it for the ranks that it starts, to its own process id."""
 RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has restarted the ranks."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The variables that name the network interface on which gloo and NCCL listen."""
 
 AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """By this variable torch knows that the store at MASTER_ADDR exists already."""
@@ -185,6 +189,38 @@ def set_master_address() -> None:
     os.environ.setdefault("MASTER_ADDR", first_node(nodes))
     # jobs that share a node get different ports, out of the range of registered ones that is free by custom
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", 0)) % 20000))
+
+
+def stay_on_loopback(here: Environment) -> None:
+    """Let gloo and NCCL listen on the loopback alone if all ranks are on this node and nobody named an interface.
+
+    Without this they listen on the interface of the host's name, where other machines reach them.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None and _on_one_node(here):
+        for name in INTERFACES:
+            os.environ.setdefault(name, loopback)
+
+
+def _on_one_node(here: Environment) -> bool:
+    """Return whether all ranks of the job are on this node, by their number or by the address of the job's store."""
+    if here.local_world is not None:
+        return here.local_world >= here.world
+    if here.world == 1:
+        return True
+    try:
+        return is_loopback(os.environ["MASTER_ADDR"])
+    except (
+        KeyError,
+        OSError,
+    ):  # without an address, or with one that means nothing, the job's store says what is wrong
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name means only addresses that no other machine reaches."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 def first_node(nodelist: str) -> str:

@@ -8,7 +8,6 @@ did not come, and lets signal handlers run while it waits.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import itertools
 import json
 import os
@@ -30,6 +29,7 @@ from fourfold.environment import (
     AGENT_HAS_STORE,
     Environment,
     agent_has_store,
+    is_loopback,
     is_watched,
     master_address,
     starts_before,
@@ -216,8 +216,8 @@ def require_resolvable(host: str) -> None:
 
 def require_reachable(host: str, nodes: int) -> None:
     """Refuse a name that means the loopback on its own machine where other nodes must find it."""
-    found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    if nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in found):
+    if nodes > 1 and is_loopback(host):
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         raise ValueError(
             f"MASTER_ADDR={host} is {', '.join(sorted(found))} on its own node, where no other node reaches it; set "
             "MASTER_ADDR to that node's address on the network that the ranks shall use"

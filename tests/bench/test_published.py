@@ -20,10 +20,10 @@ from benchmarks.shared.published import (
     published_seconds,
 )
 from fourfold.axes import AXES
-from fourfold.grid import Shape, shapes_of
 from fourfold.models.config import config
 from fourfold.planner.machine import LinkSpeed, Machine, load_machine
 from fourfold.planner.price import Candidate, Task, price, timeline
+from fourfold.shape import Shape, shapes_of
 
 
 def flat(bandwidth: float = 1e9) -> Machine:

@@ -52,7 +52,8 @@ COMMANDS = {path: one for path, one in ALL.items() if path}
 
 def examples(text: str) -> list[list[str]]:
     """The arguments of `fourfold` in each line that runs it; what the shell does with the output is left out."""
-    found = [re.search(r"^ +(?:fourfold|torchrun .*-m fourfold\.cli) (.*)$", line) for line in text.splitlines()]
+    lines = re.sub(r"\\\n +", "", text).splitlines()  # a command may take two lines
+    found = [re.search(r"^ +(?:fourfold|torchrun .*-m fourfold\.cli) (.*)$", line) for line in lines]
     return [shlex.split(match[1].partition(" > ")[0]) for match in found if match]
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # what tests share
 
-from fourfold.grid import shapes_of
 from fourfold.ledger import Collective
+from fourfold.shape import shapes_of
 from harness import Ranks
 from parity import NAMES, WORLDS, Case, Options, errors, on_one_process, on_ranks, predicted
 

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # what tests share
 
 from test_overlap import all_overlaps, differences
 
-from fourfold.grid import Shape, shapes_of
 from fourfold.policy import Policy
+from fourfold.shape import Shape, shapes_of
 from harness import Ranks
 
 STEPS = 20

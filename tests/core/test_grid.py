@@ -18,11 +18,12 @@ from fourfold.axes import AXES
 from fourfold.checkpoint.load import load_weights
 from fourfold.checkpoint.save import save_weights
 from fourfold.environment import Environment, first_node, set_master_address
-from fourfold.grid import Grid, Shape, _fewest_cores, shapes_of
+from fourfold.grid import Grid, Shape, _fewest_cores
 from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Spec
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
 from fourfold.policy import Policy
+from fourfold.shape import shapes_of
 from harness import RankFailed, join_shards
 
 ORDERS = [

@@ -22,7 +22,7 @@ from fourfold.data.loader import Evaluation, Loader, unigram_entropy
 from fourfold.data.sampling import local_rows
 from fourfold.data.token_files import HEADER_BYTES, NanoGPTFile, TokenFile, TokenSource, TokenWriter, sample_hash
 from fourfold.errors import ChangedDataError
-from fourfold.grid import Shape, shapes_of
+from fourfold.shape import Shape, shapes_of
 from harness import grid_of
 
 SEQ = 4

@@ -11,7 +11,7 @@ import pytest
 
 from fourfold.axes import AXES
 from fourfold.data.sampling import Permutation, SampleOrder, SourceWindows, cut_windows, rows_of
-from fourfold.grid import Shape, shapes_of
+from fourfold.shape import Shape, shapes_of
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 16, 17, 63, 64, 65, 97, 256, 257, 1009])

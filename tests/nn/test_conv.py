@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold.gradients import gradients_of
-from fourfold.grid import Grid, Shape, shapes_of
+from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective
 from fourfold.nn.images.channel_norm import BatchNorm, GroupNorm
 from fourfold.nn.images.channels import Channels, join, take
@@ -26,6 +26,7 @@ from fourfold.nn.layer import specs_of
 from fourfold.operators import Conjugate, OpContext
 from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
+from fourfold.shape import shapes_of
 from harness import grid_of, join_shards
 
 MODES = ("sharded", "replicated")

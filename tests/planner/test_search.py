@@ -16,7 +16,6 @@ import fourfold as ff
 from fourfold.axes import AXES
 from fourfold.cli import main
 from fourfold.commands.plan import rows_of
-from fourfold.grid import Shape, shapes_of
 from fourfold.planner import search as search_file
 from fourfold.planner.estimate import LEVERS
 from fourfold.planner.machine import Machine, load_machine
@@ -25,6 +24,7 @@ from fourfold.planner.program import LaunchOp
 from fourfold.planner.search import Space, search, search_built
 from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
+from fourfold.shape import Shape, shapes_of
 from fourfold.train.config import read_config
 from fourfold.train.planning import resolve
 from share import share

@@ -17,7 +17,6 @@ import pytest
 from browser import attribute, opened
 from fourfold import cli
 from fourfold.axes import AXES
-from fourfold.grid import Shape, shapes_of
 from fourfold.report import plan_text
 from fourfold.report.plan_page import (
     BARS,
@@ -32,6 +31,7 @@ from fourfold.report.plan_page import (
     write_plan_page,
 )
 from fourfold.report.plan_text import command, grid_name, plan_table, reasons_it_wins, why_text
+from fourfold.shape import Shape, shapes_of
 from fourfold.train.config import read_config
 
 SAMPLE = json.loads((Path(__file__).parent / "plan_sample.json").read_text())
@@ -286,7 +286,10 @@ def test_why_compares_the_pair_that_was_asked_about() -> None:
 
 
 def test_one_node_needs_no_torchrun() -> None:
-    assert command(plan()).startswith("torchrun --nnodes 256 --nproc-per-node 4 -m fourfold.cli train gpt-80b.toml")
+    assert command(plan()).startswith(
+        "torchrun --nnodes 256 --nproc-per-node 4 --rdzv-backend fourfold --rdzv-endpoint node0:29400 "
+        "-m fourfold.cli train gpt-80b.toml"
+    )
     assert command(plan(devices=4)) == "fourfold train gpt-80b.toml"
     assert command(plan(devices=6)).startswith("torchrun --nnodes 2 --nproc-per-node 3")
 

@@ -10,16 +10,28 @@ import re
 import sys
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
+from soak_report import PAGE_BYTES, check_page, report, write_long_run
 
 from browser import attribute, opened
 from fourfold.axes import AXES
 from fourfold.grid import Shape
 from fourfold.report.page import POLICY
-from fourfold.report.run_data import FILES, read_run
-from fourfold.report.run_page import draw_grid, figures, run_page, smooth, thin, write_report
+from fourfold.report.run_data import FILES, StepPattern, read_run
+from fourfold.report.run_page import (
+    SAMPLED,
+    draw_grid,
+    extremes,
+    figures,
+    marked,
+    run_page,
+    sample,
+    smooth,
+    write_report,
+)
 from fourfold.report.units import count, duration, nbytes, percent
 
 MiB = 1 << 20
@@ -220,7 +232,7 @@ def test_figures_hold_the_numbers_of_the_run(tmp_path: Path) -> None:
 def test_key_figures(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", records()))
     text = html_of(tmp_path / "run")
-    best = min(run.evaluations.values())
+    best = min(run.evaluations.losses)
     for shown in ("200 / 200", f"{best:.4g}", "3.31", "412 MiB", "3.25 MiB", "4.97 MiB", "410 k tokens, finished"):
         assert shown in text, shown
     assert text.count("MFU = model FLOPs per token") == 2  # as a tooltip and as a footnote
@@ -352,11 +364,89 @@ def test_thinning_keeps_spikes_and_marks(tmp_path: Path) -> None:
     lines = records(3000, skip=())
     lines[1234]["loss"] = 99.0
     steps = read_run(write_run(tmp_path / "run", lines)).steps
-    drawn = thin(steps, 400)
+    losses = steps.column("loss")
+    drawn = extremes(losses, limit=400)
     assert len(drawn) <= 400
-    assert max(step.loss for step in drawn if step.loss is not None) == 99.0
-    assert [step.step for step in drawn] == sorted({step.step for step in drawn})
-    assert thin(steps, 3000) == steps
+    assert max(losses[place] for place in drawn) == 99.0
+    assert (drawn[0], drawn[-1]) == (0, 2999) and list(drawn) == sorted(set(drawn))
+    assert list(extremes(losses, limit=3000)) == list(range(3000))
+    assert extremes([math.inf] * 10 + [1.0] * 10, limit=6)[:2] == [0, 10], "no number, no place but the first"
+    assert marked(range(100)) == list(range(100))
+    near = marked([*range(50_000), 10**6], limit=100)
+    assert len(near) < 110 and near[-1] == 10**6
+
+
+def test_a_sample_is_even_and_repeatable() -> None:
+    assert sample(range(SAMPLED)) == range(SAMPLED)
+    found = sample(range(3 * SAMPLED))
+    assert len(found) == SAMPLED and found == sample(range(3 * SAMPLED))
+    assert median(found) == pytest.approx(1.5 * SAMPLED, rel=0.02)
+
+
+def test_a_long_run_is_downsampled_and_keeps_every_spike(tmp_path: Path) -> None:
+    """The short version of soak_report.py: peak memory does not grow much with the steps, and the page not at all."""
+    folder = write_long_run(tmp_path / "run", LONG, evaluations=LONG // 10, saves=LONG // 10)
+    cost = report(folder)
+    check_page(folder, LONG)
+    assert cost.page_bytes < PAGE_BYTES
+    assert cost.peak_bytes < 250e6, "torch alone takes more than that"
+
+
+LONG = 40_000
+"""Steps of a long run in this file: five pieces of metrics.jsonl."""
+
+
+ODD_LINES = [
+    b"", b"   ", b"{", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"\xef\xbb\xbf{}", b"null", b"7", b'"text"',
+    b'{"event": "step", "step": 7}', b'{"event": "step", "step": true, "loss": 1.0}', b'{"step": 1, "step": 2}',
+    b'{"event": "step", "step": 99999999999999999999999, "loss": 1.0}',
+    b'{"event": "step", "step": ' + b"9" * 5000 + b"}",
+    b'{"event": "step", "step": 8, "loss": ' + b"9" * 400 + b"}", b'{"event": "step", "step": 8.5, "loss": 1.0}',
+    b'{"event": "step", "step": 11, "loss": NaN, "grad_norm": -Infinity, "seconds": 1e999, "skipped": null}',
+    b'{"event": "step", "step": 12, "wire_bytes": {"x": null, "w": 3}, "exposed_seconds": [1], "skipped": true}',
+    b'{"event": "evaluation", "step": 9, "loss": 1e999}', b'{"event": "evaluation", "step": 9, "loss": 2.5}',
+    b'{"event": "evaluation", "step": 4, "loss": 3.5}', b'{"event": "skipped", "step": 5, "parameter": "w"}',
+    b'{"event": "skipped", "step": 5, "parameter": "v"}', b'{"event": "resumed", "step": 3}',
+    b'{"event": "what", "step": 3}',
+    b'{"event": "end", "step": 20, "reason": "stopped"}', b'{"event": ["step"], "step": 4}',
+]  # fmt: skip
+"""Lines that are no step as the trainer writes it."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_fast_way_reads_what_a_json_parser_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Any mixture of lines, in pieces of any size: the same steps, marks and notes as with json alone."""
+    chance = random.Random(seed)
+    lines = []
+    for _ in range(300):
+        record = dict(chance.choice(STEPS), step=chance.randrange(1, 250))
+        for name in ("loss", "grad_norm", "seconds", "mfu"):
+            record[name] = chance.choice([None, chance.random(), chance.random() * 1e-7, chance.randrange(9), -1e20])
+        record["skipped"] = chance.random() < 0.1
+        if chance.random() < 0.05:
+            del record[chance.choice(["skipped", "mfu", "wire_bytes"])]
+        line = json.dumps(record).encode()
+        damaged = line.replace(b".", b".1.", 1), line.replace(b": ", b":"), line[: chance.randrange(len(line))]
+        lines.append(chance.choice(damaged) if chance.random() < 0.02 else line)
+        if chance.random() < 0.1:
+            lines.append(chance.choice(ODD_LINES))
+    folder = write_run(tmp_path / "run", [])
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n" * chance.randrange(3))
+    monkeypatch.setattr("fourfold.report.run_data.PIECE_BYTES", chance.choice([1, 5000, 1 << 20]))
+    monkeypatch.setattr("fourfold.report.run_data.CHUNK_BYTES", chance.choice([1, 3000, 1 << 20]))
+    fast = read_run(folder)
+    monkeypatch.setattr("fourfold.report.run_data.PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(StepPattern, "of", lambda _: None)
+    slow = read_run(folder)
+    assert [repr(step) for step in fast.steps] == [repr(step) for step in slow.steps]
+    assert fast.evaluations == slow.evaluations
+    assert (fast.skipped, fast.notes, fast.end) == (slow.skipped, slow.notes, slow.end)
+    assert len(slow.steps) > 100 and slow.skipped
+
+
+STEPS = [step for step in records(3) if step["event"] == "step"]
 
 
 def test_smoothing_does_not_lag_and_leaves_gaps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 import warm
 from fourfold import job
-from fourfold.environment import AGENT_HAS_STORE, Environment
+from fourfold.environment import AGENT_HAS_STORE, INTERFACES, Environment, stay_on_loopback
 from fourfold.train import launch as launching
+from fourfold.train.rendezvous import BACKEND
 from runs import needs_proc
 
 PROBE = """
@@ -66,7 +68,55 @@ def test_a_local_run_listens_on_the_loopback_alone(tmp_path: Path, monkeypatch: 
         assert launching.launch(2, [], sys.stderr) == 0
     for rank in range(2):
         assert (tmp_path / f"rank-{rank}").read_text() == "127.0.0.1"
-    assert not set(launching.INTERFACES) & os.environ.keys()
+    assert not set(INTERFACES) & os.environ.keys()
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["torchrun", "plain"])
+def test_ranks_on_one_node_listen_on_the_loopback_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Ranks that torchrun has started with our backend, and ranks that only have the variables of a job."""
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TESTS", str(Path(__file__).parent))
+    monkeypatch.setenv("FOUND", str(tmp_path / "rank-"))
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE.replace('int(os.environ["AGENT"])', "os.getppid()" if way == "torchrun" else "os.getpid()"))
+    if way == "torchrun":
+        options = "--rdzv-backend", BACKEND, "--nproc-per-node", "2"
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", *options, script], check=True, timeout=120)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            told = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        env = [{**os.environ, **told, "RANK": str(rank)} for rank in range(2)]
+        ranks = [subprocess.Popen([sys.executable, script], env=one) for one in env]
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    for rank in range(2):
+        assert (tmp_path / f"rank-{rank}").read_text() == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("env", "chosen"),
+    [
+        ({}, True),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.7"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, False),
+    ],
+)
+def test_only_a_job_on_one_node_chooses_the_loopback(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], chosen: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(env))
+    stay_on_loopback(Environment.read())
+    assert [name in os.environ for name in INTERFACES] == [chosen, chosen]
+    monkeypatch.setattr(os, "environ", {**env, INTERFACES[0]: "eth7"})
+    stay_on_loopback(Environment.read())
+    assert os.environ[INTERFACES[0]] == "eth7", "the user has named one"
 
 
 @needs_proc
@@ -88,8 +138,8 @@ def test_ranks_that_were_told_an_address_find_the_store_there_alone(monkeypatch:
 @needs_proc
 def test_agents_of_several_nodes_listen_at_their_addresses_alone() -> None:
     before = listening(os.getpid())
-    config = {"join_timeout": "5"}
-    params = RendezvousParameters("fourfold", "127.0.0.1:0", "name", 1, 1, local_addr="127.0.0.1", **config)
+    config = {"join_timeout": "5", "last_call_timeout": "1"}
+    params = RendezvousParameters(BACKEND, "127.0.0.1:0", "name", 1, 2, local_addr="127.0.0.1", **config)
     handler = get_rendezvous_handler(params)  # as torchrun finds it
     info = handler.next_rendezvous()
     assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")

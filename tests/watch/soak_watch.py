@@ -35,7 +35,7 @@ from soak_kills import differing, losses
 
 from benchmarks.cluster.emulate import Cluster, ClusterShape, Elastic, Process, exit_on_signals, host
 from curves import config_of, write_texts
-from fourfold.grid import shapes_of
+from fourfold.shape import shapes_of
 from fourfold.train.config import TrainConfig
 from fourfold.watch.tape import DIAGNOSIS, TapeReading, read, tape_path
 from harness import RankFailed, close_pools, pool

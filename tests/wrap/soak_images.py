@@ -22,7 +22,7 @@ from test_conv import all_errors, cases_of
 from test_conv import check as check_stacks
 from test_images import NETWORKS, Case, check
 
-from fourfold.grid import Shape, shapes_of
+from fourfold.shape import Shape, shapes_of
 from harness import close_pools, pool
 
 GRIDS = [

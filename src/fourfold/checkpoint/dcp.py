@@ -49,6 +49,7 @@ from fourfold.checkpoint.save import write_full_tensors
 from fourfold.errors import DamagedCheckpointError, MissingCheckpointError
 from fourfold.layout import Box, boxed, overlap
 from fourfold.old_versions import upgrade_state
+from fourfold.parse import parse_json
 
 STATE = "fourfold"
 """The key of the JSON with everything that is not a tensor."""
@@ -231,10 +232,10 @@ def _read_state(source: Path, contents: DcpContents) -> tuple[dict[str, Any], di
     _require_bytes(source, STATE, where)
     text = _torch_load(source, STATE, where)
     try:
-        table = json.loads(text)
+        table = parse_json(text)
         version, state, names = table["version"], table["state"], table["names"]
         fine = isinstance(state, dict) and all(isinstance(name, str) and "/" in name for name in names.values())
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{source}: {STATE!r} is damaged ({type(error).__name__}: {error}); save it again") from error
     if version != VERSION:
         raise ValueError(

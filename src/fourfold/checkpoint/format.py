@@ -59,6 +59,7 @@ from fourfold.errors import (
 from fourfold.grid import Shape
 from fourfold.layout import Box, Layout
 from fourfold.old_versions import complete_order, upgrade_state
+from fourfold.parse import parse_json
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -432,9 +433,9 @@ def read_record(folder: Path) -> Record:
     with reading(path):
         text = path.read_bytes()
     try:
-        content = json.loads(text)
+        content = parse_json(text)
         kind, version, digest = content["format"], content["version"], content.pop("digest")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(
             f"{path} is not the record of a checkpoint ({type(error).__name__}: {error}); copy it again"
         ) from error

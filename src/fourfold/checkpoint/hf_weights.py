@@ -30,6 +30,7 @@ from fourfold.errors import DamagedCheckpointError
 from fourfold.grid import Grid
 from fourfold.models import ModelConfig, build
 from fourfold.nn.layer import specs_of
+from fourfold.parse import parse_json
 
 Table = dict[str, tuple[str, ...]]
 """Our modules by the names of theirs; one of theirs may hold several of ours."""
@@ -294,7 +295,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         )
     try:
         files: dict[Path, set[str]] = {}
-        for name, file in json.loads(index.read_text())["weight_map"].items():
+        for name, file in parse_json(index.read_bytes())["weight_map"].items():
             if Path(file).name != file:  # nothing outside the folder is opened
                 raise ValueError(f"{file!r} is not the name of a file beside it")
             files.setdefault(folder / file, set()).add(name)

@@ -30,6 +30,7 @@ from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint
 from fourfold.data import sources
 from fourfold.data.tokenizer import Tokenizer, load_tokenizer
 from fourfold.models.hugging_face import ARCHITECTURES, config_keys, model_type_of, read_config_json, read_keys
+from fourfold.parse import parse_json
 from fourfold.report.units import count, nbytes
 from fourfold.train.config import (
     BatchSection,
@@ -217,7 +218,7 @@ def _export_tokenizer(
     content = path.read_bytes()
     write_bytes(folder / TOKENIZER, content)
     keys: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": seq}
-    added = json.loads(content).get("added_tokens") or ()
+    added = parse_json(content).get("added_tokens") or ()
     ends = [token["content"] for token in added if token["id"] == tokenizer.eod]
     keys |= {"eos_token": ends[0]} if ends else {}
     write_json(folder / "tokenizer_config.json", keys)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from fourfold import __version__
 from fourfold.axes import AXES
 from fourfold.errors import nearest
+from fourfold.parse import parse_toml
 
 RANKS = "number of local ranks to start; default: the size of the grid, else the number of GPUs, else 1"
 DEVICE = "device of the ranks; default: cuda if there is a GPU, else cpu"
@@ -157,9 +158,11 @@ def setting(text: str) -> tuple[str, Any]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} has no value; write section.key=value, such as batch.rows=32")
     try:
-        return key, tomllib.loads(f"value = {value}")["value"]
+        return key, parse_toml(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key, value
+    except ValueError as error:  # it is TOML, of a kind that nobody can mean
+        raise argparse.ArgumentTypeError(f"{key}: {error}") from error
 
 
 def grid(text: str) -> dict[str, int]:
@@ -300,7 +303,8 @@ def train_options(command: argparse.ArgumentParser) -> None:
       fourfold train run.toml --set optimizer.learning_rate=3e-4 --set batch.rows=64
       fourfold train --data texts/ --data more.tokens --ranks 8 --out runs/one --set checkpoint.every=500
       fourfold train --resume runs/one --grid x=4,z=2
-      torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli train run.toml
+      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend fourfold --rdzv-endpoint node0:29400 \\
+          -m fourfold.cli train run.toml
     """
     config = "a config with the sections and keys that --print-config shows; options override it"
     option(command, "config", config, Path, "CONFIG.toml", nargs="?")
@@ -529,7 +533,8 @@ def calibrate_options(command: argparse.ArgumentParser) -> None:
     Examples:
       fourfold calibrate --out here.toml
       fourfold plan --model gpt-1.4b --machine here.toml --devices 8 --batch-tokens 64k
-      torchrun --nnodes 2 --nproc-per-node 8 -m fourfold.cli calibrate --out cluster.toml --seconds 180
+      torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend fourfold --rdzv-endpoint node0:29400 \\
+          -m fourfold.cli calibrate --out cluster.toml --seconds 180
     """
     option(command, "--out", "the machine file to write", Path, "FILE.toml", required=True)
     ranks = "number of local ranks to start; default: the number of GPUs, or of cores if there is no GPU"
@@ -590,7 +595,8 @@ def doctor_options(command: argparse.ArgumentParser) -> None:
       fourfold doctor runs/one
       fourfold doctor --preflight run.toml --out /shared/runs/one
       fourfold doctor --preflight --ranks 8
-      torchrun --nnodes 4 --nproc-per-node 8 -m fourfold.cli doctor --preflight run.toml --out /shared/runs/one
+      torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend fourfold --rdzv-endpoint node0:29400 \\
+          -m fourfold.cli doctor --preflight run.toml --out /shared/runs/one
     """
     path = "the run's folder; with --preflight, optionally a CONFIG.toml"
     option(command, "path", path, Path, "RUN", nargs="?")

@@ -242,9 +242,9 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
             if isinstance(error, KeyboardInterrupt) and grid.rank == 0:
                 raise KeyboardInterrupt(what_is_saved(out)) from None
             raise
-    ignore_signals()  # the run has ended: a signal could only disturb what is left to say
     if options.json is not None:
         write_result_for_all(options.json, run, memory)
+    ignore_signals()  # the run has ended: a signal could only disturb what is left to say
     if grid.rank == 0:
         farewell(run, stream)
     close(grid)

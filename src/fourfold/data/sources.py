@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from fourfold.data.token_files import MegatronPair, NanoGPTFile, TokenFile, TokenSource, TokenWriter
 from fourfold.data.tokenizer import Tokenizer
+from fourfold.parse import parse_json
 
 STANDARD_LIBRARY = "standard-library"
 """The name of a corpus that is on every machine, about 11 MB: the source of Python's standard library."""
@@ -229,7 +230,7 @@ def _text_of_line(path: Path, number: int, line: bytes) -> bytes:
     if not line.strip():
         return b""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{path}, line {number}: not JSON ({error}); each line of a .jsonl is one object") from error
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):

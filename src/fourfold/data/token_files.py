@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from fourfold.atomic import flush, name_in_errors
+from fourfold.parse import parse_json
 
 DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "uint16": torch.uint16}
 DTYPES |= {"int32": torch.int32, "uint32": torch.uint32, "int64": torch.int64}
@@ -278,7 +279,7 @@ def _read_header(path: Path) -> dict[str, Any]:
             "Fourfold that wrote it"
         )
     try:
-        header = json.loads(head[16 : 16 + length])
+        header = parse_json(head[16 : 16 + length])
         valid = all(isinstance(header[key], kind) for key, kind in HEADER_FIELDS.items())
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} has a damaged header ({type(error).__name__}: {error}); {PREPARE_AGAIN}") from error

@@ -74,13 +74,21 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise ValueError(f"{path} is a tokenizer without a token; give one that was trained on texts")
         self.vocab = max(ids.values()) + 1  # not len(ids): ids may have gaps
         self.eod = _end_of_document(path, ids, self.vocab, eod)
         self.description = {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
     def encode_many(self, texts: Sequence[bytes]) -> list[Tensor]:
         decoded = [text.decode(errors="replace") for text in texts]
-        found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        try:
+            found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises a bare Exception
+            name = self.description["name"]
+            raise ValueError(
+                f"the tokenizer {name} cannot encode a text ({error}); give one that knows every text"
+            ) from error
         return [torch.tensor(encoding.ids, dtype=torch.int64, device="cpu") for encoding in found]
 
     def _decode(self, ids: list[int]) -> str:

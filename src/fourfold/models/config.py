@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fourfold.errors import nearest
-from fourfold.grid import Shape, shapes_of
 from fourfold.models.sizes import SIZES
 from fourfold.policy import Halves, Policy, choose_halves
+from fourfold.shape import Shape, shapes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ weights that come with the file, refuses everything that would change a number.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fourfold.errors import nearest
 from fourfold.models.config import ModelConfig
+from fourfold.parse import parse_json
 
 CHOICES: dict[str, dict[str, Any]] = {
     "gpt2": dict(norm="layer", mlp="gelu", positions="learned", bias=True, qk_norm=False),
@@ -113,7 +113,7 @@ class ConfigJson:
 def read_keys(path: Path) -> dict[str, Any]:
     """Return the keys of a config.json, which must have a model_type."""
     try:
-        keys = json.loads(path.read_text())
+        keys = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from fourfold.models.hugging_face import read_config_json
 from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import build
 from fourfold.nn.layer import SPECS, Layer
+from fourfold.parse import parse_toml
 from fourfold.policy import Policy
 
 ModelBuilder = Callable[..., nn.Module]
@@ -141,8 +141,8 @@ def _existing(path: Path) -> Path:
 
 def _from_toml(path: Path) -> ModelConfig:
     try:
-        fields = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        fields = parse_toml(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     base = fields.pop("base", None)
     if base is not None and base not in SIZES:

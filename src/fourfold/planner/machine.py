@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ import torch
 from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
+from fourfold.parse import parse_toml
 
 DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "bf16",
@@ -152,7 +152,7 @@ def load_machine(name_or_path: str) -> Machine:
                 f"no machine file {path}; `fourfold calibrate --out {path}` measures this machine and writes one, "
                 f"and these come with Fourfold: {', '.join(machine_names())}"
             )
-        return parse_machine(path.read_text(encoding="utf-8"), str(path))
+        return parse_machine(path.read_bytes(), str(path))
     names = machine_names()
     if name_or_path not in names:
         raise ValueError(
@@ -163,11 +163,11 @@ def load_machine(name_or_path: str) -> Machine:
     return parse_machine(file.read_text(encoding="utf-8"), f"machines/{name_or_path}.toml")
 
 
-def parse_machine(text: str, file: str) -> Machine:
+def parse_machine(text: str | bytes, file: str) -> Machine:
     """Return a machine from TOML; errors name the file."""
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except ValueError as error:
         raise ValueError(f"{file}: no TOML: {error}") from error
     return _Reader(file).machine(table)
 

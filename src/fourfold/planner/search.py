@@ -24,12 +24,12 @@ import torch
 
 from fourfold.axes import AXES
 from fourfold.gradients import REPLICA
-from fourfold.grid import Shape, shapes_of
 from fourfold.planner.estimate import FRUGAL, LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine, Route, Seconds
 from fourfold.planner.memory import Memory, MemoryReading
 from fourfold.planner.price import Candidate, Price, Task, TracedPrice, memory_of, price, price_dry_run
 from fourfold.policy import Activations, Policy
+from fourfold.shape import Shape, shapes_of
 
 if TYPE_CHECKING:
     from fourfold.models.open import ModelBuilder

@@ -167,7 +167,8 @@ def command(document: PlanDocument) -> str:
         return f"fourfold {train}"
     # The fewest nodes among which the devices can be divided evenly: torchrun starts as many ranks on each node.
     nodes = next(nodes for nodes in range(-(-devices // each), devices + 1) if devices % nodes == 0)
-    return f"torchrun --nnodes {nodes} --nproc-per-node {devices // nodes} -m fourfold.cli {train}"
+    ranks = f"--nnodes {nodes} --nproc-per-node {devices // nodes}"
+    return f"torchrun {ranks} --rdzv-backend fourfold --rdzv-endpoint node0:29400 -m fourfold.cli {train}"
 
 
 def _columns(axes: Sequence[str], scale: float) -> dict[str, Callable[[PlannedGrid], str]]:

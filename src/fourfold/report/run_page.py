@@ -9,23 +9,39 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, compress, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 from fourfold.axes import AXES
-from fourfold.grid import Shape
 from fourfold.report import page
 from fourfold.report.page import Figure, card, colour, hint, plot_axis, plot_layout, section, table
-from fourfold.report.run_data import LoggedStep, OverRanks, ProfileSummary, RunData, read_run
+from fourfold.report.run_data import OverRanks, ProfileSummary, RunData, StepTable, read_run
 from fourfold.report.units import DASH, count, duration, known, nbytes, percent, plain
+from fourfold.shape import Shape
 
-POINTS = 4000
-"""The largest number of steps that are drawn: more make the page slow and fall on the same pixels of a screen."""
+T = TypeVar("T")
+
+POINTS = 3000
+"""The largest number of points of a line: more fall on the same pixels of a screen, and the page would be large. A page
+with a dozen such lines stays under 3 MB."""
+
+MARKS = 1000
+"""The largest number of marks of one kind along the edge of the loss: neighbours closer than that cover each other."""
+
+SKIPPED_ROWS = 1000
+"""The largest number of skipped steps that are listed."""
+
+SAMPLED = 100_000
+"""The largest number of values that a median is taken of: it is right to a fraction of a percent, and quick."""
+
+DIGITS = 6
+"""Significant digits of the values of a line that does not show every step."""
 
 SMOOTH_FROM = 20
 """The smallest number of logged steps for which a smoothed loss is drawn too: below that, single steps can be seen."""
@@ -62,14 +78,7 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
     notes = list(run.notes)
     if run.steps and run.end is None:
         notes.append("The run recorded no end: it is still running, or was killed.")
-    if len(run.steps) > POINTS:
-        shown = "the figures draw the lowest and highest loss of each stretch"
-        notes.append(f"{len(run.steps):,} steps are logged; {shown}.")
-    skipped = [
-        (f"{step:,}", "<br>".join(map(escape, parameters)) or "not recorded")
-        for step, parameters in run.skipped.items()
-    ]
-    skips = table(("step", "parameters with a gradient that was not finite"), skipped) if skipped else ""
+    notes += _thinned(run, beside)
     facts = [run.text("device"), _ranks(run), f"{count(run.number('parameters'))} parameters", *versions]
     body = [
         page.header(f"Run {run.name}", run.text("model"), str(run.shape), facts),
@@ -89,12 +98,38 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
         *_plan(run, drawn),
         *_profile(run, drawn, beside),
         section("The grid", draw_grid(run.shape)),
-        section(f"Skipped steps ({len(run.skipped)})", skips or hint("None recorded.")),
+        section(f"Skipped steps ({len(run.skipped)})", _skipped_table(run)),
         section("MFU and HFU", utilisation(run)),
         f"<details><summary>config.toml</summary><pre>{escape(run.config)}</pre></details>",
     ]
     title = f"{run.text('model')} on {run.shape}"
     return page.frame(title, "\n".join(body), drawn, plotly_js, script="run_page.js")
+
+
+def _thinned(run: RunData, beside: Path) -> Iterator[str]:
+    """Yield a note if the figures do not show everything, with the file that has it."""
+    counts = {"steps": len(run.steps), "evaluations": len(run.evaluations)}
+    many = [f"{number:,} {name}" for name, number in counts.items() if number > POINTS]
+    if many:
+        raw = (
+            "beside this page" if run.metrics.parent == beside else f"in {os.path.relpath(run.metrics.parent, beside)}"
+        )
+        yield (
+            f"{' and '.join(many)} are logged; the figures are downsampled: they draw the lowest and the highest value "
+            f"of each stretch. metrics.jsonl {raw} has every number."
+        )
+
+
+def _skipped_table(run: RunData) -> str:
+    if not run.skipped:
+        return hint("None recorded.")
+    rows = [
+        (f"{step:,}", "<br>".join(map(escape, parameters)) or "not recorded")
+        for step, parameters in islice(run.skipped.items(), SKIPPED_ROWS)
+    ]
+    more = len(run.skipped) - len(rows)
+    cut = hint(f"{more:,} later ones are not listed; metrics.jsonl has them.") if more else ""
+    return table(("step", "parameters with a gradient that was not finite"), rows) + cut
 
 
 def _ranks(run: RunData) -> str:
@@ -117,7 +152,7 @@ def _figure(
 
 def key_figures(run: RunData) -> Iterator[str]:
     """Yield the cards at the top of the page."""
-    done = run.steps[-1].step if run.steps else 0
+    done = run.steps.steps[-1] if run.steps else 0
     planned, each = run.number("steps"), run.number("tokens_per_step")
     of = f" / {planned:,.0f}" if known(planned) else ""
     tokens = f"{count(done * each)} tokens, " if each is not None else ""
@@ -128,16 +163,16 @@ def key_figures(run: RunData) -> Iterator[str]:
     else:
         yield card("Final loss", "not finite" if last.diverged else plain(last.loss), f"training, step {last.step:,}")
     if run.evaluations:
-        best = min(run.evaluations, key=run.evaluations.__getitem__)
-        yield card("Best validation loss", plain(run.evaluations[best]), f"step {best:,}")
+        best = min(run.evaluations.losses)
+        step = run.evaluations.steps[run.evaluations.losses.index(best)]
+        yield card("Best validation loss", plain(best), f"step {step:,}")
     else:
         yield card("Best validation loss", DASH, "no evaluation")
     yield card("Unigram entropy", plain(run.number("unigram_entropy")), "the loss of guessing by token frequency")
     yield card("Tokens per second", count(_median(run, "tokens_per_second")), "median, all ranks")
     yield card("MFU", percent(_median(run, "mfu")), "median", MFU)
     yield card("HFU", percent(_median(run, "hfu")), "median", HFU)
-    timed = [step for step in run.steps if known(step.seconds) and step.seconds > 0]
-    shares = [sum(step.exposed_seconds.values()) / (step.seconds or 1.0) for step in timed]
+    shares = _exposed_shares(run.steps)
     exposed = f"median, {percent(median(shares))} exposed" if shares else ""
     tip = "exposed: communication that is not hidden behind computation"
     yield card("Step time", duration(_median(run, "seconds")), exposed, tip)
@@ -152,20 +187,42 @@ def key_figures(run: RunData) -> Iterator[str]:
     yield f'<div class="wide"><dt>Sent per step</dt><dd>{total}</dd><dd class="detail">{detail}</dd></div>'
 
 
+def _exposed_shares(steps: StepTable) -> list[float]:
+    """Return the share of exposed communication in each step whose time is known, or in a sample of many steps."""
+    waits, whole, shares = steps.by_axis("exposed_seconds").values(), steps.column("seconds"), []
+    for place in sample(range(len(steps))):
+        if 0 < whole[place] < math.inf:
+            # An axis without a number in this step has not waited.
+            shares.append(sum(filter(math.isfinite, [column[place] for column in waits])) / whole[place])
+    return shares
+
+
+def sample(values: Sequence[T]) -> Sequence[T]:
+    """Return the values, or `SAMPLED` of them if they are more: the same ones each time, and at no regular distance."""
+    return values if len(values) <= SAMPLED else random.Random(0).choices(values, k=SAMPLED)
+
+
 def _median(run: RunData, name: str) -> float | None:
     values = _values(run, name)
-    return median(values) if values else None
+    return median(sample(values)) if values else None
 
 
 def _values(run: RunData, name: str) -> list[float]:
-    """Return the finite values of a field of the logged steps."""
-    return [value for value in (getattr(step, name) for step in run.steps) if known(value)]
+    """Return the finite values of a column of the logged steps."""
+    return list(filter(math.isfinite, run.steps.column(name)))
 
 
 def median_wire_bytes(run: RunData) -> dict[str, float]:
     """Return the bytes that rank 0 sends per step, by axis: the median over the logged steps."""
-    found = {axis: [step.wire_bytes[axis] for step in run.steps if axis in step.wire_bytes] for axis in run.axes}
-    return {axis: median(values) for axis, values in found.items() if values}
+    found = {}
+    columns = run.steps.by_axis("wire_bytes")
+    for axis in filter(columns.__contains__, run.axes):
+        column = columns[axis]
+        if column.count(column[0]) == len(column):  # most runs send the same bytes in every step
+            found[axis] = column[0]
+        elif sent := list(filter(math.isfinite, column)):
+            found[axis] = median(sample(sent))
+    return found
 
 
 def utilisation(run: RunData) -> str:
@@ -191,14 +248,13 @@ def utilisation(run: RunData) -> str:
 
 def figures(run: RunData) -> dict[str, Figure]:
     """Return the figures by name, without those that the run has no data for."""
-    drawn = thin(run.steps)
     by_step = {
-        "loss": _loss(run, drawn),
-        "norm": _norm(drawn),
-        "throughput": _throughput(drawn),
-        "time": _time(run, drawn),
+        "loss": _loss(run),
+        "norm": _norm(run.steps),
+        "throughput": _throughput(run.steps),
+        "time": _time(run),
     }
-    steps = [step.step for step in drawn] + list(run.evaluations) + list(run.skipped)
+    steps = [*_ends(run.steps.steps), *_ends(run.evaluations.steps), *_ends(list(run.skipped))]
     for figure in filter(None, by_step.values()):
         # The same range for all of them: plotly would leave a different margin for the marks of each.
         room = max(0.5, 0.012 * (max(steps) - min(steps)))
@@ -209,58 +265,87 @@ def figures(run: RunData) -> dict[str, Figure]:
     return {name: figure for name, figure in made.items() if figure is not None}
 
 
-def thin(steps: Sequence[LoggedStep], limit: int = POINTS) -> list[LoggedStep]:
-    """Return about `limit` steps at most: the lowest and the highest loss of every stretch, so no spike is lost."""
+def _ends(ascending: Sequence[int]) -> list[int]:
+    return [ascending[0], ascending[-1]] if ascending else []
+
+
+def extremes(*columns: Sequence[float], limit: int = POINTS) -> Sequence[int]:
+    """Return the places of about `limit` values at most: the lowest and highest of every stretch, so no spike is lost.
+
+    Of several columns over the same steps, the places are those of all their extremes. A stretch without a finite value
+    keeps its first place, where the line has a gap.
+    """
+    count_all = len(columns[0])
+    if count_all <= limit:
+        return range(count_all)
+    width = math.ceil(2 * len(columns) * count_all / (limit - 2))
+    places = {0, count_all - 1}
+    for start in range(0, count_all, width):
+        for column in columns:
+            stretch = column[start : start + width]
+            low, high = min(stretch), max(stretch)
+            # A NaN stays the lowest or highest only if it comes first: no other comparison with it is true.
+            if not (math.isfinite(low) and math.isfinite(high)):
+                finite = list(filter(math.isfinite, stretch)) or [stretch[0]]
+                low, high = min(finite), max(finite)
+            places |= {start + stretch.index(low), start + stretch.index(high)} if math.isfinite(low) else {start}
+    return sorted(places)
+
+
+def marked(steps: Sequence[int], limit: int = MARKS) -> list[int]:
+    """Return about `limit` steps at most, so that each step is at a mark or nearer to one than a reader can see."""
     if len(steps) <= limit:
         return list(steps)
-    width = math.ceil(2 * len(steps) / limit)
-    kept = []
-    for start in range(0, len(steps), width):
-        stretch = steps[start : start + width]
-        # A loss that is not finite counts as the highest, so that a diverged step is kept.
-        losses = [step.loss if known(step.loss) else math.inf for step in stretch]
-        kept += [stretch[place] for place in sorted({losses.index(min(losses)), losses.index(max(losses))})]
-    return kept
+    width = (steps[-1] - steps[0]) / limit
+    return list({int((step - steps[0]) / width): step for step in steps}.values())
 
 
-def smooth(values: Sequence[float | None], span: int) -> list[float | None]:
+def smooth(values: Sequence[float | None], span: int, places: Sequence[int] | None = None) -> list[float | None]:
     """Return the mean of the `span` (odd) numbers around each one, and a gap where there is no number.
 
-    Near the ends the mean is over fewer numbers, but always over as many before as after, so it never lags.
+    Near the ends the mean is over fewer numbers, but always over as many before as after, so it never lags. With
+    `places` only the means at these places are returned.
     """
-    numbers = [value for value in values if known(value)]
-    sums = [0.0, *accumulate(numbers)]
-    means = []
-    for place in range(len(numbers)):
-        reach = min(span // 2, place, len(numbers) - 1 - place)
-        means.append((sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1))
-    left = iter(means)
-    return [next(left) if known(value) else None for value in values]
+    there = [value is not None and math.isfinite(value) for value in values]
+    numbers = compress(values, there)
+    sums = list(accumulate(cast(Iterator[float], numbers), initial=0.0))
+    before = list(accumulate(there, initial=0))  # how many numbers there are before each place
+    last = len(sums) - 2
+    means: list[float | None] = []
+    for place in range(len(values)) if places is None else places:
+        number = before[place]
+        reach = min(span // 2, number, last - number)
+        mean = (sums[number + reach + 1] - sums[number - reach]) / (2 * reach + 1) if there[place] else None
+        means.append(mean)
+    return means
 
 
-def _loss(run: RunData, drawn: list[LoggedStep]) -> Figure | None:
-    if not any(known(step.loss) for step in run.steps) and not run.evaluations:
+def _loss(run: RunData) -> Figure | None:
+    losses = run.steps.column("loss")
+    if not any(map(math.isfinite, losses)) and not run.evaluations:
         return None
-    traces = [_line(drawn, "training", lambda step: step.loss, color="var(--faint)", width=1.2)]
+    places = extremes(losses)
+    traces = [_line(run.steps, "training", places, losses, color="var(--faint)", width=1.2)]
     if len(run.steps) >= SMOOTH_FROM:
         span = 2 * max(2, len(run.steps) // 50) + 1  # odd, about 4% of the run: noise goes, the shape stays
-        means = smooth([step.loss for step in run.steps], span)
-        smoothed = {step.step: mean for step, mean in zip(run.steps, means, strict=True)}
-        name = f"mean of {span}"
-        traces.append(_line(drawn, name, lambda step: smoothed[step.step], color="var(--strong)", width=2.4))
+        means = dict(zip(places, smooth(losses, span, places), strict=True))
+        traces.append(_line(run.steps, f"mean of {span}", places, means, color="var(--strong)", width=2.4))
     if run.evaluations:
-        traces.append(_marks("validation", list(run.evaluations), list(run.evaluations.values()), "circle", size=8))
+        found = run.evaluations
+        drawn = extremes(found.losses)
+        y = [found.losses[place] for place in drawn]
+        traces.append(_marks("validation", [found.steps[place] for place in drawn], y, "circle", size=8))
     entropy = run.number("unigram_entropy")
     if known(entropy):
         line = {"color": "var(--muted)", "width": 1.5, "dash": "dash"}
-        steps = [step.step for step in run.steps] + list(run.evaluations)
+        steps = [*_ends(run.steps.steps), *_ends(run.evaluations.steps)]
         ends = {"x": [min(steps) - 0.5, max(steps) + 0.5], "y": [entropy, entropy]}
         traces.append({"type": "scatter", "mode": "lines", "name": "unigram entropy", "line": line, **ends})
     # Skipped steps are marked at the upper edge and diverged ones at the lower, whatever the scale of the loss is.
     edge = {"yaxis": "y2", "hovertemplate": "at %{x}"}
-    if run.skipped:
-        traces.append(_marks("skipped", list(run.skipped), [0.97] * len(run.skipped), "x", **edge))
-    if diverged := [step.step for step in run.steps if step.diverged]:
+    if skipped := marked(list(run.skipped)):
+        traces.append(_marks("skipped", skipped, [0.97] * len(skipped), "x", **edge))
+    if diverged := marked(run.steps.diverged()):
         traces.append(_marks("not finite", diverged, [0.03] * len(diverged), "triangle-up", **edge))
     edges = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     layout = plot_layout(380, yaxis=plot_axis(tickformat=".3~g"), yaxis2=edges)
@@ -268,18 +353,18 @@ def _loss(run: RunData, drawn: list[LoggedStep]) -> Figure | None:
     return {"traces": traces, "layout": layout, "log": True, "caption": caption}
 
 
-def _norm(drawn: list[LoggedStep]) -> Figure | None:
-    norm = _line(drawn, "gradient norm", lambda step: step.grad_norm, color="var(--strong)")
-    rate = _line(drawn, "learning rate", lambda step: step.learning_rate, color="var(--accent)")
+def _norm(steps: StepTable) -> Figure | None:
+    norm = _column_line(steps, "gradient norm", "grad_norm", color="var(--strong)")
+    rate = _column_line(steps, "learning rate", "learning_rate", color="var(--accent)")
     upper, lower = ("gradient norm", [norm], {"tickformat": ".3~g"}), ("learning rate", [rate], {"exponentformat": "e"})
     return _two_panels(upper, lower, "The norm is before clipping.", log=True)
 
 
-def _throughput(drawn: list[LoggedStep]) -> Figure | None:
-    tokens = _line(drawn, "tokens per second", lambda step: step.tokens_per_second, color="var(--strong)")
+def _throughput(steps: StepTable) -> Figure | None:
+    tokens = _column_line(steps, "tokens per second", "tokens_per_second", color="var(--strong)")
     # HFU first: where the two are equal, the dots of MFU are drawn over it.
-    hfu = _line(drawn, "HFU", lambda step: step.hfu, color="var(--strong)", width=2.4)
-    mfu = _line(drawn, "MFU", lambda step: step.mfu, color="var(--accent)", dash="dot")
+    hfu = _column_line(steps, "HFU", "hfu", color="var(--strong)", width=2.4)
+    mfu = _column_line(steps, "MFU", "mfu", color="var(--accent)", dash="dot")
     bold = '<span style="color:var(--{})"><b>{}</b></span>'
     names = " and ".join((bold.format("accent", "MFU \u00b7\u00b7\u00b7"), bold.format("strong", "HFU \u2014")))
     ticks: Figure = {"tickformat": ".3~%"}
@@ -312,20 +397,26 @@ def _two_panels(upper: Panel, lower: Panel, caption: str, log: bool = False) -> 
     return {"traces": traces, "layout": layout, "log": log, "caption": caption}
 
 
-def _time(run: RunData, drawn: list[LoggedStep]) -> Figure | None:
-    timed = [step for step in drawn if known(step.seconds)]
-    if not timed:
+def _time(run: RunData) -> Figure | None:
+    steps, whole = run.steps, run.steps.column("seconds")
+    seconds = _values(run, "seconds")
+    if not seconds:
         return None
+    # The lines are stacked, so all of them have points at the same steps.
+    places = [place for place in extremes(whole, *steps.by_axis("exposed_seconds").values()) if known(whole[place])]
+    drawn = {place: steps[place] for place in places}
     traces = []
     for part in ("compute", *run.axes):
         name = part if part == "compute" else f"exposed over {escape(part)}"
-        line = _line(timed, name, lambda step, part=part: step.part_seconds(part), color=colour(part), width=0.5)
+        values = {place: step.part_seconds(part) for place, step in drawn.items()}
+        line = _line(steps, name, places, values, color=colour(part), width=0.5)
         traces.append({**line, "stackgroup": "step", "fillcolor": colour(part), "hovertemplate": "%{y:.3s}s"})
-    seconds = sorted(filter(known, (step.seconds for step in timed)))
-    usual = 1.25 * seconds[int(0.98 * (len(seconds) - 1))]  # the slowest of 98% of the steps, and some room
+    usual = (
+        1.25 * sorted(sample(seconds))[int(0.98 * (min(SAMPLED, len(seconds)) - 1))]
+    )  # the slowest of 98% of the steps, and some room
     axis = plot_axis(tickformat="~s", ticksuffix="s", rangemode="tozero")
     caption = "On rank 0. Exposed is the time spent waiting for communication."
-    if seconds[-1] > 2 * usual:  # otherwise a slow first step would make all others look flat
+    if max(seconds) > 2 * usual:  # otherwise a slow first step would make all others look flat
         axis["range"] = [0, usual]
         caption += " The slowest steps are above the frame; double-click to see them."
     return {"traces": traces, "layout": plot_layout(340, yaxis=axis), "caption": caption}
@@ -403,14 +494,27 @@ def _plan_figure(run: RunData) -> Figure | None:
     return {**_second_bars(list(drawn), bars), "caption": caption}
 
 
-def _line(drawn: list[LoggedStep], name: str, value: Callable[[LoggedStep], float | None], **line: Any) -> Figure:
-    values = [value(step) for step in drawn]
+def _column_line(steps: StepTable, name: str, column: str, **line: Any) -> Figure:
+    values = steps.column(column)
+    return _line(steps, name, extremes(values), values, **line)
+
+
+def _line(
+    steps: StepTable,
+    name: str,
+    places: Sequence[int],
+    values: Sequence[float] | Mapping[int, float | None],
+    **line: Any,
+) -> Figure:
+    """Return a line through the values at these places, with a gap where there is no number."""
+    found = [values[place] for place in places]
+    exact = len(places) == len(steps)
     return {
         "type": "scatter",
-        "mode": "lines" if len(drawn) > 1 else "markers",
+        "mode": "lines" if len(places) > 1 else "markers",
         "name": name,
-        "x": [step.step for step in drawn],
-        "y": [value if known(value) else None for value in values],
+        "x": [steps.steps[place] for place in places],
+        "y": [(value if exact else float(f"{value:.{DIGITS}g}")) if known(value) else None for value in found],
         "line": {"width": 1.8, **line},
         "marker": {"color": line["color"]},
     }

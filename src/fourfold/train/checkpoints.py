@@ -45,6 +45,7 @@ from fourfold.errors import (
 )
 from fourfold.grid import Grid
 from fourfold.optim import AdamW
+from fourfold.parse import parse_json
 from fourfold.train.config import TrainConfig
 from fourfold.train.run_folder import RunEvent, finish, holds_run, last_good_step, strict
 from fourfold.train.schema import to_table
@@ -414,7 +415,7 @@ def read_skipped(out: Path, step: int) -> SkippedData | None:
     if not path.exists():
         return None
     try:
-        found = SkippedData(**json.loads(path.read_text()))
+        found = SkippedData(**parse_json(path.read_bytes()))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it to continue with all data") from error
     return found if found.after == step else None
@@ -436,7 +437,7 @@ def is_done(start: Start, config: TrainConfig, out: Path, stream: IO[str] | None
 def earlier_parts(out: Path, step: int) -> list[RunEvent]:
     """Return when and on which grids the run was trained before, from its run.json; the last part ends at this step."""
     try:
-        stored = json.loads((out / "run.json").read_text())
+        stored = parse_json((out / "run.json").read_bytes())
     except (OSError, ValueError):
         return []  # the file is missing, or was damaged: the run can continue without its history
     if not isinstance(stored, dict):

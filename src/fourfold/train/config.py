@@ -10,7 +10,6 @@ fields of `Policy` and `Overlap`: a new field there is a key here without any ch
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
@@ -28,6 +27,7 @@ from fourfold.job import START_SECONDS
 from fourfold.models.config import MODEL_FIELDS
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
+from fourfold.parse import parse_toml
 from fourfold.policy import Overlap, Policy
 from fourfold.train.schema import parse, to_table, to_toml
 
@@ -429,8 +429,8 @@ def read_config(
                 )
             raise FileNotFoundError(f"the config {path} does not exist; give the path of a TOML file")
         try:
-            table = tomllib.loads(path.read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            table = parse_toml(path.read_bytes())
+        except ValueError as error:
             raise ValueError(f"{path} is not valid TOML: {error}") from error
         with naming(str(path)):
             table = upgrade_config(table)

@@ -16,7 +16,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -72,8 +71,6 @@ ERROR_FILE = "error.json"
 """The name of the file in which the agent expects the error of a rank."""
 OWN_SIGNALS = "SIGQUIT"
 """The signals that the agent handles itself. It would handle more by default, SIGHUP even under `nohup`."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The variables that name the network interface on which gloo and NCCL listen."""
 
 
 class RestartPolicy:
@@ -128,7 +125,7 @@ def launch(
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # this file reports the same in one line
-    with loopback_only(), scratch_folder() as scratch, signals_stop_ranks(policy, scratch):
+    with scratch_folder() as scratch, signals_stop_ranks(policy, scratch):
         try:
             return _launch(ranks, arguments, errors, restarts, grace, start, policy, scratch)
         except SignalException as caught:
@@ -226,19 +223,6 @@ def wait_after_restart() -> None:
 def kill_seconds(grace: float) -> int:
     """Return the seconds after SIGTERM at which whoever sent it should kill the ranks."""
     return min(ceil(grace), MAX_SECONDS) + MARGIN if isfinite(grace) else MAX_SECONDS
-
-
-@contextmanager
-def loopback_only() -> Iterator[None]:
-    """Inside, processes that are started use the loopback, unless the environment names an interface already."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    added = [name for name in INTERFACES if name not in os.environ]
-    os.environ |= dict.fromkeys(added, loopback)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
 
 
 @contextmanager

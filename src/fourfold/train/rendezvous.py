@@ -1,6 +1,7 @@
 """The rendezvous of elastic agents: on one node over the loopback, on several nodes at one address each.
 
-    torchrun --rdzv-backend fourfold --rdzv-endpoint node0:29400 ...
+    torchrun --rdzv-backend fourfold --nproc-per-node 4 ...                              one node
+    torchrun --rdzv-backend fourfold --rdzv-endpoint node0:29400 --nnodes 4 ...          several nodes
 
 torch's own rendezvous listens on all interfaces of a machine, so whoever reaches any of them reaches the job. It also
 keeps one store for all starts, in which restarted ranks would find the addresses of ranks that are gone.
@@ -30,7 +31,7 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from fourfold.job import LOOPBACK, serve
 
 BACKEND = "fourfold"
-"""The value of torchrun's --rdzv-backend that selects `NodesRendezvous`."""
+"""The value of torchrun's --rdzv-backend that selects this file."""
 LOCAL = "fourfold-here"
 """The backend that our own launcher names, for ranks on one machine."""
 WATCH = "watch"
@@ -44,15 +45,16 @@ TIMEOUT = timedelta(seconds=60)
 class LocalRendezvous(RendezvousHandler):
     """The rendezvous of a single node, with its store on the loopback."""
 
-    def __init__(self, name: str, watch: Callable[[dist.TCPStore], None] | None = None) -> None:
-        """`watch` gets the store before the ranks start."""
-        self._name, self._watch = name, watch
-        self._store = serve(LOOPBACK)
+    def __init__(self, name: str, backend: str, watch: Callable[[dist.TCPStore], None] | None = None) -> None:
+        """`watch` gets the store of each start before its ranks start."""
+        self._name, self._backend, self._watch = name, backend, watch
+        self._store: dist.TCPStore | None = None
 
     def get_backend(self) -> str:
-        return LOCAL
+        return self._backend
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self._store = serve(LOOPBACK)  # a new one for each start: restarted ranks share no key with those before
         where = RendezvousStoreInfo(LOOPBACK, self._store.port)
         if self._watch is not None:
             self._watch(self._store)
@@ -77,7 +79,7 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
-rendezvous_handler_registry.register(LOCAL, lambda params: LocalRendezvous(params.run_id, params.get(WATCH)))
+rendezvous_handler_registry.register(LOCAL, lambda params: LocalRendezvous(params.run_id, LOCAL, params.get(WATCH)))
 
 
 class NodesRendezvous(DynamicRendezvousHandler):
@@ -101,10 +103,13 @@ def handler() -> RendezvousHandlerCreator:
 
 
 def among_nodes(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the rendezvous of several nodes.
+    """Make the rendezvous of several nodes, or that of one node where the job has no more.
 
-    Its stores listen at the endpoint, and at the address of rank 0's node: its host name, or its --local-addr.
+    The stores of several nodes listen at the endpoint, and at the address of rank 0's node: its host name, or its
+    --local-addr.
     """
+    if params.max_nodes == 1:
+        return LocalRendezvous(params.run_id, BACKEND)
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
     is_host = params.get_as_bool("is_host")
     store = _store(host, port, _matches_machine_hostname(host) if is_host is None else is_host)

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fourfold.atomic import replacing
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints
 from fourfold.errors import End
+from fourfold.parse import parse_json
 from fourfold.train.config import LogSection, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.schema import to_table
@@ -333,7 +334,7 @@ def read_events(metrics: Path) -> Iterator[tuple[str, RunEvent]]:
 def _events(lines: Iterable[str]) -> Iterator[tuple[str, RunEvent]]:
     for line in lines:
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue
         if isinstance(event, dict) and "event" in event and isinstance(event.get("step"), int):

@@ -29,6 +29,7 @@ from typing import get_args
 from fourfold.atomic import replacing
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
+from fourfold.parse import parse_json
 
 ENTRIES = 2048
 """The number of launches that a tape keeps: several steps of most models, in about 300 KB."""
@@ -217,7 +218,10 @@ def read(path: Path) -> TapeReading:
     found = path.read_bytes()
     if not found.startswith(MAGIC) or len(found) != HEAD + ENTRIES * TapeEntry.FORMAT.size:
         raise ValueError(f"{path} is not a tape: a tape begins with {MAGIC.decode().strip()!r} and is complete")
-    who = Who(**json.loads(found[len(MAGIC) : COUNT_AT]))
+    try:
+        who = Who(**parse_json(found[len(MAGIC) : COUNT_AT]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a tape: its head is damaged ({error})") from error
     (count,) = COUNT.unpack_from(found, COUNT_AT)
     entries = []
     for place in range(max(0, count - ENTRIES + 1), count):  # without the oldest, which may be overwritten right now
