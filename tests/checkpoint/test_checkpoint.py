@@ -191,6 +191,19 @@ def test_a_failed_save_raises_at_the_next_call_and_names_the_one_that_is_good(tm
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_a_disk_that_became_read_only_is_said_with_the_checkpoint_that_is_there(tmp_path: Path, monkeypatch) -> None:
+    model, optimizer = made("gpt-tiny", alone(), sharded=False)
+    saver = Saver(alone(), tmp_path, asynchronous=False)
+    saver.save(1, model, optimizer, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", crashing(Path.mkdir, iter(()), OSError(30, "Read-only file system")))
+        with pytest.raises(OSError, match="Read-only file system") as caught:
+            saver.save(2, model, optimizer, {})
+    assert f"was not saved; the newest checkpoint is {tmp_path / 'step-00000001'}" in caught.value.__notes__[-1]
+    saver.save(2, model, optimizer, {})
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
 # Finite
 
 
@@ -304,10 +317,12 @@ def test_a_crash_at_any_instant_leaves_the_old_or_the_new_checkpoint(tmp_path: P
     assert names(root) == ["step-00000002"]
 
 
-def crashing(real: Any, left: Iterator[int]) -> Any:
+def crashing(real: Any, left: Iterator[int], error: BaseException | None = None) -> Any:
+    """The function for as many calls as are left; then each raises, by default as if the process ended."""
+
     def call(*given: Any, **options: Any) -> Any:
         if next(left, None) is None:
-            raise Crash
+            raise error or Crash
         return real(*given, **options)
 
     return call

@@ -69,7 +69,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "data.eod": ("<STOP>", 0.5, WHOLE),
     "data.documents": (True, 1, FLAG),
     "data.held_out": (0, "0.1", NUMBER),
-    "data.changed": ("accept", "acept", '"refuse", "accept"'),
+    "data.changed": ("accept", "accepted", '"refuse", "accept"'),
     f"{SOURCE}.path": ("standard-library", 3, TEXT),
     f"{SOURCE}.weight": (2, "2", NUMBER),
     f"{SOURCE}.eod": (0, 0.5, WHOLE),

@@ -33,7 +33,7 @@ from fourfold.checkpoint import save as saving
 from fourfold.checkpoint.format import Record, TensorType, read_record, write_record
 from fourfold.checkpoint.load import Checkpoints, read_full_tensor, verify_checkpoint
 from fourfold.checkpoint.save import write_full_tensors
-from fourfold.cli import _failed
+from fourfold.cli import _failed, main
 from fourfold.commands import train
 from fourfold.data.sampling import SampleOrder, cut_windows
 from fourfold.data.sources import prepare
@@ -663,6 +663,22 @@ def fails_while_saving(config: TrainConfig, folder: Path) -> None:
             run.train()
     finally:
         saving.write_tensor_file = write_file
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_noted_and_the_run_goes_on(
+    tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise OSError(30, "Read-only file system", str(folder))
+
+    monkeypatch.setattr(loading, "remove_checkpoint", refuse)
+    settings = ["checkpoint.every=2", "checkpoint.keep_last=1", "plan.compare=false", "log.tensorboard=false"]
+    more = [word for setting in settings for word in ("--set", setting)]
+    assert main(train_arguments(tokens, tmp_path / "run", *more, steps=4)) == 0
+    (note,) = column(tmp_path / "run", "note", "said")
+    kept = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert note == f"cannot remove {kept} (Read-only file system); it is tried again at each save"
+    assert [step for step, _ in Checkpoints(kept.parent).complete()] == [2, 4]
 
 
 # --- SIGTERM

@@ -285,8 +285,7 @@ class TensorFile:
             )
         if not sound:
             raise DamagedCheckpointError(
-                f"{self.path} was saved with NaN or infinity in {key!r}, so training cannot continue from it; use an "
-                "earlier checkpoint"
+                f"{self.path} was saved with NaN or infinity in {key!r}, so it is of no use; take an earlier checkpoint"
             )
 
     def require(self, written: FileInfo) -> None:
