@@ -330,6 +330,11 @@ class Channel:
             own_connection=own_connection,
         )
 
+    def set_seconds(self, seconds: float) -> None:
+        """Let waits of this channel, and of channels that are opened later on its store, take at most that long."""
+        self.seconds = seconds
+        self._store.set_timeout(timedelta(seconds=min(seconds, MAX_SECONDS)))
+
     @property
     def leads(self) -> bool:
         """Whether this is the first rank of the set."""
