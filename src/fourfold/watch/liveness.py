@@ -306,7 +306,8 @@ class Alarm(NoAlarm):
                 self._raise(f"waited for {deadline:g} s")
             if tape is None:
                 self._look_at_own_phase(clock.since(self._entered))
-                waited = clock.since(self._heard)
+            if tape is None or (since is None and waits_for_ranks(main_frame())):
+                waited = clock.since(self._heard)  # the tape does not name every wait through the store
             if waited > deadline + CUT_OFF_SECONDS and not self._answering:
                 self._report_alone(deadline)
 
