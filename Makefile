@@ -34,6 +34,7 @@ soak: .venv/installed
 	$(BIN)/python tests/checkpoint/soak_checkpoint.py
 	$(BIN)/python tests/watch/soak_kills.py
 	$(BIN)/python tests/watch/soak_watch.py clean
+	$(BIN)/python tests/watch/soak_watch.py start
 	$(BIN)/python tests/watch/soak_watch.py faults
 	$(BIN)/python tests/core/soak_overlap.py
 	$(BIN)/python tests/planner/soak_dry.py

@@ -49,8 +49,9 @@ SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP, "Ctrl-C": signal.
 NAMED = ("SIGTERM", "SIGHUP", "Ctrl-C")
 HARMLESS = ("slow", "stop and continue", "closed output")
 COLD = ("launcher killed", "Ctrl-C twice")
-"""The kinds in which the kernel ends the ranks with their launcher: forked ranks are not its own processes. Ranks that
-have just been forked cannot be signalled yet either, so faults at the start need ranks that are not forked, too."""
+"""The kinds in which the kernel ends the ranks with their launcher. Forked ranks are not its own processes."""
+EARLY = ("start", "rendezvous")
+"""The phases in which a launcher looks for its ranks in /proc, where forked ranks have another environment."""
 ERRORS = {"full disk": errno.ENOSPC, "read-only disk": errno.EROFS}
 KINDS = ("kill", "stop", *HARMLESS, *SIGNALS, "launcher killed", "NaN", *ERRORS)
 
@@ -290,7 +291,7 @@ def train(case: Case, folder: Path, given: list[str]) -> Ended:
     os.mkfifo(output)
     reader = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
     env = {**os.environ, warm.PIDS: str(folder / "pids"), "TMPDIR": str(folder / "tmp")}
-    program = cold_command if case.kind in COLD or case.phase == "start" else command
+    program = cold_command if case.kind in COLD or case.phase in EARLY else command
     text = json.dumps(asdict(case))
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = warm.Process(program, text, str(folder), *given, env=env, stdout=output, stderr=err)

@@ -134,12 +134,27 @@ def find_store(environment: Environment, seconds: float) -> dist.Store:
         except OSError as error:
             raise ValueError(_cannot_serve(host, port, error)) from error
     try:
+        _await_server(host, port, seconds)
         return dist.TCPStore(host, port, timeout=timeout)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise TimeoutError(
             f"joining the job: no store answers at {host}:{port} (MASTER_ADDR, MASTER_PORT) within {seconds:g} s; see "
             f"whether {_server()} was started, and whether this node reaches that address"
         ) from error
+
+
+def _await_server(host: str, port: int, seconds: float) -> None:
+    """Wait until somebody listens there; torch would wait too, but print a trace of its own when it gives up."""
+    until = time.monotonic() + seconds
+    while True:
+        left = until - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(left, MAX_SECONDS))).close()
+            return
+        except OSError:
+            if left <= LOOK_SECONDS / 4:
+                raise
+        time.sleep(LOOK_SECONDS / 4)
 
 
 def find_early_store(environment: Environment, seconds: float) -> dist.Store:
@@ -314,6 +329,11 @@ class Channel:
             fresh=fresh,
             own_connection=own_connection,
         )
+
+    def set_seconds(self, seconds: float) -> None:
+        """Let waits of this channel, and of channels that are opened later on its store, take at most that long."""
+        self.seconds = seconds
+        self._store.set_timeout(timedelta(seconds=min(seconds, MAX_SECONDS)))
 
     @property
     def leads(self) -> bool:

@@ -1,10 +1,14 @@
 """Who watches over runs, at length: no alarm without a fault, and no fault without the message that names it.
 
     python tests/watch/soak_watch.py clean [RUNS] [SEED]        # default 50 runs
+    python tests/watch/soak_watch.py start                      # a few minutes
     python tests/watch/soak_watch.py faults [MINUTES] [SEED]    # default 30 minutes; root and iproute2
 
 `clean`: runs on grids of 1 to 8 ranks with policies drawn at random, a short deadline and frequent comparisons of
 replicas. None may raise an alarm, or take a rank for slow.
+
+`start`: in every phase before the first step a rank is stopped, killed, or stopped and continued in time, on 2 and 4
+ranks. The run must name the rank within its deadline, or train to its end.
 
 `faults`: runs on an emulated cluster of two nodes follow one another. About once a minute a rank is killed or stopped
 (SIGKILL, SIGSTOP), or a node's cable is pulled for longer than the deadline. torchrun starts the ranks again; where it
@@ -14,6 +18,7 @@ was left alone, bit for bit, and the log must name each fault.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -33,10 +38,13 @@ sys.path.append(str(Path(__file__).parents[2]))  # the benchmarks
 
 from soak_kills import differing, losses
 
+import faulty
+import warm
 from benchmarks.cluster.emulate import Cluster, ClusterShape, Elastic, Process, exit_on_signals, host
 from curves import config_of, write_texts
 from fourfold.shape import shapes_of
 from fourfold.train.config import TrainConfig
+from fourfold.watch.liveness import Phase
 from fourfold.watch.tape import DIAGNOSIS, TapeReading, read, tape_path
 from harness import RankFailed, close_pools, pool
 from runs import column, trained
@@ -98,6 +106,43 @@ def alarms(config: TrainConfig, out: Path) -> str:
         found = (out / DIAGNOSIS).read_text() if (out / DIAGNOSIS).exists() else ""
         return f"{failed} {found}".strip()
     return "; ".join(column(out, "straggler", "said"))
+
+
+# --- faults before the first step
+
+START_SECONDS = 6.0
+"""Longer than `faulty.PAUSE`, and than a busy machine needs between two heartbeats."""
+BOUND_SECONDS = 120.0
+START_PHASES = (Phase.GROUPS, Phase.FOLDER, Phase.DATA, Phase.MODEL, Phase.CHECKPOINT, Phase.BEGINNING)
+NAMED = {
+    "stop": r"rank 1 \(process \d+ on \S+\) is stopped|rank 1 never arrived: process \d+ on \S+ is stopped",
+    "kill": r"rank 1 \(process \d+\) was killed by SIGKILL",
+    "pause": r"\A\Z",
+}
+"""A pattern for what is said about each kind of fault."""
+
+
+def start() -> int:
+    """Return 1 unless every fault before the first step was named, or passed."""
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="fourfold-start-") as folder:
+        for grid, phase, kind in itertools.product(("x=2", "x=2,z=2"), START_PHASES, NAMED):
+            began = time.monotonic()
+            out = Path(folder, f"{grid}-{phase.name}-{kind}")
+            settings = [f"watch.start={START_SECONDS}", "train.evaluate_every=0", "plan.compare=false"]
+            options = ["--model", "gpt-tiny", "--grid", grid, "--steps", "2", "--device", "cpu", "--out", str(out)]
+            arguments = ["train", *options, *(f"--set={setting}" for setting in settings)]
+            told, errors = (out.with_suffix(suffix) for suffix in (".out", ".err"))
+            process = warm.Process(faulty.command, kind, 1, phase, *arguments, stdout=told, stderr=errors)
+            code = process.wait(BOUND_SECONDS)
+            said = errors.read_text()
+            good = code == (0 if kind == "pause" else 1) and re.search(NAMED[kind], said) is not None
+            wrong += not good
+            shown = said.partition("\n")[0] or "trained to its end"
+            verdict = "" if good else f"WRONG, exit code {code}: "
+            print(f"{grid} {kind} while {phase}: {time.monotonic() - began:.1f} s: {verdict}{shown}", flush=True)
+    print(f"{2 * len(START_PHASES) * len(NAMED)} faults before the first step: {wrong} not as they should be")
+    return 1 if wrong else 0
 
 
 # --- faults
@@ -218,13 +263,15 @@ class Job:
     def kill(self) -> Fault:
         rank, process = self.victim()
         os.kill(process, signal.SIGKILL)
-        named_by = rf"exitcode: -9\).*\(pid: {process}\)|rank {rank} \(\S+, process {process}\) does not answer"
+        named_by = (
+            rf"exitcode: -9\).*\(pid: {process}\)|rank {rank} \(\S+, process {process}\) (does not answer|is gone)"
+        )
         return Fault("kill", self.step(), f"rank {rank} killed", named_by, time.time())
 
     def stop(self) -> Fault:
         rank, process = self.victim()
         os.kill(process, signal.SIGSTOP)
-        named_by = rf"rank {rank} \(\S+, process {process}\) does not answer"
+        named_by = rf"rank {rank} \((\S+, process {process}|process {process} on \S+)\) is stopped"
         return Fault("stop", self.step(), f"rank {rank} stopped", named_by, time.time())
 
     def victim(self) -> tuple[int, int]:
@@ -298,6 +345,8 @@ def summary(found: list[Fault]) -> bool:
 
 def main() -> int:
     kind, *numbers = sys.argv[1:]
+    if kind == "start":
+        return start()
     do, default = {"clean": (clean, 50), "faults": (faults, 30)}[kind]
     number, seed = [*map(int, numbers), *[default, 0][len(numbers) :]]
     return do(number, seed)

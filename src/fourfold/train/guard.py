@@ -31,6 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch.distributed as dist
+
 from fourfold.errors import BadStepsError, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel
@@ -165,6 +167,9 @@ class Guard(NoGuard):
         self._alarm = alarm if isinstance(alarm, Alarm) else watch_ranks(grid.channel, deadline)
         self._alarm.watch_steps(self._tape, folder)
         self._alarm.deadline = max(self._alarm.deadline, deadline)  # of the first step, which may compile
+        if not self._has_own_alarm:
+            # Before the first step a rank may prepare data for hours; from now on none works that long for others.
+            grid.channel.set_seconds(max(deadline, dist.default_pg_timeout.total_seconds()))
         self._deadline, self._steps = deadline, 0
         self._windows = StepWindows(grid)
 

@@ -388,7 +388,7 @@ class Run:
         """Wait for the results of a step, record them, and return what is bad about the step."""
         self.guard.doing("reading results of its device", Waits.DEVICE if self.meter.on_gpu else Waits.NOTHING)
         loss, norm = done.loss.item(), done.clipped.norm.item()  # waits until the device has finished the step
-        self.guard.doing("recording the step")
+        self.guard.doing("writing the step's metrics and output")
         metrics = done.metrics()
         self.guard.took(metrics.seconds, metrics.exposed_seconds)
         self.profile.add(done.step, metrics)

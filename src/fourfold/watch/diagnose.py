@@ -156,6 +156,13 @@ def stack_lines(stacks: Mapping[int, str], culprits: Sequence[int]) -> Iterator[
         yield from (f"    {line}" for line in stack.rstrip().splitlines())
 
 
+def whereabouts(reading: TapeReading) -> Iterator[str]:
+    """Yield what a rank waits for and does, by its own tape alone."""
+    yield from (f"waits for {_place(entry)}" for entry in reading.waits_for)
+    if reading.doing is not None:
+        yield f"is {reading.doing.what} (step {reading.doing.step})"
+
+
 def diagnose(
     readings: Mapping[int, TapeReading],
     stacks: Mapping[int, str],

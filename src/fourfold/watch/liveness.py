@@ -55,7 +55,7 @@ from types import FrameType
 
 from fourfold.errors import Failure, LateRanksError
 from fourfold.job import Channel, ranks_text
-from fourfold.watch.diagnose import diagnose, stack_lines
+from fourfold.watch.diagnose import diagnose, stack_lines, whereabouts
 from fourfold.watch.memory import LESS_ON_HOST, HostMemory
 from fourfold.watch.processes import ProcessState, Siblings
 from fourfold.watch.tape import DIAGNOSIS, Tape, TapeReading, read, tape_path
@@ -306,7 +306,8 @@ class Alarm(NoAlarm):
                 self._raise(f"waited for {deadline:g} s")
             if tape is None:
                 self._look_at_own_phase(clock.since(self._entered))
-                waited = clock.since(self._heard)
+            if tape is None or (since is None and waits_for_ranks(main_frame())):
+                waited = clock.since(self._heard)  # the tape does not name every wait through the store
             if waited > deadline + CUT_OFF_SECONDS and not self._answering:
                 self._report_alone(deadline)
 
@@ -332,14 +333,13 @@ class Alarm(NoAlarm):
 
     def _report_alone(self, deadline: float) -> None:
         folder, reason = self._folder, self._reason or f"was {self._phase} and heard nothing for {deadline:g} s"
-        text = f"rank {self._rank} {reason}; the job's store does not answer: its node or the network is gone"
-        if held := self._siblings.describe_not_running():
-            text = f"rank {self._rank} {reason}; the job's store does not answer: {held}"
+        why = self._siblings.describe_not_running() or "its process is stopped, or its node or the network is gone"
+        lines = [f"rank {self._rank} {reason}; the job's store does not answer: {why}"]
         if folder is not None:
-            mine = {self._rank: read(tape_path(folder, self._rank))}
-            text = "\n".join((text, *(f"  {line}" for line in diagnose(mine, {self._rank: stack_of_main()}).lines())))
+            lines += [f"  {line}" for line in whereabouts(read(tape_path(folder, self._rank)))]
+        lines += stack_lines({self._rank: stack_of_main()}, ())
         silent = tuple(self._siblings.not_running())
-        self._end(JobDiagnosis(text, Failure.DIAGNOSIS, silent), judge=True)
+        self._end(JobDiagnosis("\n".join(lines), Failure.DIAGNOSIS, silent), judge=True)
 
     # --- the listener
 

@@ -1,9 +1,10 @@
 """The processes of ranks on this machine, as the kernel sees them: whether they run, are stopped, or are gone.
 
 A rank that dies leaves others waiting. Ranks that wait for bytes over a connection notice it; ranks that wait for a
-text in the job's store do not. But every rank can look at the processes that the same parent has started on this
-machine. Each rank appends `RANK:PROCESS` to the list of its host and parent: when it starts, and again when it is done.
-A process that is listed once and no longer runs has died.
+text in the job's store do not. But every rank can look at the processes of the other ranks on its machine. Each rank
+appends `RANK:PROCESS:BEGAN` to the list of its machine: when it starts, and again when it is done. A process that is
+listed once and no longer runs has died. BEGAN is when the kernel started it: the number of a process that is gone may
+be given to another one.
 """
 
 from __future__ import annotations
@@ -37,11 +38,6 @@ class ProcessState(StrEnum):
     UNKNOWN = "unknown"
     """On another machine, or on a system without /proc."""
 
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody holds the process, who could let it go on."""
-        return self in (ProcessState.STOPPED, ProcessState.TRACED)
-
     def text(self, process: int) -> str:
         """Return the state in words that follow the name of a rank, and what to do about it."""
         if self is ProcessState.STOPPED:
@@ -53,29 +49,43 @@ class ProcessState(StrEnum):
         return "is gone" if self is ProcessState.GONE else "does not answer"
 
 
-def process_state(process: int, parent: int | None = None) -> ProcessState:
-    """Return the state of a process of this machine; it is gone if it no longer has that parent."""
+def process_state(process: int, began: int | None = None) -> ProcessState:
+    """Return the state of a process of this machine; it is gone if the one with its number began at another time."""
     if not Path("/proc/self/stat").exists():
         return ProcessState.UNKNOWN
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    letter, found = _stat(process)
+    if began is not None and found != began:
         return ProcessState.GONE
-    # The state and the parent follow the name, which is in parentheses and may contain any character.
-    letter, found_parent, *_ = stat.rpartition(")")[2].split()
-    if parent is not None and int(found_parent) != parent:
-        return ProcessState.GONE  # the number belongs to another process now
     return ProcessState(KERNEL_STATES.get(letter, ProcessState.RUNS))
 
 
+def _stat(process: int) -> tuple[str, int]:
+    """Return the kernel's letter for the state of a process, and when it began in ticks since the machine started."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    # The other fields follow the name, which is in parentheses and may contain any character.
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _machine() -> str:
+    """Return a name that processes share which see each other's numbers; containers of one host do not."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(names)
+
+
 class Siblings:
-    """The ranks that the parent of this process has started on this machine; all ranks of the channel make it."""
+    """The ranks on this machine; all ranks of the channel make it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._key = f"siblings/{socket.gethostname()}/{os.getppid()}"
-        self._mine = f"{channel.rank}:{os.getpid()}"
-        self._processes: dict[int, int] = {}
+        self._key = f"siblings/{_machine()}"
+        self._mine = f"{channel.rank}:{os.getpid()}:{_stat(os.getpid())[1]}"
+        self._processes: dict[int, tuple[int, int]] = {}
         self._channel.append(self._key, self._mine)
 
     def leave(self) -> None:
@@ -86,16 +96,15 @@ class Siblings:
         """Return the processes, by rank, that no longer run and had not announced that they were done."""
         dead = {}
         for word, times in Counter(self._channel.words(self._key)).items():
-            rank, process = map(int, word.split(":"))
-            self._processes[rank] = process
+            rank, process, began = map(int, word.split(":"))
+            self._processes[rank] = process, began
             if times == 1 and self.state(rank) is ProcessState.GONE:
                 dead[rank] = process
         return dead
 
     def state(self, rank: int) -> ProcessState:
-        """Return the state of a rank's process, without asking the store; unknown unless it is a sibling."""
-        process = self._processes.get(rank)
-        return ProcessState.UNKNOWN if process is None else process_state(process, os.getppid())
+        """Return the state of a rank's process, without asking the store; unknown unless it is on this machine."""
+        return process_state(*self._processes[rank]) if rank in self._processes else ProcessState.UNKNOWN
 
     def not_running(self) -> dict[int, ProcessState]:
         """Return the states of the siblings that do not run."""
@@ -104,12 +113,12 @@ class Siblings:
 
     def describe_not_running(self) -> str:
         """Name the siblings that do not run, in a sentence."""
-        found = ((rank, self._processes[rank], state) for rank, state in self.not_running().items())
+        found = ((rank, self._processes[rank][0], state) for rank, state in self.not_running().items())
         return "; ".join(f"rank {rank} (process {process}) {state.text(process)}" for rank, process, state in found)
 
     def kill(self, ranks: Iterable[int]) -> None:
         """Kill those of the ranks that are siblings, with SIGKILL: a stopped process does not react to SIGTERM."""
         for rank in ranks:
             if rank in self._processes and self.state(rank) is not ProcessState.GONE:
-                with suppress(ProcessLookupError):
-                    os.kill(self._processes[rank], signal.SIGKILL)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(self._processes[rank][0], signal.SIGKILL)

@@ -1,0 +1,71 @@
+"""Faults at every phase of a run; `tests/train/soak_faults.py` has all of them.
+
+Each case trains and resumes a run, so these are few: every phase and every kind at least once, on 2 and on 4 ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import faults
+from curves import write_texts
+from faults import Case
+from runs import needs_proc
+
+pytestmark = needs_proc
+
+CASES = [
+    Case("start", "kill", 2),
+    Case("rendezvous", "stop", 2),
+    Case("reading", "kill", 2),
+    Case("reading", "full disk", 2),
+    Case("building", "SIGTERM", 2),
+    Case("compile", "closed output", 2),
+    Case("first step", "Ctrl-C", 2),
+    Case("step", "stop", 2),
+    Case("step", "NaN", 2),
+    Case("step", "SIGHUP", 2),
+    Case("step", "launcher killed", 2),
+    Case("evaluation", "kill", 2),
+    Case("evaluation", "stop and continue", 2),
+    Case("save", "kill", 2),
+    Case("save", "SIGTERM", 4),
+    Case("save", "full disk", 2),
+    Case("rename", "kill", 2),
+    Case("prune", "read-only disk", 2),
+    Case("resume", "Ctrl-C twice", 2),
+    Case("end", "kill", 2),
+    Case("end", "slow", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("data")
+    write_texts(folder)
+    return str(folder / "texts")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {ranks: faults.undisturbed(folder, ranks, data) for ranks in sorted({case.ranks for case in CASES})}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_fault_is_named_ends_in_time_and_loses_nothing(
+    case: Case, undisturbed: dict[int, Path], data: str, tmp_path: Path
+) -> None:
+    faults.check(case, tmp_path / "case", undisturbed[case.ranks], data)
+
+
+def test_the_cases_above_have_every_phase_and_every_kind() -> None:
+    assert {case.phase for case in CASES} == set(faults.PHASES)
+    assert {case.kind for case in CASES} >= set(faults.KINDS)
+    assert set(CASES) <= {case for ranks in faults.GRIDS for case in faults.cases(ranks)}
+
+
+def test_there_are_at_least_150_cases_in_the_soak() -> None:
+    assert sum(len(faults.cases(ranks)) for ranks in faults.GRIDS) >= 150
