@@ -125,8 +125,8 @@ def test_a_pulled_cable_is_named_on_both_sides(jobs: Jobs, capsys: pytest.Captur
     assert re.search(f"fourfold: error: rank 0: {told}", job.log(0))
     assert re.search(rf"rank 1 \({host(1)}, process \d+\) does not answer", job.log(0))
     assert re.search(
-        rf"error: rank 1: rank 1 (waited|was training and heard nothing) for {DEADLINE} s; the job's store does not answer"
-        ": its process is stopped, or its node or the network is gone",
+        rf"error: rank 1: rank 1 (waited|was training and heard nothing) for {DEADLINE} s; the job's store does not "
+        "answer: its process is stopped, or its node or the network is gone",
         job.log(1),
     )
     assert main(["doctor", str(job.folder)]) == 0
