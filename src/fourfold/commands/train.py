@@ -242,8 +242,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
             if isinstance(error, KeyboardInterrupt) and grid.rank == 0:
                 raise KeyboardInterrupt(what_is_saved(out)) from None
             raise
-    if options.json is not None:
-        write_result_for_all(options.json, run, memory)
+    end_together(options.json, run, memory)
     ignore_signals()  # the run has ended: a signal could only disturb what is left to say
     if grid.rank == 0:
         farewell(run, stream)
@@ -359,18 +358,18 @@ def write_result(path: str | None, run: Run, memory: Sequence[MemorySink]) -> No
     put_json(result, path)
 
 
-def write_result_for_all(path: str, run: Run, memory: Sequence[MemorySink]) -> None:
-    """Write the JSON on rank 0 while the other ranks wait, however long its reader takes; raise on all if it fails.
+def end_together(path: str | None, run: Run, memory: Sequence[MemorySink]) -> None:
+    """Write the JSON on rank 0, if any, and wait until all ranks have ended the run; raise on all if writing fails.
 
-    If the others ended meanwhile and rank 0 failed then, the launcher would stop them at their end, and would take that
-    for the cause and restart a run that is complete.
+    A rank that left earlier could not see that another one never comes to its end. And if rank 0 failed while others
+    end, the launcher would stop them, and would take that for the cause and restart a run that is complete.
     """
     failed: OSError | None = None
     try:
         write_result(path, run, memory)
     except OSError as error:
         failed = error
-    channel = run.grid.channel.open("result", seconds=inf, fresh=True)
+    channel = run.grid.channel.open("result", seconds=inf, fresh=True)  # its reader may take any time
     if channel.decide(str(int(failed is not None)), max) == "1":
         raise failed or FailedElsewhereError(f"rank 0 could not write --json {path}", Failure.USER)
 
