@@ -30,6 +30,7 @@ import torch
 
 import warm
 from fourfold.params import local_of
+from harness import DEVICE
 from runs import alive, column
 
 CASE, FOLDER, LAUNCHER = "FOURFOLD_TEST_CASE", "FOURFOLD_TEST_FOLDER", "FOURFOLD_TEST_LAUNCHER"
@@ -80,13 +81,26 @@ def cases(ranks: int) -> list[Case]:
     return found + [Case(phase, kind, ranks) for phase in DISK for kind in ERRORS]
 
 
+GPU_CASES = [
+    *(Case(phase, "kill", 4) for phase in ("reading", "step", "save", "rename", "resume", "end")),
+    *(Case(phase, "stop", 4) for phase in ("building", "step", "save")),
+    *(Case("step", kind, 4) for kind in ("stop and continue", "closed output", "slow", *SIGNALS, "NaN")),
+    Case("step", "launcher killed", 4),
+    *(Case(phase, "SIGTERM", 4) for phase in ("building", "save")),
+    Case("save", "full disk", 4),
+]
+"""The cases that run over NCCL too, 4 ranks on one GPU."""
+
+
 # --- in a rank
 
 
 def install() -> None:
     """Let the fault happen in this rank, if it is the one that is hit and was not hit before."""
     case = Case(**json.loads(os.environ[CASE]))
-    if int(os.environ["RANK"]) != case.rank or hit().exists():
+    # NCCL refuses two ranks of one host on one GPU, so each is a host of its own
+    os.environ |= {"NCCL_HOSTID": f"rank-{os.environ['RANK']}", "NCCL_IB_DISABLE": "1"}
+    if case.phase == "none" or int(os.environ["RANK"]) != case.rank or hit().exists():
         return
     if case.phase == "start":
         act(case)
@@ -201,9 +215,12 @@ ACTS: dict[str, Callable[[Any], object]] = {
 def command(case: str, folder: str, *arguments: str, cold: bool = False) -> int:
     """Run `fourfold` with these arguments and the fault."""
     from fourfold.cli import main
+    from fourfold.commands import train
     from fourfold.train import launch
 
     tempfile.tempdir = None  # the process that this one was forked from had another folder
+    if DEVICE == "cuda":  # all ranks share the first GPU
+        train.wanted_ranks = lambda config, *_: config.grid.shape.world
     os.environ |= {CASE: case, FOLDER: folder, LAUNCHER: str(os.getpid())}
     # after the rank has decided about Ctrl-C
     launch.RANK = launch.RANK.replace("\nfrom", "\nimport faults\nfaults.install()\nfrom", 1)
@@ -211,6 +228,11 @@ def command(case: str, folder: str, *arguments: str, cold: bool = False) -> int:
         return main(arguments)
     with warm.ranks():
         return main(arguments)
+
+
+def undisturbed_command(*arguments: str) -> int:
+    """Run `fourfold` with these arguments, in the same way and without a fault."""
+    return command(json.dumps(asdict(Case("none", "none", 0))), os.devnull, *arguments)
 
 
 def cold_command(case: str, folder: str, *arguments: str) -> int:
@@ -232,15 +254,15 @@ class Ended:
     log: str
 
 
-def arguments(out: Path, ranks: int, data: str, *more: str, start: float = 60.0) -> list[str]:
+def arguments(out: Path, ranks: int, data: str, *more: str, start: float = 20.0) -> list[str]:
     settings = {
         "model.layers": 1, "batch.rows": 4, "batch.seq": 12, "data.held_out": 0.1, "log.peak_flops": 1e12,
         "log.tensorboard": "false", "plan.compare": "false", "train.evaluate_every": 4, "checkpoint.every": EVERY,
         "watch.deadline": DEADLINE, "watch.start": start, "watch.grace": 20, "optimizer.schedule": "constant",
-        "optimizer.warmup": 2,
+        "optimizer.warmup": 2, "policy.compile": "false", "policy.dtype": "fp32",
     }  # fmt: skip
     changes = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
-    start = ["train", "--model", "gpt-tiny", "--device", "cpu", "--data", data, "--steps", str(STEPS)]
+    start = ["train", "--model", "gpt-tiny", "--device", DEVICE, "--data", data, "--steps", str(STEPS)]
     return [*start, "--grid", GRIDS[ranks], *changes, "--out", str(out), *more]
 
 
@@ -250,7 +272,8 @@ def undisturbed(folder: Path, ranks: int, data: str) -> Path:
     said = folder / f"undisturbed-{ranks}.txt"
     for name, steps in ((out, STEPS), (half(out), STEPS // 2)):
         given = arguments(name, ranks, data, "--steps", str(steps))
-        assert warm.Process(warm.command, *given, stdout=said, stderr=said).wait(300) == 0, said.read_text()
+        process = warm.Process(undisturbed_command, *given, stdout=said, stderr=said)
+        assert process.wait(300) == 0, said.read_text()
     return out
 
 
@@ -265,7 +288,8 @@ def check(case: Case, folder: Path, whole: Path, data: str) -> Ended:
     (folder / "pids").mkdir()
     out = folder / "run"
     # on a busy machine ranks that are not forked need long to start, so the deadline is short only where it is tested
-    given = arguments(out, case.ranks, data, start=DEADLINE if case.kind == "stop" else 60.0)
+    start = DEADLINE if case.kind == "stop" and case.phase not in EARLY else 20.0
+    given = arguments(out, case.ranks, data, start=start)
     if case.phase == "resume":
         shutil.copytree(half(whole), out)
         given = [*given[:-2], "--resume", str(out)]
@@ -338,7 +362,7 @@ def require_expected(case: Case, ended: Ended) -> None:
         case "kill":
             demand(restarted, rf"rank {case.rank} .* was killed by SIGKILL", again)
         case "stop":
-            demand(restarted, rf"rank {case.rank} .*is stopped", DEADLINE + 10 + again)
+            demand(restarted, rf"rank {case.rank} .*is stopped", 20.0 + again)
         case "launcher killed":
             demand((-signal.SIGKILL,), "^$", again)
         case "NaN":
@@ -354,9 +378,9 @@ def require_expected(case: Case, ended: Ended) -> None:
 
 def resume(folder: Path, out: Path, case: Case, data: str) -> None:
     """Resume the run, or begin it again if it had not begun; it must come to its end."""
-    again = ["train", "--resume", str(out), "--device", "cpu", "--steps", str(STEPS)]
+    again = ["train", "--resume", str(out), "--device", DEVICE, "--steps", str(STEPS)]
     if not (out / "metrics.jsonl").exists():
         again = arguments(out, case.ranks, data)
     said = folder / "resumed"
-    process = warm.Process(warm.command, *again, stdout=said, stderr=said)
+    process = warm.Process(undisturbed_command, *again, stdout=said, stderr=said)
     assert process.wait(120) == 0, said.read_text()

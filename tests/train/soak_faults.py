@@ -1,6 +1,7 @@
 """Faults of every kind at every phase of a run, on 2 and 4 ranks. `make soak` runs it.
 
     python tests/train/soak_faults.py [WORDS]       # only the cases with these words in their names
+    FOURFOLD_TEST_DEVICE=cuda python tests/train/soak_faults.py      # over NCCL, 4 ranks on one GPU
 
 Prints a line for each case; ends with 1 if any of them failed.
 """
@@ -16,11 +17,13 @@ sys.path.append(str(Path(__file__).parents[1]))  # what tests share
 
 import faults
 from curves import write_texts
+from harness import DEVICE
 
 
 def main() -> int:
     words = sys.argv[1:]
-    wanted = [case for ranks in (2, 4) for case in faults.cases(ranks) if all(word in str(case) for word in words)]
+    known = faults.GPU_CASES if DEVICE == "cuda" else [case for ranks in (2, 4) for case in faults.cases(ranks)]
+    wanted = [case for case in known if all(word in str(case) for word in words)]
     failed, began = 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fourfold-faults-") as name:
         folder = Path(name)

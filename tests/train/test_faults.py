@@ -18,7 +18,7 @@ pytestmark = needs_proc
 
 CASES = [
     Case("start", "kill", 2),
-    Case("rendezvous", "stop", 2),
+    Case("rendezvous", "kill", 2),
     Case("reading", "kill", 2),
     Case("reading", "full disk", 2),
     Case("building", "SIGTERM", 2),
