@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import cache
 from math import ceil, isfinite
 from pathlib import Path
@@ -65,6 +66,8 @@ time."""
 MAX_PAUSE = 60.0
 """The most seconds between the death of ranks and their next start: a fault that lasts, such as a full disk, must not
 cause hundreds of starts, and a minute is short beside the hours that it may last."""
+HAS_SHUTDOWN_TIMEOUT = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
+"""Whether torch lets us say how long its agent waits for ranks after a signal. Before torch 2.12 it waits 30 s."""
 SCRATCH = "fourfold-launch-"
 """The beginning of the names of the launchers' temporary folders."""
 ERROR_FILE = "error.json"
@@ -162,7 +165,7 @@ def _launch(
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
             signals_to_handle=OWN_SIGNALS,
-            shutdown_timeout=kill_seconds(grace),
+            **({"shutdown_timeout": kill_seconds(grace)} if HAS_SHUTDOWN_TIMEOUT else {}),
         )
         try:
             elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
