@@ -178,6 +178,8 @@ class Grid:
         lines = self._mesh_ranks().movedim(AXES.index(axis), -1).reshape(-1, self.size(axis)).tolist()
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            if timeout is not None:
+                options._timeout = timeout  # torch warns if the two differ
             made, _ = dist.new_subgroups_by_enumeration(lines, timeout, "nccl", options)
         else:
             made, _ = dist.new_subgroups_by_enumeration(lines, timeout)

@@ -26,7 +26,7 @@ from functools import cache
 from math import ceil, isfinite
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -155,6 +155,7 @@ def _launch(
         for old in scratch.rglob(ERROR_FILE):
             old.unlink()  # what an earlier start has reported is said
         # a name of its own for each start, so that its store shares no key with the one before
+        more: dict[str, Any] = {"shutdown_timeout": kill_seconds(grace)} if HAS_SHUTDOWN_TIMEOUT else {}
         config = LaunchConfig(
             1,
             1,
@@ -165,7 +166,7 @@ def _launch(
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
             signals_to_handle=OWN_SIGNALS,
-            **({"shutdown_timeout": kill_seconds(grace)} if HAS_SHUTDOWN_TIMEOUT else {}),
+            **more,
         )
         try:
             elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
