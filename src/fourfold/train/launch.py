@@ -155,7 +155,7 @@ def _launch(
         for old in scratch.rglob(ERROR_FILE):
             old.unlink()  # what an earlier start has reported is said
         # a name of its own for each start, so that its store shares no key with the one before
-        more: dict[str, Any] = {"shutdown_timeout": kill_seconds(grace)} if HAS_SHUTDOWN_TIMEOUT else {}
+        timeout: dict[str, Any] = {"shutdown_timeout": kill_seconds(grace)} if HAS_SHUTDOWN_TIMEOUT else {}
         config = LaunchConfig(
             1,
             1,
@@ -166,7 +166,7 @@ def _launch(
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
             signals_to_handle=OWN_SIGNALS,
-            **more,
+            **timeout,
         )
         try:
             elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
