@@ -18,7 +18,8 @@ slow: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
 
 # all cases of all tests, pages in a shell, the package in an empty environment, the tour, families of transformers and
-# convolutional networks on many grids, models and loops as people write them, operations on parts in every way, checkpoints between every pair of grids, a hundred
+# convolutional networks on many grids, models and loops as people write them, operations on parts in every way, checkpoints between every pair of grids, faults of
+# every kind at every phase of a run, a hundred
 # killed ranks, runs that are watched without faults and with (these need root), overlap bit
 # for bit over 20 steps, dry runs of the largest models, reports of a million steps, loss curves of 200 steps, then every
 # grid with every combination of options, for days; SOAK_SECONDS=N stops these after about that long
@@ -32,6 +33,7 @@ soak: .venv/installed
 	$(BIN)/python tests/wrap/soak_people.py
 	$(BIN)/python tests/wrap/soak_operations.py
 	$(BIN)/python tests/checkpoint/soak_checkpoint.py
+	$(BIN)/python tests/train/soak_faults.py
 	$(BIN)/python tests/watch/soak_kills.py
 	$(BIN)/python tests/watch/soak_watch.py clean
 	$(BIN)/python tests/watch/soak_watch.py start

@@ -223,7 +223,7 @@ def command(case: str, folder: str, *arguments: str, cold: bool = False) -> int:
         train.wanted_ranks = lambda config, *_: config.grid.shape.world
     os.environ |= {CASE: case, FOLDER: folder, LAUNCHER: str(os.getpid())}
     # after the rank has decided about Ctrl-C
-    launch.RANK = launch.RANK.replace("\nfrom", "\nimport faults\nfaults.install()\nfrom", 1)
+    launch.RANK = launch.RANK.replace("\nfrom fourfold.cli", "\nimport faults\nfaults.install()\nfrom fourfold.cli")
     if cold:
         return main(arguments)
     with warm.ranks():

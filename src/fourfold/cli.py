@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from fourfold.commands.options import parser
-from fourfold.environment import end_with_launcher, inside_a_job, is_watched
+from fourfold.environment import end_with_launcher, inside_a_job, is_watched, started_by_torchrun
 from fourfold.errors import Failure, LostReaderError, failure_of
 from fourfold.train.console import drain_output, unblocked_output
 from fourfold.train.signals import INTERRUPTED, READABLE, ignore_signals
@@ -34,7 +34,8 @@ WAYS_OUT = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit code."""
-    end_with_launcher()
+    if started_by_torchrun():
+        end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)  # exits with code 2 if the arguments are wrong
     trains = options.run == TRAIN

@@ -128,15 +128,13 @@ def is_watched() -> bool:
     return LAUNCHED in os.environ
 
 
-def end_with_launcher() -> None:
+def end_with_launcher(launcher: int | None = None) -> None:
     """Let this rank end when the process that started it ends, however that happens.
 
-    Without its launcher a rank has no store, and nobody would end it. This holds for our launcher and torchrun; ranks
-    that a shell has started may outlive it.
+    Without its launcher a rank has no store, and nobody would end it. `launcher` is that process, if the rank knows it:
+    then a launcher that has ended already is noticed too.
     """
-    if LAUNCHED not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    parent = int(os.environ.get(LAUNCHED) or os.getppid())
+    parent = os.getppid() if launcher is None else launcher
     if sys.platform == "linux":
         # the kernel sends the signal: also while this process imports, waits in C++, or holds Python's lock
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -150,6 +148,11 @@ def end_with_launcher() -> None:
         Thread(target=wait_for_end, daemon=True).start()
     if os.getppid() != parent:
         os._exit(1)  # the launcher ended before this process asked for the signal
+
+
+def started_by_torchrun() -> bool:
+    """Return whether torchrun has started this rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and not is_watched()
 
 
 def was_restarted() -> bool:

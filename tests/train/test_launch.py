@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import warm
+from fourfold import cli
 from fourfold.train import launch as launching
 from fourfold.train.signals import CTRL_C_HEARD
 from runs import alive, needs_proc
@@ -27,7 +29,7 @@ RANK = """
 import os, signal, sys, time
 from fourfold.environment import end_with_launcher
 {early}
-end_with_launcher()
+end_with_launcher({launcher})
 from pathlib import Path
 rank = Path(sys.argv[1], os.environ["RANK"])
 def stop(number, frame):
@@ -52,21 +54,31 @@ class Policy(launching.RestartPolicy):
 def launcher(folder: str, ranks: int, scratch: str, early: str, deaf: bool) -> int:
     """A program: a launcher whose ranks write their process ids, wait for a signal, and note it."""
     launching.tempfile.tempdir = scratch
-    launching.RANK = RANK.format(early=early, deaf=deaf)
+    launching.RANK = RANK.format(early=early, deaf=deaf, launcher=os.getpid())
     return launching.launch(ranks, [folder], sys.stderr, policy=Policy())
+
+
+def torchrun(folder: str, ranks: int, scratch: str, *_: object) -> int:
+    """A program: torchrun with such ranks."""
+    from torch.distributed.run import main
+
+    script = Path(scratch, "rank.py")
+    script.write_text(RANK.format(early="", deaf=False, launcher=None))
+    main(["--rdzv-backend", "fourfold", "--nproc-per-node", str(ranks), str(script), folder])
+    return 0
 
 
 class Launched:
     """A launcher that a test has started, and what it left."""
 
-    def __init__(self, folder: Path, ranks: int, **given: object) -> None:
+    def __init__(self, folder: Path, ranks: int, program: Callable[..., int] = launcher, **given: object) -> None:
         self.folder, self.scratch = folder / "ranks", folder / "scratch"
         self.folder.mkdir()
         self.scratch.mkdir()
         values = {"early": "", "deaf": False, **given}
         args = (str(self.folder), ranks, str(self.scratch), *values.values())
         self.errors = folder / "errors"
-        self.process = warm.Process(launcher, *args, stderr=self.errors)
+        self.process = warm.Process(program, *args, stderr=self.errors)
 
     def pids(self, ranks: int) -> list[int]:
         """Wait until so many ranks run; return their process ids."""
@@ -101,7 +113,7 @@ def nobody(pids: list[int]) -> bool:
 def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     found: list[Launched] = []
 
-    def start(*args: int, **given: object) -> Launched:
+    def start(*args: Any, **given: object) -> Launched:
         found.append(Launched(tmp_path, *args, **given))
         return found[-1]
 
@@ -125,6 +137,26 @@ def test_ranks_end_with_a_launcher_that_is_killed(ranks: int, launched) -> None:
         with launching.scratch_folder() as own:
             assert [path for path in job.scratch.iterdir() if path != own] == []
     assert list(job.scratch.iterdir()) == []
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed(launched) -> None:
+    job = launched(2, torchrun)
+    pids = job.pids(2)
+    job.process.kill()
+    wait_for(lambda: nobody(pids), 5)
+
+
+def test_the_command_asks_for_that_where_torchrun_has_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(cli, "end_with_launcher", lambda: asked.append(True))
+    for started in (True, False):
+        if not started:
+            monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        else:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+        with pytest.raises(SystemExit):
+            cli.main(["--version"])
+        assert asked == [True]
 
 
 def test_ranks_that_have_only_just_started_end_with_their_launcher(launched) -> None:

@@ -52,7 +52,15 @@ from fourfold.job import Channel
 from fourfold.report.run_data import read_run
 from fourfold.train import launch as launching
 from fourfold.train import signals as stopping
-from fourfold.train.checkpoints import any_restarted, find_start, roll_back, start_at, start_from, what_is_saved
+from fourfold.train.checkpoints import (
+    RunSaver,
+    any_restarted,
+    find_start,
+    roll_back,
+    start_at,
+    start_from,
+    what_is_saved,
+)
 from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import FolderLock, JsonLines, rewind
@@ -721,6 +729,34 @@ def test_ranks_stop_after_the_same_step(ranks) -> None:
         assert first == second
         assert asked[0] <= first < 1000
         assert keys <= 6
+
+
+def saves_by_the_clock(config: TrainConfig, folder: Path) -> list[int]:
+    """A job: the steps that this rank saves if checkpoints are 0.2 s apart and its clock is not that of the others."""
+    saved: list[int] = []
+    save = RunSaver.save
+
+    def noted(saver: RunSaver, good: Any, *rest: Any, **named: Any) -> None:
+        saved.append(good.step)
+        save(saver, good, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunSaver, "save", noted)
+        patch.setattr(stopping, "ASK_EVERY_SECONDS", 0.01)
+        if dist.get_rank() == 1:
+            patch.setattr(RunSaver, "overdue", False)  # a clock that stands still
+        trained(config, folder)
+    return saved
+
+
+def test_checkpoints_are_saved_by_the_clock_on_all_ranks(ranks, tokens: str, tmp_path: Path) -> None:
+    changes = {"checkpoint.minutes": 0.2 / 60, "data.sources": [{"path": tokens}], "model.layers": 1}
+    config = config_of("gpt-tiny", "fp32", 60, tmp_path, Shape(z=2), {**changes, "train.evaluate_every": 0})
+    first, second = ranks(2).run(saves_by_the_clock, config, tmp_path / "run")
+    assert first == second
+    assert first[-1] == 60
+    assert 2 <= len(first) < 30
+    assert column(tmp_path / "run", "saved", "step") == first
 
 
 def test_what_is_not_saved_is_said(finished: Path, tmp_path: Path) -> None:

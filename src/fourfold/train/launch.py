@@ -51,9 +51,11 @@ from fourfold.train.signals import (
 )
 from fourfold.watch.liveness import RankEnd, first_cause
 
-RANK = """
-import signal, sys
+RANK = f"""
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that Ctrl-C during the import of torch leaves no traceback
+from fourfold.environment import end_with_launcher
+end_with_launcher(int(os.environ["{LAUNCHED}"]))
 from fourfold.cli import main
 sys.exit(main())
 """
