@@ -69,7 +69,7 @@ MAX_PAUSE = 60.0
 """The most seconds between the death of ranks and their next start: a fault that lasts, such as a full disk, must not
 cause hundreds of starts, and a minute is short beside the hours that it may last."""
 HAS_SHUTDOWN_TIMEOUT = any(field.name == "shutdown_timeout" for field in fields(LaunchConfig))
-"""Whether torch lets us say how long its agent waits for ranks after a signal. Before torch 2.12 it waits 30 s."""
+"""Whether torch lets us say how long its agent waits for ranks after a signal. Torch 2.11 waits 30 s."""
 SCRATCH = "fourfold-launch-"
 """The beginning of the names of the launchers' temporary folders."""
 ERROR_FILE = "error.json"
