@@ -250,13 +250,14 @@ def scratch_folder() -> Iterator[Path]:
 def signals_stop_ranks(policy: RestartPolicy, scratch: Path) -> Iterator[None]:
     """Inside, the first signal raises SignalException, and the agent forwards it to the ranks and waits for them.
 
-    A second signal ends this process at once, and the kernel ends the ranks with it.
+    A second signal ends the ranks and this process at once.
     """
     request = StopRequest()
 
     def handle(number: int, _: FrameType | None) -> None:
         first, at_once = not request.signal, request.add(number)
         if at_once:
+            kill_children()
             said = f"ended at once by {NAMES[signal.Signals(number)]}; {policy.left_behind()}"
             write_now(f"fourfold: {said}\n")
             policy.note("ended", said)
@@ -274,6 +275,14 @@ def signals_stop_ranks(policy: RestartPolicy, scratch: Path) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def kill_children() -> None:
+    """Kill the ranks, before they can complain that their launcher is gone."""
+    me = os.getpid()
+    with suppress(OSError):  # where the system does not list them, it ends them together with this process
+        for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
 
 
 def _stopped(number: int, errors: IO[str], policy: RestartPolicy, scratch: Path) -> int:
