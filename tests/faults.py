@@ -2,7 +2,7 @@
 
 A `Case` is a phase of the run, a kind of fault, and a number of ranks. `check` trains a small run with that fault,
 looks at how it ended, resumes it, and compares its losses with those of an undisturbed run, bit for bit. The tests in
-`tests/train/test_faults.py` take some of the cases, and `tests/train/soak_faults.py` takes all of them.
+`tests/train/test_fault_phases.py` take some of the cases, and `tests/train/soak_faults.py` takes all of them.
 
 The fault happens in one rank, once: a restarted run does not meet it again. A rank reaches the launcher and the test
 through signals and through a file, `hit`, which appears at the moment of the fault.
@@ -364,7 +364,7 @@ def require_expected(case: Case, ended: Ended) -> None:
         case "stop":
             demand(restarted, rf"rank {case.rank} .*is stopped", 20.0 + again)
         case "launcher killed":
-            demand((-signal.SIGKILL,), "^$", again)
+            demand((-signal.SIGKILL,), "", again)  # ranks may complain until the kernel ends them
         case "NaN":
             demand((1,), "NaN|differ from each other", again)
         case kind if kind in ERRORS:

@@ -755,7 +755,7 @@ def test_checkpoints_are_saved_by_the_clock_on_all_ranks(ranks, tokens: str, tmp
     first, second = ranks(2).run(saves_by_the_clock, config, tmp_path / "run")
     assert first == second
     assert first[-1] == 60
-    assert 2 <= len(first) < 30
+    assert len(first) >= 2
     assert column(tmp_path / "run", "saved", "step") == first
 
 
