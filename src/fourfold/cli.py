@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str], *, trains: bool)
         return command(options.run)(options, arguments)
     except KeyboardInterrupt as interrupt:
         if not inside_a_job():
-            print(f"fourfold: interrupted; {interrupt or READABLE}", file=sys.stderr)
+            print(f"fourfold: interrupted; {str(interrupt) or READABLE}", file=sys.stderr)
         return _leave(INTERRUPTED)
     except BrokenPipeError as error:
         # The reader of our output, such as `head`, has exited: no reason for words. While a run trains, printing does

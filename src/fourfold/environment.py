@@ -14,12 +14,15 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 
 LAUNCHED = "FOURFOLD_LAUNCHED"
 """Our launcher sets it for the ranks that it starts, to its own process id."""
 RESTARTED = "FOURFOLD_RESTARTED"
 """How often our launcher has restarted the ranks."""
+BEGAN = "FOURFOLD_BEGAN"
+"""When our launcher started the ranks for the first time, in seconds by the wall clock."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The variables that name the network interface on which gloo and NCCL listen."""
 
@@ -148,6 +151,18 @@ def end_with_launcher(launcher: int | None = None) -> None:
         Thread(target=wait_for_end, daemon=True).start()
     if os.getppid() != parent:
         os._exit(1)  # the launcher ended before this process asked for the signal
+
+
+def job_began() -> float:
+    """Return when the launcher of this rank began, in seconds by the wall clock; 0 if that is unknown."""
+    if text := os.environ.get(BEGAN):
+        return float(text)
+    try:
+        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+        boot = next(line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    except (OSError, StopIteration):
+        return 0.0
+    return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def started_by_torchrun() -> bool:

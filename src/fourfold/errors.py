@@ -53,6 +53,7 @@ class End(StrEnum):
     STOPPED_BY_CTRL_C = "stopped by Ctrl-C"
     STOPPED_BY_SIGTERM = "stopped by SIGTERM"
     STOPPED_BY_SIGHUP = "stopped by SIGHUP"
+    STOPPED_BY_SIGQUIT = "stopped by SIGQUIT"
 
 
 class CollectiveError(RuntimeError):

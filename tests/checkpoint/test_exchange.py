@@ -134,6 +134,7 @@ def test_an_imported_model_has_the_logits_of_transformers(tmp_path: Path, name: 
     torch.testing.assert_close(logits(tmp_path / "run", Grid.alone(DEVICE)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_an_imported_model_has_them_on_four_ranks(ranks, tmp_path: Path, name: str) -> None:
     source, expected = saved(tmp_path / "theirs", name)

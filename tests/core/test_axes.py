@@ -75,6 +75,7 @@ def test_a_run_of_four_axes_resumes_with_five(five) -> None:
     fourfold(four, "checkpoint", "verify", "four")
 
 
+@pytest.mark.slow
 def test_a_plan_passes_a_fifth_axis_through(five) -> None:
     args = ("plan", "--model", "gpt-1.4b", "--machine", "dgx-h100", "--devices", "8", "--batch-tokens", "64K", "--json")
     plan = json.loads(fourfold(five, *args, "-"))

@@ -291,6 +291,7 @@ def test_batch_statistics_do_not_cancel(ranks) -> None:
     assert max(ranks(4).run(large_mean)) < 1e-3
 
 
+@pytest.mark.slow
 def test_stacks_on_eight_ranks_equal_plain_torch(ranks) -> None:
     for found in ranks(8).run(all_errors, cases_of([Shape(2, 2, 2)], every=False)):
         check(found)

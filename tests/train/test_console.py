@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import resource
@@ -23,7 +24,7 @@ from fourfold.errors import LostReaderError
 from fourfold.train import console, run_folder
 from fourfold.train.console import unblocked_output, write_data
 from fourfold.train.progress import ProgressBar, RankLog, RunLog
-from fourfold.train.run_folder import JsonLines, LogFile, TensorBoard
+from fourfold.train.run_folder import JsonLines, LogFile, MemorySink, TensorBoard
 from runs import STEPS, column, lines_of, train_arguments
 
 LINE = "a line that a run prints after a step, about as long as most of them are"
@@ -267,6 +268,27 @@ def test_a_full_disk_keeps_lines_in_memory_and_is_told_once(tmp_path: Path, caps
     err = capsys.readouterr().err
     assert err.count("fourfold: warning: cannot write to") == 1
     assert "metrics.jsonl (File too large); make room there. The run continues" in err
+
+
+def test_a_file_that_was_removed_is_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise a run whose folder was deleted would write where nobody sees it, and end as if all were well."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    lines = JsonLines(path)
+    lines.write({"event": "step", "step": 1})
+    path.unlink()
+    path.parent.rmdir()
+    lines.write({"event": "step", "step": 2})
+    lines.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2]
+    assert "was removed while the run trains" in capsys.readouterr().err
+
+
+def test_the_json_of_restarted_ranks_has_the_steps_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"event": "step", "step": step}) + "\n" for step in range(1, 6)))
+    assert [event["step"] for event in MemorySink(path, 3).events] == [1, 2, 3]
+    assert MemorySink().events == []
 
 
 def test_records_are_never_lost_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def stop(number, frame):
     if {deaf}:
         return
     sys.exit(128 + number)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, stop)
 rank.with_suffix(".new").write_text(str(os.getpid()))
 rank.with_suffix(".new").rename(rank)
@@ -179,7 +179,7 @@ def test_sigterm_while_ranks_are_started_leaves_none(launched) -> None:
     assert list(job.scratch.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_the_first_signal_reaches_the_ranks_and_the_launcher_waits(number: signal.Signals, launched) -> None:
     job = launched(2)
     pids = job.pids(2)
@@ -206,6 +206,36 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_react(launched) -> None:
     assert time.monotonic() - began < 5
     assert job.errors.read_text() == f"{CTRL_C_HEARD}fourfold: ended at once by Ctrl-C; step 7 is not saved\n"
     assert list(job.scratch.iterdir()) == []
+
+
+def test_ctrl_z_stops_the_ranks_too(launched) -> None:
+    job = launched(2)
+    pids = job.pids(2)
+    job.process.send_signal(signal.SIGTSTP)
+    everybody = [job.process.pid, *pids]
+    wait_for(lambda: all(state(pid) == "T" for pid in everybody), 10)
+    job.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: not any(state(pid) == "T" for pid in everybody), 10)
+    job.process.terminate()
+    assert job.process.wait(30) == 143
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_an_interrupted_command_says_what_stays(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    for said in ("", "step 3 is not saved"):
+        monkeypatch.setattr(cli, "command", lambda _, said=said: interrupt(said))
+        assert cli.main(["report", "run"]) == 130
+        assert capsys.readouterr().err == f"fourfold: interrupted; {said or 'what was written stays readable'}\n"
+
+
+def interrupt(said: str) -> Callable[..., int]:
+    def command(*_: object) -> int:
+        raise KeyboardInterrupt(*([said] if said else []))
+
+    return command
 
 
 NOHUP = """

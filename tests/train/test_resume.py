@@ -38,7 +38,7 @@ from fourfold.commands import train
 from fourfold.data.sampling import SampleOrder, cut_windows
 from fourfold.data.sources import prepare
 from fourfold.data.tokenizer import load_tokenizer
-from fourfold.environment import LAUNCHED
+from fourfold.environment import BEGAN, LAUNCHED
 from fourfold.errors import (
     DamagedCheckpointError,
     FailedElsewhereError,
@@ -59,13 +59,14 @@ from fourfold.train.checkpoints import (
     roll_back,
     start_at,
     start_from,
+    still_to_rewind,
     what_is_saved,
 )
 from fourfold.train.config import DataSection, TrainConfig, read_config
 from fourfold.train.loop import Run
 from fourfold.train.run_folder import FolderLock, JsonLines, rewind
 from fourfold.train.signals import raise_on_signals
-from harness import Ranks, grid_of
+from harness import RankFailed, Ranks, grid_of
 from runs import (
     Job,
     Left,
@@ -271,8 +272,9 @@ def test_what_cannot_go_on_is_refused_and_nothing_changes(
     assert_error(attempt("--set", "batch.rows=8"), "batch.rows was 4 in ", "and is 8; a resumed run keeps it")
     assert_error(attempt("--set", "batch.seq=11"), "the data differs", "seq was 12, is 11")
     assert_error(attempt("--data", str(other.path), "--data", tokens), "number of sources was 1, is 2")
-    assert_error(attempt("--set", "model.layers=2"), "is of another model: it lacks ", "layers.1.")
-    assert_error(attempt("--set", "model.mlp_hidden=96"), "has shape", "build the model as saved")
+    assert_error(attempt("--set", "model.layers=2"), "model.layers was 1 in ", "and is 2; with it the weights")
+    assert_error(attempt("--set", "model.norm_eps=0.1"), "model.norm_eps was 1e-05 in ")
+    assert_error(attempt("--set", "model.mlp_hidden=96"), "model.mlp_hidden was ", "and is 96")
     assert_error(attempt("--dtype", "fp64"), "is torch.float32 in ", "resume with the dtype of the saved run")
     assert_error(attempt("--profile", "2"), f"--profile 2: the run resumes after step {HALF}; name steps from 4 on")
     assert_error(attempt("--out", "elsewhere"), "--out elsewhere has no effect")
@@ -731,6 +733,47 @@ def test_ranks_stop_after_the_same_step(ranks) -> None:
         assert keys <= 6
 
 
+def test_other_settings_of_a_resumed_run_are_noted(finished: Path) -> None:
+    config = read_config(finished / "config.toml")
+    newest = finished / "checkpoints" / f"step-{STEPS:08}"
+    assert start_from(finished, config, newest).notes == ()
+    changed = replace(config, optimizer=replace(config.optimizer, weight_decay=0.3))
+    (note,) = start_from(finished, changed, newest).notes
+    assert note == "the run continues with other settings: optimizer.weight_decay was 0.1, is 0.3"
+
+
+def test_a_restart_still_returns_to_the_step_that_was_asked_for(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    """Where the first start died before it had removed the later checkpoints; once it has saved, it does not."""
+    shutil.copytree(finished, tmp_path / "run")
+    for began, step, wanted in ((4e9, HALF, True), (4e9, STEPS, False), (0.0, HALF, False), (4e9, None, False)):
+        assert one.run(must_rewind, tmp_path / "run", step, began) == [wanted]
+
+
+def must_rewind(out: Path, step: int | None, began: float) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BEGAN, str(began))
+        return still_to_rewind(grid_of(Shape()), out, step)
+
+
+def test_a_run_that_another_job_has_begun_meanwhile_is_left_alone(one: Ranks, finished: Path, tmp_path: Path) -> None:
+    """The first look found an empty folder; the second one, under the lock, does not."""
+    shutil.copytree(finished, tmp_path / "run")
+    config = read_config(finished / "config.toml")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(RankFailed, match="already holds a run"):
+        one.run(trained, config, tmp_path / "run")
+    for path, content in before.items():
+        assert path.name == ".lock" or path.read_bytes() == content
+
+
+def test_ranks_ask_again_soon_after_a_stall() -> None:
+    """A launcher that was stopped for 6 s while the ranks asked each other made them deaf for ten minutes once."""
+    stop = stopping.Stop(SimpleNamespace(rank=0, channel=Channel("grid", (0,), HashStore(), rank=0)))  # type: ignore[arg-type]
+    now = time.monotonic()
+    stop._last = (100, now - 6.1)
+    assert stop._pause(101, now - 6.0) * 0.1 <= 1.1 * stopping.MAX_ASK_SECONDS
+
+
 def saves_by_the_clock(config: TrainConfig, folder: Path) -> list[int]:
     """A job: the steps that this rank saves if checkpoints are 0.2 s apart and its clock is not that of the others."""
     saved: list[int] = []
@@ -751,10 +794,10 @@ def saves_by_the_clock(config: TrainConfig, folder: Path) -> list[int]:
 
 def test_checkpoints_are_saved_by_the_clock_on_all_ranks(ranks, tokens: str, tmp_path: Path) -> None:
     changes = {"checkpoint.minutes": 0.2 / 60, "data.sources": [{"path": tokens}], "model.layers": 1}
-    config = config_of("gpt-tiny", "fp32", 60, tmp_path, Shape(z=2), {**changes, "train.evaluate_every": 0})
+    config = config_of("gpt-tiny", "fp32", 25, tmp_path, Shape(z=2), {**changes, "train.evaluate_every": 0})
     first, second = ranks(2).run(saves_by_the_clock, config, tmp_path / "run")
     assert first == second
-    assert first[-1] == 60
+    assert first[-1] == 25
     assert len(first) >= 2
     assert column(tmp_path / "run", "saved", "step") == first
 

@@ -675,6 +675,7 @@ def test_ctrl_c_ends_the_job_in_order(jobs: dict[str, Job]) -> None:
     assert (job.folder / "checkpoints" / f"step-{step:08}").is_dir()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(jobs: dict[str, Job]) -> None:
     job = jobs["torchrun"]
     left = ended(job, timeout=120)

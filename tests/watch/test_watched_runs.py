@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from curves import config_of, write_texts
@@ -68,6 +69,7 @@ def test_a_flipped_bit_ends_a_run_and_its_rank_is_named_by_all(ranks: Any, tmp_p
         assert "state of rank 1 differ from the other replicas of ranks 0, 1, 2" in end["error"]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_while_the_run_goes_on(ranks: Any, tmp_path: Path) -> None:
     write_texts(tmp_path)
     config = config_of("gpt-tiny", "fp32", 20, tmp_path, Shape(x=2, z=2), SMALL)

@@ -120,6 +120,7 @@ def step_and_clip(shape: Shape) -> dict[str, float]:
     return {name: error for name, error in found.items() if not error <= 1e-9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [Shape(x=2, z=2)], ids=str)
 def test_sgd_with_momentum_and_torchs_clipping_take_the_parameters(ranks, shape: Shape) -> None:
     """Within the pool's time limit: torch's own derivation took minutes."""

@@ -89,7 +89,7 @@ def loss_of(out: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(out, targets) if targets.dim() > 1 else functional.cross_entropy(out, targets)
 
 
-@pytest.mark.parametrize("case", share(cases(), 5), ids=str)
+@pytest.mark.parametrize("case", share(cases(), 7), ids=str)
 def test_a_network_on_a_grid_equals_the_plain_one(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

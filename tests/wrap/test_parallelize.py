@@ -134,7 +134,7 @@ CASES += [(name, shape, "sharded") for name, shape in ALSO]
 CASES += [(name, Shape(), "sharded") for name in ("multihead", "normed", "lstm")]
 
 
-@pytest.mark.parametrize(("name", "shape", "mode"), share(CASES, 7), ids=str)
+@pytest.mark.parametrize(("name", "shape", "mode"), share(CASES, 9), ids=str)
 def test_module_without_known_structure_trains_as_on_one_process(ranks, name: str, shape: Shape, mode: str) -> None:
     for wrong in ranks(shape.world).run(check_strange, name, shape, mode):
         assert not wrong, f"{name} on {shape}, {mode}: {wrong}"

@@ -119,7 +119,7 @@ class Checkpoints:
                 try:
                     remove_checkpoint(folder)
                 except OSError as error:
-                    faults.append(f"cannot remove {folder} ({error.strerror})")
+                    faults.append(f"cannot remove {folder} ({error.strerror or error})")
         return [*faults, *self.remove_leftovers(".removed")]
 
     def remove_leftovers(self, *suffixes: str) -> list[str]:
@@ -130,7 +130,7 @@ class Checkpoints:
                 try:
                     shutil.rmtree(folder)
                 except OSError as error:
-                    faults.append(f"cannot remove {folder} ({error.strerror})")
+                    faults.append(f"cannot remove {folder} ({error.strerror or error})")
         return faults
 
 

@@ -7,6 +7,7 @@ grid, calls `train` again inside the job, and trains in `_run`.
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,7 @@ from fourfold.train.checkpoints import (
     roll_back,
     start_at,
     steps_to_profile,
+    still_to_rewind,
     what_is_saved,
 )
 from fourfold.train.config import TrainConfig, read_config
@@ -217,18 +219,23 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
     again = any_restarted(grid)
     resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
-    # restarted ranks resume from their newest checkpoint, whichever step the user asked for at first
-    start = find_start(grid, out, config, None if again else options.step) if resumes else Start()
+    step = options.step if not again or still_to_rewind(grid, out, options.step) else None
+    start = find_start(grid, out, config, step) if resumes else Start()
     if is_done(start, config, out, stream if grid.rank == 0 else None):
         close(grid)
         return 0
-    memory = [MemorySink()] if options.json is not None else []  # outlives a rollback: --json lists all steps
+    # outlives a rollback and a restart: --json lists all steps
+    before = out / "metrics.jsonl" if again else None
+    memory = [MemorySink(before, start.step)] if options.json is not None else []
     profile = steps_to_profile(options.profile, start.step, asked=not again)
+    trained = False
     while True:
         run = prepare(Run(config, grid, out, profile=profile, alarm=alarm), start, stream, memory)
         try:
             with RankLog(out, grid), run.stop.listening():
                 run.train()
+                trained = True
+                end_together(options.json, run, memory)  # a signal must still end it if nobody reads the JSON
             break
         except RollBackError as error:
             del run  # frees the memory of the model and optimizer before the next run builds its own
@@ -237,12 +244,12 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
             for sink in memory:
                 sink.rewind(start.step)
         except BaseException as error:
-            with suppress(OSError):  # a failed write must not hide the error that ended the run
-                write_result(options.json, run, memory)
+            if not trained:
+                with suppress(OSError):  # a failed write must not hide the error that ended the run
+                    write_result(options.json, run, memory)
             if isinstance(error, KeyboardInterrupt) and grid.rank == 0:
                 raise KeyboardInterrupt(what_is_saved(out)) from None
             raise
-    end_together(options.json, run, memory)
     ignore_signals()  # the run has ended: a signal could only disturb what is left to say
     if grid.rank == 0:
         farewell(run, stream)
@@ -282,9 +289,9 @@ def farewell(run: Run, stream: IO[str]) -> None:
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
         return
     print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)
-    print(f"  fourfold report {out}", file=stream)
+    print(f"  fourfold report {shlex.quote(str(out))}", file=stream)
     if saved:
-        print(f"  fourfold sample {out} --prompt 'import '", file=stream)
+        print(f"  fourfold sample {shlex.quote(str(out))} --prompt 'import '", file=stream)
 
 
 def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | None, *, resumes: bool) -> None:
@@ -296,8 +303,9 @@ def check_outputs(grid: Grid, out: Path, config: TrainConfig, json_to: str | Non
             require_writing(save=config.checkpoint.save)
         else:
             check_folder(out, save=config.checkpoint.save)
-        if json_to not in (None, "-"):
-            Path(json_to).open("a").close()  # raises now if the file cannot be written after the last step
+        if json_to not in (None, "-") and (not Path(json_to).exists() or Path(json_to).is_file()):
+            # raises now if the file cannot be written at the end; a reader of a pipe would take this for the end of it
+            Path(json_to).open("a").close()
 
     grid.run_on_rank0("the run's folder", check)
 

@@ -13,7 +13,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,7 +32,7 @@ from fourfold.checkpoint.load import (
 )
 from fourfold.checkpoint.save import Saver
 from fourfold.data.loader import Loader
-from fourfold.environment import max_restarts, was_restarted
+from fourfold.environment import job_began, max_restarts, was_restarted
 from fourfold.errors import (
     BadStepsError,
     ChangedDataError,
@@ -44,11 +44,11 @@ from fourfold.errors import (
     is_damaged,
 )
 from fourfold.grid import Grid
-from fourfold.optim import AdamW
+from fourfold.optim import AdamW, Schedule
 from fourfold.parse import parse_json
-from fourfold.train.config import TrainConfig
+from fourfold.train.config import ModelSection, TrainConfig
 from fourfold.train.run_folder import RunEvent, finish, holds_run, last_good_step, strict
-from fourfold.train.schema import to_table
+from fourfold.train.schema import parse, to_table
 
 LAST_SAVE_SECONDS = 30.0
 """How long a rank of a run that ends with an error waits until its part of a checkpoint is written: longer than most
@@ -57,6 +57,10 @@ LAST_SAVE_SECONDS_IN_A_HURRY = 5.0
 """The same if somebody waits for the end, or if another rank is gone, so that the checkpoint will never be complete."""
 FIXED = (("train", "seed"), ("batch", "rows"))
 """Keys of the config that a resumed run cannot change: they determine which samples a step has."""
+MAY_CHANGE = ("name", "seq", "dropout")
+"""Fields of the model that do not change what its weights compute."""
+OF_THE_SCHEDULE = {("optimizer", field.name) for field in fields(Schedule)}
+"""Keys that a note on the schedule names."""
 PASSED_OVER = "passed-over.json"
 """The file in a run's folder that says which data a run that was rolled back skips."""
 MOST_ROLL_BACKS = 3
@@ -300,12 +304,33 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start
             f"{checkpoint} is named after step {step} and was saved at step {saved}; give it the name of its step"
         )
     _require_same(config, record.state, checkpoint)
+    notes = changed_keys(config, record.state["config"])
     before, schedule = record.state.get("schedule"), asdict(config.schedule)
     changes = []
     if isinstance(before, dict):
         changes = [f"{key} was {before.get(key)}, is {now}" for key, now in schedule.items() if before.get(key) != now]
-    notes = (f"the schedule is another one: {'; '.join(changes)}",) if changes else ()
+    if changes:
+        notes = (*notes, f"the schedule is another one: {'; '.join(changes)}")
     return Start(step, checkpoint, True, notes=notes, skipped=read_skipped(out, step))
+
+
+def still_to_rewind(grid: Grid, out: Path, step: int | None) -> bool:
+    """Return whether ranks that were restarted must still return to the step that the user named.
+
+    They must if the first start died before it removed the later checkpoints, which are older than the job then. Rank 0
+    looks, because only one clock and one view of the disk may decide.
+    """
+
+    def look() -> bool:
+        newest = newest_checkpoint(out)
+        return (
+            step is not None
+            and newest is not None
+            and step_of(newest) > step
+            and (newest / RECORD).stat().st_mtime < job_began()
+        )
+
+    return grid.broadcast_text(str(int(look())) if grid.rank == 0 else "") == "1"
 
 
 def newest_checkpoint(out: Path) -> Path | None:
@@ -362,6 +387,29 @@ def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) 
                 f"{section}.{key} was {saved} in {checkpoint} and is {now[section][key]}; a resumed run keeps it, take "
                 "another --out to train with another"
             )
+    try:
+        model = asdict(parse(ModelSection, before["model"]).build())
+    except (KeyError, TypeError, ValueError):
+        return  # of another version: the tensors are compared when they are loaded
+    for key, is_now in asdict(config.model.build()).items():
+        if key in model and key not in MAY_CHANGE and model[key] != is_now:
+            raise ValueError(
+                f"model.{key} was {model[key]} in {checkpoint} and is {is_now}; with it the weights would be those of "
+                "another model, so a resumed run keeps it; take another --out to train with another"
+            )
+
+
+def changed_keys(config: TrainConfig, before: dict[str, Any]) -> tuple[str, ...]:
+    """Return a note on the keys that a run resumes with other values than it was saved with, if they change losses."""
+    now = to_table(config)
+    changes = [
+        f"{section}.{key} was {before[section][key]}, is {value}"
+        for section in ("model", "batch", "optimizer", "policy")
+        for key, value in now[section].items()
+        if isinstance(before.get(section), dict) and key in before[section] and before[section][key] != value
+        if (section, key) not in OF_THE_SCHEDULE
+    ]
+    return (f"the run continues with other settings: {'; '.join(changes)}",) if changes else ()
 
 
 # Resuming

@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.atomic import write_json
-from fourfold.environment import LAUNCHED, RESTARTED, Environment, is_watched, rank_name, starts_before
+from fourfold.environment import BEGAN, LAUNCHED, RESTARTED, Environment, is_watched, rank_name, starts_before
 from fourfold.errors import Failure
 from fourfold.job import START_SECONDS
 from fourfold.train.arrivals import Arrivals
@@ -74,8 +74,9 @@ SCRATCH = "fourfold-launch-"
 """The beginning of the names of the launchers' temporary folders."""
 ERROR_FILE = "error.json"
 """The name of the file in which the agent expects the error of a rank."""
-OWN_SIGNALS = "SIGQUIT"
-"""The signals that the agent handles itself. It would handle more by default, SIGHUP even under `nohup`."""
+OWN_SIGNALS = "SIGURG"
+"""The signal that the agent handles itself: one that nobody sends. It would handle more by default, SIGHUP even under
+`nohup`."""
 
 
 class RestartPolicy:
@@ -136,7 +137,7 @@ def launch(
         except SignalException as caught:
             return _stopped(caught.sigval, errors, policy, scratch)
         finally:
-            for name in (LAUNCHED, RESTARTED):
+            for name in (LAUNCHED, RESTARTED, BEGAN):
                 os.environ.pop(name, None)
 
 
@@ -151,6 +152,7 @@ def _launch(
     scratch: Path,
 ) -> int:
     tries, reached, times, quick = restarts, policy.resume_step(), 0, 0
+    os.environ[BEGAN] = str(time.time())
     while True:
         os.environ |= {LAUNCHED: str(os.getpid()), RESTARTED: str(times)}
         began, arrivals = time.time(), Arrivals(ranks, start)
@@ -257,7 +259,7 @@ def signals_stop_ranks(policy: RestartPolicy, scratch: Path) -> Iterator[None]:
     def handle(number: int, _: FrameType | None) -> None:
         first, at_once = not request.signal, request.add(number)
         if at_once:
-            kill_children()
+            signal_children(signal.SIGKILL)  # before they can complain that their launcher is gone
             said = f"ended at once by {NAMES[signal.Signals(number)]}; {policy.left_behind()}"
             write_now(f"fourfold: {said}\n")
             policy.note("ended", said)
@@ -269,7 +271,14 @@ def signals_stop_ranks(policy: RestartPolicy, scratch: Path) -> Iterator[None]:
                 write_now(CTRL_C_HEARD)
             raise SignalException(f"signal {number}", signal.Signals(number))
 
+    def suspend(*_: object) -> None:
+        # Ctrl-Z reaches this process alone, which serves the store: the ranks stop with it, and continue with it
+        signal_children(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        signal_children(signal.SIGCONT)  # runs when this process is continued
+
     before = {number: signal.signal(number, handle) for number in SIGNALS}
+    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, suspend)
     try:
         yield
     finally:
@@ -277,12 +286,12 @@ def signals_stop_ranks(policy: RestartPolicy, scratch: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def kill_children() -> None:
-    """Kill the ranks, before they can complain that their launcher is gone."""
+def signal_children(number: int) -> None:
+    """Send a signal to the ranks, where the system lists the children of this process."""
     me = os.getpid()
-    with suppress(OSError):  # where the system does not list them, it ends them together with this process
+    with suppress(OSError):
         for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
+            os.kill(int(child), number)
 
 
 def _stopped(number: int, errors: IO[str], policy: RestartPolicy, scratch: Path) -> int:

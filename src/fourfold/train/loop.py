@@ -58,7 +58,7 @@ from fourfold.train.console import warn
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
-from fourfold.train.run_folder import FolderLock, RunEvent, Sink, make_folder, rewind, strict
+from fourfold.train.run_folder import FolderLock, RunEvent, Sink, check_folder, make_folder, rewind, strict
 from fourfold.train.signals import NAMES, Stop, Verdict
 from fourfold.watch.liveness import NoAlarm, Phase
 from fourfold.watch.peers import check_replicas
@@ -237,6 +237,8 @@ class Run:
         """Lock the folder, remove what a resumed run is about to do again, describe the run, and open the sinks."""
         make_folder(self.out)
         self._lock = FolderLock(self.out)  # before anything in the folder changes
+        if not start.resumes and (self.out / "metrics.jsonl").exists():
+            check_folder(self.out, save=self.config.checkpoint.save)  # another job was faster since the first look
         for later in reversed(start.newer):  # the newest first, so that an interruption leaves no gap
             remove_checkpoint(later)
         kept = [(found, set_aside(found.folder)) for found in start.passed_over]
@@ -310,8 +312,17 @@ class Run:
         if self.saving is not None and saves:
             # after the records of the step: a checkpoint without them would resume a run with a gap
             with self._between_steps("saving a checkpoint", "saving"):
+                if self.grid.rank == 0 and not (self.out / "config.toml").exists():
+                    self._describe_again()
                 self._save(self.saving, step, ends=ends)
                 self._record_saved()
+
+    def _describe_again(self) -> None:
+        """Write the files without which nobody can resume the run, after somebody has moved or removed its folder."""
+        warn(f"{self.out} was moved or removed while the run trains; writes config.toml and run.json there again")
+        make_folder(self.out)
+        write_text(self.out / "config.toml", self.config.stored(self.out).toml())
+        write_json(self.out / "run.json", strict(self.stored))
 
     def _save(self, saving: RunSaver, step: int, *, ends: bool) -> None:
         """Save after this step; if it was skipped, put the save off or, at the end, save the last good step."""

@@ -25,12 +25,13 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import socket
 import stat
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
@@ -144,6 +145,7 @@ class LogFile:
         return len(self._kept) >= MOST_KEPT_BYTES
 
     def write(self, text: str) -> None:
+        self._reopen_if_removed()
         if self.is_full:
             self._write_kept()  # makes place for this text, if the disk has room again
         if not self.is_full:
@@ -154,6 +156,15 @@ class LogFile:
                 f"cannot write to {self._path} ({self.error.strerror}); make room there. The run continues, and writes "
                 f"up to {MOST_KEPT_BYTES >> 20} MiB of it later, if there is room before the run ends"
             )
+
+    def _reopen_if_removed(self) -> None:
+        """Begin a new file if somebody has removed this one; otherwise lines would go to a file that nobody sees."""
+        with suppress(OSError):
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                removed, self._file = self._file, self._path.open("ab", buffering=0)
+                removed.close()
+                warn(f"{self._path} was removed while the run trains; the run continues, without its earlier lines")
 
     def _write_kept(self) -> OSError | None:
         """Write what is kept as far as possible, and return what prevents the rest."""
@@ -221,8 +232,9 @@ def strict(content: Any) -> Any:
 class MemorySink:
     """Keeps events in memory, for `--json`."""
 
-    def __init__(self) -> None:
-        self.events: list[RunEvent] = []
+    def __init__(self, before: Path | None = None, step: int = 0) -> None:
+        """Begin with the events up to this step of another file, if there is one."""
+        self.events = [event for _, event in read_events(before) if stays(event, step)] if before is not None else []
 
     def write(self, event: RunEvent) -> None:
         self.events.append(event)
@@ -388,7 +400,8 @@ def check_folder(out: Path, *, save: bool) -> None:
     """Raise if the folder holds a run already, or if checkpoints cannot be written."""
     if holds_run(out):
         raise FileExistsError(
-            f"{out} already holds a run; give another --out, or resume it: fourfold train --resume {out}"
+            f"{out} already holds a run; give another --out, or resume it: "
+            f"fourfold train --resume {shlex.quote(str(out))}"
         )
     require_writing(save=save)
 

@@ -1,8 +1,8 @@
 """How signals end a process and a run, and the exit codes that follow.
 
-SIGINT (Ctrl-C), SIGTERM and SIGHUP raise KeyboardInterrupt, except while a run trains: then `Stop` lets all ranks
-finish the same step, so that they can save it together. SIGHUP is left alone if the program was started with SIGHUP
-ignored, as `nohup` does.
+SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGQUIT raise KeyboardInterrupt, except while a run trains: then `Stop` lets all
+ranks finish the same step, so that they can save it together. SIGHUP is left alone if it was ignored when the program
+started, as under `nohup`.
 
 A signal reaches the ranks at different times, or only some of them. The handler only notes it. After certain steps,
 which all ranks know, the ranks ask each other through a channel whether any of them got a signal: about once per
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil, inf, isfinite
-from signal import SIGHUP, SIGINT, SIGTERM, Signals
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, Signals
 from threading import Timer
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -36,7 +36,7 @@ INTERRUPTED = 128 + SIGINT
 """The exit code of a process that Ctrl-C has ended. Shells use the same: 128 plus the signal's number."""
 READABLE = "what was written stays readable"
 """What every message about an early end promises."""
-NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM", SIGHUP: "SIGHUP"}
+NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM", SIGHUP: "SIGHUP", SIGQUIT: "SIGQUIT"}
 """The signals that ask a process to end, and how messages name them."""
 SIGNALS = tuple(number for number in NAMES if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN)
 """The signals that are handled; SIGHUP is not if it was ignored when the program started."""
@@ -48,6 +48,9 @@ ASK_EVERY_SECONDS = 1.0
 """About how often the ranks ask each other whether to stop. Schedulers grant 30 s or more after SIGTERM."""
 ASK_SHARE = 0.01
 """Asking may take at most this share of the training time."""
+MAX_ASK_SECONDS = 10.0
+"""The most seconds between two askings, however long one took: a launcher that was stopped, or a network that stood
+still, must not make the ranks deaf for a hundred times as long."""
 SAME_SIGNAL_SECONDS = 5.0
 """A further SIGTERM or SIGHUP within these seconds is the same request: a scheduler sends the signal to the ranks and
 to their launcher, and the launcher forwards it to them."""
@@ -224,4 +227,5 @@ class Stop:
             return 1  # nothing is known yet about how long a step takes
         last, when = self._last
         seconds_per_step = max(1e-6, (began - when) / (step - last))  # never 0: it divides below
-        return max(1, ceil(max(ASK_EVERY_SECONDS, (time.monotonic() - began) / ASK_SHARE) / seconds_per_step))
+        pause = min(max(ASK_EVERY_SECONDS, (time.monotonic() - began) / ASK_SHARE), MAX_ASK_SECONDS)
+        return max(1, ceil(pause / seconds_per_step))
