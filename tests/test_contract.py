@@ -170,6 +170,7 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     assert set(loaded) & torch_free_train == {name for name in loaded if ".train" in name}
 
 
+@pytest.mark.slow
 def test_importing_a_module_of_a_package_keeps_the_public_names() -> None:
     code = (
         "import fourfold.wrap.ops_dims, fourfold as ff; from fourfold.wrap import ExpandParallel, parallelize\n"
@@ -180,6 +181,7 @@ def test_importing_a_module_of_a_package_keeps_the_public_names() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_torchrun_imports_little_of_fourfold() -> None:
     """Whoever runs torchrun with Fourfold installed has its rendezvous loaded, and no more."""
     code = (

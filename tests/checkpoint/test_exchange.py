@@ -280,6 +280,7 @@ class Alive(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_never_the_whole_model_in_memory(tmp_path: Path, name: str) -> None:
     config = dataclasses.replace(OURS[name], layers=12)

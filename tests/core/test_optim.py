@@ -95,6 +95,7 @@ def test_sharded_state_gives_the_same_parameters(ranks, shape: Shape) -> None:
         assert Counter(b["records"]) == predicted
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_scattered_once(ranks) -> None:
     shape = Shape(x=2, data=2)
     whole = ranks(4).run(train, shape, Policy(), True)

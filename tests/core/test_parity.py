@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.ledger import Collective
 from parity import NAMES, Case, errors, on_one_process, on_ranks, predicted, rotating_cases
-from share import ALL
+from share import ALL, others_slow
 
 
 def in_turns() -> list[Case]:
@@ -19,7 +19,7 @@ def in_turns() -> list[Case]:
     return list(itertools.chain(*chosen))
 
 
-@pytest.mark.parametrize("case", in_turns(), ids=str)
+@pytest.mark.parametrize("case", others_slow(in_turns(), 2), ids=str)
 def test_grid_equals_one_process_and_ledger_equals_prediction(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

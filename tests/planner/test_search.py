@@ -63,6 +63,7 @@ def brute_force(task: Task, devices: int) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "rows", "machine", "memory"),
     share([(2, 4, "dgx-h100", 80e9), (4, 2, "perlmutter", 30e9)], 2),

@@ -67,6 +67,7 @@ def twice(config: Any, folder: Path) -> list[dict[str, Any]]:
     return [train(config, folder) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [Case(Shape(x=2), {"policy.recompute": "block"}, PACKED), PAIRS[-1]], ids=lambda case: str(case.shape)
 )

@@ -15,6 +15,8 @@ from fourfold.cli import main
 from fourfold.watch.liveness import Phase
 from fourfold.watch.tape import DIAGNOSIS
 
+pytestmark = pytest.mark.slow  # `test_fault_phases.py` has faults in whole runs for `make test`
+
 DEADLINE, BOUND = 3.0, 90.0
 """Seconds that a rank may wait, and in which a run must have ended on a busy machine."""
 

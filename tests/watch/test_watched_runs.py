@@ -80,6 +80,7 @@ def test_a_slow_rank_is_named_while_the_run_goes_on(ranks: Any, tmp_path: Path) 
     assert events[-1] == {"event": "end", "step": 20, "reason": "finished"}
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_on_all_ranks_and_leaves_what_was_saved(ranks: Any, tmp_path: Path) -> None:
     write_texts(tmp_path)
     folder = tmp_path / "run"
