@@ -61,6 +61,7 @@ def test_the_same_grid_goes_on_bit_for_bit(ranks, tmp_path: Path, name: str, sha
     assert again["state"]["told"] == "by the test"
 
 
+@pytest.mark.slow
 def test_any_grid_goes_on(ranks, tmp_path: Path) -> None:
     """All pairs of all grids run in `soak_checkpoint.py`; here two of 4 ranks, and one rank alone."""
     shapes = [shape for shape in SHAPES if shape.world == 4]
@@ -170,6 +171,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_lets_its_checkpoint_be_written(tmp_path: Path) -> None:
     left = subprocess.run([sys.executable, "-W", "ignore", "-c", LEAVING, tmp_path], capture_output=True, text=True)
     assert left.returncode == 3, left.stderr

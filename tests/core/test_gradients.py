@@ -192,6 +192,7 @@ def in_flight_together() -> float:
     return max((a - b).abs().max().item() for found in both for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_passes_in_flight_together_give_the_sum_of_their_gradients(ranks) -> None:
     assert max(ranks(4).run(in_flight_together)) < 1e-14
 

@@ -223,6 +223,7 @@ PERMUTED = [
 ]
 
 
+@pytest.mark.slow
 def test_process_groups_follow_the_order(ranks) -> None:
     for rank, found in enumerate(ranks(4).run(groups_by_gathering)):
         for shape, (coords, along) in zip(PERMUTED, found, strict=True):

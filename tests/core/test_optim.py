@@ -77,6 +77,7 @@ def by_torch() -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", share([Shape(z=2, data=2), Shape(x=2, data=2), Shape(data=4)], 2), ids=str)
 def test_sharded_state_gives_the_same_parameters(ranks, shape: Shape) -> None:
     expected = by_torch()

@@ -30,6 +30,7 @@ def logits(shape: Shape, config: ff.models.ModelConfig, mode: str) -> tuple[Tens
     return found.detach(), gradients
 
 
+@pytest.mark.slow
 def test_logits_are_whole_and_their_gradient_counts_once(ranks) -> None:
     for mode in ("sharded", "replicated"):
         config = ff.models.config("gpt-tiny", vocab=53, seq=8)

@@ -82,6 +82,7 @@ def test_a_run_gives_itself_again(ranks, tmp_path: Path, case: Case) -> None:
     assert ranks(2).run(train, other, tmp_path)[0]["parameters"] != first["parameters"]
 
 
+@pytest.mark.slow
 def test_micro_steps_add_up_to_a_step(tmp_path: Path) -> None:
     """Rows have unequal numbers of targets where documents end, and still every target counts the same."""
     write_texts(tmp_path)

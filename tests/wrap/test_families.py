@@ -65,7 +65,7 @@ def cases() -> list[Case]:
     return sorted(found, key=lambda case: (case.shape.world, str(case.shape)))
 
 
-@pytest.mark.parametrize("case", share(cases(), 9), ids=str)
+@pytest.mark.parametrize("case", share(cases(), 12), ids=str)
 def test_family_on_a_grid_equals_the_plain_model(ranks, case: Case) -> None:
     check(ranks(case.shape.world), case)
 

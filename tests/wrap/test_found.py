@@ -128,6 +128,7 @@ def errors(shape: Shape) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_found_situations_are_exact(ranks) -> None:
     for shape in (Shape(x=2, z=2), Shape(y=2, data=2)):
         for found in ranks(4).run(errors, shape):
