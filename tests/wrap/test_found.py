@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
