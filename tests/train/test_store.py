@@ -23,7 +23,7 @@ from runs import needs_proc
 PROBE = """
 import os, sys, time
 from pathlib import Path
-sys.path.insert(0, os.environ["TESTS"])
+sys.path[:0] = [os.environ["TESTS"], str(Path(os.environ["TESTS"]).parent)]
 from test_store import listening
 import fourfold as ff
 grid = ff.Grid(data=2, device="cpu")
