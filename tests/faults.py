@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pkgutil
 import re
 import shutil
 import signal
@@ -150,15 +151,8 @@ def before(target: str, number: int, do: Callable[..., None]) -> None:
             do(*args)
         return original(*args, **named)
 
-    owner, name = target.rpartition(".")[::2]
-    patch = pytest.MonkeyPatch()
-    original = getattr(pytest.importorskip(owner) if owner.islower() else _class(owner), name)
-    patch.setattr(target, wrapped)
-
-
-def _class(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(pytest.importorskip(module), name)
+    original = pkgutil.resolve_name(target)
+    pytest.MonkeyPatch().setattr(target, wrapped)
 
 
 def hit() -> Path:

@@ -32,6 +32,8 @@ WHO_SETS = "torchrun, srun or your own script sets it before it starts a rank"
 """The way out of every error about a variable that whoever starts the ranks must set."""
 
 
+MAX_SECONDS = 10**6
+"""Stands for no limit where an API wants a finite number of seconds; about eleven days."""
 PR_SET_PDEATHSIG = 1
 """The operation of Linux's prctl that sets the signal which a process gets when its parent ends."""
 
@@ -158,11 +160,22 @@ def job_began() -> float:
     if text := os.environ.get(BEGAN):
         return float(text)
     try:
-        ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
     except (OSError, StopIteration):
         return 0.0
+    _, ticks = process_stat(os.getppid())
     return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def process_stat(process: int) -> tuple[str, int]:
+    """Return the kernel's letter for the state of a process, and when it began in ticks since the machine started."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    # The other fields follow the name, which is in parentheses and may contain any character.
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
 
 
 def started_by_torchrun() -> bool:

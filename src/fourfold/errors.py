@@ -45,15 +45,11 @@ class Failure(StrEnum):
 
 
 class End(StrEnum):
-    """How a run ended that did not fail; a run that failed has its error in the place of this."""
+    """How a run ended. A run that a signal stopped has `stopped by` and its name instead, one that failed its error."""
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
     """Ctrl-C twice: without a last checkpoint."""
-    STOPPED_BY_CTRL_C = "stopped by Ctrl-C"
-    STOPPED_BY_SIGTERM = "stopped by SIGTERM"
-    STOPPED_BY_SIGHUP = "stopped by SIGHUP"
-    STOPPED_BY_SIGQUIT = "stopped by SIGQUIT"
 
 
 class CollectiveError(RuntimeError):

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from fourfold.environment import (
     AGENT_HAS_STORE,
+    MAX_SECONDS,
     Environment,
     agent_has_store,
     is_loopback,
@@ -42,8 +43,6 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 START_SECONDS = 600.0
 """Seconds that ranks have to join their job, unless the config sets watch.start. Importing torch from a slow file
 system takes a busy node minutes."""
-MAX_SECONDS = 1e6
-"""Stands for no deadline where torch wants a finite number of seconds; about eleven days."""
 STORE_SECONDS = 5.0
 """Seconds beyond the deadline of joining after which a rank no longer waits for the store: the ranks that are late are
 named by then, if the store answers at all."""

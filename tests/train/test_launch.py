@@ -21,6 +21,7 @@ import warm
 from fourfold import cli
 from fourfold.train import launch as launching
 from fourfold.train.signals import CTRL_C_HEARD
+from fourfold.watch.processes import ProcessState, process_state
 from runs import alive, needs_proc
 
 pytestmark = needs_proc
@@ -213,15 +214,11 @@ def test_ctrl_z_stops_the_ranks_too(launched) -> None:
     pids = job.pids(2)
     job.process.send_signal(signal.SIGTSTP)
     everybody = [job.process.pid, *pids]
-    wait_for(lambda: all(state(pid) == "T" for pid in everybody), 10)
+    wait_for(lambda: all(process_state(pid) is ProcessState.STOPPED for pid in everybody), 10)
     job.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: not any(state(pid) == "T" for pid in everybody), 10)
+    wait_for(lambda: not any(process_state(pid) is ProcessState.STOPPED for pid in everybody), 10)
     job.process.terminate()
     assert job.process.wait(30) == 143
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_an_interrupted_command_says_what_stays(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.environment import Environment, inside_a_job
+from fourfold.environment import MAX_SECONDS, Environment, inside_a_job
 from fourfold.grid import Grid, Shape, join_process_group
-from fourfold.job import MAX_SECONDS, Channel, join
+from fourfold.job import Channel, join
 from fourfold.train.config import TrainConfig, WatchSection
 from fourfold.train.console import write_data
 from fourfold.train.guard import watch_ranks

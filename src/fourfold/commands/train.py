@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from signal import Signals
 from typing import IO
 
 import torch
@@ -285,7 +284,7 @@ def farewell(run: Run, stream: IO[str]) -> None:
     out, saved = run.out, run.saving is not None
     if run.stopped:
         if not is_watched():  # a launcher reports it itself, once all ranks have ended
-            said = f"stopped by {NAMES[Signals(run.stopped)]}; {what_is_saved(out)}"
+            said = f"stopped by {NAMES[run.stopped]}; {what_is_saved(out)}"
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
         return
     print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)
@@ -315,7 +314,8 @@ def make_grid(config: TrainConfig, device: str, options: argparse.Namespace) -> 
     world = dist.get_world_size()
     reasons: list[str] = []
     config = resolve(config, world, on_gpu=device == "cuda", memory_bytes=memory_bytes(device), say=reasons.append)
-    agree_on_facts(Channel("start"), start_facts(config, device, options))
+    if world > 1:
+        agree_on_facts(Channel("start"), start_facts(config, device, options))
     grid = Grid.of_shape(config.grid.shape, device=device, timeout=group_timeout(config.watch))
     if device == "cpu":
         share_cores()  # otherwise every rank starts as many threads as the node has cores

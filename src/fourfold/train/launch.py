@@ -34,7 +34,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.atomic import write_json
-from fourfold.environment import BEGAN, LAUNCHED, RESTARTED, Environment, is_watched, rank_name, starts_before
+from fourfold.environment import (
+    BEGAN,
+    LAUNCHED,
+    MAX_SECONDS,
+    RESTARTED,
+    Environment,
+    is_watched,
+    rank_name,
+    starts_before,
+)
 from fourfold.errors import Failure
 from fourfold.job import START_SECONDS
 from fourfold.train.arrivals import Arrivals
@@ -42,7 +51,6 @@ from fourfold.train.console import drain_output, write_now
 from fourfold.train.rendezvous import LOCAL, WATCH
 from fourfold.train.signals import (
     CTRL_C_HEARD,
-    MAX_SECONDS,
     NAMES,
     READABLE,
     SIGNALS,
@@ -260,7 +268,7 @@ def signals_stop_ranks(policy: RestartPolicy, scratch: Path) -> Iterator[None]:
         first, at_once = not request.signal, request.add(number)
         if at_once:
             signal_children(signal.SIGKILL)  # before they can complain that their launcher is gone
-            said = f"ended at once by {NAMES[signal.Signals(number)]}; {policy.left_behind()}"
+            said = f"ended at once by {NAMES[number]}; {policy.left_behind()}"
             write_now(f"fourfold: {said}\n")
             policy.note("ended", said)
             shutil.rmtree(scratch, ignore_errors=True)
@@ -299,7 +307,7 @@ def _stopped(number: int, errors: IO[str], policy: RestartPolicy, scratch: Path)
     told = (json.loads(path.read_text()) for path in scratch.rglob(ERROR_FILE))
     # other kinds of failures follow from the end of other ranks
     causes = [found["message"].strip() for found in told if found["kind"] in (Failure.USER, Failure.ERROR)]
-    said = "; ".join([f"stopped by {NAMES[signal.Signals(number)]}", *causes[:1], policy.left_behind()])
+    said = "; ".join([f"stopped by {NAMES[number]}", *causes[:1], policy.left_behind()])
     print(f"fourfold: {said}", file=errors)
     policy.note("ended", said)
     return 128 + number

@@ -20,7 +20,6 @@ from datetime import UTC, datetime
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import torch
@@ -273,7 +272,7 @@ class Run:
                 self._run_step(step)
                 self._after_step(step, last=step == self.config.train.steps)
                 if self.stopped:
-                    reason = End(f"stopped by {NAMES[Signals(self.stopped)]}")
+                    reason = f"stopped by {NAMES[self.stopped]}"
                     break
             self._read_steps()
             if self._prediction_check is not None:

@@ -21,12 +21,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil, inf, isfinite
-from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, Signals
+from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM
 from threading import Timer
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from fourfold.environment import is_watched
+from fourfold.environment import MAX_SECONDS, is_watched
 from fourfold.train.console import drain_output, write_now
 
 if TYPE_CHECKING:
@@ -36,14 +36,12 @@ INTERRUPTED = 128 + SIGINT
 """The exit code of a process that Ctrl-C has ended. Shells use the same: 128 plus the signal's number."""
 READABLE = "what was written stays readable"
 """What every message about an early end promises."""
-NAMES = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM", SIGHUP: "SIGHUP", SIGQUIT: "SIGQUIT"}
+NAMES: dict[int, str] = {SIGINT: "Ctrl-C", SIGTERM: "SIGTERM", SIGHUP: "SIGHUP", SIGQUIT: "SIGQUIT"}
 """The signals that ask a process to end, and how messages name them."""
 SIGNALS = tuple(number for number in NAMES if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN)
 """The signals that are handled; SIGHUP is not if it was ignored when the program started."""
 STOP_CODES = {128 + number: number for number in NAMES}
 """The exit codes of processes that were asked to end, and the signals behind them."""
-MAX_SECONDS = 10**6
-"""Stands for no limit where an API wants a finite number of seconds; about eleven days."""
 ASK_EVERY_SECONDS = 1.0
 """About how often the ranks ask each other whether to stop. Schedulers grant 30 s or more after SIGTERM."""
 ASK_SHARE = 0.01
@@ -107,7 +105,7 @@ def signals_held_back() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _restore(handlers: Mapping[Signals, Any]) -> None:
+def _restore(handlers: Mapping[int, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -168,7 +166,7 @@ class Stop:
         Once the ranks have agreed to stop, only Ctrl-C still does: a launcher sends SIGTERM to the other ranks when the
         first one has ended, and must not interrupt what they have left to do.
         """
-        before: dict[Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+        before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
         late = Timer(min(self._grace, MAX_SECONDS), self._end)
         late.daemon = True  # a run that ends in time must not wait for the timer
 
@@ -179,8 +177,8 @@ class Stop:
                     late.start()
                 if number == SIGINT and self._rank == 0 and not is_watched():  # a launcher says it itself
                     write_now(CTRL_C_HEARD)
-            elif at_once and (number == SIGINT or not self._decided) and callable(before[Signals(number)]):
-                before[Signals(number)](number, frame)
+            elif at_once and (number == SIGINT or not self._decided) and callable(before[number]):
+                before[number](number, frame)
 
         for number in SIGNALS:
             signal.signal(number, ask)
@@ -195,7 +193,7 @@ class Stop:
 
     def _end(self) -> None:
         if self._rank == 0:
-            name = NAMES[Signals(self._request.signal)]
+            name = NAMES[self._request.signal]
             said = f"asked to stop by {name}, and not done after {self._grace:g} s (watch.grace); ends now"
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
         drain_output()

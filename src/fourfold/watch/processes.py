@@ -18,6 +18,7 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
+from fourfold.environment import process_stat
 from fourfold.job import Channel
 
 KERNEL_STATES = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone", "x": "gone", "D": "blocked"}
@@ -53,21 +54,10 @@ def process_state(process: int, began: int | None = None) -> ProcessState:
     """Return the state of a process of this machine; it is gone if the one with its number began at another time."""
     if not Path("/proc/self/stat").exists():
         return ProcessState.UNKNOWN
-    letter, found = _stat(process)
+    letter, found = process_stat(process)
     if began is not None and found != began:
         return ProcessState.GONE
     return ProcessState(KERNEL_STATES.get(letter, ProcessState.RUNS))
-
-
-def _stat(process: int) -> tuple[str, int]:
-    """Return the kernel's letter for the state of a process, and when it began in ticks since the machine started."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
-    # The other fields follow the name, which is in parentheses and may contain any character.
-    fields = stat.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
 
 
 def _machine() -> str:
@@ -84,7 +74,7 @@ class Siblings:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._key = f"siblings/{_machine()}"
-        self._mine = f"{channel.rank}:{os.getpid()}:{_stat(os.getpid())[1]}"
+        self._mine = f"{channel.rank}:{os.getpid()}:{process_stat(os.getpid())[1]}"
         self._processes: dict[int, tuple[int, int]] = {}
         self._channel.append(self._key, self._mine)
 
