@@ -14,14 +14,14 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from fourfold import kernels
 from fourfold.engine import Engine
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import Spec, rest
-from fourfold.nn.rng import StepRng, fill_, seeded
+from fourfold.nn.rng import StepRng, fill_
 from fourfold.operators import OpContext
 from fourfold.param_group import GroupMember, ParamGroup
 from fourfold.params import shard_parameter
@@ -214,5 +214,7 @@ class Dropout(Layer):
     def forward(self, a: Tensor) -> Tensor:
         if not self.active:
             return a
-        with seeded(self.clock.key(self.label, self.grid, rest(self.policy.activations)), a.device):
-            return functional.dropout(a, self.probability)
+        key = self.clock.key_on(a.device, self.label, self.grid, rest(self.policy.activations))
+        # on the CPU eager: there a compiler may take an integer product that wraps around for an error
+        drop = kernels.region(kernels.drop, a, compiled=self.policy.compile and a.is_cuda)
+        return drop(a, self.probability, self.clock.position(a.device), key)
