@@ -229,9 +229,12 @@ def dlogits_eager(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, f
         column, here = _column(targets, first, held)
         found.scatter_add_(1, column[:, None], -here.to(found.dtype)[:, None])
     found.mul_(scale[:, None])
-    if padding := logits.shape[1] - held:
-        found = functional.pad(found, (0, padding))  # copies even if there is nothing to pad, hence the check
-    return found.to(logits.dtype)
+    if held == logits.shape[1]:
+        return found.to(logits.dtype)
+    padded = torch.empty_like(logits)  # written once: the cast and the padding are one pass
+    padded[:, :held] = found
+    padded[:, held:] = 0
+    return padded
 
 
 def dlogits_normalized(logp: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
