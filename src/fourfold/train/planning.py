@@ -240,7 +240,10 @@ def _task(config: TrainConfig, job: Hardware) -> tuple[Task, list[str]]:
     compute = DTYPES[config.policy.dtype]
     machine, notes = locate(config.plan.machine, job, compute)
     batch = config.batch
-    return Task(config.model.build(), machine, batch.rows, batch.seq, config.policy.parameters, compute), notes
+    captured = config.train.graph == "auto"
+    return Task(
+        config.model.build(), machine, batch.rows, batch.seq, config.policy.parameters, compute, captured
+    ), notes
 
 
 # The prediction
