@@ -68,13 +68,9 @@ class BenchmarkModel(ABC):
     """Bytes that the device held for other models when this one was built."""
 
     @abstractmethod
-    def forward_backward(self) -> Tensor | None:
-        """Compute complete gradients and return this rank's loss, or None if the rank has none; the mean over all ranks
-        that have one is the loss of the batch."""
-
-    @abstractmethod
-    def update(self) -> None:
-        """Step the optimizer and drop the gradients."""
+    def step(self) -> Tensor | None:
+        """Take a step and return this rank's loss, detached, or None if the rank has none; the mean over all ranks that
+        have one is the loss of the batch."""
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers whose state may be shared with other models."""
@@ -94,11 +90,6 @@ class BenchmarkModel(ABC):
             for state in optimizer.state.values():
                 yield from (local_shard(value) for value in state.values() if torch.is_tensor(value) and value.dim())
 
-    def step(self) -> Tensor | None:
-        loss = self.forward_backward()
-        self.update()
-        return None if loss is None else loss.detach()
-
     def measure(self, what: Measure) -> Callable[[], Tensor | None]:
         """Return the function whose calls are timed."""
         if what != "step":
@@ -106,7 +97,24 @@ class BenchmarkModel(ABC):
         return self.step
 
 
-class SgdModel(BenchmarkModel):
+class UpdatedModel(BenchmarkModel):
+    """A model that computes gradients and then applies them, as a training loop of plain torch does."""
+
+    @abstractmethod
+    def forward_backward(self) -> Tensor | None:
+        """Compute complete gradients and return this rank's loss, if it has one."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Step the optimizer and drop the gradients."""
+
+    def step(self) -> Tensor | None:
+        loss = self.forward_backward()
+        self.update()
+        return None if loss is None else loss.detach()
+
+
+class SgdModel(UpdatedModel):
     """A model that steps p -= lr * grad, without clipping and without optimizer state."""
 
     @torch.no_grad()
@@ -235,15 +243,6 @@ class FourfoldModel(BenchmarkModel):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.optimizer, *([] if self._alone is None else [self._alone.optimizer])]
 
-    def forward_backward(self) -> Tensor:
-        loss = self.module(self.tokens, self.targets, count=self.count)
-        loss.backward()
-        return loss
-
-    def update(self) -> None:
-        self.optimizer.clip_and_step(MAX_NORM)
-        self.optimizer.zero_grad()
-
     def step(self) -> Tensor:
         return self._step(self.tokens, self.targets)
 
@@ -318,7 +317,9 @@ class FourfoldModel(BenchmarkModel):
         return record.nbytes // record.ranks if record.op == "all_gather" else record.nbytes
 
 
-def build_on_device(config: ModelConfig, grid: ff.Grid, policy: ff.Policy) -> ff.models.Transformer:
+def build_on_device(
+    config: ModelConfig, grid: ff.Grid, policy: ff.Policy, dtype: torch.dtype = torch.float32
+) -> ff.models.Transformer:
     """Build a model with initial weights drawn on the device: the CPU's generator takes half a minute for 1 B."""
     original = layer.fill_
 
@@ -327,6 +328,6 @@ def build_on_device(config: ModelConfig, grid: ff.Grid, policy: ff.Policy) -> ff
 
     layer.fill_ = fill
     try:
-        return ff.models.build(config, grid, policy=policy)
+        return ff.models.build(config, grid, policy=policy, dtype=dtype)
     finally:
         layer.fill_ = original

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.shared.decoder import Decoder, init_of, weight_name
-from benchmarks.shared.models import MAX_NORM, BenchmarkModel, ShardInit, adamw, local_shard
+from benchmarks.shared.models import MAX_NORM, ShardInit, UpdatedModel, adamw, local_shard
 from benchmarks.shared.workloads import Line, Workload
 from fourfold.layout import chunk
 from fourfold.models import ModelConfig
@@ -187,7 +187,7 @@ def _arrived(gradient: Tensor) -> Tensor:
     return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
 
 
-class PeerModel(BenchmarkModel):
+class PeerModel(UpdatedModel):
     """A decoder on a mesh with dims (replicate, dp, tp). A dim of size 1 means that this kind of parallelism is off."""
 
     module: Decoder

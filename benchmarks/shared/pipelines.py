@@ -15,7 +15,7 @@ from torch.nn import ModuleList
 from torch.nn.utils import clip_grads_with_norm_
 
 from benchmarks.shared.decoder import Decoder, cut_evenly, piece_costs
-from benchmarks.shared.models import MAX_NORM, BenchmarkModel, ShardInit, adamw
+from benchmarks.shared.models import MAX_NORM, ShardInit, UpdatedModel, adamw
 from benchmarks.shared.peers import (
     PeerModel,
     PeerSetup,
@@ -38,7 +38,7 @@ def stages_of(line: Line) -> int:
     return line.pipe * (STAGES_PER_RANK if line.kind == INTERLEAVED else 1)
 
 
-class PipelineModel(BenchmarkModel):
+class PipelineModel(UpdatedModel):
     """This rank's stages of a decoder on a one-dimensional mesh. Only the last rank has a loss."""
 
     def __init__(self, line: Line, workload: Workload, mesh: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.shared.decoder import Rope, RopeCache, apply_rope, make_norm
+from benchmarks.shared.decoder import Rope, RopeCache, apply_rope, init_of, make_norm
 from fourfold.models import ModelConfig
 
 
@@ -70,11 +70,34 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
         self.norm = make_norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
         if config.tied:
             self.head.weight = self.embedding.weight
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=init_of(self.config, name).std, generator=generator)
+            else:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+    @torch.no_grad()
+    def copy_to(self, weights: dict[str, Tensor]) -> None:
+        """Copy the weights to Fourfold's parameters of these names, where projections are not fused."""
+        own = dict(self.named_parameters())
+        joined = {"attention.qkv": ("attention.q", "attention.k", "attention.v"), "mlp.up": ("mlp.gate", "mlp.up")}
+        for name, parameter in own.items():
+            path, _, last = name.rpartition(".")
+            layer, _, projection = path.partition(".")[2].partition(".")
+            parts = joined.get(projection, ())
+            if not parts or (projection == "mlp.up" and self.config.mlp != "swiglu"):
+                weights.pop(name).copy_(parameter)
+                continue
+            targets = [weights.pop(f"layers.{layer}.{part}.{last}") for part in parts]
+            for target, source in zip(targets, parameter.split([len(target) for target in targets]), strict=True):
+                target.copy_(source)
+        if weights:
+            raise ValueError(f"plain torch has no weights for {', '.join(weights)}")
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         a = self.embedding(tokens)
