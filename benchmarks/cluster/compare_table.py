@@ -114,10 +114,10 @@ def _sort_key(result: LineResult) -> tuple[int, float]:
 def _cells(result: LineResult, rival: LineResult) -> list[str]:
     name = f"{result.kind} {result.variant}".strip()
     if not result.measured:
-        return [name, str(result.shape), result.error or "not measured", *["-"] * (len(COLUMNS) - 3)]
+        return [name, result.grid, result.error or "not measured", *["-"] * (len(COLUMNS) - 3)]
     return [
         name,
-        str(result.shape),
+        result.grid,
         f"{result.step:.2f}",
         f"{min(result.seconds):.2f} .. {max(result.seconds):.2f}",
         f"{rival.step / result.step:.2f}",
@@ -169,7 +169,7 @@ def best_lines(run: ClusterRun) -> list[tuple[str, LineResult]]:
 def _participant(result: LineResult) -> str:
     if result.kind in OURS:
         return "Fourfold, best grid" if result.kind == FOURFOLD else "published 4D"
-    return f"{result.kind}, minimal" if result.variant else result.kind
+    return f"{result.kind}, minimal" if result.variant.endswith(MINIMAL) else result.kind
 
 
 def plot(runs: Sequence[ClusterRun], path: Path) -> None:
@@ -190,7 +190,7 @@ def _panel(run: ClusterRun, axes: Any) -> None:
         [max(one.seconds) - one.step for _, one in bars_shown],
     ]
     colours = ["#d1410c" if name.startswith("Fourfold") else "#9aa5b1" for name, _ in bars_shown]
-    labels = [f"{name}  {one.shape}" for name, one in bars_shown]
+    labels = [f"{name}  {one.grid}" for name, one in bars_shown]
     axes.barh(labels, times, xerr=whiskers, color=colours, ecolor="#222222")
     for place, seconds in enumerate(times):
         axes.annotate(f"{seconds:.2f}", (0, place), (4, 0), textcoords="offset points", va="center", fontsize=8)

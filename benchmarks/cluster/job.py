@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class ClusterRank:
         error = ""
         try:
             with self.reduce_scatter_of(line):
-                self.trainers[line.name] = self.make(line)
+                self.trainers[line.name] = make_trainer(line, self.job.workload, groups=self.groups)
         except (ImportError, NotImplementedError) as refused:
             error = str(refused)
         failed = self.gather(float(bool(error)))
@@ -96,16 +97,11 @@ class ClusterRank:
             return False
         return True
 
-    def make(self, line: Line) -> Trainer:
-        if line.kind in OURS:
-            return make_trainer("fourfold", self.job.workload, line.shape, line.policy, groups=self.groups)
-        return make_trainer(line.kind, self.job.workload, line.shape, groups=self.groups)
-
     @staticmethod
     def reduce_scatter_of(line: Line) -> AbstractContextManager[object]:
         return minimal_reduce_scatter() if line.variant == MINIMAL else nullcontext()
 
-    def step(self, line: Line) -> torch.Tensor:
+    def step(self, line: Line) -> torch.Tensor | None:
         with self.reduce_scatter_of(line):
             return self.trainers[line.name].step()
 
@@ -121,9 +117,10 @@ class ClusterRank:
         share_cores()  # again, because the threads of the line's process groups exist now
         self.write("warm", line=line.name, losses=losses, ledger=sent)
 
-    def loss(self, mine: torch.Tensor) -> float:
-        found = self.gather(float(mine))
-        return sum(found) / len(found)
+    def loss(self, mine: torch.Tensor | None) -> float:
+        """Return the mean over the ranks that have a loss."""
+        found = [loss for loss in self.gather(nan if mine is None else float(mine)) if not isnan(loss)]
+        return sum(found) / len(found) if found else nan
 
     def sent(self, records: list[Collective], grid: ff.Grid) -> dict[str, float]:
         """Return the bytes that a rank sends on average inside its node and to other nodes, if each collective is a

@@ -54,6 +54,8 @@ class LineResult:
     sizes: dict[str, int]
     order: list[str]
     variant: str
+    pipe: int = 1
+    """Stages side by side, if the line is a pipeline."""
     seconds: list[float] = field(default_factory=list)
     """Seconds per step of the slowest rank, one number per round."""
     inside: list[float] = field(default_factory=list)
@@ -74,11 +76,15 @@ class LineResult:
 
     @classmethod
     def of(cls, line: Line) -> LineResult:
-        return cls(line.name, line.kind, line.shape.sizes, list(line.shape.order), line.variant)
+        return cls(line.name, line.kind, line.shape.sizes, list(line.shape.order), line.label, line.pipe)
 
     @property
     def shape(self) -> Shape:
         return Shape(**self.sizes, order=tuple(self.order))
+
+    @property
+    def grid(self) -> str:
+        return f"pipe={self.pipe}" if self.pipe > 1 else str(self.shape)
 
     @property
     def measured(self) -> bool:

@@ -15,6 +15,8 @@ import torch
 
 import fourfold as ff
 from benchmarks.cluster.emulate import ClusterShape
+from benchmarks.shared.decoder import piece_costs
+from benchmarks.shared.pipelines import PIPELINES, stages_of
 from benchmarks.shared.published import published_ranking
 from benchmarks.shared.workloads import Line, Workload
 from fourfold.axes import AXES
@@ -150,14 +152,35 @@ def peers_of(setting: Setting) -> Iterator[Line]:
     yield Line("DDP", ff.Shape(data=world))
     for kind in ("FSDP2", "FSDP2 explicit prefetch", "DeepSpeed ZeRO-3"):
         yield from _both(kind, ff.Shape(z=world))
-    for inside in {per_node, world // per_node} - {1, world}:
-        yield from _both("HSDP", ff.Shape(z=inside, data=world // inside, order=("z", "data", "x", "y")))
-        yield from _both("FSDP2 x TP", ff.Shape(x=inside, z=world // inside))
-        yield from _both("Megatron TP", ff.Shape(x=inside, data=world // inside))
+    yield from _both("FSDP2", ff.Shape(z=world), reshard=False)
+    for inside in sorted({per_node, world // per_node} - {1, world}):
+        outside = world // inside
+        for reshard in (True, False):
+            shape = ff.Shape(z=inside, data=outside, order=("z", "data", "x", "y"))
+            yield from _both("HSDP", shape, reshard=reshard)
+            yield from _both("FSDP2 x TP", ff.Shape(x=inside, z=outside), reshard=reshard)
+        for kind in ("DDP x TP", "Megatron TP"):
+            yield from _both(kind, ff.Shape(x=inside, data=outside))
+        yield from _both("HSDP x TP", ff.Shape(x=inside, data=outside), reshard=False)  # of one shard
+    if world == 8 and per_node in (2, 4):
+        for reshard in (True, False):
+            yield from _both("HSDP x TP", ff.Shape(x=2, z=2, data=2), reshard=reshard)
     for kind in ("TP", "Megatron TP"):
         yield from _both(kind, ff.Shape(x=world))
+    yield from _pipelines(setting)
 
 
-def _both(kind: str, shape: ff.Shape) -> Iterator[Line]:
-    yield Line(kind, shape)
-    yield Line(kind, shape, MINIMAL)
+def _pipelines(setting: Setting) -> Iterator[Line]:
+    """Yield the pipelines with every number of micro-batches that 1F1B can use, and interleaved where the model has
+    enough pieces."""
+    world, work = setting.cluster.world, setting.workload
+    for parts in (world, 2 * world):
+        for kind in PIPELINES:
+            line = Line(kind, ff.Shape(), pipe=world, micro_batches=parts)
+            if work.rows % parts == 0 and stages_of(line) <= len(piece_costs(work.config)):
+                yield line
+
+
+def _both(kind: str, shape: ff.Shape, *, reshard: bool = True) -> Iterator[Line]:
+    yield Line(kind, shape, reshard=reshard)
+    yield Line(kind, shape, MINIMAL, reshard=reshard)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 as a trainer, with its defaults, on the plain Llama of `shared/peers.py`.
+"""DeepSpeed's ZeRO-3 as a trainer, with its defaults, on the plain decoder of `shared/decoder.py`.
 
 DeepSpeed reads its accelerator, here the CPU, from an environment variable when it is first imported. It uses all ranks
 of the job for data parallelism. Its shared-memory collectives, which it compiles at the start, are disabled, because
@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from benchmarks.cluster.trainer_base import MAX_NORM, Trainer, adamw
-from benchmarks.shared.peers import Llama, init_weights, rows_of
+from benchmarks.cluster.trainer_base import Trainer
+from benchmarks.shared.decoder import Decoder
+from benchmarks.shared.models import MAX_NORM, adamw
+from benchmarks.shared.peers import init_weights, rows_of
 from benchmarks.shared.workloads import Workload
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -38,7 +40,7 @@ class DeepSpeedTrainer(Trainer):
     def __init__(self, workload: Workload, mesh: DeviceMesh) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.tokens, self.targets = rows_of(workload, mesh["dp"], torch.device("cpu"))
-        module = Llama(workload.config).to(workload.dtype)
+        module = Decoder(workload.config).to(workload.dtype)
         init_weights(module, workload.config)
         config = {
             "train_batch_size": workload.rows,

@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.cluster.trainer_base import MAX_NORM, Trainer, adamw
-from benchmarks.shared.peers import Llama, Rope, apply_rope, init_of, rows_of
+from benchmarks.cluster.trainer_base import Trainer
+from benchmarks.shared.decoder import Decoder, Rope, apply_rope, init_of
+from benchmarks.shared.models import MAX_NORM, adamw
+from benchmarks.shared.peers import rows_of
 from benchmarks.shared.workloads import Workload
 from fourfold.layout import chunk
 from fourfold.models import ModelConfig
@@ -107,7 +109,7 @@ class MegatronMLP(nn.Module):
         return self.down(functional.silu(gate) * up)
 
 
-class MegatronLlama(Llama):
+class MegatronLlama(Decoder):
     """tokens [rows, seq] -> logits [seq, rows, vocab/x]"""
 
     def __init__(self, config: ModelConfig, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -157,7 +159,7 @@ def init_megatron_weights(model: MegatronLlama, ranks: int, rank: int, seed: int
 
 
 def _fill(
-    model: Llama, shard: Tensor, path: str, shape: tuple[int, int], dim: int, ranks: int, rank: int, seed: int
+    model: Decoder, shard: Tensor, path: str, shape: tuple[int, int], dim: int, ranks: int, rank: int, seed: int
 ) -> None:
     name = f"{path}.weight"
     box = [chunk(length, ranks, rank) if d == dim else range(length) for d, length in enumerate(shape)]

@@ -1,15 +1,17 @@
-"""A model on one rank that takes SGD steps, for Fourfold and for its peers, and the two bounds of Fourfold's steps.
+"""A model on one rank that takes training steps, for Fourfold and for its peers, and the bounds of Fourfold's steps.
 
-A step is forward, backward and a plain update `p -= lr * grad` of the local shards, the same for every line. Gradients
-are dropped after the step and there is no optimizer state, so that many lines fit on one device at once. Weights are
-initialised again before each turn: every turn of a line starts from the same weights, so a loss that differs between
-turns shows that something went wrong.
+A step is forward, backward, clipping and fused AdamW, the same for every line. So that many lines fit on one device at
+once, gradients are dropped after the step, and lines share their optimizer state: a line resets weights and state
+before each turn, so every turn starts from the same weights, and a loss that differs between turns shows that something
+went wrong.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +27,18 @@ from fourfold.ledger import Collective
 from fourfold.models import ModelConfig
 from fourfold.nn import layer
 from fourfold.nn.rng import key_of
+from fourfold.optim import AdamW
 
-SGD_LEARNING_RATE = 0.1
+LEARNING_RATE = 1e-3
 """Large enough that the loss on a repeated batch falls visibly, in bf16 too."""
+MAX_NORM = 1.0
+"""Gradients are clipped to this norm."""
+SGD_LEARNING_RATE = 0.1
+"""The learning rate of models that take plain SGD steps; the loss falls visibly in bf16 too."""
 IN_FLIGHT = 4
 """How many collectives a replay of the ledger keeps launched but not yet waited for."""
+GRAPH_WARMUP = 3
+"""Eager calls before a captured step is recorded, as torch recommends."""
 
 
 @dataclass(frozen=True)
@@ -59,34 +68,64 @@ class BenchmarkModel(ABC):
     """Bytes that the device held for other models when this one was built."""
 
     @abstractmethod
-    def forward_backward(self) -> Tensor:
-        """Compute complete gradients and return this rank's loss; its mean over all ranks is the loss of the batch."""
+    def step(self) -> Tensor | None:
+        """Take a step and return this rank's loss, detached, or None if the rank has none; the mean over all ranks that
+        have one is the loss of the batch."""
 
-    def reset_weights(self) -> None:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers whose state may be shared with other models."""
+        return []
+
+    def reset(self) -> None:
+        """Set the weights to their initial values and the optimizer state to zeros."""
         with torch.no_grad():
             for shard_init in self.shard_inits:
                 shard_init.fill()
+            for state in self.states():
+                state.zero_()
 
-    def step(self) -> Tensor:
+    def states(self) -> Iterator[Tensor]:
+        """Yield this rank's shards of the optimizer state, without the counters of steps."""
+        for optimizer in self.optimizers():
+            for state in optimizer.state.values():
+                yield from (local_shard(value) for value in state.values() if torch.is_tensor(value) and value.dim())
+
+    def measure(self, what: Measure) -> Callable[[], Tensor | None]:
+        """Return the function whose calls are timed."""
+        if what != "step":
+            raise ValueError(f"{type(self).__name__} has no measure {what!r}; it has 'step'")
+        return self.step
+
+
+class UpdatedModel(BenchmarkModel):
+    """A model that computes gradients and then applies them, as a training loop of plain torch does."""
+
+    @abstractmethod
+    def forward_backward(self) -> Tensor | None:
+        """Compute complete gradients and return this rank's loss, if it has one."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Step the optimizer and drop the gradients."""
+
+    def step(self) -> Tensor | None:
         loss = self.forward_backward()
         self.update()
-        return loss.detach()
+        return None if loss is None else loss.detach()
+
+
+class SgdModel(UpdatedModel):
+    """A model that steps p -= lr * grad, without clipping and without optimizer state."""
 
     @torch.no_grad()
-    def update(self, *, keep: bool = True) -> None:
-        """Apply p -= lr * grad; without `keep`, compute the same and throw the result away."""
+    def update(self) -> None:
         shards, gradients = [], []
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 shards.append(local_shard(parameter))
                 gradients.append(local_shard(_placed_gradient(parameter)))
             parameter.grad = None
-        (torch._foreach_add_ if keep else torch._foreach_add)(shards, gradients, alpha=-SGD_LEARNING_RATE)
-
-    def measure(self, what: Measure) -> Callable[[], Tensor | None]:
-        if what != "step":
-            raise ValueError(f"{type(self).__name__} has no measure {what!r}; it has 'step'")
-        return self.step
+        torch._foreach_add_(shards, gradients, alpha=-SGD_LEARNING_RATE)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -100,6 +139,41 @@ def _placed_gradient(parameter: nn.Parameter) -> Tensor:
     if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
         return gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return gradient  # type: ignore[return-value]
+
+
+def adamw(parameters: Iterable[nn.Parameter], *, capturable: bool = False) -> torch.optim.AdamW:
+    """Return torch's AdamW with the settings of Fourfold's: weight decay on matrices only."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        (matrices if parameter.dim() > 1 else others).append(parameter)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    kept = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(kept, LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, fused=True, capturable=capturable)
+
+
+class StatePool:
+    """Memory for optimizer state that all models of a rank share. Models take turns and reset their state, and shards
+    of different grids often have equal sizes, so that this saves most of the memory of many lines."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def share(self, model: BenchmarkModel) -> int:
+        """Move the state of a model that has taken its first step into the pool; return the bytes it already had."""
+        taken: dict[tuple[int, torch.dtype], int] = defaultdict(int)
+        found = 0
+        for state in model.states():
+            key = state.numel(), state.dtype
+            place, taken[key] = taken[key], taken[key] + 1
+            if place < len(self._tensors[key]):
+                shared, values = self._tensors[key][place], state.clone()
+                state.set_(shared.untyped_storage(), shared.storage_offset(), state.shape, state.stride())
+                state.copy_(values)
+                found += state.nbytes
+            else:
+                self._tensors[key].append(state)
+        return found
 
 
 class Arena:
@@ -147,46 +221,73 @@ class Arena:
 
 
 class FourfoldModel(BenchmarkModel):
-    """One of Fourfold's lines, with its two bounds: computation alone and communication alone."""
+    """One of Fourfold's lines, with its two bounds: computation alone and communication alone.
 
-    def __init__(self, line: Line, workload: Workload, grid: ff.Grid, arena: Arena) -> None:
-        self.grid, self.count, self.line = grid, workload.tokens, line
+    A captured line records its step as a CUDA graph. So do its bounds, with a model of their own: all calls of a model
+    whose step is recorded must run on the stream of its graph.
+    """
+
+    def __init__(self, line: Line, workload: Workload, grid: ff.Grid, arena: Arena, *, muted: bool = False) -> None:
+        self.grid, self.count, self.line, self.muted = grid, workload.tokens, line, muted
         self.module, self.shard_inits = arena.build(workload.config, grid, line.policy)
         self.held_bytes = arena.used * arena.buffer.element_size()
+        self.optimizer = AdamW(self.module, LEARNING_RATE)
         self.tokens, self.targets = (ff.local_rows(part, grid) for part in workload.batch(grid.device))
         self.dtype = workload.dtype
         self.records: list[Collective] = []
+        self._step = self._captured(self._train)
+        self._make_muted = lambda: FourfoldModel(line, workload, grid, arena, muted=True)
+        self._bounds: dict[Measure, Callable[[], Tensor | None]] = {}
+        self._alone: FourfoldModel | None = None
 
-    def forward_backward(self) -> Tensor:
-        loss = self.module(self.tokens, self.targets, count=self.count)
-        loss.backward()
-        return loss
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer, *([] if self._alone is None else [self._alone.optimizer])]
+
+    def step(self) -> Tensor:
+        return self._step(self.tokens, self.targets)
 
     def measure(self, what: Measure) -> Callable[[], Tensor | None]:
         if what == "step":
             return self.step
-        return self.compute if what == "compute" else self.communicate()
+        if what not in self._bounds:
+            self._bounds[what] = self._compute() if what == "compute" else self._communicate()
+        return self._bounds[what]
 
     def recorded_step(self) -> Tensor:
-        """Take a step and keep its ledger for `communicate`."""
+        """Take a step, which must run eagerly, and keep its ledger for communication alone."""
         with self.grid.ledger.watch() as records:
             loss = self.step()
         self.records = list(records)
         return loss
 
-    def compute(self) -> None:
-        """Take a step without any communication. Its gradients are meaningless, so the weights stay unchanged."""
-        with comm.muted(self.grid):
-            self.forward_backward()
-            self.update(keep=False)
+    def _train(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with comm.muted(self.grid) if self.muted else nullcontext():
+            loss = self.module(tokens, targets, count=self.count)
+            loss.backward()
+            self.optimizer.clip_and_step(MAX_NORM)
+            self.optimizer.zero_grad()
+        return loss.detach()
 
-    def communicate(self) -> Callable[[], None]:
+    def _captured(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if not self.line.captured:
+            return step
+        from fourfold.step_graph import StepGraph
+
+        return StepGraph(step, self.module, warmup=GRAPH_WARMUP)
+
+    def _compute(self) -> Callable[[], Tensor]:
+        """Return a function that takes a step without any communication, which makes meaningless weights."""
+        self._alone = self._make_muted()
+        return self._alone.step
+
+    def _communicate(self) -> Callable[[], Tensor]:
         """Return a function that runs the collectives of a step in order, with no computation between them."""
         if not self.records:
             raise ValueError(f"{self.line.name} communicates nothing, so there is nothing to replay")
         buffers = {nbytes: self._buffer(nbytes) for nbytes in {self._input_bytes(record) for record in self.records}}
+        done = torch.zeros((), device=self.grid.device)
 
-        def replay() -> None:
+        def replay(done: Tensor) -> Tensor:
             pending = []
             for record in self.records:
                 pending.append(self._launch(record, buffers[self._input_bytes(record)]))
@@ -194,8 +295,10 @@ class FourfoldModel(BenchmarkModel):
                     pending.pop(0).wait()
             for one in pending:
                 one.wait()
+            return done + 1  # a step returns a tensor
 
-        return replay
+        act = self._captured(replay)
+        return lambda: act(done)
 
     def _launch(self, record: Collective, buffer: Tensor) -> comm.Pending[Tensor]:
         if record.op == "all_gather":
@@ -214,7 +317,9 @@ class FourfoldModel(BenchmarkModel):
         return record.nbytes // record.ranks if record.op == "all_gather" else record.nbytes
 
 
-def build_on_device(config: ModelConfig, grid: ff.Grid, policy: ff.Policy) -> ff.models.Transformer:
+def build_on_device(
+    config: ModelConfig, grid: ff.Grid, policy: ff.Policy, dtype: torch.dtype = torch.float32
+) -> ff.models.Transformer:
     """Build a model with initial weights drawn on the device: the CPU's generator takes half a minute for 1 B."""
     original = layer.fill_
 
@@ -223,6 +328,6 @@ def build_on_device(config: ModelConfig, grid: ff.Grid, policy: ff.Policy) -> ff
 
     layer.fill_ = fill
     try:
-        return ff.models.build(config, grid, policy=policy)
+        return ff.models.build(config, grid, policy=policy, dtype=dtype)
     finally:
         layer.fill_ = original

@@ -1,23 +1,28 @@
-"""Fourfold's peers in PyTorch itself, each set up as its own documentation recommends, on one plain Llama.
+"""Fourfold's peers in PyTorch itself, each set up as its own documentation recommends, on one plain decoder.
 
 - **FSDP2**: `fully_shard` as torchtitan applies it: the embedding, each block, norm and head together (not resharded
-  after forward, because backward begins with them), then the root. Explicit prefetch of two blocks, which the
-  documentation offers as an alternative, is measured as a peer of its own.
-- **TP**: the plan of torch's tutorial and of torchtitan, with sequence parallelism and `loss_parallel`.
-- **FSDP2 x TP**: both on a two-dimensional mesh, with TP on the inner dimension.
+  after forward, because backward begins with them), then the root. With tied weights the root holds embedding and head.
+  Blocks are resharded after forward or not. Explicit prefetch of two blocks, which the documentation offers as an
+  alternative, is a peer of its own.
 - **HSDP**: FSDP2 on a mesh of replicas and shards.
+- **DDP**: gradients are all-reduced in buckets during backward.
+- **TP**: the plan of torch's tutorial and of torchtitan, with sequence parallelism and `loss_parallel`; inside FSDP2,
+  HSDP or DDP it uses the inner dim of the mesh.
 
-The loss is computed in fp32, as in torchtitan. Attributes have the same names as in Fourfold's models, so that weights
-can be copied by name.
+The loss is computed in fp32, as in torchtitan. `pipelines.py` has the pipelines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: TID251  # a type
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,108 +35,63 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.shared.models import BenchmarkModel, ShardInit, local_shard
-from benchmarks.shared.workloads import Workload
-from fourfold.layout import Init, chunk
+from benchmarks.shared.decoder import Decoder, init_of, weight_name
+from benchmarks.shared.models import MAX_NORM, ShardInit, UpdatedModel, adamw, local_shard
+from benchmarks.shared.workloads import Line, Workload
+from fourfold.layout import chunk
 from fourfold.models import ModelConfig
 from fourfold.nn.rng import fill_, key_of
 
-Rope = tuple[Tensor, Tensor]
 PREFETCHED_BLOCKS = 2
 
-
-class LlamaAttention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.head_dim = config.head_dim
-        self.grouped = config.heads != config.kv_heads
-        self.q = nn.Linear(config.hidden, width, bias=False)
-        self.k = nn.Linear(config.hidden, kv_width, bias=False)
-        self.v = nn.Linear(config.hidden, kv_width, bias=False)
-        self.out = nn.Linear(width, config.hidden, bias=False)
-
-    def forward(self, a: Tensor, rope: Rope) -> Tensor:
-        # under TP these are this rank's heads, over whole sequences
-        q, k, v = (part(a).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+AXES_OF: dict[str, tuple[str, ...]] = {
+    "DDP": ("data",),
+    "DDP x TP": ("x", "data"),
+    "FSDP2": ("z",),
+    "FSDP2 explicit prefetch": ("z",),
+    "FSDP2 x TP": ("x", "z"),
+    "HSDP": ("z", "data"),
+    "HSDP x TP": ("x", "z", "data"),
+    "TP": ("x",),
+}
+"""The peers of this file, and the axes of a layout that each can use: x is TP, z shards weights, data replicates."""
 
 
-def rope_tables(config: ModelConfig, seq: int, device: torch.device) -> Rope:
-    """Return cos and sin of the rotary angles, each [seq, head_dim]."""
-    size = config.head_dim
-    frequencies = config.rope_theta ** -(torch.arange(0, size, 2, device=device) / size)
-    angles = torch.outer(torch.arange(seq, device=device), frequencies).repeat(1, 2)
-    return angles.cos(), angles.sin()
+@dataclass(frozen=True)
+class PeerSetup:
+    """How a peer uses its mesh."""
+
+    ddp: bool = False
+    """Replicas are joined by DDP; otherwise by FSDP2, which then also shards."""
+    reshard: bool = True
+    """FSDP2 frees gathered weights of a block after forward."""
+    explicit: bool = False
+    """FSDP2 prefetches as it was told, not as it finds out."""
+    compiled: bool = False
+
+    @classmethod
+    def of(cls, line: Line) -> PeerSetup:
+        return cls(
+            ddp=line.kind.startswith("DDP"),
+            reshard=line.reshard,
+            explicit=line.kind == "FSDP2 explicit prefetch",
+            compiled=line.compiled,
+        )
 
 
-def apply_rope(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = a.chunk(2, dim=-1)
-    return (a * cos + torch.cat([-second, first], dim=-1) * sin).to(a.dtype)
-
-
-class LlamaMLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.hidden, config.mlp_hidden, bias=False)
-        self.up = nn.Linear(config.hidden, config.mlp_hidden, bias=False)
-        self.down = nn.Linear(config.mlp_hidden, config.hidden, bias=False)
-
-    def forward(self, a: Tensor) -> Tensor:
-        return self.down(functional.silu(self.gate(a)) * self.up(a))
-
-
-class LlamaBlock(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.attention = LlamaAttention(config)
-        self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = LlamaMLP(config)
-
-    def forward(self, a: Tensor, rope: Rope) -> Tensor:
-        a = a + self.attention(self.attention_norm(a), rope)
-        return a + self.mlp(self.mlp_norm(a))
-
-
-class Llama(nn.Module):
-    """tokens [rows, seq] -> logits [rows, seq, vocab]"""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        if (config.norm, config.mlp, config.positions, config.bias, config.tied) != (
-            "rms",
-            "swiglu",
-            "rope",
-            False,
-            False,
-        ):
-            raise ValueError(f"the peers train plain Llamas (rms, swiglu, rope, no bias, untied head), not {config}")
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        rope = rope_tables(self.config, tokens.shape[1], tokens.device)
-        a = self.embedding(tokens)
-        for block in self.layers:
-            a = block(a, rope)
-        return self.head(self.norm(a))
-
-
-def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+def tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """Shard activations along the sequence between sublayers, and along heads and hidden units inside them."""
-    outside = {
+    outside: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    inside = {
+    if model.positions is not None:
+        outside["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    inside: dict[str, Any] = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "attention.q": ColwiseParallel(),
@@ -140,84 +100,181 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         "attention.out": RowwiseParallel(output_layouts=Shard(1)),
         "mlp_norm": SequenceParallel(),
         "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "mlp.gate": ColwiseParallel(),
         "mlp.up": ColwiseParallel(),
         "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
     }
+    if model.config.mlp == "swiglu":
+        inside["mlp.gate"] = ColwiseParallel()
     parallelize_module(model, mesh, outside)
-    for block in model.layers:
+    for block in model.blocks:
         parallelize_module(block, mesh, inside)
+    model.tie()
 
 
 def shard_parts(
     model: nn.Module,
-    embedding: nn.Module,
+    parts: Sequence[nn.Module | list[nn.Module]],
     layers: Iterable[nn.Module],
-    ending: list[nn.Module],
     mesh: DeviceMesh,
     dtype: torch.dtype,
+    *,
+    reshard: bool = True,
 ) -> list[FSDPModule]:
-    """Apply FSDP2 to each part of a transformer, with the `ending` modules in one group; return the blocks."""
-    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
-    fully_shard(embedding, **options)
-    blocks = [fully_shard(block, **options) for block in layers]
-    fully_shard(ending, **options, reshard_after_forward=False)
-    root = fully_shard(model, **options)
+    """Apply FSDP2 to each block of a transformer and to its other parts, and return the blocks. A part that is a list
+    is gathered in one group and not resharded after forward."""
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
+    blocks = [fully_shard(block, **options, reshard_after_forward=reshard) for block in layers]
+    for part in parts:
+        keep = isinstance(part, list) or not reshard
+        fully_shard(part, **options, reshard_after_forward=not keep)  # type: ignore[arg-type]
+    fully_shard(model, **options)
     if mesh.device_type == "cpu":
-        for module in (root, embedding, ending[-1], *blocks):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
-    return blocks
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    return blocks  # type: ignore[return-value]
 
 
-def shard_fully(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, *, explicit: bool) -> None:
-    blocks = shard_parts(model, model.embedding, model.layers, [model.norm, model.head], mesh, dtype)
-    if explicit:
+def shard_fully(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, setup: PeerSetup = PeerSetup()) -> None:
+    # with tied weights, embedding and head must be in one group, which is the root's
+    parts: list[Any] = [] if model.config.tied else [model.embedding, [model.norm, model.head]]
+    blocks = shard_parts(model, parts, model.blocks, mesh, dtype, reshard=setup.reshard)
+    if setup.explicit:
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + PREFETCHED_BLOCKS])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - PREFETCHED_BLOCKS) : index][::-1])
 
 
-class PeerModel(BenchmarkModel):
-    """A Llama on a mesh with dims (dp, tp) or (replicate, dp, tp). A dim of size 1 means that this kind of parallelism
-    is off. Replicas hold the same shards."""
+class LocalParameters:
+    """Plain parameters for a module that TP has sharded, because DDP cannot reduce DTensors.
 
-    module: Llama
+    Each DTensor parameter becomes a parameter that is this rank's shard. During forward the module sees DTensors again,
+    through attributes that hide the parameters.
+    """
 
-    def __init__(self, workload: Workload, mesh: DeviceMesh, *, explicit: bool = False, compiled: bool = False) -> None:
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-        )
-        replicated = "replicate" in (mesh.mesh_dim_names or ()) and mesh["replicate"].size() > 1
-        shards = mesh["replicate", "dp"] if replicated else mesh["dp"]
-        self.tokens, self.targets = rows_of(workload, shards, device)
-        self.shards_vocabulary = mesh["tp"].size() > 1
-        with torch.device("meta"):
-            self.module = Llama(workload.config).to(workload.dtype)
-        if self.shards_vocabulary:
+    def __init__(self, module: nn.Module) -> None:
+        self.sharded: set[nn.Parameter] = set()
+        """The parameters that TP shards; each rank has the whole of the others."""
+        self._places: list[tuple[nn.Module, str, nn.Parameter, DTensor]] = []
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+        for owner in module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(local_shard(parameter.detach()))
+                    made[parameter].register_hook(_arrived)
+                    if any(placement.is_shard() for placement in parameter.placements):  # type: ignore[attr-defined]
+                        self.sharded.add(made[parameter])
+                owner.register_parameter(name, made[parameter])
+                self._places.append((owner, name, made[parameter], parameter))  # type: ignore[arg-type]
+        module.register_forward_pre_hook(self._show_whole)
+        module.register_forward_hook(self._show_local, always_call=True)
+
+    def _show_whole(self, *_: Any) -> None:
+        shown: dict[nn.Parameter, DTensor] = {}
+        for owner, name, local, like in self._places:
+            if local not in shown:
+                size = {"shape": like.shape, "stride": like.stride()}
+                shown[local] = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **size)
+            owner.__dict__[name] = shown[local]
+
+    def _show_local(self, *_: Any) -> None:
+        for owner, name, *_rest in self._places:
+            owner.__dict__.pop(name, None)
+
+
+def _arrived(gradient: Tensor) -> Tensor:
+    """Wait for a gradient that DTensor still reduces."""
+    return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
+
+
+class PeerModel(UpdatedModel):
+    """A decoder on a mesh with dims (replicate, dp, tp). A dim of size 1 means that this kind of parallelism is off."""
+
+    module: Decoder
+
+    def __init__(self, workload: Workload, mesh: DeviceMesh, setup: PeerSetup = PeerSetup()) -> None:
+        device = device_of(mesh)
+        rows = mesh["replicate", "dp"]
+        self.tokens, self.targets = rows_of(workload, rows, device)
+        self.tensor_parallel = mesh["tp"].size() > 1
+        # on the meta device tied parameters would come apart
+        with torch.device(device if workload.config.tied else "meta"):
+            self.module = Decoder(workload.config).to(workload.dtype)
+        if self.tensor_parallel:
             tensor_parallel(self.module, mesh["tp"])
-        if compiled:
-            for block in self.module.layers:
-                block.compile()
-        if shards.size() > 1:
-            shard_fully(self.module, shards, workload.dtype, explicit=explicit)
-        self.module.to_empty(device=device)
-        self.coordinate = tuple(mesh.get_coordinate() or ())
+        if setup.compiled:
+            for block in self.module.blocks:
+                block.compile(dynamic=False)
+        self.model: nn.Module = self.module
+        self.local: LocalParameters | None = None
+        self.tp_group = mesh["tp"].get_group()
+        if rows.size() > 1 and not setup.ddp:
+            # a mesh of replicas needs both dims; without replicas FSDP2 takes the mesh of shards
+            shards = rows if mesh["replicate"].size() > 1 else mesh["dp"]
+            shard_fully(self.module, shards, workload.dtype, setup)
+        self.parts = parts_of(self.module)
+        if not workload.config.tied:
+            self.module.to_empty(device=device)
+        if rows.size() > 1 and setup.ddp:
+            self._replicate(mesh["replicate"].get_group())
+        self.optimizer = adamw(self.module.parameters())
+
+    def _replicate(self, group: dist.ProcessGroup) -> None:
+        if self.tensor_parallel:
+            self.local = LocalParameters(self.module)
+        self.model = DistributedDataParallel(
+            self.module, process_group=group, init_sync=False, gradient_as_bucket_view=True
+        )
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer]
 
     @property
     def shard_inits(self) -> list[ShardInit]:  # type: ignore[override]
         """Computed at each call, because FSDP2 may move its shards in the first step."""
-        return [
-            ShardInit(local_shard(parameter.detach()), init_of(self.module.config, name), key_of(name, self.coordinate))
-            for name, parameter in self.module.named_parameters()
-        ]
+        return shard_inits(self.module, self.module.config, self.parts)
+
+    def init_weights(self) -> None:
+        """Fill the model with Fourfold's initial weights."""
+        init_weights(self.module, self.module.config, self.parts)
 
     def forward_backward(self) -> Tensor:
-        with loss_parallel() if self.shards_vocabulary else nullcontext():
-            logits = self.module(self.tokens)
-            loss = functional.cross_entropy(logits.flatten(0, 1).float(), self.targets.flatten())
+        with loss_parallel() if self.tensor_parallel else nullcontext():
+            logits = self.model(self.tokens)
+            loss = token_loss(logits, self.targets)
             del logits
             loss.backward()
         return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def update(self) -> None:
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        if self.local is None:
+            norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        else:
+            sharded = [p for p in parameters if p in self.local.sharded]
+            others = [p for p in parameters if p not in self.local.sharded]
+            norm = norm_over(self.tp_group, sharded, others)
+        clip_grads_with_norm_(parameters, MAX_NORM, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def norm_over(group: dist.ProcessGroup, sharded: Sequence[nn.Parameter], others: Sequence[nn.Parameter] = ()) -> Tensor:
+    """Return the norm of all gradients, where each rank of the group has a part of them and the whole of the others."""
+    squares = get_total_norm([p.grad for p in sharded if p.grad is not None]).float().square()
+    dist.all_reduce(squares, group=group)  # noqa: TID251
+    if others:
+        squares += get_total_norm([p.grad for p in others if p.grad is not None]).square()
+    return squares.sqrt()
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def rows_of(workload: Workload, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -232,19 +289,36 @@ def rows_of(workload: Workload, mesh: DeviceMesh, device: torch.device) -> tuple
     return tokens, targets
 
 
-def init_of(config: ModelConfig, name: str) -> Init:
-    """Return the initial distribution that Fourfold's models use for this parameter."""
-    if name.endswith("norm.weight"):
-        return Init(mean=1.0)
-    deep = name.endswith(("attention.out.weight", "mlp.down.weight"))
-    return Init(std=0.02 / (2 * config.layers) ** 0.5 if deep else 0.02)
+class Part(NamedTuple):
+    """The part of a parameter that this rank holds."""
+
+    box: list[range]
+    """The index range of each tensor dim."""
+    shape: Sequence[int]
+    """The shape of the whole parameter."""
 
 
-def init_weights(model: nn.Module, config: ModelConfig, seed: int = 0) -> None:
-    """Fill the model with Fourfold's initial weights for this seed; each rank draws only its own shards."""
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    return {name: Part(_box(parameter), parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def init_weights(model: nn.Module, config: ModelConfig, parts: dict[str, Part] | None = None, seed: int = 0) -> None:
+    """Fill the model with Fourfold's initial weights for this seed; each rank draws only its own shards. `parts` says
+    which these are, where the parameters themselves do not."""
+    parts = parts_of(model) if parts is None else parts
     for name, parameter in model.named_parameters():
         shard = local_shard(parameter.detach())
-        fill_(shard, _box(parameter), parameter.shape, init_of(config, name), seed, name)
+        fill_(shard, *parts[name], init_of(config, name), seed, weight_name(config, name))
+
+
+def shard_inits(model: nn.Module, config: ModelConfig, parts: dict[str, Part]) -> list[ShardInit]:
+    """Return initial values drawn on the device, which is fast; replicas draw equal ones."""
+    return [
+        ShardInit(
+            local_shard(parameter.detach()), init_of(config, name), key_of(weight_name(config, name), *parts[name].box)
+        )
+        for name, parameter in model.named_parameters()
+    ]
 
 
 def _box(parameter: Tensor) -> list[range]:

@@ -12,6 +12,8 @@ import fourfold as ff
 from fourfold.models import ModelConfig
 
 Measure = Literal["step", "compute", "communication"]
+Mode = Literal["eager", "compiled", "captured", "captured compiled"]
+"""How the host runs a step: operation by operation, compiled, or recorded once as a CUDA graph and replayed."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,36 @@ class Line:
     """Used by Fourfold's lines only."""
     bounded: bool = False
     """Whether the line's computation alone and its communication alone are measured too."""
+    mode: Mode = "eager"
+    pipe: int = 1
+    """Pipeline stages side by side: a pipeline uses all ranks and no axis of a shape."""
+    micro_batches: int = 1
+    """Into how many parts a pipeline cuts the batch."""
+    reshard: bool = True
+    """Whether FSDP2 frees the gathered weights of a block after forward; otherwise it keeps them for backward."""
 
     @property
     def name(self) -> str:
-        return " ".join(part for part in (self.kind, str(self.shape), self.variant) if part)
+        mode = "" if self.mode == "eager" else self.mode
+        return " ".join(part for part in (self.kind, self.grid, self.label, mode) if part)
+
+    @property
+    def label(self) -> str:
+        """The variant with everything else that tells lines of a kind and grid apart, except for the mode."""
+        parts = f"{self.micro_batches} micro-batches" if self.pipe > 1 else ""
+        return ", ".join(part for part in ("" if self.reshard else "no resharding", parts, self.variant) if part)
+
+    @property
+    def grid(self) -> str:
+        return f"pipe={self.pipe}" if self.pipe > 1 else str(self.shape)
+
+    @property
+    def compiled(self) -> bool:
+        return self.mode.endswith("compiled")
+
+    @property
+    def captured(self) -> bool:
+        return self.mode.startswith("captured")
 
     @property
     def measures(self) -> tuple[Measure, ...]:

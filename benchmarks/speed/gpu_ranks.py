@@ -1,13 +1,17 @@
 """Fourfold and its peers on several ranks of one machine: NCCL ranks that share one GPU, or gloo ranks on the CPU.
 
-    python benchmarks/speed/gpu_ranks.py --groups 4:deep,4:wide,8:deep          # on a GPU
-    python benchmarks/speed/gpu_ranks.py --budget 500                           # in pieces: call it again to resume
-    python benchmarks/speed/gpu_ranks.py --device cpu                           # 4:tiny, a smoke test
-    python benchmarks/speed/gpu_ranks_table.py RESULTS.jsonl TABLE.md           # the table again, on any machine
+    python benchmarks/speed/gpu_ranks.py --groups 4:deep --modes eager,compiled --budget 520    # on a GPU
+    python benchmarks/speed/gpu_ranks.py --groups 4:gpt-125m --lines ' x=2 data=2' --modes all  # one grid, every mode
+    python benchmarks/speed/gpu_ranks.py --groups 8:deep --lines ' z=8' --rounds 30 --threads   # paired, and the cores
+    python benchmarks/speed/gpu_ranks.py --device cpu                                           # 4:tiny, a smoke test
+    python benchmarks/speed/gpu_ranks.py --groups 4:deep --modes all --list                     # which lines there are
+    python benchmarks/speed/gpu_ranks_table.py RESULTS.jsonl TABLE.md       # the table again, on any machine
 
 All lines of a group (ranks and workload, see `gpu_ranks_lines.py`) stay in memory at once. Each round measures every
-line once and starts with a different line: all ranks wait for each other, take a step, and wait for their device; the
-slowest rank counts. Results are written after every round, so a later call with the same --out resumes there.
+line once and starts with a different line: all ranks wait for each other, take the steps of a turn, and wait for their
+device; the slowest rank counts. Results are written after every round. A call measures until its lines have --rounds
+rounds in common, so the same call with the same --out resumes one that ran out of time, and a call with other lines
+adds to the same file. The table compares lines over the rounds that they share.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -25,11 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `impor
 
 import torch
 
+from benchmarks.shared.models import GRAPH_WARMUP
 from benchmarks.shared.rank_pool import RankPool, RanksFailedError, multi_process_service
 from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Line, Measure, Workload
 from benchmarks.speed import gpu_ranks_table, rank_jobs
-from benchmarks.speed.gpu_ranks_lines import WORKLOADS, lines_of
+from benchmarks.speed.gpu_ranks_lines import MODES, STEPS, WORKLOADS, lines_of
 from benchmarks.speed.gpu_ranks_results import LineRecord, Results
 
 TIMEOUT = 240.0
@@ -60,63 +66,72 @@ class GroupBenchmark:
     """One group on its rank pool: builds the lines and measures them in rounds."""
 
     def __init__(
-        self, name: str, pool: RankPool, workload: Workload, lines: Sequence[Line], results: Results, clock: Clock
+        self,
+        name: str,
+        pool: RankPool,
+        workload: Workload,
+        lines: Sequence[Line],
+        results: Results,
+        clock: Clock,
+        *,
+        steps: int = 1,
+        threads: bool = False,
     ) -> None:
         self.name, self.pool, self.workload, self.results, self.clock = name, pool, workload, results, clock
-        self.lines = list(lines)
+        self.lines, self.steps, self.threads = list(lines), steps, threads
         self.settle = False
         self.longest_warmup = 0.0
         self.built: list[str] = []
 
-    def measure(self, rounds: int, steps: int) -> None:
-        while todo := self.results.unfinished(self.name, self.lines, rounds):
-            self.prepare(todo, steps)
-            ready = [line for line in todo if line.name in self.built]
-            if not ready:
-                continue  # failed lines count as finished; the pool starts again for the others
-            done = min(len(self.record(line).seconds["step"]) for line in ready)
-            ready = [line for line in ready if len(self.record(line).seconds["step"]) == done]
-            self.round(ready, done, rounds)
+    def measure(self, rounds: int, warmup: int) -> None:
+        while left := self.results.left(self.name, self.lines, rounds):
+            self.prepare([line for line in self.lines if self.record(line).error is None], warmup)
+            ready = [line for line in self.lines if line.name in self.built and self.record(line).error is None]
+            if not ready or not self.pool.up:
+                continue  # failed lines are left out; the pool starts again for the others
+            seconds = sum(self.record(line).turn_seconds for line in ready)
+            print(f"{self.name}: {left} rounds left, about {left * seconds:.0f} s", flush=True)
+            self.round(ready, rounds - left, rounds)
 
     def record(self, line: Line) -> LineRecord:
         return self.results.of(self.name, line)
 
-    def prepare(self, lines: Sequence[Line], steps: int) -> None:
+    def prepare(self, lines: Sequence[Line], warmup: int) -> None:
         """Build these lines and warm them up, unless that is done."""
         if not self.pool.up:
             self.built.clear()
         if not self.built:
             shapes = [line.shape for line in lines if line.kind == "fourfold"]
             self.pool.run(rank_jobs.open_group, self.workload, shapes, timeout=TIMEOUT)
-        for line in lines:
+        for number, line in enumerate(lines):
             if line.name in self.built:
                 continue
             began = time.monotonic()
             self.clock.require(line.name, self.longest_warmup)
             try:
-                self.pool.run(rank_jobs.build, line, self.workload, line.policy.compile, timeout=TIMEOUT)
+                self.pool.run(rank_jobs.build, line, self.workload, timeout=TIMEOUT)
             except RanksFailedError as failed:
                 self.fail(line, failed)
                 if self.pool.up:
                     continue
                 return
-            if not self.try_warm_up(line, steps):
+            if not self.try_warm_up(line, warmup):
                 return
             self.built.append(line.name)
             took = time.monotonic() - began
             self.longest_warmup = max(self.longest_warmup, took)
-            print(f"  warm: {line.name} ({took:.1f} s)", flush=True)
+            print(f"  warm: {line.name} ({took:.1f} s; {number + 1} of {len(lines)})", flush=True)
 
-    def try_warm_up(self, line: Line, steps: int) -> bool:
+    def try_warm_up(self, line: Line, warmup: int) -> bool:
         """Warm up a line; return whether the pool is still usable."""
         record = self.record(line)
         try:
-            found = self.pool.run(rank_jobs.warm_up, line.name, steps, timeout=TIMEOUT)
-            record.losses = [sum(losses) / len(found) for losses in zip(*(rank.losses for rank in found), strict=True)]
+            found = self.pool.run(rank_jobs.warm_up, line, warmup, timeout=TIMEOUT)
+            record.losses = [mean_loss(losses) for losses in zip(*(rank.losses for rank in found), strict=True)]
             peaks = [rank.peak_bytes for rank in found if rank.peak_bytes is not None]
             record.peak_bytes = max(peaks) if peaks else None
             record.collectives = found[0].collectives
-            for measure in line.measures[1:]:
+            for measure in line.measures:
                 self.turn(line, measure)
         except RanksFailedError as failed:
             self.fail(line, failed)
@@ -125,7 +140,7 @@ class GroupBenchmark:
         return True
 
     def round(self, lines: Sequence[Line], turn: int, rounds: int) -> None:
-        began = time.monotonic()
+        began, when = time.monotonic(), round(time.time(), 3)
         self.clock.require("a round", sum(self.record(line).turn_seconds for line in lines))
         first = turn * len(lines) // rounds
         taken = []
@@ -138,22 +153,29 @@ class GroupBenchmark:
                 break
         else:  # a round counts as a whole, so that all lines are compared over the same rounds
             for line, turns in taken:
-                record = self.record(line)
-                for measure, (seconds, loss) in turns.items():
-                    record.seconds[measure].append(seconds)
-                    if loss is not None:
-                        record.first_losses.append(loss)
+                self.add(self.record(line), turns, when)
         self.results.write()
         print(f"{self.name}: round {turn + 1} of {rounds}, {time.monotonic() - began:.1f} s", flush=True)
 
-    def turn(self, line: Line, measure: Measure) -> tuple[float, float | None]:
+    def add(self, record: LineRecord, turns: dict[Measure, list[rank_jobs.Turn]], when: float) -> None:
+        """Add the turns of a round to the record of their line."""
+        record.rounds.append(when)
+        for measure, found in turns.items():
+            record.seconds[measure].append(max(rank.seconds for rank in found))
+        ranks = turns["step"]
+        record.first_losses.append(mean_loss([rank.loss for rank in ranks]))
+        if self.threads:
+            kinds = {kind for rank in ranks for kind in rank.cpu_seconds}
+            record.add_cpu_seconds({kind: sum(rank.cpu_seconds.get(kind, 0.0) for rank in ranks) for kind in kinds})
+
+    def turn(self, line: Line, measure: Measure) -> list[rank_jobs.Turn]:
+        """Take one turn of a measure and return what each rank measured."""
         began = time.monotonic()
-        found = self.pool.run(rank_jobs.turn, line.name, measure, self.settle, timeout=TIMEOUT)
+        asked = line.name, measure, self.steps, self.settle, self.threads and measure == "step"
+        found = self.pool.run(rank_jobs.turn, *asked, timeout=TIMEOUT)
         self.settle = self.settle or any(rank.scarce for rank in found)
-        record = self.record(line)
-        record.wall_seconds[measure] = time.monotonic() - began
-        losses = [rank.loss for rank in found if rank.loss is not None]
-        return max(rank.seconds for rank in found), sum(losses) / len(losses) if losses else None
+        self.record(line).wall_seconds[measure] = time.monotonic() - began
+        return found
 
     def fail(self, line: Line, failed: RanksFailedError) -> None:
         print(f"  FAILED: {line.name}: {failed}", flush=True)
@@ -163,20 +185,29 @@ class GroupBenchmark:
             self.pool.run(rank_jobs.drop, line.name, timeout=TIMEOUT)
 
 
+def mean_loss(losses: Sequence[float | None]) -> float:
+    """Return the mean over the ranks that have a loss."""
+    found = [loss for loss in losses if loss is not None]
+    return sum(found) / len(found)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    groups = {name: _lines(name, options) for name in options.groups}
+    if options.list:
+        for name, lines in groups.items():
+            print(f"{name}, {len(lines)} lines:", *(line.name for line in lines), sep="\n  ")
+        return 0
     clock = Clock(options.budget)
-    settings = {"compile": options.compile, "warmup": options.warmup}
-    results = Results.open(options.out, settings)
+    results = Results.open(options.out, {"warmup": options.warmup})
     if options.retry:
         results.forget_errors()
     pool: RankPool | None = None
     with multi_process_service(options.device) as service:
         try:
-            for name in options.groups:
+            for name, lines in groups.items():
                 world, workload = _parse_group(name)
-                lines = [line for line in lines_of(world, compiled=options.compile) if options.lines.search(line.name)]
-                if not results.unfinished(name, lines, options.rounds):
+                if not results.left(name, lines, options.rounds):
                     print(f"{name}: complete in {options.out}", flush=True)
                     continue
                 if pool is None or pool.world != world:
@@ -184,7 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         pool.close()
                     pool = RankPool(world, options.device, rank_jobs.RankModels)
                 results.begin(name, workload, world, _provenance(options, service, pool))
-                GroupBenchmark(name, pool, workload, lines, results, clock).measure(options.rounds, options.warmup)
+                steps = options.steps or STEPS.get(workload.name, 1)
+                group = GroupBenchmark(
+                    name, pool, workload, lines, results, clock, steps=steps, threads=options.threads
+                )
+                group.measure(options.rounds, options.warmup)
         except OutOfTime as ended:
             print(f"stopped: {ended}; run the same command again to resume", flush=True)
         finally:
@@ -194,6 +229,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.table.write_text(gpu_ranks_table.render(results.path))
     print(f"wrote {options.out} and {options.table}")
     return 0
+
+
+def _lines(group: str, options: argparse.Namespace) -> list[Line]:
+    """Return the lines of a group that the options choose."""
+    world, workload = _parse_group(group)
+    found = lines_of(world, workload, options.modes, every=options.every)
+    return [line for line in found if options.lines.search(line.name)]
 
 
 def _parse_group(name: str) -> tuple[int, Workload]:
@@ -206,7 +248,7 @@ def _parse_group(name: str) -> tuple[int, Workload]:
 def _provenance(options: argparse.Namespace, service: str, pool: RankPool) -> dict[str, object]:
     """Return what a reader of the table needs to repeat the run."""
     return {
-        "command": "python benchmarks/speed/gpu_ranks.py " + " ".join(options.given),
+        "command": shlex.join(["python", "benchmarks/speed/gpu_ranks.py", *options.given]),
         "date": str(date.today()),
         "mps": service,
         "cores": len(os.sched_getaffinity(0)),
@@ -222,7 +264,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     stem = str(RESULTS / f"{date.today()}-gpu-ranks")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
     parser.add_argument(
-        "--groups", help="RANKS:SIZE,... in this order; default 4:deep,4:wide,8:deep, or 4:tiny on the CPU"
+        "--groups", help="RANKS:SIZE,... in this order; default 4:deep,4:wide,4:gpt-125m,8:deep, or 4:tiny on the CPU"
     )
     parser.add_argument(
         "--lines",
@@ -231,10 +273,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="regular expression; measure only the lines whose name matches",
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=2, help="steps of each line before measuring")
     parser.add_argument(
-        "--compile", action="store_true", help="compile all sides: Fourfold's regions, the peers' blocks"
+        "--warmup",
+        type=int,
+        default=5,
+        help=f"steps of each line before measuring; a captured line is recorded after {GRAPH_WARMUP}",
     )
+    parser.add_argument("--steps", type=int, help="steps of a turn; default by size: 5 of gpt-125m, otherwise 1")
+    parser.add_argument(
+        "--modes",
+        default="eager",
+        help=f"MODE,... of {', '.join(MODES)}; or all. Compiled: Fourfold's regions, the peers' blocks or stages. "
+        "Captured: Fourfold's step as a CUDA graph",
+    )
+    parser.add_argument("--every", action="store_true", help="also Fourfold's other grids, and each mechanism (eager)")
+    parser.add_argument("--threads", action="store_true", help="sample the CPU seconds of every kind of thread")
+    parser.add_argument("--list", action="store_true", help="only print the lines that would be measured")
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds; stop before a round that would exceed them"
     )
@@ -242,10 +296,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(f"{stem}.jsonl"), help="results; an existing file is resumed")
     parser.add_argument("--table", type=Path, help="default: next to --out")
     options = parser.parse_args(arguments)
-    for name in ("rounds", "warmup"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)} must be at least 1")
-    default = "4:tiny" if options.device == "cpu" else "4:deep,4:wide,8:deep"
+    for name in ("rounds", "warmup", "steps"):
+        if (given := getattr(options, name)) is not None and given < 1:
+            parser.error(f"--{name} {given} must be at least 1")
+    options.modes = MODES if options.modes == "all" else options.modes.split(",")
+    if unknown := [mode for mode in options.modes if mode not in MODES]:
+        parser.error(f"--modes {unknown[0]}: a mode is one of {', '.join(MODES)}, or all of them: all")
+    if any(mode.startswith("captured") for mode in options.modes) and options.warmup <= GRAPH_WARMUP:
+        parser.error(f"--warmup {options.warmup}: a captured step is recorded after {GRAPH_WARMUP}, so take more")
+    default = "4:tiny" if options.device == "cpu" else "4:deep,4:wide,4:gpt-125m,8:deep"
     options.groups = (options.groups or default).split(",")
     options.table = options.table or options.out.with_suffix(".md")
     options.given = list(sys.argv[1:] if arguments is None else arguments)

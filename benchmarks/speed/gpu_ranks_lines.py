@@ -1,18 +1,21 @@
 """What `gpu_ranks.py` compares, fixed before anything is measured: workloads, groups of ranks, and their lines.
 
-A group is a number of ranks and a workload; all lines of a group are measured side by side. Fourfold runs on every grid
-of four ranks and on four named grids of eight; each peer runs on its own grid.
+A group is a number of ranks and a workload; all lines of a group are measured side by side. Every peer stands on each
+grid that it can use, and Fourfold on all of these grids. `every` adds Fourfold's other grids, and the lines that show
+what each mechanism gains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 import fourfold as ff
-from benchmarks.shared.workloads import Line, Workload
+from benchmarks.shared.decoder import piece_costs
+from benchmarks.shared.pipelines import INTERLEAVED, PIPELINE, stages_of
+from benchmarks.shared.workloads import Line, Mode, Workload
 from fourfold.shape import shapes_of
 
 DEFAULT = ""
@@ -21,6 +24,9 @@ REPLICATED = "replicated"
 MEGATRON = "Megatron's generalised TP"
 OFF = "off"
 MECHANISMS = ("+prefetch", "+defer", "+wgrad_behind_messages", "+halves", "+reduce_early")
+MODES: tuple[Mode, ...] = ("eager", "compiled", "captured", "captured compiled")
+PEER_MODES: tuple[Mode, ...] = ("eager", "compiled")
+"""The peers have no captured step: neither FSDP2 nor DTensor nor the pipelines support one."""
 
 
 BASE = ff.Policy(keep_gathered=True)
@@ -38,35 +44,88 @@ WORKLOADS = {
     "deep": Workload("deep", _llama(4, 4096, 11008), 8, torch.bfloat16),
     # 2.1 B parameters, computation and communication are comparable
     "wide": Workload("wide", _llama(2, 8192, 22016), 16, torch.bfloat16),
-    # a smoke test for gloo ranks on the CPU
+    # small kernels and small messages: the host decides
+    "gpt-125m": Workload("gpt-125m", ff.models.config("gpt-125m"), 8, torch.bfloat16),
+    # smoke tests for gloo ranks on the CPU; the vocabulary of the second divides by nothing, and its head is tied
     "tiny": Workload("tiny", ff.models.config("llama-tiny", kv_heads=24, vocab=256, seq=16), 8, torch.float32),
+    "tiny-gpt": Workload("tiny-gpt", ff.models.config("gpt-tiny", layers=4, vocab=257, seq=16), 8, torch.float32),
 }
+STEPS = {"gpt-125m": 5}
+"""Steps of a turn, by size, where one step is too short to be timed."""
 
-GRIDS_OF_EIGHT = (ff.Shape(z=8), ff.Shape(x=8), ff.Shape(x=2, z=4), ff.Shape(x=2, y=2, z=2))
 
-
-def lines_of(world: int, *, compiled: bool = False) -> list[Line]:
-    """Return every line of a group with this many ranks."""
+def lines_of(world: int, workload: Workload, modes: Sequence[Mode] = ("eager",), *, every: bool = False) -> list[Line]:
+    """Return the lines of a group with this many ranks."""
     if world not in (4, 8):
         raise ValueError(f"a group has 4 or 8 ranks, not {world}")
-    found = [*_peers(world), *_fourfold(world), *_mechanisms(world)]
-    return [replace(line, policy=replace(line.policy, compile=compiled)) for line in found]
+    found = []
+    for mode in modes:
+        if mode in PEER_MODES:
+            found += [replace(line, mode=mode) for line in (*_peers(world), *_pipelines(world, workload))]
+        found += [_in_mode(line, mode) for line in _fourfold(world)]
+    if every:
+        found += [*_other_grids(world), *_mechanisms(world)]
+    return [line for line in found if _fits(line, workload)]
+
+
+def _in_mode(line: Line, mode: Mode) -> Line:
+    line = replace(line, mode=mode)
+    return replace(line, policy=replace(line.policy, compile=line.compiled))
+
+
+def _fits(line: Line, workload: Workload) -> bool:
+    """Return whether the model and the batch can be cut over the line's grid, for Fourfold and for the peers."""
+    if line.pipe > 1:
+        stages = stages_of(line)
+        return workload.rows % line.micro_batches == 0 and stages <= len(piece_costs(workload.config))
+    return (
+        workload.config.misfit(line.shape, line.policy) is None
+        and workload.rows % (line.shape.z * line.shape.data) == 0
+    )
 
 
 def _peers(world: int) -> Iterator[Line]:
+    half = world // 2
+    yield Line("DDP", ff.Shape(data=world))
     yield Line("FSDP2", ff.Shape(z=world))
+    yield Line("FSDP2", ff.Shape(z=world), reshard=False)
     yield Line("FSDP2 explicit prefetch", ff.Shape(z=world))
+    yield Line("HSDP", ff.Shape(z=half, data=2))
+    yield Line("HSDP", ff.Shape(z=half, data=2), reshard=False)
     yield Line("TP", ff.Shape(x=world))
-    yield Line("FSDP2 x TP", ff.Shape(x=2, z=world // 2))
+    yield Line("FSDP2 x TP", ff.Shape(x=2, z=half))
+    yield Line("FSDP2 x TP", ff.Shape(x=2, z=half), reshard=False)
+    yield Line("DDP x TP", ff.Shape(x=2, data=half))
+    yield Line("HSDP x TP", ff.Shape(x=2, data=half), reshard=False)  # on one shard there is nothing to reshard
+    if world == 8:
+        yield Line("HSDP x TP", ff.Shape(x=2, z=2, data=2))
+        yield Line("HSDP x TP", ff.Shape(x=2, z=2, data=2), reshard=False)
+
+
+def _pipelines(world: int, workload: Workload) -> Iterator[Line]:
+    """Yield the pipelines with every number of micro-batches that 1F1B can use."""
+    for parts in (world, 2 * world, 4 * world):
+        if workload.rows % parts == 0:
+            yield Line(PIPELINE, ff.Shape(), pipe=world, micro_batches=parts)
+            yield Line(INTERLEAVED, ff.Shape(), pipe=world, micro_batches=parts)
 
 
 def _fourfold(world: int) -> Iterator[Line]:
-    """Yield the default line on every grid; the published algorithm where it differs, which takes x or y; and, on the
-    grids of torch's TP, a line that regathers inputs: less memory, more messages."""
-    shapes = list(shapes_of(4)) if world == 4 else GRIDS_OF_EIGHT
-    for shape in shapes:
+    """Yield the default line on every grid of a peer."""
+    for shape in dict.fromkeys(line.shape for line in _peers(world)):
         yield Line("fourfold", shape, DEFAULT, BASE, bounded=True)
-    for shape in shapes:
+
+
+def _other_grids(world: int) -> Iterator[Line]:
+    """Yield the default line on the other grids of four ranks, or with all three axes on eight; the published algorithm
+    where it differs, which takes x or y; and, on the grids of torch's TP, a line that regathers inputs: less memory,
+    more messages."""
+    theirs = [line.shape for line in _fourfold(world)]
+    others = list(shapes_of(4)) if world == 4 else [ff.Shape(x=2, y=2, z=2)]
+    for shape in others:
+        if shape not in theirs:
+            yield Line("fourfold", shape, DEFAULT, BASE, bounded=True)
+    for shape in dict.fromkeys((*theirs, *others)):
         if shape.x * shape.y > 1:
             policy = replace(BASE, activations="replicated", overlap=ff.Overlap(halves=1))
             yield Line("fourfold", shape, REPLICATED, policy)

@@ -23,7 +23,10 @@ class LineRecord:
     grid: dict[str, int]
     variant: str
     seconds: dict[str, list[float]]
-    """By measure (step, compute alone, communication alone): one number per round."""
+    """Seconds per step by measure (step, compute alone, communication alone): one number per round."""
+    mode: str = "eager"
+    rounds: list[float] = field(default_factory=list)
+    """When each round began, in seconds since 1970. Lines that share a round were measured side by side."""
     losses: list[float] = field(default_factory=list)
     """The losses of the warm-up steps, all on the same batch."""
     first_losses: list[float] = field(default_factory=list)
@@ -33,6 +36,9 @@ class LineRecord:
     error: str | None = None
     wall_seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock seconds of the latest turn by measure, including its overhead."""
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    """CPU seconds per step by kind of thread, of all ranks together: the mean over the rounds that sampled them."""
+    cpu_rounds: int = 0
 
     @property
     def turn_seconds(self) -> float:
@@ -53,6 +59,18 @@ class LineRecord:
     @property
     def measured(self) -> bool:
         return self.error is None and bool(self.seconds["step"])
+
+    def add_cpu_seconds(self, spent: dict[str, float]) -> None:
+        kinds = {*spent, *self.cpu_seconds}
+        total = {kind: self.cpu_seconds.get(kind, 0.0) * self.cpu_rounds + spent.get(kind, 0.0) for kind in kinds}
+        self.cpu_rounds += 1
+        self.cpu_seconds = {kind: seconds / self.cpu_rounds for kind, seconds in total.items()}
+
+    def ratios(self, other: LineRecord) -> list[float]:
+        """Return this line's seconds over the other's, for each round in which both were measured."""
+        theirs = dict(zip(other.rounds, other.seconds["step"], strict=False))
+        mine = zip(self.rounds, self.seconds["step"], strict=False)
+        return [seconds / theirs[began] for began, seconds in mine if began in theirs]
 
 
 class Results:
@@ -95,16 +113,20 @@ class Results:
 
     def of(self, group: str, line: Line) -> LineRecord:
         empty: dict[str, list[float]] = {measure: [] for measure in line.measures}
-        fresh = LineRecord(group, line.name, line.kind, line.shape.sizes, line.variant, empty)
+        grid = {"pipe": line.pipe} if line.pipe > 1 else line.shape.sizes
+        fresh = LineRecord(group, line.name, line.kind, grid, line.label, empty, line.mode)
         return self.records.setdefault((group, line.name), fresh)
 
-    def unfinished(self, group: str, lines: Sequence[Line], rounds: int) -> list[Line]:
-        records = [(line, self.records.get((group, line.name))) for line in lines]
-        return [
-            line
-            for line, record in records
-            if record is None or (record.error is None and len(record.seconds["step"]) < rounds)
-        ]
+    def shared_rounds(self, group: str, lines: Sequence[Line]) -> set[float]:
+        """Return the rounds in which all of these lines were measured, without lines that failed."""
+        records = [self.of(group, line) for line in lines]
+        rounds = [set(record.rounds) for record in records if record.error is None]
+        return set.intersection(*rounds) if rounds else set()
+
+    def left(self, group: str, lines: Sequence[Line], rounds: int) -> int:
+        """Return how many rounds these lines still need side by side, or 0 if all of them failed."""
+        alive = any(self.of(group, line).error is None for line in lines)
+        return max(0, rounds - len(self.shared_rounds(group, lines))) if alive else 0
 
     def forget_errors(self) -> None:
         self.records = {key: record for key, record in self.records.items() if record.error is None}
@@ -112,7 +134,8 @@ class Results:
     def write(self) -> None:
         """Write the whole file to a temporary one and rename it, so that an interruption leaves the old file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        texts = [json.dumps(found) for found in (*self.groups.values(), *map(asdict, self.records.values()))]
+        kept = [asdict(record) for record in self.records.values() if record.error or record.seconds["step"]]
+        texts = [json.dumps(found) for found in (*self.groups.values(), *kept)]
         beside = self.path.with_name(self.path.name + ".new")
         beside.write_text("".join(text + "\n" for text in texts))
         os.replace(beside, self.path)

@@ -13,25 +13,27 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `import benchmarks`
 
+from benchmarks.shared.pairs import Pairs
 from benchmarks.shared.tables import verdict
 from benchmarks.speed.gpu_ranks_lines import DEFAULT, MECHANISMS, MEGATRON, OFF, REGATHER, REPLICATED
 from benchmarks.speed.gpu_ranks_results import LineRecord, Results
 
 OVER_BOUND = 1.15
-"""A step on the best grid may take at most this many times the larger of its two bounds."""
-OVER_PEER = 1.25
-"""The bar for our speed over the best peer's, on 4 ranks where communication is at least half of the step."""
-AIM_OVER_PEER = 1.5
-"""The aim beyond that bar."""
+"""A step may take at most this many times the larger of its two bounds."""
 MEMORY = 1.05
 """The bar for our peak memory over FSDP2's, on FSDP2's grid."""
 LOSS_NOISE = 0.02
 """How much the losses of equal first steps may differ in bf16; a larger difference means that something is wrong."""
+LOSS_SPREAD = 0.02
+"""How much the losses of different lines may differ, as a part of the loss: shards are drawn by each rank for itself,
+so lines on different grids begin with other weights of the same distribution."""
 
-ORDER = [DEFAULT, REGATHER, REPLICATED, OFF, *MECHANISMS, MEGATRON]
+OURS = "fourfold"
+ORDER = [REGATHER, REPLICATED, OFF, *MECHANISMS, MEGATRON]
+"""The order of Fourfold's variants after its default."""
 COLUMNS = [
-    "line", "grid", "ms per step", "spread", "peak GiB", "best peer / this", "compute alone", "communication alone",
-    "step / larger of the two", "loss, then after updates",
+    "line", "grid", "mode", "ms per step", "spread", "peak GiB", "this / best peer on the grid", "this / best peer",
+    "compute alone", "communication alone", "step / larger of the two", "loss, then after updates",
 ]  # fmt: skip
 
 
@@ -40,7 +42,9 @@ def render(path: Path) -> str:
     parts = [_head(results)]
     for name, group in results.groups.items():
         records = [record for (of, _), record in results.records.items() if of == name]
-        parts += [_title(group), _table(records), "Bars:\n\n" + "\n".join(f"- {bar}" for bar in bars(group, records))]
+        parts += [_title(group), _table(records), "Bars:\n\n" + "\n".join(f"- {bar}" for bar in bars(records))]
+        if cores := [record for record in records if record.cpu_rounds and record.measured]:
+            parts.append(_cores(cores))
     return "\n\n".join(parts) + "\n"
 
 
@@ -57,11 +61,13 @@ def _head(results: Results) -> str:
     )
     return (
         f"# Fourfold and its peers on ranks of one machine, {' and '.join(dates) or 'nothing measured'}\n\n"
-        "`benchmarks/speed/gpu_ranks.py`; all lines of a group in one run, interleaved. Times are those of the slowest "
-        "rank, medians over rounds; spread = min .. max. A step is forward, backward and a plain SGD update. Peak "
-        "memory is what a line uses on one rank, including weights. Compute alone: the same step without "
-        "communication. Communication alone: its collectives without computation. Each line of a mechanism includes "
-        "the mechanisms above it.\n\n"
+        "`benchmarks/speed/gpu_ranks.py`; lines that share a round were measured side by side. Times are those of the "
+        "slowest rank, medians over rounds; spread = min .. max. A step is forward, backward, clipping, fused AdamW. "
+        "Ratios are medians of the ratios of rounds that both lines share; less is better, and - means that they share "
+        "none. Intervals of 95% are those of the sign test for the median. The best peer is the one with the smallest "
+        "median, compiled or not. Peak memory is what the tensors of a line need on one rank, including weights. "
+        "Compute alone: the same step without communication. Communication alone: its collectives without computation; "
+        "both are captured where the step is. Each line of a mechanism includes the mechanisms above it.\n\n"
         f"On {'; '.join(machines)}:\n\n```\n" + "\n".join(commands) + "\n```"
     )
 
@@ -71,43 +77,56 @@ def _title(group: dict[str, Any]) -> str:
     return (
         f"## {group['ranks']} ranks, {group['size']}: {model['layers']} layers, hidden {model['hidden']}, "
         f"{model['parameters'] / 1e9:.2f} B parameters, {group['rows']} x {group['seq']} tokens, {group['dtype']}"
-        + (", compiled" if group["settings"]["compile"] else "")
     )
 
 
 def _table(records: Sequence[LineRecord]) -> str:
-    rival = best([record for record in records if record.kind != "fourfold"])
-    rows = [_row(record, rival) for record in sorted(records, key=_sort_key)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (COLUMNS, ["---"] * len(COLUMNS), *rows))
+    rows = [_row(record, records) for record in sorted(records, key=_sort_key)]
+    return _markdown(COLUMNS, rows)
 
 
-def _sort_key(record: LineRecord) -> tuple[bool, int, str, float]:
-    """Sort peers first, then Fourfold's default and variants by speed, then mechanisms grid by grid."""
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def _sort_key(record: LineRecord) -> tuple[int, int, str, float]:
+    """Sort peers first, then Fourfold's default by speed, its variants, and its mechanisms grid by grid."""
+    seconds = record.step if record.measured else math.inf
+    if record.kind != OURS:
+        return 0, 0, "", seconds
+    if record.variant == DEFAULT:
+        return 1, 0, "", seconds
     place = ORDER.index(record.variant)
-    if place >= ORDER.index(OFF):
-        return True, len(ORDER), grid_of(record), place
-    return record.kind == "fourfold", place, "", record.step if record.measured else math.inf
+    return (2, place, "", seconds) if place < ORDER.index(OFF) else (3, 0, grid_of(record), place)
 
 
-def _row(record: LineRecord, rival: LineRecord | None) -> list[str]:
+def _row(record: LineRecord, records: Sequence[LineRecord]) -> list[str]:
     name = f"{record.kind} {record.variant}".strip()
     if not record.measured:
-        return [name, grid_of(record), record.error or "not measured", *["-"] * (len(COLUMNS) - 3)]
+        return [name, grid_of(record), record.mode, record.error or "not measured", *["-"] * (len(COLUMNS) - 4)]
     compute, communication = (record.median(measure) for measure in ("compute", "communication"))
     bound = over_bound(record)
     times = record.seconds["step"]
+    peers = [other for other in records if other.kind != OURS]
     return [
         name,
         grid_of(record),
+        record.mode,
         f"{record.step * 1e3:.1f}",
         f"{min(times) * 1e3:.1f} .. {max(times) * 1e3:.1f}",
         f"{record.peak_bytes / 2**30:.2f}" if record.peak_bytes is not None else "-",
-        f"{rival.step / record.step:.2f}" if rival else "-",
+        _ratio(record, best([peer for peer in peers if peer.grid == record.grid])),
+        _ratio(record, best(peers)),
         f"{compute * 1e3:.1f}" if compute else "-",
         f"{communication * 1e3:.1f}" if communication else "-",
         f"{bound:.2f}" if bound else "-",
         f"{_losses(record)}",
     ]
+
+
+def _ratio(record: LineRecord, rival: LineRecord | None) -> str:
+    pairs = Pairs(record.ratios(rival)) if rival else None
+    return f"{pairs.median:.2f}" if pairs else "-"
 
 
 def _losses(record: LineRecord) -> str:
@@ -131,75 +150,117 @@ def over_bound(record: LineRecord) -> float | None:
     return record.step / max(bounds) if bounds and record.measured else None
 
 
-def bars(group: dict[str, Any], records: Sequence[LineRecord]) -> list[str]:
+# --- bars
+
+
+def bars(records: Sequence[LineRecord]) -> list[str]:
     """Return one sentence per bar, with what was reached."""
-    plain = [record for record in records if record.kind == "fourfold" and record.variant == DEFAULT]
-    peers = [record for record in records if record.kind != "fourfold"]
-    ours, theirs = best(plain), best(peers)
-    found = [*_on_their_grids(records, plain, peers), *_memory(plain, peers)]
-    if ours is not None:
-        found += _against_bounds(ours)
-    if ours is not None and theirs is not None:
-        found += _against_best(group, ours, theirs)
+    ours = [record for record in records if record.kind == OURS and record.variant == DEFAULT]
+    peers = [record for record in records if record.kind != OURS]
+    found = [*_on_each_grid(ours, peers), *_against_best(ours, peers), *_against_bounds(ours)]
+    found += [*_compiled(ours), *_memory(ours, peers), *_all_losses(records)]
     return found or ["nothing to judge yet"]
 
 
-def _on_their_grids(
-    records: Sequence[LineRecord], plain: Sequence[LineRecord], peers: Sequence[LineRecord]
-) -> Iterator[str]:
-    for peer in peers:
-        same = [record for record in plain if record.grid == peer.grid]
-        if not (same and same[0].measured and peer.measured):
-            yield f"not slower than {peer.kind} on {grid_of(peer)}: not measured"
-            continue
-        ours = same[0]
-        text = (
-            f"not slower than {peer.kind} on {grid_of(peer)}: {verdict(ours.step <= peer.step)}, "
-            f"{ours.step * 1e3:.1f} and {peer.step * 1e3:.1f} ms"
-        )
-        fastest = best([record for record in records if record.kind == "fourfold" and record.grid == peer.grid])
-        if fastest is not None and fastest is not ours:
-            text += f" (Fourfold's fastest line there: {fastest.variant}, {fastest.step * 1e3:.1f} ms)"
-        yield text
+def _by_grid(records: Sequence[LineRecord]) -> dict[str, list[LineRecord]]:
+    found: dict[str, list[LineRecord]] = {}
+    for record in records:
+        found.setdefault(grid_of(record), []).append(record)
+    return found
 
 
-def _memory(plain: Sequence[LineRecord], peers: Sequence[LineRecord]) -> Iterator[str]:
+def _on_each_grid(ours: Sequence[LineRecord], peers: Sequence[LineRecord]) -> Iterator[str]:
+    """Compare Fourfold's fastest mode on a grid with the best peer there."""
+    there = _by_grid(peers)
+    for grid, own in _by_grid(ours).items():
+        fastest, rival = best(own), best(there.get(grid, []))
+        if rival is not None and fastest is not None:
+            yield f"not slower than the best peer on {grid}: {_compared(fastest, rival)}"
+        elif grid in there:
+            yield f"not slower than the best peer on {grid}: not measured"
+
+
+def _against_best(ours: Sequence[LineRecord], peers: Sequence[LineRecord]) -> Iterator[str]:
+    fastest, rival = best(ours), best(peers)
+    if fastest is not None and rival is not None:
+        yield f"Fourfold's best grid is not slower than the best peer of any kind: {_compared(fastest, rival)}"
+
+
+def _compared(ours: LineRecord, theirs: LineRecord) -> str:
+    names = (
+        f"{grid_of(ours)} {ours.mode} {ours.step * 1e3:.1f} ms, {theirs.kind} {theirs.variant}".rstrip()
+        + f" {grid_of(theirs)} {theirs.mode} {theirs.step * 1e3:.1f} ms"
+    )
+    pairs = Pairs(ours.ratios(theirs))
+    if not pairs:
+        return f"not measured in the same rounds ({names})"
+    return f"{verdict(pairs.not_above_one)}, {pairs} ({names})"
+
+
+def _against_bounds(ours: Sequence[LineRecord]) -> Iterator[str]:
+    for grid, own in _by_grid(ours).items():
+        fastest = best([record for record in own if over_bound(record) is not None])
+        ratio = over_bound(fastest) if fastest is not None else None
+        if fastest is not None and ratio is not None:
+            yield (
+                f"on {grid} a step ({fastest.mode}) takes at most {OVER_BOUND} times the larger of compute alone and "
+                f"communication alone: {verdict(ratio <= OVER_BOUND)}, {ratio:.2f}"
+            )
+
+
+def _compiled(ours: Sequence[LineRecord]) -> Iterator[str]:
+    for grid, own in _by_grid(ours).items():
+        modes = {record.mode: record for record in own if record.measured}
+        for less, more in (("eager", "compiled"), ("captured", "captured compiled")):
+            pairs = Pairs(modes[more].ratios(modes[less])) if less in modes and more in modes else None
+            if pairs:
+                yield f"on {grid} {more} is not slower than {less}: {verdict(pairs.not_above_one)}, {pairs}"
+
+
+def _memory(ours: Sequence[LineRecord], peers: Sequence[LineRecord]) -> Iterator[str]:
     for peer in peers:
-        for ours in plain:
-            if peer.kind == "FSDP2" and ours.grid == peer.grid and ours.peak_bytes and peer.peak_bytes:
-                ratio = ours.peak_bytes / peer.peak_bytes
+        for own in ours:
+            same = (own.grid, own.mode) == (peer.grid, peer.mode)
+            if same and peer.kind == "FSDP2" and not peer.variant and own.peak_bytes and peer.peak_bytes:
+                ratio = own.peak_bytes / peer.peak_bytes
                 yield (
-                    f"peak memory on {grid_of(peer)} at most {MEMORY} times FSDP2's: "
+                    f"peak memory on {grid_of(peer)} ({own.mode}) at most {MEMORY} times FSDP2's: "
                     f"{verdict(ratio <= MEMORY)}, {ratio:.3f}"
                 )
 
 
-def _against_bounds(ours: LineRecord) -> Iterator[str]:
-    ratio = over_bound(ours)
-    if ratio is not None:
+def _all_losses(records: Sequence[LineRecord]) -> Iterator[str]:
+    """Compare the losses: all lines train the same model on the same batch."""
+    found = {record.line: record.losses for record in records if record.measured and record.losses}
+    if len(found) < 2:
+        return
+    for what, place in (("first", 0), ("last", -1)):
+        lowest, highest = (pick(found, key=lambda line: found[line][place]) for pick in (min, max))
+        low, high = found[lowest][place], found[highest][place]
         yield (
-            f"on Fourfold's best grid ({grid_of(ours)}) a step takes at most {OVER_BOUND} times the larger of compute "
-            f"alone and communication alone: {verdict(ratio <= OVER_BOUND)}, {ratio:.2f}"
+            f"the {what} losses of all {len(found)} lines agree within {LOSS_SPREAD:.0%}: "
+            f"{verdict(high - low <= LOSS_SPREAD * low)}, {low:.4f} ({lowest}) .. {high:.4f} ({highest})"
         )
 
 
-def _against_best(group: dict[str, Any], ours: LineRecord, theirs: LineRecord) -> Iterator[str]:
-    gap, spread = theirs.step - ours.step, max(ours.spread, theirs.spread)
-    yield (
-        f"Fourfold's best grid ({grid_of(ours)}) is faster than the best peer ({theirs.kind}, {grid_of(theirs)}) by "
-        f"more than the spread: {verdict(gap > spread)}, {gap * 1e3:.1f} ms with a spread of {spread * 1e3:.1f}"
-    )
-    communication = ours.median("communication")
-    if group["ranks"] != 4 or communication is None:
-        return
-    times, share = theirs.step / ours.step, communication / ours.step
-    if share < 0.5:
-        yield f"{times:.2f} times the best peer's speed; no bar: communication alone is only {share:.0%} of the step"
-        return
-    yield (
-        f"at least {OVER_PEER} times the best peer's speed, aiming at {AIM_OVER_PEER} (communication alone is "
-        f"{share:.0%} of the step): {verdict(times >= OVER_PEER)}, {times:.2f}"
-        + ("" if times >= AIM_OVER_PEER else f"; the aim is {verdict(False)}")
+# --- cores
+
+
+def _cores(records: Sequence[LineRecord]) -> str:
+    """Show how many cores each kind of thread keeps busy during a step, all ranks together."""
+    kinds: dict[str, float] = {}
+    for record in records:
+        for kind, seconds in record.cpu_seconds.items():
+            kinds[kind] = max(kinds.get(kind, 0.0), seconds / record.step)
+    shown = [kind for kind in sorted(kinds, key=lambda kind: -kinds[kind]) if kinds[kind] >= 0.01]
+    rows = []
+    for record in sorted(records, key=_sort_key):
+        busy = {kind: seconds / record.step for kind, seconds in record.cpu_seconds.items()}
+        cells = [f"{busy.get(kind, 0.0):.2f}" for kind in shown]
+        rows.append([record.line, f"{record.step * 1e3:.1f}", f"{sum(busy.values()):.2f}", *cells])
+    return (
+        "Cores that each kind of thread keeps busy during a step, all ranks together (CPU seconds of the threads / "
+        "seconds of the step):\n\n" + _markdown(["line", "ms per step", "all", *shown], rows)
     )
 
 

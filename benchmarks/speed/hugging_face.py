@@ -46,7 +46,8 @@ from torch.nn import functional
 
 import fourfold as ff
 from benchmarks.shared import peers
-from benchmarks.shared.models import BenchmarkModel
+from benchmarks.shared.decoder import Decoder
+from benchmarks.shared.models import BenchmarkModel, SgdModel
 from benchmarks.shared.rank_pool import RankPool, multi_process_service
 from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Line, Workload
@@ -98,7 +99,7 @@ def make_module(workload: Workload, model: str, device: torch.device) -> nn.Modu
     """Build the module with the same weights on every rank and for every line."""
     torch.manual_seed(0)
     with device:
-        module = HubStyleLlama(peers.Llama(workload.config)) if model == "plain" else _transformers_llama(workload)
+        module = HubStyleLlama(Decoder(workload.config)) if model == "plain" else _transformers_llama(workload)
         return module.to(workload.dtype)
 
 
@@ -124,7 +125,7 @@ def _transformers_llama(workload: Workload) -> nn.Module:
 class HubStyleLlama(nn.Module):
     """The peers' Llama with the call signature of transformers."""
 
-    def __init__(self, model: peers.Llama) -> None:
+    def __init__(self, model: Decoder) -> None:
         super().__init__()
         self.model = model
 
@@ -137,7 +138,7 @@ class Output:
     logits: Tensor
 
 
-class WrappedModel(BenchmarkModel):
+class WrappedModel(SgdModel):
     """The module wrapped by `ff.parallelize`, with the same loss function as the peers."""
 
     def __init__(self, line: Line, workload: Workload, state: rank_jobs.RankModels, model: str) -> None:
@@ -165,12 +166,12 @@ class ModelWithLoss(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-class TorchModel(BenchmarkModel):
-    """The module under torch's TP, FSDP2 or both, on a mesh with dims (dp, tp)."""
+class TorchModel(SgdModel):
+    """The module under torch's TP, FSDP2 or both, on a mesh with dims (replicate, dp, tp)."""
 
     def __init__(self, line: Line, workload: Workload, state: rank_jobs.RankModels, model: str) -> None:
         x, z = line.shape.x, line.shape.z
-        mesh, device = state.mesh(z, x), state.grid(ff.Shape(data=state.world)).device
+        mesh, device = state.mesh(line), state.grid(ff.Shape(data=state.world)).device
         self.module = make_module(workload, model, device)
         plain = model == "plain"
         self.shards_vocabulary = x > 1
@@ -186,10 +187,11 @@ class TorchModel(BenchmarkModel):
     def shard_fully(self, mesh: DeviceMesh, dtype: torch.dtype, *, plain: bool) -> None:
         model: Any = self.module
         if plain:
-            peers.shard_fully(model.model, mesh, dtype, explicit=False)
+            peers.shard_fully(model.model, mesh, dtype)
         else:
             inside = model.model
-            peers.shard_parts(model, inside.embed_tokens, inside.layers, [inside.norm, model.lm_head], mesh, dtype)
+            parts = [inside.embed_tokens, [inside.norm, model.lm_head]]
+            peers.shard_parts(model, parts, inside.layers, mesh, dtype)
 
     def forward_backward(self) -> Tensor:
         with loss_parallel() if self.shards_vocabulary else nullcontext():

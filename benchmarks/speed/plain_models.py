@@ -6,10 +6,11 @@ torch's own. Precision comes from autocast.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.shared.peers import Rope, apply_rope, rope_tables
+from benchmarks.shared.decoder import Rope, RopeCache, apply_rope, init_of, make_norm
 from fourfold.models import ModelConfig
 
 
@@ -51,7 +52,7 @@ class PlainMLP(nn.Module):
 class PlainBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = norm(config), norm(config)
+        self.attention_norm, self.mlp_norm = make_norm(config), make_norm(config)
         self.attention, self.mlp = PlainAttention(config), PlainMLP(config)
 
     def forward(self, a: Tensor, rope: Rope | None) -> Tensor:
@@ -59,33 +60,51 @@ class PlainBlock(nn.Module):
         return a + self.mlp(self.mlp_norm(a))
 
 
-def norm(config: ModelConfig) -> nn.Module:
-    if config.norm == "rms":
-        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
-    return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
-
-
 class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.rope = RopeCache(config)
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.seq, config.hidden) if config.positions == "learned" else None
         self.layers = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
-        self.norm = norm(config)
+        self.norm = make_norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
         if config.tied:
             self.head.weight = self.embedding.weight
 
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=init_of(self.config, name).std, generator=generator)
+            else:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+    @torch.no_grad()
+    def copy_to(self, weights: dict[str, Tensor]) -> None:
+        """Copy the weights to Fourfold's parameters of these names, where projections are not fused."""
+        own = dict(self.named_parameters())
+        joined = {"attention.qkv": ("attention.q", "attention.k", "attention.v"), "mlp.up": ("mlp.gate", "mlp.up")}
+        for name, parameter in own.items():
+            path, _, last = name.rpartition(".")
+            layer, _, projection = path.partition(".")[2].partition(".")
+            parts = joined.get(projection, ())
+            if not parts or (projection == "mlp.up" and self.config.mlp != "swiglu"):
+                weights.pop(name).copy_(parameter)
+                continue
+            targets = [weights.pop(f"layers.{layer}.{part}.{last}") for part in parts]
+            for target, source in zip(targets, parameter.split([len(target) for target in targets]), strict=True):
+                target.copy_(source)
+        if weights:
+            raise ValueError(f"plain torch has no weights for {', '.join(weights)}")
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        a, rope = self.embedding(tokens), None
+        a = self.embedding(tokens)
         if self.positions is not None:
             a = a + self.positions.weight[: tokens.shape[1]]
-        else:
-            rope = rope_tables(self.config, tokens.shape[1], a.device)
+        dtype = torch.get_autocast_dtype(a.device.type) if torch.is_autocast_enabled(a.device.type) else a.dtype
+        rope = self.rope.tables(tokens.shape[1], a.device, dtype)
         for layer in self.layers:
             a = layer(a, rope)
         return functional.cross_entropy(self.head(self.norm(a)).flatten(0, 1), targets.flatten())

@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fourfold as ff
-from benchmarks.shared.models import Arena, BenchmarkModel, FourfoldModel
-from benchmarks.shared.peers import PeerModel
+from benchmarks.shared.models import Arena, BenchmarkModel, FourfoldModel, StatePool
+from benchmarks.shared.pipelines import make_peer
 from benchmarks.shared.rank_pool import RankContext
 from benchmarks.shared.workloads import Line, Measure, Workload
+from benchmarks.speed.threads import since, thread_seconds
 
 SCARCE = 0.15
 """When less than this share of the device's memory is free, ranks release what their allocators have cached."""
+RECORDED = 1
+"""The step of the warm-up that records Fourfold's collectives: its engine learned its order in the first one, and a
+captured line still runs eagerly."""
 
 
 class RankModels(RankContext):
@@ -25,15 +30,21 @@ class RankModels(RankContext):
 
     def __init__(self, rank: int, world: int, device: str) -> None:
         super().__init__(rank, world, device)
-        self.meshes: dict[tuple[int, int], DeviceMesh] = {}
+        # lines compile the same functions for different meshes; beyond torch's limit they would run eagerly
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+        self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.models: dict[str, BenchmarkModel] = {}
         self.arena: Arena | None = None
+        self.states = StatePool()
 
-    def mesh(self, data_parallel: int, tensor_parallel: int) -> DeviceMesh:
-        """Return the mesh with TP on neighbouring ranks, as axis x is on a grid."""
-        sizes = data_parallel, tensor_parallel
+    def mesh(self, line: Line) -> DeviceMesh:
+        """Return the mesh of a peer, with TP on neighbouring ranks, as axis x is on a grid."""
+        names = ("pipe",) if line.pipe > 1 else ("replicate", "dp", "tp")
+        sizes = (line.pipe,) if line.pipe > 1 else (line.shape.data, line.shape.z, line.shape.x)
         if sizes not in self.meshes:
-            self.meshes[sizes] = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp", "tp"))
+            mesh = self.meshes[sizes] = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+            if line.shape.x > 1 and line.shape.world > line.shape.x:
+                mesh["dp", "tp"]._flatten()  # lets the gradient norm travel in one message, as torch advises
         return self.meshes[sizes]
 
 
@@ -41,9 +52,11 @@ class RankModels(RankContext):
 class WarmUp:
     """What one rank saw in the first steps of a line."""
 
-    losses: tuple[float, ...]
+    losses: tuple[float | None, ...]
+    """None on the ranks of a pipeline that have no loss."""
     peak_bytes: int | None
-    """The most memory that the line uses on the device, including its weights and whatever it keeps between steps."""
+    """The most memory that tensors of the line need on the device, including its weights and whatever it keeps between
+    steps."""
     collectives: int
 
 
@@ -60,7 +73,7 @@ def describe(state: RankModels) -> dict[str, Any]:
 def open_group(state: RankModels, workload: Workload, shapes: list[ff.Shape]) -> None:
     """Drop all earlier lines, and allocate an arena for the weights of any Fourfold line on these grids."""
     state.models.clear()
-    state.arena = None
+    state.arena, state.states = None, StatePool()
     _collect(state)
     least_sharded = min((shape.x * shape.y * shape.z for shape in shapes), default=0)
     if least_sharded:
@@ -70,7 +83,7 @@ def open_group(state: RankModels, workload: Workload, shapes: list[ff.Shape]) ->
         state.arena = Arena(elements, workload.dtype, state.grid(shapes[0]).device)
 
 
-def build(state: RankModels, line: Line, workload: Workload, compiled: bool) -> None:
+def build(state: RankModels, line: Line, workload: Workload) -> None:
     gc.collect()
     if is_scarce(state):
         torch.cuda.empty_cache()
@@ -80,23 +93,34 @@ def build(state: RankModels, line: Line, workload: Workload, compiled: bool) -> 
             raise RuntimeError(f"{line.name}: open_group did not get this line's grid")
         model: BenchmarkModel = FourfoldModel(line, workload, state.grid(line.shape), state.arena)
     else:
-        explicit = line.kind == "FSDP2 explicit prefetch"
-        mesh = state.mesh(line.shape.z, line.shape.x)
-        model = PeerModel(workload, mesh, explicit=explicit, compiled=compiled)
+        model = make_peer(line, workload, state.mesh(line))
     model.base_bytes = base - model.held_bytes
     state.models[line.name] = model
 
 
-def warm_up(state: RankModels, name: str, steps: int) -> WarmUp:
-    """Take the first steps from initial weights on one batch. The last step records memory and collectives."""
-    model = state.models[name]
-    model.reset_weights()
-    losses = [float(model.step()) for _ in range(steps - 1)]
+def warm_up(state: RankModels, line: Line, steps: int) -> WarmUp:
+    """Take the first steps of every measure on one batch, those of `step` from initial weights. The first step makes
+    the optimizer state, which then moves to memory that all lines share."""
+    model = state.models[line.name]
+    model.reset()
     cuda = state.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    losses.append(float(model.recorded_step() if isinstance(model, FourfoldModel) else model.step()))
+    losses = []
+    for step in range(steps):
+        recorded = isinstance(model, FourfoldModel) and step == min(RECORDED, steps - 1)
+        loss = model.recorded_step() if recorded else model.step()
+        losses.append(None if loss is None else float(loss))
+        if step == 0:
+            model.base_bytes -= state.states.share(model)
     peak = torch.cuda.max_memory_allocated() - model.base_bytes if cuda else None
+    for measure in line.measures[1:]:
+        act = model.measure(measure)
+        act()
+        state.states.share(model)
+        for _ in range(steps - 1):
+            act()
+    state.synchronize()
     return WarmUp(tuple(losses), peak, len(model.records) if isinstance(model, FourfoldModel) else 0)
 
 
@@ -105,30 +129,40 @@ class Turn:
     """One measurement of one line on one rank."""
 
     seconds: float
-    """From the common start until this rank's device was idle."""
+    """Per step, from the common start until this rank's device was idle."""
     loss: float | None
+    """The loss of the first step, where this rank has one."""
     scarce: bool
     """Whether so little memory is left that the next turn should settle first."""
+    cpu_seconds: dict[str, float]
+    """CPU seconds per step of each kind of thread of this process; see `thread_seconds`."""
 
 
-def turn(state: RankModels, name: str, measure: Measure, settle: bool) -> Turn:
-    """Time one measure. With `settle`, because memory is scarce, first release the memory that the allocator cached for
-    other lines and take one step that is not timed."""
+def turn(state: RankModels, name: str, measure: Measure, steps: int, settle: bool, threads: bool) -> Turn:
+    """Time the steps of one measure. With `settle`, because memory is scarce, first release the memory that the
+    allocator cached for other lines and take one step that is not timed. With `threads`, also return CPU seconds."""
     model = state.models[name]
-    model.reset_weights()
+    model.reset()
     act = model.measure(measure)
     gc.collect()
     if settle:
         torch.cuda.empty_cache()
         act()
         gc.collect()
-        model.reset_weights()
+        model.reset()
+    before = thread_seconds() if threads else {}
     state.barrier()
     began = time.perf_counter()
     loss = act()
+    if loss is not None and steps > 1:
+        loss = loss.clone()  # a replayed step writes its loss to the same place
+    for _ in range(steps - 1):
+        act()
     state.synchronize()
-    seconds = time.perf_counter() - began
-    return Turn(seconds, None if loss is None else float(loss), is_scarce(state))
+    seconds = (time.perf_counter() - began) / steps
+    spent = {kind: spent / steps for kind, spent in since(before).items()} if threads else {}
+    first = float(loss) if loss is not None and measure == "step" else None
+    return Turn(seconds, first, is_scarce(state), spent)
 
 
 def drop(state: RankModels, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 import warm
 from benchmarks.cluster import compare_table, emulate, runs, settings
 from benchmarks.cluster.runs import ClusterRun, LineResult
-from benchmarks.cluster.settings import FOURFOLD, MINIMAL, PLANNED, Setting
+from benchmarks.cluster.settings import FOURFOLD, MINIMAL, OURS, PLANNED, Setting
+from benchmarks.cluster.trainers import AXES_OF
 from benchmarks.planner import validate_measured
+from benchmarks.shared.pipelines import INTERLEAVED, PIPELINES
 from benchmarks.shared.workloads import Line
 from fourfold.grid import Shape
 from fourfold.planner.machine import load_machine, to_toml
@@ -37,11 +40,16 @@ def test_every_grid_is_measured_in_every_place() -> None:
 
 def test_every_peer_runs_on_both_reduce_scatters() -> None:
     lines = list(settings.peers_of(FEW))
-    plain = {line.name for line in lines if not line.variant and line.kind != "DDP"}
-    assert plain == {line.name.removesuffix(f" {MINIMAL}") for line in lines if line.variant == MINIMAL}
-    assert {line.kind for line in lines} == {
-        *("DDP", "FSDP2", "FSDP2 explicit prefetch", "HSDP", "TP", "FSDP2 x TP", "DeepSpeed ZeRO-3", "Megatron TP")
-    }
+    assert len({line.name for line in lines}) == len(lines)
+    without = {"DDP", *PIPELINES}  # they need none
+    plain = {replace(line, variant=MINIMAL).name for line in lines if not line.variant and line.kind not in without}
+    assert plain == {line.name for line in lines if line.variant == MINIMAL}
+    assert {line.kind for line in lines} == AXES_OF.keys() - set(OURS) - set(PIPELINES), (
+        "two layers are too few for eight stages"
+    )
+    assert {line.kind for line in lines if not line.reshard} == {"FSDP2", "HSDP", "FSDP2 x TP", "HSDP x TP"}
+    deeper = replace(FEW, workload=replace(FEW.workload, config=replace(FEW.workload.config, layers=8)))
+    assert {line.micro_batches for line in settings.peers_of(deeper) if line.kind == INTERLEAVED} == {8, 16}
 
 
 # --- judging
