@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable as once_of_torch
 from torch.nn import functional
 
 from fourfold import comm
@@ -37,7 +36,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     torch would fail one pass later, with an error that names no cause.
     """
-    once = once_of_torch(backward)
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *gradients: Any) -> Any:
@@ -46,7 +44,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "create_graph=True: gradients of gradients do not pass through layers on a grid; leave create_graph "
                 "out, or keep the module that needs it out of ff.parallelize and call it beside the model"
             )
-        return once(ctx, *gradients)
+        return backward(ctx, *gradients)  # autograd records nothing here
 
     return refusing
 
@@ -140,9 +138,6 @@ class OpContext:
     """The number of tokens of this (data, z) place."""
     label: str
     engine: Engine
-
-    def named(self, label: str) -> OpContext:
-        return OpContext(self.grid, self.policy, self.tokens, label, self.engine)
 
     @property
     def sharded(self) -> bool:

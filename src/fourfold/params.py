@@ -11,7 +11,7 @@ reads a stale value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,12 @@ def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor without a node in autograd's graph, which `to_local()` would record."""
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return local.arrived() if type(local) is LazyTensor else local
+
+
+def shards_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return `local_of` each of several parameters, without a call for each."""
+    shards = [parameter._local_tensor for parameter in parameters]  # type: ignore[attr-defined]
+    return [shard.arrived() if type(shard) is LazyTensor else shard for shard in shards]
 
 
 def wait_on_use(tensor: Tensor, wait: Callable[[], None]) -> None:
@@ -149,7 +155,7 @@ def read_whole(tensor: DTensor) -> Tensor:
     """Gather a tensor for an operation that autograd records, and announce that the parameter gets a gradient."""
     owner = tensor.gradients() if isinstance(tensor, ShardedParameter) and not in_backward() else None
     if owner is not None:
-        owner.forward_pass.read(tensor)
+        owner.forward_pass.read(id(tensor))
     return whole_tensor(tensor)
 
 

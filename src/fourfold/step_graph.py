@@ -60,7 +60,7 @@ class StepGraph(Generic[T]):
         self._outputs: Any = None
         if not self.reason:
             self._stream = torch.cuda.Stream(self._grid.device)
-            gradients.hooks.leaves.clear()  # made on another stream; the next forward pass makes them anew
+            gradients.renew_leaves()  # those of today were made on another stream
             self._grid.graphs.add(self)
 
     @property

@@ -76,7 +76,7 @@ def table_of(model: ff.models.Transformer) -> nn.Parameter:
 
 def read_table(model: ff.models.Transformer) -> Tensor:
     """The table as the head's product reads it."""
-    return join([model.head]).gather(biases=True).wait().w
+    return join(model.head).with_biases.launch().wait().w
 
 
 def results(model: ff.models.Transformer) -> list[Tensor]:
