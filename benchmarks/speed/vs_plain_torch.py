@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() - began > options.budget:
             print(f"{case}: not begun, because {options.budget:.0f} s are over", flush=True)
             continue
-        found = Case(case, options).measure(options.budget - (time.monotonic() - began))
+        found = PlainCase(case, options).measure(options.budget - (time.monotonic() - began))
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as file:
             file.write(json.dumps(found) + "\n")
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class Case:
+class PlainCase:
     """A model and a batch, and the sides that train it."""
 
     def __init__(self, case: str, options: argparse.Namespace) -> None:
@@ -258,7 +258,7 @@ class Case:
 class PlainSides:
     """The plain model and its optimizer, which all modes of plain torch share."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: PlainCase) -> None:
         self.case = case
         with torch.device(case.device):
             self.model = Transformer(case.config).to(case.weights)
