@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, lcm
 
 import torch
 
@@ -96,8 +96,10 @@ class ClosedForm:
 
     @cached_property
     def vocab_columns(self) -> int:
-        columns = ceil(self.config.vocab / self.shape.x)
-        return ceil(columns / self.shape.y) * self.shape.y if self.sharded else columns
+        columns, unit = ceil(self.config.vocab / self.shape.x), self.shape.y if self.sharded else 1
+        if self.compute_itemsize == 2 and columns >= 16 * lcm(64, unit):
+            unit = lcm(64, unit)
+        return ceil(columns / unit) * unit
 
     def message(
         self, op: Op, axis: str, elements: int, label: str, itemsize: int | None = None

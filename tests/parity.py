@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch.nn import functional
 
 import fourfold as ff
 import plain
+from fourfold import layout
 from fourfold.axes import AXES
 from fourfold.ledger import Collective
 from fourfold.params import local_of
@@ -44,9 +47,15 @@ class Options:
     accumulate: bool = False
     two_layers: bool = False
     halves: bool = False
+    aligned: bool = False
 
     def __str__(self) -> str:
         return "+".join(f.name for f in dataclasses.fields(self) if getattr(self, f.name)) or "none"
+
+
+def pad_small_logits() -> AbstractContextManager[Any]:
+    """Pad the logits of small vocabularies in fp64 too, to tens of columns, of which no size here is a multiple."""
+    return mock.patch.multiple(layout, ALIGNED_COLUMNS=10, ALIGNED_ITEMSIZES=(8,), LEAST_TO_PADDING=0)
 
 
 NAMES = [field.name for field in dataclasses.fields(Options)]
@@ -92,6 +101,9 @@ class Case:
             bucket_bytes=10_000,  # several buckets even here
             overlap=Overlap(halves=2 if options.halves else 1),
         )
+
+    def padding(self) -> AbstractContextManager[Any]:
+        return pad_small_logits() if self.options.aligned else nullcontext()
 
     @property
     def steps(self) -> int:
@@ -155,6 +167,11 @@ def on_one_process(case: Case) -> dict[str, Any]:
 
 
 def on_ranks(case: Case) -> dict[str, Any]:
+    with case.padding():
+        return _on_ranks(case)
+
+
+def _on_ranks(case: Case) -> dict[str, Any]:
     grid = grid_of(case.shape)
     model = ff.models.build(case.config, grid, policy=case.policy, seed=SEED, dtype=torch.float64)
     optimizer = LocalAdamW(model.parameters())
@@ -285,8 +302,9 @@ def predicted(case: Case, rank: int) -> list[Collective]:
     from fourfold.planner.transformer import step_program
 
     rows, seq = case.place
-    sizes = LocalSizes(case.config, case.shape, case.policy, rows, seq, torch.float64, rank)
-    return step_program(sizes, micro_steps=case.micro_steps, optimizer=False, clip=True).records
+    with case.padding():
+        sizes = LocalSizes(case.config, case.shape, case.policy, rows, seq, torch.float64, rank)
+        return step_program(sizes, micro_steps=case.micro_steps, optimizer=False, clip=True).records
 
 
 WORLDS = (1, 2, 3, 4, 6, 8)

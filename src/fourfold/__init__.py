@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fourfold.nn.loss import count_targets, global_mean
     from fourfold.policy import Overlap, Policy
     from fourfold.shape import Shape
+    from fourfold.step_graph import StepGraph
     from fourfold.wrap import explain, parallelize
     from fourfold.wrap.rows import whole_batch
 
@@ -27,6 +28,7 @@ __all__ = [
     "Overlap",
     "Policy",
     "Shape",
+    "StepGraph",
     "accumulate",
     "clip_grad_norm_",
     "compare_serial",
@@ -46,6 +48,7 @@ _HOMES = {
     "Overlap": "policy",
     "Policy": "policy",
     "Shape": "shape",
+    "StepGraph": "step_graph",
     "accumulate": "gradients",
     "clip_grad_norm_": "gradients",
     "compare_serial": "compare",

@@ -44,6 +44,8 @@ class Pending(Generic[T]):
                 on_gpu = self._grid.device.type == "cuda"
                 with named(self._record, "wait "), self._grid.ledger.waiting(self._record, on_gpu=on_gpu):
                     self._result = self._finish()
+                if self._grid.recording is not None:
+                    self._grid.recording.landed(self._record)
             self._finish = None  # frees the buffers that only the message needed
         return self._result  # type: ignore[return-value]
 

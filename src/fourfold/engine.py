@@ -151,6 +151,11 @@ class Prefetcher:
         self._close_order()
         self._kind = None
 
+    def forget(self) -> None:
+        """End a pass without waiting for its gathers, which were never sent."""
+        self._in_flight.clear()
+        self.end()
+
     @contextmanager
     def using(self, wanted: WeightGather[T], *, uses: int, keep: bool = False) -> Iterator[T]:
         """Yield the gathered weights for one of `uses` uses; with `keep`, their memory is not reused afterwards."""
@@ -267,10 +272,16 @@ class Engine:
 
     def abandon(self) -> None:
         """Give up a failed pass: wait for what it launched, drop what it had queued."""
-        self.wgrad_queue.jobs.clear()
-        self.sums.forget()
         self.deferred.abandon()
         self.prefetcher.end()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop everything that is queued or in flight without waiting for it."""
+        self.wgrad_queue.jobs.clear()
+        self.sums.forget()
+        self.deferred.forget()
+        self.prefetcher.forget()
 
     def take_turns(self, parts: Sequence[Turns[T]]) -> list[T]:
         """Run all parts to their end, switching wherever one yields.
@@ -341,6 +352,9 @@ class DeferredReductions:
         """Wait for all reductions without using their results."""
         for _, pending, _ in self._queue:
             pending.wait()
+        self.forget()
+
+    def forget(self) -> None:
         self._queue.clear()
         self._nbytes = 0
 

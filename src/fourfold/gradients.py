@@ -282,18 +282,31 @@ class Gradients:
         """Begin a forward pass of the model; passes of one `kind` use the same weights in the same order."""
         self.guarded = guarded
         if self._passes and not in_backward():  # a backward pass failed, so autograd did not call its callback
-            self._passes.clear()
-            self._new.clear()
-            self.hooks.forget()
             self.engine.abandon()
-            for earlier in self._alive.values():
-                earlier.end()
+            self._give_up()
         self.forward_pass = ForwardPass()
         if torch.is_grad_enabled():
             self._alive[next(self._numbers)] = self.forward_pass
             self._to_begin = max(0, self._to_begin - 1)
         self._watch_leaves()  # a parameter that was frozen may be trained now
         self.engine.begin(kind)
+
+    def forget_step(self) -> None:
+        """Forget a step that could not be recorded: nothing was sent, so there is nothing to wait for."""
+        self.engine.forget()
+        self._give_up()
+        self._to_begin = self._to_finish = 0
+        for parameter, _ in self.parameters.values():
+            parameter.grad = None
+
+    def _give_up(self) -> None:
+        """End all passes without completing their gradients."""
+        self._passes.clear()
+        self._new.clear()
+        self._sums.clear()
+        self.hooks.forget()
+        for earlier in self._alive.values():
+            earlier.end()
 
     def _watch_leaves(self) -> None:
         """Take over the gradients that autograd computes for parameters used outside of their layer."""
@@ -614,11 +627,11 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return measure_norms(parameters)[0]
 
 
-def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
     """Return `grad_norm` and, for each parameter that has a gradient, the norm of this rank's shard of it."""
     gradients = _complete_gradients(parameters)
     if not gradients:
-        return torch.zeros(()), []
+        return torch.zeros(()), torch.zeros(0)
     grid = Grid.of(gradients[0][0])
     wide = torch.promote_types(gradients[0][1].dtype, torch.float32)
     shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
@@ -630,7 +643,7 @@ def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, list[Tens
     for axis in AXES:
         if axis != REPLICA or cut_over_replicas:
             squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
-    return squares.sqrt(), shards
+    return squares.sqrt(), torch.stack(shards)
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

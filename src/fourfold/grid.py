@@ -16,7 +16,8 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, Protocol, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from fourfold.environment import Environment, stay_on_loopback
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
 from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, typed_errors
 from fourfold.ledger import Ledger
+from fourfold.recording import Recording
 from fourfold.shape import Shape, axes_signature
 from fourfold.torch_hooks import GRID, install_torch_hooks
 
@@ -36,6 +38,12 @@ T = TypeVar("T")
 CORES_FOR_TWO_LANES = 4
 """CPU cores that a rank needs before the only axis of a grid of GPUs gets two communicators. Over a network each
 communicator keeps threads busy while a message is in flight; with fewer cores two are slower than one."""
+
+
+class CommunicatorUser(Protocol):
+    """Something that must let go of a grid's communicators before they are destroyed."""
+
+    def release(self) -> None: ...
 
 
 class Grid:
@@ -139,6 +147,10 @@ class Grid:
         """The next message tag of each axis. All ranks along an axis launch in the same order, so their tags match."""
         self.muted = False
         """Whether collectives are recorded without being sent; `comm.muted` sets it."""
+        self.recording: Recording | None = None
+        """What the host must do for the step that is being recorded now; None while steps run as usual."""
+        self.graphs: WeakSet[CommunicatorUser] = WeakSet()
+        """The recorded steps that contain collectives of this grid."""
         # torch caches the placements of DTensor operations by mesh, and takes meshes of equal shape for the same one
         self.mesh._thread_id = -next(self._made)
         install_torch_hooks()
@@ -256,6 +268,8 @@ class Grid:
 
     def close(self) -> None:
         """Destroy the process groups of this grid; the default process group stays."""
+        for graph in self.graphs:
+            graph.release()
         if self.shape.world > 1:
             for group in {id(group): group for group in self._groups.values()}.values():
                 if group is not dist.group.WORLD:

@@ -136,6 +136,47 @@ def _unit(a: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
     return (widen(a) if mean is None else widen(a) - mean) * rstd
 
 
+# --- dropout
+
+GOLDEN = -7046029254386353131
+"""2^64 divided by the golden ratio, odd, as a signed number: the step of SplitMix64 from one state to the next."""
+MIX = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
+"""Shift and factor of each round of SplitMix64's finalizer; the last round has no factor."""
+DROP_BLOCK = 1 << 22
+"""Elements whose random numbers exist at the same time: 32 MiB each of two buffers."""
+
+
+def drop(a: Tensor, probability: float, position: Tensor, key: Tensor) -> Tensor:
+    """Set elements to 0 with this probability and scale the others so that the mean stays the same.
+
+    Element i is kept or not by the i-th number of SplitMix64, seeded with (key, step, micro-step); `position` is
+    [step, micro-step]. Nothing depends on a state, so any order of calls draws the same.
+    """
+    seed = _mix(_mix(position[0] + key) + position[1])
+    if a.is_meta:
+        keep = torch.empty_like(a, dtype=torch.bool)
+    elif torch.compiler.is_compiling():
+        keep = _kept(0, a.numel(), seed, probability).view(a.shape)
+    else:
+        starts = range(0, a.numel(), DROP_BLOCK)
+        parts = [_kept(start, min(start + DROP_BLOCK, a.numel()), seed, probability) for start in starts]
+        keep = (parts[0] if len(parts) == 1 else torch.cat(parts or [a.new_empty(0, dtype=torch.bool)])).view(a.shape)
+    return torch.where(keep, a * (1 / (1 - probability)), 0)
+
+
+def _kept(start: int, stop: int, seed: Tensor, probability: float) -> Tensor:
+    """Return which of the elements from `start` to `stop` are kept."""
+    numbers = _mix(torch.arange(start, stop, device=seed.device) * GOLDEN + seed)
+    return (numbers & (1 << 24) - 1) >= round(probability * (1 << 24))
+
+
+def _mix(state: Tensor) -> Tensor:
+    for shift, factor in MIX:
+        # torch shifts signed numbers, so the copies of the sign are masked out
+        state = (state ^ (state >> shift & (1 << 64 - shift) - 1)) * factor
+    return state
+
+
 # --- activations
 
 
@@ -188,9 +229,12 @@ def dlogits_eager(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, f
         column, here = _column(targets, first, held)
         found.scatter_add_(1, column[:, None], -here.to(found.dtype)[:, None])
     found.mul_(scale[:, None])
-    if padding := logits.shape[1] - held:
-        found = functional.pad(found, (0, padding))  # copies even if there is nothing to pad, hence the check
-    return found.to(logits.dtype)
+    if held == logits.shape[1]:
+        return found.to(logits.dtype)
+    padded = torch.empty_like(logits)  # written once: the cast and the padding are one pass
+    padded[:, :held] = found
+    padded[:, held:] = 0
+    return padded
 
 
 def dlogits_normalized(logp: Tensor, targets: Tensor, scale: Tensor) -> Tensor:

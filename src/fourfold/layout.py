@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -36,6 +36,30 @@ def chunk(length: int, parts: int, index: int) -> range:
     """Return part `index` of `range(length)` as torch.chunk cuts it: equal parts, the last ones short or empty."""
     size = -(-length // parts)
     return range(min(index * size, length), min((index + 1) * size, length))
+
+
+ALIGNED_COLUMNS = 64
+"""The columns of logits are padded to a multiple of this. 64 elements of 16 bits are 128 bytes: one block of the inner
+dim in the products of tensor cores, and a multiple of the 16 bytes to which their kernels need every row aligned. A
+multiple of 128 would only fill the last tile of the output, and a half-filled tile takes as long as a full one."""
+ALIGNED_ITEMSIZES = (2,)
+"""Bytes per element of the dtypes whose products need aligned rows: those of 16 bits, which run on tensor cores."""
+LEAST_TO_PADDING = 16
+"""Logits are padded for alignment only if a rank has at least this many times `ALIGNED_COLUMNS`, so that padding never
+adds more than a sixteenth to the product and to its messages."""
+
+
+def logits_columns(vocab: int, ranks: int, cuts: int, itemsize: int) -> int:
+    """Return the columns of logits on every rank along x, padding included.
+
+    `ranks` ranks cut the rows of the table; `cuts` is the number of parts into which `spread` cuts the columns. The
+    numbers depend on sizes and dtype alone, so that the runtime and the planner agree on every device.
+    """
+    most = -(-vocab // ranks)  # rows of the table on the first rank
+    unit = lcm(ALIGNED_COLUMNS, cuts)
+    if itemsize not in ALIGNED_ITEMSIZES or most < LEAST_TO_PADDING * unit:
+        unit = cuts
+    return -(-most // unit) * unit
 
 
 def boxed(whole: Tensor, box: Sequence[range]) -> Tensor:

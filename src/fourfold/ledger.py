@@ -50,12 +50,25 @@ class Event(NamedTuple):
     what: Collective | str
 
 
+class RecordedStep(Protocol):
+    """The collectives of a step that the device repeats by itself, and how far it has come."""
+
+    launches: list[Collective]
+    """In the order of their launch."""
+    waits: list[Collective]
+    """In the order in which the device waits for them."""
+
+    @property
+    def progress(self) -> tuple[int, int]: ...
+
+
 class Listener(Protocol):
     """Is called for every collective that is sent: at its launch, before the wait for it, and after the wait."""
 
     def launched(self, record: Collective) -> None: ...
     def waits(self, record: Collective) -> None: ...
     def landed(self) -> None: ...
+    def replayed(self, step: RecordedStep) -> None: ...
 
 
 class Ledger:
@@ -121,6 +134,23 @@ class Ledger:
             yield self._events
         finally:
             self._events = before
+
+    @contextmanager
+    def recorded(self, step: RecordedStep) -> Iterator[None]:
+        """Note the collectives of a step that is only recorded inside the block, without counting or timing them."""
+        listener, stalls, self.listener, self._stalls = self.listener, self._stalls, None, None
+        try:
+            with self.not_counted(), self.watch() as step.launches:
+                yield
+        finally:
+            self.listener, self._stalls = listener, stalls
+
+    def replayed(self, step: RecordedStep) -> None:
+        """Count the collectives of a recorded step that was launched again."""
+        for record in step.launches:
+            self.append(record)
+        if self.listener is not None:
+            self.listener.replayed(step)
 
     def time_stalls(self) -> None:
         """Start measuring, on a GPU, how long its stream stands still for collectives."""

@@ -7,7 +7,8 @@ over data, and the stepped rows are gathered over data, in the buckets of the gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import cos, inf, pi
 from typing import Any, Literal, get_args
@@ -21,6 +22,7 @@ from fourfold.comm import Pending
 from fourfold.gradients import REPLICA, Bucket, gradients_of, is_owed, measure_norms, scale_gradients
 from fourfold.grid import Grid
 from fourfold.params import local_of, restore, wait_on_use
+from fourfold.recording import Recording
 
 Decay = Literal["cosine", "stable", "constant"]
 
@@ -33,13 +35,14 @@ class Clipped:
     """The norm of all gradients before clipping. If it is not finite, the step was skipped."""
     grid: Grid
     names: tuple[str, ...]
-    shards: list[Tensor]
+    shards: Tensor
+    """The norm of this rank's shard of the gradient of each of these parameters."""
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter whose gradient was not finite on some rank; all ranks must call this."""
-        if not self.shards:
+        if not self.names:
             return None
-        flags = (~torch.stack(self.shards).isfinite()).float()
+        flags = (~self.shards.isfinite()).float()
         for axis in AXES:
             flags = comm.all_reduce(flags, self.grid, axis, label="not finite").wait()
         return next((name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag), None)
@@ -75,6 +78,8 @@ class AdamW(torch.optim.AdamW):
                 (decayed if part.dim() > 1 else others).append(part)
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         super().__init__([group for group in groups if group["params"]], lr, betas=betas, eps=eps, fused=True)
+        # what recorded steps read; fp32, which is what torch's fused kernels take
+        self._rates = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -93,10 +98,14 @@ class AdamW(torch.optim.AdamW):
                     "run the last micro-step's backward() outside of ff.accumulate"
                 )
             part.grad = None if gradient is None else local_of(gradient)
-        super().step()
-        # torch's fused kernels do not count their changes, and the prefetcher relies on the count
-        for name in self.parts:
-            torch.autograd.graph.increment_version(self.gradients.parameters[name][0])
+        recording = self.gradients.grid.recording
+        if recording is None:
+            super().step()
+        else:
+            self._joins(recording)
+            with self._recordable():
+                super().step()
+        self._count_changes()
         if self.gradients.policy.shard_optimizer:
             self._gather()
         return result
@@ -124,6 +133,45 @@ class AdamW(torch.optim.AdamW):
             self.__dict__.pop("grad_scale", None)
         return Clipped(norm, self.gradients.grid, tuple(names), shards)
 
+    def _joins(self, recording: Recording) -> None:
+        """Take part in a recorded step: replays read learning rates from the device, and count as changes."""
+        fixed = self._fixed()
+
+        def write_rates() -> None:
+            if self._fixed() != fixed:
+                raise RuntimeError(
+                    "since the step was recorded, betas, eps or weight_decay were changed, the state of the optimizer "
+                    "was loaded, or the model was moved; replays would not see it: make a new StepGraph"
+                )
+            for group, rate in zip(self.param_groups, self._rates, strict=True):
+                rate.fill_(group["lr"])
+
+        recording.before.append(write_rates)
+        recording.after.append(self._count_changes)
+
+    def _fixed(self) -> tuple[object, ...]:
+        """Return what a recorded step keeps as it was: the options of the groups, and which tensors it works on."""
+        options = [(group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+        tensors = [id(tensor) for part in self.parts.values() for tensor in self.state[part].values()]
+        return options, tensors, [id(local_of(self.gradients.parameters[name][0])) for name in self.parts]
+
+    def _count_changes(self) -> None:
+        """Count that the parameters have changed: torch's fused kernels do not, and the prefetcher relies on it."""
+        for name in self.parts:
+            torch.autograd.graph.increment_version(self.gradients.parameters[name][0])
+
+    @contextmanager
+    def _recordable(self) -> Iterator[None]:
+        """Let torch's step read the learning rates from the device inside the block."""
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, self._rates, strict=True):
+            group["lr"], group["capturable"] = rate, True
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"], group["capturable"] = rate, False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         for name in self.parts:
@@ -135,15 +183,20 @@ class AdamW(torch.optim.AdamW):
 
     def _gather(self) -> None:
         """Give every replica the rows that the others stepped; the first layers go first, as forward needs them."""
+        arrivals: list[Arrival] = []
         for bucket in reversed(self.gradients.buckets()):
             if unknown := [name for name in bucket.names if name not in self.parts]:
                 raise RuntimeError(f"{unknown[0]} was frozen when this optimizer was made; make it anew")
             arrival = Arrival(self, bucket)
-            if self.gradients.policy.overlap.reduce_early:
+            if self.gradients.grid.recording is not None:
+                arrivals.append(arrival)
+            elif self.gradients.policy.overlap.reduce_early:
                 for parameter in arrival.parameters:
                     wait_on_use(parameter, arrival.wait)
             else:
                 arrival.wait()
+        for arrival in arrivals:  # what a recorded step launches must end in it
+            arrival.wait()
 
 
 class Arrival:
@@ -222,7 +275,8 @@ class Schedule:
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the learning rate of every parameter group for this step and return it."""
-        rate = self.at(step)
+        # rounded to fp32, so that eager and recorded steps, which read it from the device, use the same number
+        rate = torch.tensor(self.at(step), dtype=torch.float32).item()
         for group in optimizer.param_groups:
             group["lr"] = rate
         return rate

@@ -30,6 +30,8 @@ from fourfold.params import local_of
 
 MEMORY = "_fourfold_memory"
 """Attribute of the first of several weights that lie side by side: their common memory. Copies do not have it."""
+ZEROS_BEHIND = "_fourfold_zeros_behind"
+"""Attribute of the last weight in such a memory: the rows of zeros that lie behind it, as padding for a product."""
 
 
 class Gathered(NamedTuple):
@@ -48,7 +50,7 @@ class Factor:
     weights: tuple[GroupMember, ...]
     biases: tuple[GroupMember, ...]
     widths: tuple[int, ...]
-    """The p_i: rows of each weight on this rank, padded if a vocabulary does not divide evenly."""
+    """The p_i: rows of each weight on this rank, and the padding of a vocabulary (`layout.logits_columns`)."""
     columns: tuple[range, ...]
     """The columns of the output to which each bias is added; a rank may hold a part of a bias."""
     adds: bool
@@ -138,10 +140,11 @@ class Factor:
         return [run(dout[:, columns.start : columns.stop], self.group.reduce_dtype) for columns in self.columns]
 
     def _joined(self) -> Tensor | None:
-        """Return the weights as one tensor if they need no gather and lie side by side already."""
-        if self.group.grid.size(GATHERED) > 1 or [member.rows for member in self.weights] != list(self.widths):
+        """Return the weights as one tensor if they need no gather and lie side by side already, with their padding."""
+        rows = tuple(member.rows for member in self.weights)
+        if self.group.grid.size(GATHERED) > 1 or rows[:-1] != self.widths[:-1]:
             return None
-        joined = side_by_side([member.parameter for member in self.weights])
+        joined = side_by_side([member.parameter for member in self.weights], padding=self.widths[-1] - rows[-1])
         return None if joined is None else joined.to(self.group.compute_dtype)
 
     def _buffer(self, *, biases: bool = True) -> tuple[Tensor | None, list[Tensor] | None]:
@@ -161,19 +164,24 @@ class Factor:
         return w, into
 
 
-def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return shards joined along dim 0 without a copy, if they still lie where they were made, one after the other."""
+def side_by_side(parameters: Sequence[nn.Parameter], padding: int = 0) -> Tensor | None:
+    """Return shards joined along dim 0 without a copy, if they still lie where they were made, one after the other.
+
+    With `padding` that many rows of zeros follow, if they were reserved.
+    """
     parts = [local_of(parameter).detach() for parameter in parameters]
-    if len(parts) == 1:
+    if len(parts) == 1 and not padding:
         return parts[0]
+    if padding > getattr(parameters[-1], ZEROS_BEHIND, 0):
+        return None
     memory = getattr(parameters[0], MEMORY, None)
     expected = -1 if memory is None else memory.data_ptr()
     for part in parts:
         if part.data_ptr() != expected or not part.is_contiguous():
             return None
         expected += part.nbytes
-    used = memory[: sum(part.numel() for part in parts)]  # type: ignore[index]  # others may lie behind these
-    return used.view(sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    rows, row = sum(part.shape[0] for part in parts) + padding, parts[0].shape[1:]
+    return memory[: rows * row.numel()].view(rows, *row)  # type: ignore[index]  # others may lie behind these
 
 
 class Product(torch.autograd.Function):

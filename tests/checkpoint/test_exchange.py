@@ -395,7 +395,7 @@ def test_a_head_that_is_missing(gpt2: Path, tmp_path: Path) -> None:
         ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu': .* in its tanh form"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True: all layers"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False: scores"),
-        ("gpt2", {"attn_pdrop": 0.3}, "attn_pdrop=0.3: all dropouts must be equal"),
+        ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop=0.3: dropout is the same after all sublayers"),
         ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config: its weights are packed"),
         ("gpt2", {"auto_map": {"AutoModel": "a.b"}}, "auto_map: the folder has code of its own"),
         ("gpt2", {"model_type": "gpt3"}, "model_type='gpt3' cannot be read"),

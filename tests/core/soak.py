@@ -1,6 +1,6 @@
 """The full product: every grid of 1, 2, 3, 4, 6 and 8 ranks, both modes, every combination of options.
 
-That is 110 grids and modes times 4096 combinations. They are walked in a fixed shuffled order, so that a
+That is 110 grids and modes times 16384 combinations. They are walked in a fixed shuffled order, so that a
 run that is stopped early (SOAK_SECONDS) has seen a fair sample, and SOAK_START goes on where one ended.
 
     make soak SOAK_SECONDS=1800

@@ -15,7 +15,7 @@ import torch
 
 from fourfold.cli import parser
 from fourfold.commands.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
-from fourfold.grid import Shape
+from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective
 from fourfold.planner import calibrate as planner_calibrate
 from fourfold.planner.calibrate import (
@@ -24,19 +24,22 @@ from fourfold.planner.calibrate import (
     LEAST_LARGEST,
     MOST_TURN,
     SMALL,
+    SMALL_LAYERS,
     SMALL_ROWS,
     Calibration,
     Computation,
     LaunchCall,
     Measured,
     Message,
+    TimedStep,
     fit_links,
     fit_products,
     groups_of,
     machine_of,
     not_negative,
+    training_step,
 )
-from fourfold.planner.machine import LinkSpeed, Seconds, Timed, load_machine, parse_machine, to_toml
+from fourfold.planner.machine import HostMode, LinkSpeed, Machine, Seconds, Timed, load_machine, parse_machine, to_toml
 from fourfold.planner.price import simulate
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
@@ -107,6 +110,13 @@ def test_rates_of_products_are_found_again_and_stay_below_the_peak() -> None:
     assert 0 <= half < 200
 
 
+STEPS = tuple(
+    TimedStep(mode, layers, fixed + layers * each)
+    for mode, fixed, each in (("eager", 9e-3, 3e-3), ("compiled", 6e-3, 2e-3), ("captured", 6e-4, 2e-4))
+    for layers in SMALL_LAYERS
+)
+
+
 def found(**changes: object) -> Measured:
     values = dict(
         device="NVIDIA H200",
@@ -115,7 +125,7 @@ def found(**changes: object) -> Measured:
         held=100,
         advertised={"bf16": 9e14},
         messages=messages(20e-6, LINKS),
-        computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6, 2e-3),
+        computation=Computation((*timed(1e14, 200.0), Timed(8, 8, 8, "fp32", 1e-6)), 6e13, 1e12, 1e-6, STEPS),
         contention=1.2,
     )
     return Measured(**{**values, **changes})  # type: ignore[arg-type]
@@ -137,13 +147,46 @@ def test_a_machine_of_what_was_measured_can_be_written_and_read() -> None:
     assert machine.sources["peak.bf16"] == "data sheet of NVIDIA H200"
 
 
+def small_step(machine: Machine, layers: int, mode: HostMode = "eager") -> float:
+    """The predicted seconds of a small step."""
+    sizes = LocalSizes(replace(SMALL, layers=layers), Shape(), Policy(), SMALL_ROWS, SMALL.seq, torch.bfloat16)
+    return simulate(step_program(sizes).work, Seconds(machine, Shape(), mode), "bf16").seconds
+
+
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA H200"])
-def test_the_small_step_takes_what_it_took(device: str) -> None:
-    """The host's part of each piece of work is such that the program of that step takes its seconds again."""
+def test_small_steps_take_what_they_took_in_each_mode(device: str) -> None:
+    """The host's seconds per item and per step are such that the programs of those steps take their seconds again."""
     machine = machine_of("here", "two nodes", found(device=device), "today")
-    sizes = LocalSizes(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, torch.bfloat16)
-    program = step_program(sizes, optimizer=False)
-    assert simulate(program.work, Seconds(machine, Shape()), "bf16").seconds == pytest.approx(2e-3, rel=1e-6)
+    assert list(machine.host) == ["eager", "compiled", "captured"]
+    assert machine.sources["host.captured.item"] == machine.sources["host.eager.step"] == "today"
+    for step in STEPS:
+        assert small_step(machine, step.layers, step.mode) == pytest.approx(step.seconds, rel=1e-6)
+    # on a GPU the host works ahead, so the least time of a kernel is the device's own
+    assert machine.overhead == (machine.host["eager"].item if device == "cpu" else 1e-6)
+
+
+def test_a_mode_that_was_not_measured_is_left_out() -> None:
+    computation = replace(found().computation, steps=tuple(step for step in STEPS if step.mode == "eager"))
+    machine = machine_of("here", "two nodes", found(computation=computation), "today")
+    assert list(machine.host) == ["eager"]
+    assert parse_machine(to_toml(machine), "here.toml") == machine
+    assert small_step(machine, 4, "captured") < small_step(machine, 4, "eager") / 5
+
+
+def test_noise_makes_no_constant_of_the_host_negative() -> None:
+    falling = tuple(TimedStep("eager", layers, 1e-2 / layers) for layers in SMALL_LAYERS)
+    machine = machine_of("here", "here", found(computation=replace(found().computation, steps=falling)), "today")
+    assert machine.host["eager"].item == 0
+    assert machine.host["eager"].step > 0
+
+
+def test_a_small_step_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_calibrate, "WARM_UP", 1)
+    act = training_step("eager", 1, Grid.alone("cpu"), torch.float32)
+    assert act is not None
+    losses = [float(act()) for _ in range(3)]  # type: ignore[arg-type]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1]
 
 
 @pytest.mark.parametrize("turn", [0.0, 3e-3, 20e-3])
@@ -232,11 +275,15 @@ def test_two_ranks_measure_what_an_independent_timing_does(ranks, tmp_path: Path
     assert (machine.device, machine.devices_per_node, list(machine.inside)) == ("cpu", 2, [(1, 2)])
     assert slowest / 2 < machine.inside[1, 2].bandwidth < 2 * best  # one line through messages of all kinds and sizes
     assert machine.contention >= 1
+    assert list(machine.host) == ["eager"]  # a CPU replays nothing, and 3 s are too short to compile
+    assert 1e-6 < machine.host["eager"].item < 1e-2
+    assert machine.host["eager"].item <= machine.overhead
     assert "2 ranks, torch" in machine.sources["gemm.fp32"]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
     assert took < 30  # a budget of 3 s, on a machine that others use too
     lines = list(summary(machine, path))
+    assert f"  the host, {machine.describe_host('eager')}" in lines
     assert "ranks 1 apart, 2 together" in lines[-2]
     assert f"fourfold plan --model gpt-1.4b --machine {path} --devices 2 " in lines[-1]
 

@@ -112,6 +112,7 @@ DEEP = ff.models.config("gpt-1.4b", layers=3)
 THIRDS = replace(DEEP, heads=18, kv_heads=18, mlp_hidden=8190)
 LLAMA = ff.models.config("llama-3-8b", layers=2)
 NARROW = ff.models.config("llama-3-8b", layers=2, hidden=512, heads=8, kv_heads=2, head_dim=64, mlp_hidden=1536)
+ODD = replace(NARROW, vocab=50257)
 
 
 def bf16(**policy: Any) -> Policy:
@@ -128,6 +129,9 @@ CASES = [
     Case(NARROW, Shape(y=2, z=2), bf16(), 8, 1024),
     Case(NARROW, Shape(x=2), Policy(), 8, 1024),
     Case(NARROW, Shape(), Policy(), 8, 1024),
+    # logits that are padded
+    *(Case(ODD, shape, bf16(), 8, 1024) for shape in (Shape(), Shape(x=2), Shape(y=2), Shape(z=2))),
+    *(Case(ODD, shape, bf16(loss_chunk=1024), 8, 1024) for shape in (Shape(), Shape(z=2))),
     # activations
     *(Case(GPT, shape, CHUNKED, 8, 2048) for shape in (Shape(x=4), Shape(x=2, y=2, z=2), Shape(z=4))),
     *(Case(LLAMA, shape, CHUNKED, 8, 2048) for shape in (Shape(x=16), Shape(x=2, y=4), Shape(y=2, z=2))),

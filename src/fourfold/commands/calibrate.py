@@ -111,6 +111,8 @@ def summary(machine: Machine, path: Path) -> Iterator[str]:
     yield f"  products {rates}, half of that at a dim of {machine.gemm_half:.0f}; attention {machine.attention:.0%}"
     yield f"  memory {machine.memory / 2**30:.1f} GiB, {machine.memory_bandwidth / 1e9:.1f} GB/s"
     yield f"  at least {machine.overhead * 1e6:.1f} us per kernel, {machine.launch * 1e6:.1f} us per collective"
+    for mode in machine.host:
+        yield f"  the host, {machine.describe_host(mode)}"
     yield (
         f"  products during a collective take {machine.contention:.2f} times as long; a collective waits "
         f"{machine.turn * 1e3:.1f} ms for its turn"

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machin
             f"--seq {seq} is longer than the {config.seq} learned positions of {options.model}; give {config.seq} or "
             "less, or a model with rotary positions, such as llama-3-8b"
         )
-    return search(make_task(options, config, machine, seq), options.devices, top=options.top)
+    # `fourfold train` records the steps of its models unless its config turns that off
+    task = replace(make_task(options, config, machine, seq), captured=True)
+    return search(task, options.devices, top=options.top)
 
 
 def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> GridPlan:

@@ -35,6 +35,8 @@ class ModelConfig:
     """The head uses the weight of the embedding."""
     qk_norm: bool = False
     dropout: float = 0.0
+    attention_dropout: float | None = None
+    """Dropout of attention weights; None stands for `dropout`."""
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -51,8 +53,14 @@ class ModelConfig:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+        for name in ("dropout", "attention_dropout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name}={value} must be at least 0 and below 1")
+
+    @property
+    def dropout_of_attention(self) -> float:
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     def check(self, shape: Shape, policy: Policy) -> None:
         """Raise an error if the model cannot be cut over a grid of this shape."""
@@ -94,8 +102,8 @@ class ModelConfig:
         return self.layers * block + norm + tables * self.hidden
 
 
-MODEL_FIELDS: dict[str, Any] = get_type_hints(ModelConfig)
-"""The type of each field. Whoever needs a list of the fields takes it from here."""
+MODEL_FIELDS: dict[str, Any] = {**get_type_hints(ModelConfig), "attention_dropout": float}
+"""The type of each field that is given. Whoever needs a list of the fields takes it from here."""
 
 
 def config(name: str, **changes: Any) -> ModelConfig:

@@ -149,12 +149,15 @@ def read_config_json(path: Path, *, exact: bool = False) -> tuple[dict[str, Any]
     return fields, tuple(notes)
 
 
-def _dropout(source: ConfigJson, default: float, *names: str) -> float:
-    """Return the value of these keys, which must all be equal."""
+def _dropout(source: ConfigJson, default: float, *names: str, attention: str) -> dict[str, float]:
+    """Return the dropout that these keys give, which must all be equal, and that of attention weights."""
     found = {name: source.get(name, default) for name in names}
     if len(set(found.values())) > 1:
-        raise source.refuse(", ".join(f"{name}={p}" for name, p in found.items()), "all dropouts must be equal")
-    return found[names[0]]
+        raise source.refuse(
+            ", ".join(f"{name}={p}" for name, p in found.items()), "dropout is the same after all sublayers"
+        )
+    dropout, of_attention = found[names[0]] if names else 0.0, source.get(attention, default)
+    return dict(dropout=dropout) | ({} if of_attention == dropout else dict(attention_dropout=of_attention))
 
 
 def _gpt2(source: ConfigJson) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def _gpt2(source: ConfigJson) -> dict[str, Any]:
         vocab=source.need("vocab_size"),
         seq=source.need("n_positions", "n_ctx"),
         tied=source.get("tie_word_embeddings", True),
-        dropout=_dropout(source, 0.1, "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        **_dropout(source, 0.1, "resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
         norm_eps=source.get("layer_norm_epsilon", 1e-5),
     )
 
@@ -190,7 +193,7 @@ def _gpt_neox(source: ConfigJson) -> dict[str, Any]:
         head_dim=_head_dim(source, sizes["hidden"], sizes["heads"]),
         rope_theta=_rope(source, "rotary_emb_base", "rotary_pct", 0.25),
         tied=source.get("tie_word_embeddings", False),
-        dropout=_dropout(source, 0.0, "hidden_dropout", "attention_dropout"),
+        **_dropout(source, 0.0, "hidden_dropout", attention="attention_dropout"),
         norm_eps=source.get("layer_norm_eps", 1e-5),
     )
 
@@ -207,11 +210,11 @@ def _llama(source: ConfigJson, head_dim: int | None = None) -> dict[str, Any]:
         )
     if source.exact and source.kind != "llama" and any(biases.values()):
         raise source.refuse("attention_bias=True", f"model_type={source.kind!r} does not have biases on all layers")
-    source.expect("attention_dropout", 0.0, (0.0, 0), "dropout acts after every sublayer or nowhere")
     if source.exact:
         _require_whole_sequences(source)
     return dict(
         **sizes,
+        **_dropout(source, 0.0, attention="attention_dropout"),
         kv_heads=_kv_heads(source, heads),
         head_dim=source.get("head_dim", head_dim) or _head_dim(source, hidden, heads),
         rope_theta=_rope(source, "rope_theta", "partial_rotary_factor", 1.0),
@@ -332,17 +335,20 @@ def config_keys(config: ModelConfig, model_type: str) -> dict[str, Any]:
             n_layer=config.layers,
             n_inner=config.mlp_hidden,
         )
-        keys |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+        keys |= dict(resid_pdrop=config.dropout, embd_pdrop=config.dropout, attn_pdrop=config.dropout_of_attention)
         keys |= dict(n_positions=config.seq, layer_norm_epsilon=config.norm_eps, activation_function="gelu_new")
         return {**common, **keys}
     keys = {key: getattr(config, field) for field, key in SIZE_KEYS.items()}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if model_type == "gpt_neox":
         keys |= dict(hidden_act="gelu_new", use_parallel_residual=False, attention_bias=True)
-        keys |= dict(hidden_dropout=config.dropout, attention_dropout=config.dropout, layer_norm_eps=config.norm_eps)
+        keys |= dict(hidden_dropout=config.dropout, attention_dropout=config.dropout_of_attention)
+        keys |= dict(layer_norm_eps=config.norm_eps)
         keys |= dict(rotary_pct=1.0, rotary_emb_base=config.rope_theta)  # older versions of transformers read these
         return {**common, **keys, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
     keys |= dict(hidden_act="silu", num_key_value_heads=config.kv_heads, head_dim=config.head_dim)
-    keys |= dict(attention_bias=config.bias, attention_dropout=0.0, rms_norm_eps=config.norm_eps)
+    keys |= dict(
+        attention_bias=config.bias, attention_dropout=config.dropout_of_attention, rms_norm_eps=config.norm_eps
+    )
     keys |= dict(mlp_bias=config.bias) if model_type == "llama" else dict(use_sliding_window=False)
     return {**common, **keys, "rope_theta": config.rope_theta, "rope_parameters": rope}

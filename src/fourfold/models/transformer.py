@@ -81,7 +81,7 @@ class TransformerBlock(Layer):
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            dropout=config.dropout,
+            dropout=config.dropout_of_attention,
             head_norm_eps=config.norm_eps if config.qk_norm else None,
             **both,
         )

@@ -124,6 +124,12 @@ class Attention(Layer):
         self.q_norm = HeadNorm(grid, policy, head_dim, eps=head_norm_eps) if normed else None
         self.k_norm = HeadNorm(grid, policy, head_dim, eps=head_norm_eps) if normed else None
 
+    @property
+    def not_recordable(self) -> str:
+        """Why no CUDA graph can contain this layer; empty if one can."""
+        drops = self.training and self.dropout > 0
+        return f"attention dropout of {self.label} draws from a generator that the host seeds" if drops else ""
+
     def forward(self, a: Tensor, batch: Batch) -> Tensor:
         return self.out.leave(self.engine.alone(self.turns(a, batch)), batch.tokens).wait()
 

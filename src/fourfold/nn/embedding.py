@@ -1,7 +1,8 @@
 """The layers at both ends of a language model: embedding, learned positions, and the head with its chunked loss.
 
 The table `w[V/x, h/y]` is cut like an Expand weight, so embedding and head can share one. Its global shape has the true
-size of the vocabulary; ranks on x hold ceil(V/x) rows or fewer. Only logits are padded.
+size of the vocabulary; ranks on x hold ceil(V/x) rows or fewer. Only logits are padded (`layout.logits_columns`), and
+with them the table as the head's product reads it: by rows of zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from torch.nn import functional
 from fourfold import comm
 from fourfold.engine import Turns
 from fourfold.grid import Grid
-from fourfold.layout import EXPAND_WEIGHT, HEAD_BIAS, OUTPUT_OF_HEAD, POSITIONS, PRODUCT, Init, Spec, chunk, inner, rest
+from fourfold.layout import (
+    EXPAND_WEIGHT,
+    GATHERED,
+    HEAD_BIAS,
+    OUTPUT_OF_HEAD,
+    POSITIONS,
+    PRODUCT,
+    Init,
+    Spec,
+    chunk,
+    inner,
+    logits_columns,
+    rest,
+)
 from fourfold.nn.layer import Layer
 from fourfold.nn.linear import Expand, join, require_divisible
 from fourfold.nn.loss import IGNORE_INDEX, Vocabulary, gradient_of_logits, log_sum_exp
@@ -108,7 +122,7 @@ class Head(Expand):
     """Logits: an Expand layer over a vocabulary of any size, with the embedding's table or its own.
 
     rest -> enter -> [m/z, k/y] -> product [m/z, p] {sum y} -> spread -> [m/z, p/y], where p is ceil(V/x) padded until y
-    divides it. `columns` are the ids that a rank's columns stand for.
+    divides it and its rows are aligned. `columns` are the ids that a rank's columns stand for.
     """
 
     def __init__(
@@ -135,12 +149,22 @@ class Head(Expand):
     @property
     def columns_held(self) -> int:
         """Columns of logits on every rank, padding included."""
-        most = -(-self.vocab // self.grid.size("x"))  # rows of the table on the first rank of x
-        return -(-most // self._cuts)
+        return self.width // self._cuts
 
     @property
     def width(self) -> int:
-        return self.columns_held * self._cuts
+        return self._width(self.weight_member.parameter.dtype)
+
+    def _width(self, stored: torch.dtype) -> int:
+        """Return the columns of the product with a table that is stored in this dtype."""
+        itemsize = (self.policy.compute_dtype or stored).itemsize
+        return logits_columns(self.vocab, self.grid.size("x"), self._cuts, itemsize)
+
+    def padding_of(self, dtype: torch.dtype) -> dict[tuple[Layer, str], int]:
+        padding = self._width(dtype) - len(self._rows)
+        if self.grid.size(GATHERED) > 1 or padding == 0:
+            return {}  # a gathered table has its padding in the buffer
+        return {(self.tied_to[0] or self, "weight"): padding}
 
     @property
     def _cuts(self) -> int:

@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from math import prod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from fourfold import kernels
 from fourfold.engine import Engine
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid
 from fourfold.layout import Spec, rest
-from fourfold.nn.rng import StepRng, fill_, seeded
+from fourfold.nn.rng import StepRng, fill_
 from fourfold.operators import OpContext
 from fourfold.param_group import GroupMember, ParamGroup
 from fourfold.params import shard_parameter
 from fourfold.policy import Policy
-from fourfold.product import MEMORY
+from fourfold.product import MEMORY, ZEROS_BEHIND
 
 T = TypeVar("T")
 
@@ -94,6 +94,14 @@ class Layer(nn.Module):
     def site(self, tokens: int) -> OpContext:
         return OpContext(self.grid, self.policy, tokens, self.label, self.engine)
 
+    def padding_of(self, dtype: torch.dtype) -> dict[tuple[Layer, str], int]:  # noqa: ARG002
+        """Return the rows of zeros that a product of this layer reads behind stored parameters of this dtype.
+
+        A parameter is given by its layer and its name there. Its padding is reserved with its memory, so that the
+        product needs no copy.
+        """
+        return {}
+
 
 def assemble(
     model: nn.Module,
@@ -113,25 +121,14 @@ def assemble(
     for prefix, layer in layers:
         layer.label = prefix or layer.label  # the model itself has no prefix
     specs = specs_of(model)
-    shards: dict[str, Tensor] = {}
-    joined: dict[str, Tensor] = {}
-    for prefix, layer in layers:
-        for group in layer.side_by_side:
-            full = [f"{prefix}.{name}" if prefix else name for name in group]
-            names = [name for name in full if name in specs]
-            if len(names) > 1:
-                joined[names[0]], parts = reserve(names, specs, grid, dtype, device)
-                shards |= parts
+    memories = reserve_all(dict(layers), specs, grid, dtype, device)
     parameters: dict[str, tuple[nn.Parameter, Spec]] = {}
     for name, spec in specs.items():
-        if name not in shards:
-            shards |= reserve([name], specs, grid, dtype, device)[1]
+        memory = memories[name]
         owner, _, own_name = name.rpartition(".")
-        if not shards[name].is_meta:  # a dry run needs no values
-            fill_(shards[name], spec.box(grid), spec.shape, spec.init, seed, name)
-        parameter = shard_parameter(shards[name], spec, grid)
-        if name in joined:
-            setattr(parameter, MEMORY, joined[name])
+        if not memory.shard.is_meta:  # a dry run needs no values
+            fill_(memory.shard, spec.box(grid), spec.shape, spec.init, seed, name)
+        parameter = memory.parameter(spec, grid)
         setattr(model.get_submodule(owner), own_name, parameter)
         parameters[name] = (parameter, spec)
     gradients = Gradients(grid, parameters, policy)
@@ -154,14 +151,62 @@ def specs_of(model: nn.Module) -> dict[str, Spec]:
     }
 
 
+class ShardMemory(NamedTuple):
+    """The memory of one shard, for weights that a product reads without a copy of them."""
+
+    shard: Tensor
+    joint: Tensor | None = None
+    """The memory of all shards that lie side by side, with the padding behind them, if this shard is the first."""
+    padding: int = 0
+    """The rows of zeros behind this shard."""
+
+    def parameter(self, spec: Spec, grid: Grid) -> nn.Parameter:
+        """Return the shard as a parameter that knows the memory around it."""
+        made = shard_parameter(self.shard, spec, grid)
+        if self.joint is not None:
+            setattr(made, MEMORY, self.joint)
+        if self.padding:
+            setattr(made, ZEROS_BEHIND, self.padding)
+        return made
+
+
+def reserve_all(
+    layers: Mapping[str, Layer], specs: Mapping[str, Spec], grid: Grid, dtype: torch.dtype, device: torch.device
+) -> dict[str, ShardMemory]:
+    """Return memory for this rank's shards of all parameters of these layers, by name."""
+    prefixes = {layer: f"{name}." if name else "" for name, layer in layers.items()}
+    paddings = [layer.padding_of(dtype).items() for layer in layers.values()]
+    # a head may be tied to a table outside of this model
+    zeros = {prefixes[of] + name: rows for padding in paddings for (of, name), rows in padding if of in prefixes}
+    together = [[prefix + name for name in group] for layer, prefix in prefixes.items() for group in layer.side_by_side]
+    found: dict[str, ShardMemory] = {}
+    for group in [*together, *([name] for name in specs)]:
+        names = [name for name in group if name in specs and name not in found]
+        if names:
+            found |= reserve(names, specs, grid, dtype, device, padding=zeros.get(names[-1], 0))
+    return found
+
+
 def reserve(
-    names: Sequence[str], specs: Mapping[str, Spec], grid: Grid, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return memory for this rank's shards of these parameters, one after the other, and a view of each shard."""
+    names: Sequence[str],
+    specs: Mapping[str, Spec],
+    grid: Grid,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    padding: int = 0,
+) -> dict[str, ShardMemory]:
+    """Return memory for this rank's shards of these parameters, one after the other, with rows of zeros behind them."""
     shapes = [[len(part) for part in specs[name].box(grid)] for name in names]
-    whole = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=device)
-    parts = whole.split([prod(shape) for shape in shapes])
-    return whole, {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+    used = sum(map(prod, shapes))
+    joint = torch.empty(used + padding * prod(shapes[-1][1:]), dtype=dtype, device=device)
+    joint[used:].zero_()
+    parts = joint[:used].split([prod(shape) for shape in shapes])
+    shards = {name: ShardMemory(part.view(shape)) for name, part, shape in zip(names, parts, shapes, strict=True)}
+    if padding or len(names) > 1:
+        shards[names[0]] = shards[names[0]]._replace(joint=joint)
+        shards[names[-1]] = shards[names[-1]]._replace(padding=padding)
+    return shards
 
 
 def recompute(function: Callable[..., T], clock: StepRng, *args: Any) -> T:
@@ -214,5 +259,7 @@ class Dropout(Layer):
     def forward(self, a: Tensor) -> Tensor:
         if not self.active:
             return a
-        with seeded(self.clock.key(self.label, self.grid, rest(self.policy.activations)), a.device):
-            return functional.dropout(a, self.probability)
+        key = self.clock.key_on(a.device, self.label, self.grid, rest(self.policy.activations))
+        # on the CPU eager: there a compiler may take an integer product that wraps around for an error
+        drop = kernels.region(kernels.drop, a, compiled=self.policy.compile and a.is_cuda)
+        return drop(a, self.probability, self.clock.position(a.device), key)

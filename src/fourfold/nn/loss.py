@@ -109,11 +109,12 @@ def gradient_of_logits(
 def log_sum_exp(vocabulary: Vocabulary, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return what backward keeps, E9 for each token, and the fp64 sum of (lse - target's logit) over unmasked tokens.
 
-    Backward keeps the logits. If every rank has the whole vocabulary and no cast is needed, it keeps log-probabilities
-    instead, which torch computes in one pass; their E9 is 0, which None stands for.
+    Backward keeps the logits. If every rank has the whole vocabulary without padding and no cast is needed, it keeps
+    log-probabilities instead, which torch computes in one pass; their E9 is 0, which None stands for.
     """
     masked = targets == vocabulary.ignore_index
-    if vocabulary.whole and not vocabulary.compiled and logits.dtype.itemsize >= 4:
+    unpadded = logits.shape[1] == len(vocabulary.ids)
+    if vocabulary.whole and unpadded and not vocabulary.compiled and logits.dtype.itemsize >= 4:
         logp = torch.log_softmax(logits, dim=1)
         found = logp.gather(1, targets.masked_fill(masked, 0)[:, None])[:, 0]
         return logp, None, -found.masked_fill(masked, 0).sum().double()

@@ -6,11 +6,13 @@ touches and keeps its columns of them, so no rank ever holds a whole large weigh
 
 A draw of a forward pass (dropout) depends on (seed, step, micro-step, half, module name, coordinates of the axes that
 cut the tensor). It is equal on ranks that hold equal copies, independent on ranks that hold different parts, and the
-same when the forward pass is recomputed.
+same when the forward pass is recomputed. Dropout reads step and micro-step from the device, where a recorded step
+counts them too; what torch draws itself (attention dropout) needs them on the host.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 import sys
@@ -58,8 +60,9 @@ def fill_(local: Tensor, box: Sequence[range], shape: Sequence[int], init: Init,
         local[start - box[0].start : stop - box[0].start].copy_(part.mul_(init.std).add_(init.mean))
 
 
-RngPoint = tuple[int, int, HalfTurn]
-"""A point in training at which random numbers are drawn: the step, the micro-step and the half of the batch."""
+RngPoint = tuple[int, int, HalfTurn, Tensor | None]
+"""A point in training at which random numbers are drawn: the step, the micro-step, the half of the batch, and step and
+micro-step on the device."""
 
 
 class StepRng:
@@ -74,32 +77,66 @@ class StepRng:
         self.engine = engine
         self.step = 0
         self.micro_step = 0
+        # Step and micro-step on the device, once somebody has asked for them there. The counter is changed in place, so
+        # that a recorded step counts on; the position is a copy, to which `recomputing` can return.
+        self._counter: Tensor | None = None
+        self._position: Tensor | None = None
+        self._keys: dict[tuple[str, HalfTurn], Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StepRng:
+        new = StepRng(self.seed, copy.deepcopy(self.engine, memo))
+        new.step, new.micro_step = self.step, self.micro_step
+        return new
 
     @property
     def now(self) -> RngPoint:
-        return self.step, self.micro_step, self.engine.turn
+        return self.step, self.micro_step, self.engine.turn, self._position
 
     def advance(self) -> None:
         self.micro_step += 1
+        if self._counter is not None:
+            self._counter[1:].add_(1)
+            self._position = self._counter.clone()
 
     def begin_step(self, step: int) -> None:
         self.step, self.micro_step = step, 0
+        if self._counter is not None:
+            self._counter[:1].fill_(step)
+            self._counter[1:].zero_()
+
+    def position(self, device: torch.device) -> Tensor:
+        """Return [step, micro-step] on the device."""
+        if self._position is None or self._position.device != device:
+            self._counter = torch.tensor([self.step, self.micro_step], device=device)
+            self._position = self._counter.clone()
+        return self._position
 
     @contextmanager
     def recomputing(self, point: RngPoint) -> Iterator[None]:
         """Return to the point of the first run while a forward pass is recomputed, so that it draws the same masks."""
         now, before = self.now, self.engine.recomputing
-        (self.step, self.micro_step, self.engine.turn), self.engine.recomputing = point, True
+        (self.step, self.micro_step, self.engine.turn, self._position), self.engine.recomputing = point, True
         try:
             yield
         finally:
-            (self.step, self.micro_step, self.engine.turn), self.engine.recomputing = now, before
+            (self.step, self.micro_step, self.engine.turn, self._position), self.engine.recomputing = now, before
+
+    def key_on(self, device: torch.device, name: str, grid: Grid, cut: Layout) -> Tensor:
+        """Return on the device what module `name` draws with at every position: `key` without step and micro-step."""
+        known = self._keys.get((name, self.engine.turn))
+        if known is None or known.device != device:
+            key = key_of(self.seed, name, *self._place(grid, cut))
+            known = self._keys[name, self.engine.turn] = torch.tensor(key, device=device)
+        return known
 
     def key(self, name: str, grid: Grid, cut: Layout) -> int:
         """Return the seed of what module `name` draws now for this rank's part of a tensor in layout `cut`."""
-        place = [f"{axis}={grid.coords[axis]}" for axis in AXES if axis in cut.axes]
+        return key_of(self.seed, self.step, self.micro_step, name, *self._place(grid, cut))
+
+    def _place(self, grid: Grid, cut: Layout) -> list[str]:
+        """Return the part of a tensor in layout `cut` for which this rank draws now."""
         half = [f"half={self.engine.turn.index}"] if self.engine.turn.of > 1 else []
-        return key_of(self.seed, self.step, self.micro_step, name, *place, *half)
+        return [*(f"{axis}={grid.coords[axis]}" for axis in AXES if axis in cut.axes), *half]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ The fit is pure arithmetic:
     collectives   seconds = launch + hops * latency + wire bytes / bandwidth, launch the same for all groups
     products      seconds = FLOPs / gemm * (1 + gemm_half / smallest dim)
     both at once  products take `contention` times as long; a message takes `turn` longer if products run all the time
-    the host      seconds of a step of a tiny model, divided by the pieces of work of its program
+    the host      seconds of a step = item * items of its program + step, for tiny models of several numbers of layers
 
 `turn` is chosen so that the program of a step on z, with messages that can be hidden, takes the seconds that the step
 took. Products during a single message do not show it: there all ranks compute at the same time, while the ranks of a
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from statistics import median
 from typing import get_args
 
@@ -43,7 +44,21 @@ from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Op
 from fourfold.models import ModelConfig, build
 from fourfold.models.config import config
-from fourfold.planner.machine import CONSTANTS, DTYPES, LINK, PEAK_FLOPS, LinkSpeed, Machine, Seconds, Timed
+from fourfold.optim import AdamW
+from fourfold.planner.machine import (
+    CONSTANTS,
+    DTYPES,
+    HOST,
+    HOST_MODES,
+    LINK,
+    PEAK_FLOPS,
+    HostMode,
+    HostSpeed,
+    LinkSpeed,
+    Machine,
+    Seconds,
+    Timed,
+)
 from fourfold.planner.price import simulate
 from fourfold.planner.program import ComputeOp
 from fourfold.planner.sizes import LocalSizes
@@ -116,6 +131,15 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A timed training step of the model `SMALL` with this many layers."""
+
+    mode: HostMode
+    layers: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Computation:
     """The speed of the slowest device."""
 
@@ -126,12 +150,16 @@ class Computation:
     memory_bandwidth: float
     kernel: float
     """Seconds of the smallest kernel."""
-    step: float
-    """Seconds of a forward and backward pass of the model `SMALL`."""
+    steps: tuple[TimedStep, ...]
+    """Steps in each mode that this machine has, with different numbers of layers."""
 
 
 SMALL, SMALL_ROWS = replace(config("llama-tiny"), seq=16), 2
 """A model so small that its step is mostly work of the host, and the rows of a rank."""
+SMALL_LAYERS = (1, 4, 8)
+"""The numbers of layers of the timed steps: far enough apart that the slope, the seconds per item, is not noise."""
+COMPILE_SECONDS = 30.0
+"""Compiled steps are timed if the calibration takes at least this many seconds: compiling alone takes about as long."""
 HIDDEN_SIZES = dict(layers=2, hidden=384, heads=8, kv_heads=8, head_dim=48, mlp_hidden=1024, vocab=1024, seq=64)
 HIDDEN, HIDDEN_ROWS = replace(config("llama-tiny"), **HIDDEN_SIZES), 2
 """A model that gathers weights while it computes, and the rows of a rank. With smaller messages, a short wait already
@@ -192,7 +220,11 @@ class Calibration:
         self.links_until = began + (LINKS_SHARE * seconds if self.groups else 0.0)
         self.runs_left = len(self.groups) * len(OPS)
         self.held = self.held_bytes()  # before the first tensor of the measurement is made
-        self.steps, self.done = len(self.groups) * len(OPS) + len(self.shapes) + 5 + self.hides, 0
+        has = {"eager": True, "compiled": seconds >= COMPILE_SECONDS, "captured": self.on_gpu}
+        self.modes = [mode for mode in HOST_MODES if has[mode]]
+        small_steps = len(self.modes) * len(SMALL_LAYERS)
+        self.steps = len(self.groups) * len(OPS) + len(self.shapes) + 4 + small_steps + self.hides
+        self.done = 0
 
     @property
     def hides(self) -> bool:
@@ -355,8 +387,17 @@ class Calibration:
         moved = 3 * a.nbytes / self._slowest(lambda: torch.add(a, b, out=out), slot)
         few = torch.ones(16, device=self.line.device)
         kernel = self._slowest(lambda: few.add_(1), slot)
-        step = self._slowest(step_of(SMALL, SMALL_ROWS, Grid.alone(self.line.device), self.dtype), slot)
-        return Computation(tuple(timed), rate, moved, kernel, step)
+        steps = [step for mode in self.modes for step in self._small_steps(mode, slot)]
+        return Computation(tuple(timed), rate, moved, kernel, tuple(steps))
+
+    def _small_steps(self, mode: HostMode, slot: float) -> Iterator[TimedStep]:
+        """Time training steps of small models; yield none if a rank of this machine has no such steps."""
+        for index, layers in enumerate(SMALL_LAYERS):
+            act = training_step(mode, layers, Grid.alone(self.line.device), self.dtype)
+            if self._agree(float(act is None)) or act is None:
+                self.done += len(SMALL_LAYERS) - index
+                return
+            yield TimedStep(mode, layers, self._slowest(act, slot))
 
     def _slowest(self, act: Callable[[], object], seconds: float) -> float:
         found = self._agree(self.average_seconds(act, seconds))
@@ -449,6 +490,43 @@ def step_of(config: ModelConfig, rows: int, grid: Grid, dtype: torch.dtype) -> C
     return run
 
 
+def training_step(mode: HostMode, layers: int, grid: Grid, dtype: torch.dtype) -> Callable[[], object] | None:
+    """Return a function that makes a training step of `SMALL` with this many layers, after the first such steps.
+
+    Return None if this machine cannot compile or record the step.
+    """
+    model = build(replace(SMALL, layers=layers), grid, policy=Policy(compile=mode == "compiled"), dtype=dtype)
+    optimizer = AdamW(model, lr=1e-4)
+    tokens = torch.zeros(SMALL_ROWS, SMALL.seq, dtype=torch.long, device=grid.device)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.clip_and_step(1.0)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if mode == "captured":
+        from fourfold.step_graph import StepGraph  # type: ignore[missing-import]
+
+        replayed = StepGraph(step, model, warmup=WARM_UP)
+        for _ in range(WARM_UP + 1):  # the last of these is recorded
+            replayed(tokens)
+        return partial(replayed, tokens) if replayed.recorded else None
+    try:
+        for _ in range(WARM_UP):
+            step(tokens)
+    except RuntimeError:
+        if mode == "compiled":  # torch raises it where there is no compiler
+            return None
+        raise
+    return partial(step, tokens)
+
+
+WARM_UP = 3
+"""Steps before a step is timed or recorded: they compile, and make the state of the optimizer."""
+
+
 def attention(device: torch.device, dtype: torch.dtype) -> tuple[float, Callable[[], None]]:
     """Return the FLOPs of causal attention forward and backward, and a function that runs it."""
     rows, heads, seq, width = (4, 16, 2048, 128) if device.type == "cuda" else (1, 4, 512, 64)
@@ -504,20 +582,36 @@ def machine_of(name: str, about: str, found: Measured, source: str) -> Machine:
         between=between,
         measured=work.products,
     )
-    machine = replace(machine, overhead=max(work.kernel, host_seconds(machine, main, work.step)))
+    machine = replace(machine, host=host_speeds(machine, main, work.steps))
+    if not on_gpu:
+        machine = replace(machine, overhead=max(work.kernel, machine.host["eager"].item))
     if found.hidden is not None:
         machine = replace(machine, turn=turn_seconds(machine, main, found.ranks, found.hidden))
     return replace(machine, sources=_sources(machine, found, source))
 
 
-def host_seconds(machine: Machine, dtype: str, step: float) -> float:
-    """Return the host's seconds per piece of work: the small step, on the CPU without its computation."""
-    alone = replace(machine, overhead=0.0, name=f"{machine.name} without its host")
+def host_speeds(machine: Machine, dtype: str, steps: Sequence[TimedStep]) -> dict[HostMode, HostSpeed]:
+    """Return the host's seconds per item and per step in each mode, from small steps: on the CPU without what they
+    compute."""
+    alone = replace(machine, overhead=0.0, host={}, name=f"{machine.name} without its host")
     parameters = next(found for found, name in DTYPES.items() if name == dtype)
-    sizes = LocalSizes(SMALL, Shape(), Policy(), SMALL_ROWS, SMALL.seq, parameters)
-    work = [item for item in step_program(sizes, optimizer=False).work if isinstance(item, ComputeOp)]
-    busy = simulate(work, Seconds(alone, Shape()), dtype).totals.compute if machine.device == "cpu" else 0.0
-    return max(0.0, step - busy) / len(work)
+    found: dict[HostMode, HostSpeed] = {}
+    for mode in HOST_MODES:
+        rows, right = [], []
+        for one in steps:
+            if one.mode == mode:
+                sizes = LocalSizes(
+                    replace(SMALL, layers=one.layers), Shape(), Policy(), SMALL_ROWS, SMALL.seq, parameters
+                )
+                work = [item for item in step_program(sizes).work if isinstance(item, ComputeOp)]
+                computes = machine.device == "cpu"
+                busy = simulate(work, Seconds(alone, Shape()), dtype).totals.compute if computes else 0.0
+                rows.append([len(work) / one.seconds, 1 / one.seconds])  # so that errors are relative
+                right.append(max(0.0, one.seconds - busy) / one.seconds)
+        if rows:
+            solved = not_negative(torch.tensor(rows, dtype=torch.float64), torch.tensor(right, dtype=torch.float64))
+            found[mode] = HostSpeed(*solved)
+    return found
 
 
 def turn_seconds(machine: Machine, dtype: str, ranks: int, step: float) -> float:
@@ -554,6 +648,7 @@ def _sources(machine: Machine, found: Measured, source: str) -> dict[str, str]:
         sheet = found.advertised.get(dtype) == rate
         sources[f"peak.{dtype}"] = f"data sheet of {found.device}" if sheet else f"{source}: the fastest product"
     paths = [f"inside[{stride},{size}]" for stride, size in machine.inside] + ["between"] * bool(machine.between)
+    sources |= {f"host.{mode}.{name}": source for mode in machine.host for name in HOST}
     return sources | {f"{path}.{name}": source for path in paths for name in LINK}
 
 

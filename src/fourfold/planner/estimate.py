@@ -5,7 +5,7 @@ which work is done twice; an order says in which order ranks go along the axes. 
 programs of two layers and of embedding, head and loss (transformer.py), which are rehearsed once per structure. Then
 all cells, levers and orders are priced together as tensors:
 
-    forward   max(compute, messages over x and y, gathers over z, everything that shares the network cards)
+    forward   max(compute, the host, messages over x and y, gathers over z, everything that shares the network cards)
     backward  the same, with products that run again and reductions over z
 
 If halves do not take turns, messages over x and y run between products instead of during them. The sums of gradients
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fourfold.axes import AXES
-from fourfold.planner.machine import Machine, Seconds, route_of
+from fourfold.planner.machine import Machine, route_of
 from fourfold.planner.memory import REHEARSED_LAYERS
 from fourfold.planner.price import Candidate, Task
 from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, Program
@@ -151,6 +151,8 @@ class Cells:
         """Seconds of computation by part: [cell, part]."""
         self.chain = torch.zeros(number, parts, dtype=torch.float64)
         """The same without the products of dw, which no message waits for: [cell, part]."""
+        self.items = torch.zeros(number, parts, dtype=torch.float64)
+        """The items that the host issues by part: [cell, part]."""
         by_form: dict[WorkForm, list[int]] = {}
         for index, sizes in enumerate(self.sizes):
             # block recompute without chunks has every part that any lever may need
@@ -173,9 +175,11 @@ class Cells:
                 sent = sizes[rows] * passes[:, None] * (ranks - 1)[axes] / ranks[axes]
                 self._add(self.nbytes, cells, places, times * sent)
             self._compute(work, times, sizes, cells)
+            issued = [part for part, *_ in (*work.products, *work.attention, *work.kernels, *work.messages)]
+            self._add(self.items, cells, torch.tensor(issued), torch.full((len(issued), len(cells)), times).double())
 
     def _compute(self, work: ProgramWork, times: float, sizes: Tensor, cells: list[int]) -> None:
-        prices, dtype = Seconds(self.task.machine, self.candidates[0].shape), self.task.dtype
+        prices, dtype = self.task.seconds_on(self.candidates[cells[0]]), self.task.dtype
         whole = sizes.long().tolist()
         known: dict[tuple[int, int, int], list[float]] = {}
         for _, *rows in work.products:
@@ -204,7 +208,7 @@ class Cells:
 
     def _once(self) -> None:
         """Add the work of a step that is done once: summing gradients over data, and the optimizer step."""
-        prices = Seconds(self.task.machine, self.candidates[0].shape)
+        prices = self.task.seconds_on(self.candidates[0])
         shards = torch.tensor([sizes.parameter_nbytes for sizes in self.sizes], dtype=torch.float64)
         data = torch.tensor([sizes.shape.data for sizes in self.sizes], dtype=torch.float64)
         own = [1 / sizes.shape.data if sizes.policy.shard_optimizer else 1.0 for sizes in self.sizes]
@@ -233,6 +237,9 @@ class Estimates:
         several = torch.tensor([one.shape.data > 1 for one in cells.candidates], dtype=torch.float64)[:, None]
         self.data = several * (machine.launch + tree[..., data]) + cells.step_nbytes[:, None] / bandwidth[..., data]
         self.compute, self.chain, self.optimizer = cells.compute, cells.chain, cells.optimizer
+        # on the CPU the host's time is part of what it computes
+        host = [task.seconds_on(one).host.item if machine.device != "cpu" else 0.0 for one in cells.candidates]
+        self.host = cells.items * torch.tensor(host, dtype=torch.float64)[:, None]  # [cell, part]
         self.turns = torch.tensor([sizes.number_of_halves > 1 for sizes in cells.sizes])
         self.micro_steps = torch.tensor([one.micro_steps for one in cells.candidates], dtype=torch.float64)
         self.forward = self._phase([FORWARD])
@@ -254,7 +261,8 @@ class Estimates:
         slowed = compute[:, None] * torch.where(link.sum(-1) > 0, self.task.machine.contention, 1.0)
         # without halves that take turns, products of dw are all that runs during messages over x and y
         serial = torch.where(self.turns[:, None], beside, beside + chain[:, None])
-        return torch.stack([slowed, serial, gathers, cards]).amax(0) + NEVER_HIDDEN * (beside + gathers)
+        host = self.host[:, parts].sum(1)[:, None].expand_as(slowed)
+        return torch.stack([slowed, serial, gathers, cards, host]).amax(0) + NEVER_HIDDEN * (beside + gathers)
 
 
 def _routes(machine: Machine, sizes: Sequence[int], order: Sequence[str]) -> list[tuple[float, float, float, float]]:

@@ -7,8 +7,7 @@ from typing import Any
 from fourfold.axes import AXES
 from fourfold.models.config import ModelConfig
 from fourfold.planner.estimate import Lever
-from fourfold.planner.machine import Seconds
-from fourfold.planner.price import Price, Task, memory_of
+from fourfold.planner.price import Price, memory_of
 from fourfold.planner.search import CHOSEN_FIELDS, GridPlan
 
 WORTH_SAYING = 0.01
@@ -37,6 +36,7 @@ def plan_document(plan: GridPlan, model: dict[str, Any], *, others: bool = True)
             "memory_bytes": machine.memory,
             "usable_bytes": task.usable_bytes,
             "peak_flops": machine.peak[task.dtype],
+            "host": machine.describe_host(task.host_mode(plan.best.candidate.policy)),
         },
         "devices": plan.devices,
         "batch_tokens": task.tokens,
@@ -61,14 +61,14 @@ def plan_document(plan: GridPlan, model: dict[str, Any], *, others: bool = True)
         "timeline": planned_timeline(plan.best),
         "why": None,
         "config_toml": "",
-        "assumptions": assumptions(task),
+        "assumptions": assumptions(plan),
     }
 
 
 def entry(found: Price, best: Price, rank: int) -> dict[str, Any]:
     """Return the numbers of one grid with its best configuration."""
     candidate, totals, memory = found.candidate, found.totals, found.memory
-    prices, cut = Seconds(found.task.machine, candidate.shape), candidate.shape.used_axes
+    prices, cut = found.task.seconds_on(candidate), candidate.shape.used_axes
     return {
         "rank": rank,
         "grid": candidate.shape.sizes,
@@ -83,6 +83,7 @@ def entry(found: Price, best: Price, rank: int) -> dict[str, Any]:
         "compute_seconds": totals.compute,
         "link_seconds": {axis: totals.link.get(axis, 0.0) for axis in cut},
         "exposed_seconds": {axis: totals.exposed.get(axis, 0.0) for axis in cut},
+        "host_seconds": totals.host,
         "bandwidth": {axis: prices.link(axis).bandwidth for axis in cut},
         "memory_bytes": memory.kinds,
         "peak_bytes": memory.total,
@@ -98,6 +99,8 @@ def reasons(loser: Price, winner: Price) -> list[str]:
     for axis in AXES:
         more = loser.totals.exposed.get(axis, 0.0) - winner.totals.exposed.get(axis, 0.0)
         lost.append((more, f"{describe(more)} exposed over {axis}: {_link_reason(loser, winner, axis)}"))
+    more = loser.totals.host - winner.totals.host
+    lost.append((more, f"{describe(more)} of waiting for the host, which issues the work"))
     lost.sort(key=lambda each: -each[0])
     least = WORTH_SAYING * winner.seconds
     said = [text for more, text in lost if abs(more) > least]
@@ -134,7 +137,7 @@ def _link_reason(loser: Price, winner: Price, axis: str) -> str:
 
 def _link(found: Price, axis: str) -> str:
     """Describe an axis as `z=8 crosses nodes at 20 GB/s, 3.1 s on the link`."""
-    route = Seconds(found.task.machine, found.candidate.shape).link(axis)
+    route = found.task.seconds_on(found.candidate).link(axis)
     where = "crosses nodes" if route.crosses else "stays inside a node"
     size, seconds = found.candidate.shape.sizes[axis], found.totals.link.get(axis, 0.0)
     return f"{axis}={size} {where} at {route.bandwidth / 1e9:.3g} GB/s, {seconds:.3g} s on the link"
@@ -152,12 +155,13 @@ def planned_timeline(found: Price) -> list[dict[str, Any]]:
     return spans
 
 
-def assumptions(task: Task) -> list[str]:
-    machine = task.machine
+def assumptions(plan: GridPlan) -> list[str]:
+    task, machine = plan.task, plan.task.machine
     lines = [
         "a step is periodic in its layers and micro-steps: up to twelve layers are simulated and the rest added up",
         "every rank is as fast as every other, and nothing else uses the network",
         f"weights are {str(task.parameters).removeprefix('torch.')}, products and messages {task.dtype}; AdamW",
+        f"the host, {machine.describe_host(task.host_mode(plan.best.candidate.policy))}",
     ]
     if machine.uncertain:
         lines.append(f"of the machine {machine.name} these are estimates or fitted: {', '.join(machine.uncertain)}")

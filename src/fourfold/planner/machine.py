@@ -20,11 +20,11 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -83,6 +83,23 @@ class Timed:
     seconds: float
 
 
+HostMode = Literal["eager", "compiled", "captured"]
+"""How the host gives a step to the device: call by call, with compiled computation between collectives, or as the
+replay of a step that was recorded as a CUDA graph."""
+HOST_MODES: tuple[HostMode, ...] = get_args(HostMode)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpeed:
+    """The time that the host needs for a step in one mode."""
+
+    item: float
+    """Seconds per item: a product, an attention kernel, any other kernel of a program, or, on a GPU, the launch of a
+    collective."""
+    step: float
+    """Seconds per step beside its items."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Nodes of equal devices and the links between them."""
@@ -107,8 +124,8 @@ class Machine:
     memory_bandwidth: float
     """Bytes per second that elementwise kernels read and write."""
     overhead: float
-    """Seconds that the host needs per piece of work. On a GPU the host works ahead, so this is the least that a kernel
-    takes; on the CPU it is added."""
+    """On a GPU the least seconds that a kernel takes. On the CPU, where the host computes itself, its seconds per piece
+    of work, which are added."""
     launch: float
     """Seconds that a collective takes before the first byte moves."""
     contention: float
@@ -122,6 +139,9 @@ class Machine:
     """The link across nodes: its bandwidth is the sum of a node's network cards. None if there is only one node."""
     measured: tuple[Timed, ...] = ()
     """Measured products; shapes near them follow these times rather than `gemm` and `gemm_half`."""
+    host: Mapping[HostMode, HostSpeed] = field(default_factory=dict)
+    """The time that the host needs for a step, by mode. In a mode that is missing, the host of a GPU is never late, and
+    on the CPU it takes `overhead`."""
     sources: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     """The source of each constant by its key, such as "gemm.bf16" or "inside[1,2].latency"."""
 
@@ -132,6 +152,15 @@ class Machine:
     def uncertain(self) -> list[str]:
         """The keys of the constants that are estimates or fitted, neither published nor measured."""
         return sorted(key for key, source in self.sources.items() if source.startswith(UNCERTAIN_SOURCES))
+
+    def describe_host(self, mode: HostMode) -> str:
+        """Describe the time of the host in one mode, or what is assumed about it."""
+        if mode in self.host:
+            speed = self.host[mode]
+            return f"{mode}: {speed.item * 1e6:.3g} us per item and {speed.step * 1e3:.3g} ms per step"
+        if self.device == "cpu":
+            return f"{mode}: not measured, {self.overhead * 1e6:.3g} us per item assumed"
+        return f"{mode}: not measured, assumed to be never late"
 
 
 # --- machine files
@@ -214,10 +243,15 @@ CONSTANTS = {
 FLOPS = _Bounds("FLOP/s")
 LINK = {"bandwidth": _Bounds("bytes per second of a ring"), "latency": _Bounds("seconds per hop", 0, True)}
 """The constants of a link."""
+HOST = {
+    "item": _Bounds("seconds of the host per item of a step", 0, True),
+    "step": _Bounds("seconds of the host per step beside its items", 0, True),
+}
+"""The constants of the host in one mode."""
 TEXTS = ("name", "about", "device")
 """The keys without a source."""
 REQUIRED = [*TEXTS, *CONSTANTS, "peak", "gemm"]
-KEYS = [*REQUIRED, "between", "inside", "measured"]
+KEYS = [*REQUIRED, "between", "inside", "measured", "host"]
 
 
 class _Reader:
@@ -238,6 +272,7 @@ class _Reader:
         values["between"] = self.link("between", table["between"]) if "between" in table else None
         values["inside"] = self.inside(table.get("inside", []), values["devices_per_node"])
         values["measured"] = self.measured(table["measured"], values["gemm"]) if "measured" in table else ()
+        values["host"] = self.host(table.get("host", {}))
         self.check_together(values)
         return Machine(**values, sources=self.sources)
 
@@ -262,7 +297,7 @@ class _Reader:
                 raise ValueError(f"{self.file}: unknown key {_join(path, key)}{nearest(key, known)}; {has}")
         for key in required:
             if key not in table:
-                rule = CONSTANTS.get(key) or LINK.get(key) or {"peak": FLOPS, "gemm": FLOPS}.get(key)
+                rule = CONSTANTS.get(key) or LINK.get(key) or HOST.get(key) or {"peak": FLOPS, "gemm": FLOPS}.get(key)
                 said = f"{_join(path, key)} is missing" + (f" ({rule})" if rule else "")
                 raise ValueError(f"{self.file}: {said}; {path or 'a machine'} needs {', '.join(required)}")
 
@@ -294,6 +329,17 @@ class _Reader:
     def link(self, key: str, table: Any) -> LinkSpeed:
         self.check_keys(key, table, list(LINK), list(LINK))
         return LinkSpeed(**{name: self.constant(f"{key}.{name}", table[name], rule) for name, rule in LINK.items()})
+
+    def host(self, table: Any) -> dict[HostMode, HostSpeed]:
+        self.check_keys("host", table, list(HOST_MODES), [])
+        found: dict[HostMode, HostSpeed] = {}
+        for mode in HOST_MODES:
+            if mode in table:
+                key = f"host.{mode}"
+                self.check_keys(key, table[mode], list(HOST), list(HOST))
+                values = {name: self.constant(f"{key}.{name}", table[mode][name], rule) for name, rule in HOST.items()}
+                found[mode] = HostSpeed(**values)
+        return found
 
     def inside(self, entries: Any, devices: int) -> dict[tuple[int, int], LinkSpeed]:
         if not isinstance(entries, list) or (devices > 1 and not entries):
@@ -345,6 +391,9 @@ def to_toml(machine: Machine) -> str:
         lines += ["\n[between]", *_link(machine, "between", machine.between)]
     for (stride, size), link in machine.inside.items():
         lines += [f"\n[[inside]]\nstride = {stride}\nsize = {size}", *_link(machine, f"inside[{stride},{size}]", link)]
+    for mode, speed in machine.host.items():
+        lines.append(f"\n[host.{mode}]")
+        lines += [_constant(machine, f"host.{mode}.{name}", getattr(speed, name)) for name in HOST]
     if machine.measured:
         rows = [f'  [{one.m}, {one.k}, {one.n}, "{one.dtype}", {_number(one.seconds)}],' for one in machine.measured]
         lines += [f"\n[measured]\nsource = {_text(machine.sources['measured'])}\nproducts = [", *rows, "]"]
@@ -433,16 +482,34 @@ class Route:
     """The number of rings that share a node's network cards; 0 inside a node."""
 
 
-class Seconds:
-    """Prices of work on a grid of this shape, in which rank r is on node r // devices_per_node."""
+@lru_cache(maxsize=256)
+def in_mode(machine: Machine, mode: HostMode) -> Machine:
+    """Return the machine with the `overhead` that a piece of work has in this mode.
 
-    def __init__(self, machine: Machine, shape: Shape) -> None:
+    On the CPU these are the host's seconds. On a GPU a recorded step may have less between two kernels than single
+    launches do.
+    """
+    speed = machine.host.get(mode)
+    if speed is None:
+        return machine
+    overhead = speed.item if machine.device == "cpu" else min(machine.overhead, speed.item)
+    return replace(machine, overhead=overhead, name=f"{machine.name} {mode}")
+
+
+class Seconds:
+    """Prices of work on a grid of this shape, in which rank r is on node r // devices_per_node.
+
+    `mode` says how the host gives the work to the device.
+    """
+
+    def __init__(self, machine: Machine, shape: Shape, mode: HostMode = "eager") -> None:
         if shape.world > machine.devices_per_node and machine.between is None:
             raise ValueError(
                 f"the grid {shape} has {shape.world} ranks, but {machine.name} is one node of "
                 f"{machine.devices_per_node} devices; add [between] to its file, or take a grid that fits"
             )
-        self.machine, self.shape = machine, shape
+        self.machine, self.shape = in_mode(machine, mode), shape
+        self.host = machine.host.get(mode, HostSpeed(0.0, 0.0))
         self._routes: dict[str, Route] = {}
         self._transfers: dict[tuple[str, str, int], TransferCost] = {}
 

@@ -3,7 +3,9 @@
 The simulated device has one stream for computation and one for each lane of communication (an axis, or its gathers and
 its reductions separately). A collective begins when the computation launched before it is done and its lane is free. It
 first takes its latency, then the link, which transfers that cross nodes share. A wait stops the computation until the
-collective has landed: that is exposed time. On the CPU, launching a collective counts as computation. Computation is
+collective has landed: that is exposed time. On a GPU the host issues the work ahead of the device, one item after
+another; an item begins when it is issued and the device is free. On the CPU the host computes itself: its time per
+item, and launching a collective, count as computation. Computation is
 slower by the machine's `contention` while anything is in flight, and a collective is slower while the device computes
 if it has to wait for its `turn`. Playing the program in its own order is exact: whatever is on a link at some moment
 was launched before that moment.
@@ -27,7 +29,7 @@ from fourfold.axes import AXES
 from fourfold.gradients import REPLICA
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
-from fourfold.planner.machine import CARD, DTYPES, Machine, Seconds
+from fourfold.planner.machine import CARD, DTYPES, HostMode, Machine, Seconds
 from fourfold.planner.memory import Memory, peak_memory
 from fourfold.planner.program import AttentionOp, ComputeOp, LaunchOp, MatmulOp, MemoryOp, Program, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
@@ -74,6 +76,8 @@ class Totals:
     """Seconds that collectives of each axis were in transfer."""
     exposed: Mapping[str, float]
     """Seconds that computation waited for collectives of each axis."""
+    host: float = 0.0
+    """Seconds that the device waited for the host, which was late with the next piece of work."""
 
     def plus(self, other: Totals, times: float = 1.0) -> Totals:
         """Return the sum of these totals and `times` the others."""
@@ -86,6 +90,7 @@ class Totals:
             self.compute + times * other.compute,
             add(self.link, other.link),
             add(self.exposed, other.exposed),
+            self.host + times * other.host,
         )
 
 
@@ -209,12 +214,15 @@ class Simulation:
         self.seconds, self.dtype, self.trace = seconds, dtype, trace
         self.spans: list[TimelineSpan] = []
         self.links = LinkQueues(self.spans if trace else None)
-        self.now = self.compute_seconds = 0.0
+        self.now = self.compute_seconds = self.host_seconds = 0.0
+        self._issued = 0.0  # when the host has issued the work so far
+        self._host_computes = seconds.machine.device == "cpu"
         self._axes: dict[int, str] = {}
         self._exposed: defaultdict[str, float] = defaultdict(float)
 
     def play(self, item: Work, phase: str) -> None:
         if isinstance(item, LaunchOp):
+            self._issue(self.seconds.host.item)
             record, cost = item.record, self.seconds.transfer(item.record)
             self._compute(cost.host)
             self._axes[item.flight] = record.axis
@@ -228,10 +236,29 @@ class Simulation:
                 self._exposed[self._axes[item.flight]] += landed - self.now
                 self.now = landed
         elif not isinstance(item, MemoryOp):  # allocations take no time
+            self._issue(self.seconds.host.item)
             begin = self.now
             self._compute(self._seconds(item))
             if self.trace:
                 self.spans.append(TimelineSpan(COMPUTE, item.label, begin, self.now, phase))
+
+    def finish(self) -> None:
+        """End the step: the host has work beside the items, and collectives that nothing waits for land."""
+        if self._host_computes:
+            self._compute(self.seconds.host.step)
+        else:
+            self._issue(self.seconds.host.step)
+        while not self.links.idle:
+            self.links.take(self.links.pending(computing=False))
+
+    def _issue(self, seconds: float) -> None:
+        """Let the host issue what takes it this long; the device waits if it has nothing else to do."""
+        if self._host_computes:
+            return  # the host's time is part of what it computes
+        self._issued += seconds
+        if self._issued > self.now:
+            self.host_seconds += self._issued - self.now
+            self.now = self._issued
 
     def _seconds(self, item: ComputeOp) -> float:
         if isinstance(item, MatmulOp):
@@ -259,7 +286,7 @@ class Simulation:
         self.compute_seconds += self.now - begin
 
     def totals(self, seconds: float) -> Totals:
-        return Totals(seconds, self.compute_seconds, dict(self.links.busy), dict(self._exposed))
+        return Totals(seconds, self.compute_seconds, dict(self.links.busy), dict(self._exposed), self.host_seconds)
 
 
 def simulate(
@@ -273,8 +300,7 @@ def simulate(
             player.links.advance(player.now)
             marks.append((phase, player.totals(player.now)))
         player.play(item, phase)
-    while not player.links.idle:  # collectives that nothing waits for
-        player.links.take(player.links.pending(computing=False))
+    player.finish()
     return Timeline(player.totals(max(player.now, player.links.now)), marks, player.spans)
 
 
@@ -308,6 +334,18 @@ class Task:
     """The dtype of the weights."""
     compute: torch.dtype = torch.bfloat16
     """The dtype of products and messages."""
+    captured: bool = False
+    """Whether steps are recorded as CUDA graphs and replayed; on the CPU they are not."""
+
+    def host_mode(self, policy: Policy) -> HostMode:
+        """Return how the host gives a step to the device under this policy."""
+        if self.captured and self.machine.device != "cpu":
+            return "captured"
+        return "compiled" if policy.compile else "eager"
+
+    def seconds_on(self, candidate: Candidate) -> Seconds:
+        """Return the prices of work for a candidate."""
+        return Seconds(self.machine, candidate.shape, self.host_mode(candidate.policy))
 
     @property
     def tokens(self) -> int:
@@ -402,10 +440,10 @@ class Price:
 
     @property
     def bound_by(self) -> str:
-        """The largest part of the step: `compute`, or the axis with the most exposed communication."""
-        exposed = {axis: self.totals.exposed.get(axis, 0.0) for axis in AXES}
-        worst = max(exposed, key=lambda axis: exposed[axis])
-        return "compute" if self.totals.compute >= exposed[worst] else worst
+        """The largest part of the step: `compute`, `host`, or the axis with the most exposed communication."""
+        parts = {"compute": self.totals.compute, "host": self.totals.host}
+        parts |= {axis: self.totals.exposed.get(axis, 0.0) for axis in AXES}
+        return max(parts, key=lambda part: parts[part])
 
 
 def memory_of(task: Task, candidate: Candidate) -> Memory:
@@ -444,7 +482,8 @@ def without_replica_traffic(micro_step: Totals) -> Totals:
     """
     exposed = {axis: seconds for axis, seconds in micro_step.exposed.items() if axis != REPLICA}
     link = {axis: seconds for axis, seconds in micro_step.link.items() if axis != REPLICA}
-    return Totals(micro_step.seconds - micro_step.exposed.get(REPLICA, 0.0), micro_step.compute, link, exposed)
+    seconds = micro_step.seconds - micro_step.exposed.get(REPLICA, 0.0)
+    return replace(micro_step, seconds=seconds, link=link, exposed=exposed)
 
 
 def timeline(
@@ -454,8 +493,7 @@ def timeline(
     # the rank order changes where rank 0's groups lie, but not what rank 0 does: orders share one cached program
     any_order = replace(candidate, shape=candidate.shape.reordered(AXES), micro_steps=1)
     program = _program(task, any_order, layers, micro_steps or candidate.micro_steps)
-    seconds = Seconds(task.machine, candidate.shape)
-    return simulate(program.work, seconds, task.dtype, phases=program.phases, trace=trace)
+    return simulate(program.work, task.seconds_on(candidate), task.dtype, phases=program.phases, trace=trace)
 
 
 @lru_cache(maxsize=128)
@@ -515,5 +553,5 @@ def price_dry_run(task: Task, candidate: Candidate, dry: DryRun) -> TracedPrice:
 
 
 def play_dry_run(task: Task, candidate: Candidate, dry: DryRun, *, trace: bool = False) -> Timeline:
-    seconds = Seconds(task.machine, candidate.shape)
-    return simulate(dry.program, seconds, task.dtype, phases=[(0, "forward")], trace=trace)
+    phases = [(0, "forward")]
+    return simulate(dry.program, task.seconds_on(candidate), task.dtype, phases=phases, trace=trace)

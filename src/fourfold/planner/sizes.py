@@ -30,7 +30,7 @@ from fourfold.axes import AXES, BATCH
 from fourfold.engine import Overlap
 from fourfold.gradients import REPLICA, Bucket, fill_buckets
 from fourfold.grid import Grid, Shape
-from fourfold.layout import GATHERED, Spec
+from fourfold.layout import GATHERED, Spec, logits_columns
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig, halves_of
 from fourfold.models.transformer import Transformer
@@ -217,10 +217,7 @@ class LocalSizes:
         self.q = q = config.heads * config.head_dim // x
         self.kv = kv = config.kv_heads * config.head_dim // x
         self.local_kv, copies_kv = self._local_kv(inner_cut)  # features of the keys that this rank's queries read
-        columns = -(-config.vocab // x)
-        self.vocab_columns = (
-            -(-columns // inner_cut) * inner_cut
-        )  # columns of logits, padded until the axes divide them
+        self.vocab_columns = logits_columns(config.vocab, x, inner_cut, item)  # columns of logits, with padding
         self.logits_padded = self.vocab_columns > part(config.vocab, x, self.coords["x"])
         self.chunk_tokens = min(policy.loss_chunk or m, m)  # tokens of the first chunk of head and loss
 
@@ -323,13 +320,12 @@ class LocalSizes:
     def loss_copies_nbytes(self, tokens: int) -> int:
         """Return the bytes of the copies that the loss makes of these logits, in forward or in backward.
 
-        They are a copy in the dtype of statistics, a second one if the logits are padded, and the cast back.
+        They are a copy in the dtype of statistics, and, if that is another dtype or the logits are padded, the result.
         """
         structure, cut = self.structure, self.logits_cut_nbytes(tokens)
         if self.policy.compile or (not structure.over_x and not structure.cuts_inner and structure.wide == 1):
             return cut
-        wide = structure.wide * (2 if self.logits_padded else 1)
-        return (wide + (1 if structure.wide > 1 else 0)) * cut
+        return (structure.wide + (1 if structure.wide > 1 or self.logits_padded else 0)) * cut
 
     def statistics_nbytes(self, tokens: int, axis: str) -> int:
         """Return the bytes of the loss's three statistics per token, gathered over an axis."""

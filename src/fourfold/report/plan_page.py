@@ -269,7 +269,7 @@ def plan_figures(document: PlanDocument) -> dict[str, Figure]:
 def _tradeoff(document: PlanDocument) -> Figure:
     """Draw every grid as a point, seconds against memory. The last trace is a ring around the selected grid."""
     grids, estimated = document["grids"], document.get("estimated", [])
-    legend = ("compute", *AXES)  # the order of the legend; anything else comes last
+    legend = ("compute", "host", *AXES)  # the order of the legend; anything else comes last
     bounds = sorted(
         {entry["bound_by"] for entry in grids},
         key=lambda bound: (legend.index(bound) if bound in legend else len(legend), bound),
@@ -349,11 +349,14 @@ def _hover(entry: PlannedGrid) -> str:
 
 
 def _parts(grids: list[PlannedGrid]) -> Figure:
-    """Draw the step of each grid as one bar: computation, then the exposed time over each axis, then the remainder."""
+    """Draw the step of each grid as one bar: computation, the exposed time over each axis, then what remains."""
     axes = [axis for axis in AXES if any(axis in entry["exposed_seconds"] for entry in grids)]
     parts = {"compute": ("compute", [entry["compute_seconds"] for entry in grids])}
     for axis in axes:
         parts[axis] = f"exposed over {axis}", [entry["exposed_seconds"].get(axis, 0.0) for entry in grids]
+    hosts = [entry.get("host_seconds", 0.0) for entry in grids]
+    if any(hosts):
+        parts["host"] = "waiting for the host", hosts
     known = [sum(values) for values in zip(*(values for _, values in parts.values()), strict=True)]
     rest = [max(0.0, entry["seconds"] - seconds) for entry, seconds in zip(grids, known, strict=True)]
     # The parts add up to the step only up to rounding; a remainder below a thousandth gets no name in the legend.

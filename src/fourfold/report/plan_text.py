@@ -86,10 +86,12 @@ def asked_pair(document: PlanDocument) -> list[tuple[str, str, str, str]]:
         return []
     left, right = one["exposed_seconds"], other["exposed_seconds"]
     axes = [axis for axis in AXES if axis in left or axis in right]
+    hosts = [entry.get("host_seconds", 0.0) for entry in (one, other)]
     pairs = [
         ("step", one["seconds"], other["seconds"], duration),
         ("compute", one["compute_seconds"], other["compute_seconds"], duration),
         *((f"exposed over {axis}", left.get(axis, 0.0), right.get(axis, 0.0), duration) for axis in axes),
+        *([("waiting for the host", *hosts, duration)] if any(hosts) else []),
         ("peak memory", one["peak_bytes"], other["peak_bytes"], nbytes),
     ]
     rows = [("", grid_name(one["grid"]), grid_name(other["grid"]), "difference")]
@@ -137,7 +139,10 @@ def reasons_it_wins(document: PlanDocument) -> list[str]:
     best, *others = document["grids"]
     exposed, link = sum(best["exposed_seconds"].values()), sum(best["link_seconds"].values())
     by_axis = ", ".join(f"{axis} {duration(value)}" for axis, value in best["exposed_seconds"].items())
+    late = best.get("host_seconds", 0.0)
     waits = f"and {duration(exposed)} waiting for communication ({by_axis})" if exposed else "and no waiting"
+    if late:
+        waits += f", and {duration(late)} waiting for the host" if exposed else f" but {duration(late)} for the host"
     computes = (
         f"{duration(best['compute_seconds'])} of computation ({percent(best['compute_seconds'] / best['seconds'])})"
     )
@@ -231,7 +236,9 @@ def _legend(document: PlanDocument, axes: Sequence[str]) -> list[str]:
     if refused:
         first = f"{grid_name(refused[0]['grid'])}: {refused[0]['reason']}"
         more = f"; {len(refused):,} grids refused, such as {first}"
-    return [f"{by_axis}order: fastest axis first. {policy}{keeps}", f"{searched(document)}{more}."]
+    lines = [f"{by_axis}order: fastest axis first. {policy}{keeps}", f"{searched(document)}{more}."]
+    host = document["machine"].get("host")
+    return [*lines, f"the host, {host}."] if host else lines
 
 
 def _wrapped(lines: Iterable[str], width: int | None, bullet: str = "") -> list[str]:

@@ -57,7 +57,7 @@ LAST_SAVE_SECONDS_IN_A_HURRY = 5.0
 """The same if somebody waits for the end, or if another rank is gone, so that the checkpoint will never be complete."""
 FIXED = (("train", "seed"), ("batch", "rows"))
 """Keys of the config that a resumed run cannot change: they determine which samples a step has."""
-MAY_CHANGE = ("name", "seq", "dropout")
+MAY_CHANGE = ("name", "seq", "dropout", "attention_dropout")
 """Fields of the model that do not change what its weights compute."""
 OF_THE_SCHEDULE = {("optimizer", field.name) for field in fields(Schedule)}
 """Keys that a note on the schedule names."""

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import fourfold
 from fourfold.atomic import write_json, write_text
 from fourfold.checkpoint.load import remove_checkpoint, set_aside
 from fourfold.checkpoint.training_state import training_shards
-from fourfold.data.loader import Evaluation, Loader, unigram_entropy
+from fourfold.data.loader import Evaluation, Loader, TokenBatch, unigram_entropy
 from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
 from fourfold.data.tokenizer import load_tokenizer
@@ -51,6 +50,7 @@ from fourfold.nn.loss import count_targets
 from fourfold.optim import AdamW, Clipped
 from fourfold.planner.trace import kept_bytes
 from fourfold.planner.transformer import flops_per_token
+from fourfold.step_graph import StepGraph
 from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
 from fourfold.train.config import DTYPES, TrainConfig
 from fourfold.train.console import warn
@@ -122,6 +122,11 @@ class Run:
             weight_decay=section.weight_decay,
         )
         self.schedule = config.schedule
+        records = config.train.graph == "auto" and grid.device.type == "cuda"
+        self.step_graph = StepGraph(self._compute, self.model) if records else None
+        self._told_reason = False
+        """Whether it was recorded why steps are not replayed."""
+        self._gradient_names: tuple[str, ...] = ()
         self.flops = flops_per_token(self.model_config, batch.seq, self.policy)
         self.peak = peak_of(grid, DTYPES[config.policy.dtype], config.log.peak_flops)
         self.entropy = sum(
@@ -266,7 +271,9 @@ class Run:
         """Train the remaining steps, and record why training ended."""
         reason: str = End.FINISHED
         failed: BaseException | None = None
+        stack = ExitStack()
         try:
+            stack.enter_context(nullcontext() if self.step_graph is None else self.step_graph.on_stream())
             self.meter.begin()
             for step in range(self.step + 1, self.config.train.steps + 1):
                 self._run_step(step)
@@ -287,6 +294,7 @@ class Run:
                 self.guard.failed(str(error))
             raise
         finally:
+            stack.close()
             self._end(reason, failed)
 
     def _after_step(self, step: int, *, last: bool) -> None:
@@ -366,22 +374,38 @@ class Run:
         learning_rate = self.schedule.apply(optimizer, step)
         batches = self.loader.next()
         self.guard.doing("computing")
+        # Use the current limit: on a GPU the previous step has not been judged yet when this step is launched.
+        limit = self.step_judge.limit
+        skip_above = torch.full((), self.step_judge.skip_above, dtype=torch.float64, device=self.grid.device)
+        # A traced step runs eagerly: a trace of a replay would name neither layers nor collectives.
+        graph = None if step in self.profile.steps else self.step_graph
+        loss, norm, shards = (self._compute if graph is None else graph)(batches, skip_above)
+        if graph is not None and graph.reason and not self._told_reason:
+            self._told_reason = True
+            self._note(f"steps are not recorded as a CUDA graph: {graph.reason}")
+        clipped = Clipped(norm, self.grid, self._gradient_names, shards)
+        data = self.loader.state()
+        self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, data, self.meter.end()))
+
+    def _compute(self, batches: Sequence[TokenBatch], skip_above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Run forward, backward and the optimizer of a step, which is skipped if the loss is above `skip_above`.
+
+        Return the loss, the norm of the gradients, and the norms of this rank's shards of them. Everything stays on the
+        device, so that the host does not wait, and a CUDA graph can contain it.
+        """
         count = None  # each forward counts its own targets, unless several of them share one mean
         if len(batches) > 1:
             count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
         loss = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        model.gradients.begin_step(len(batches))
+        self.model.gradients.begin_step(len(batches))
         for tokens, targets, positions in batches:
-            share = model(tokens, targets, positions=positions, count=count)
+            share = self.model(tokens, targets, positions=positions, count=count)
             share.backward()
             loss += share.detach()  # each micro-batch returns its share of the mean over the whole batch
-        # Use the current limit: on a GPU the previous step has not been judged yet when this step is launched.
-        limit, skip_above = self.step_judge.limit, self.step_judge.skip_above
-        jumps = loss > skip_above if isfinite(skip_above) else None  # stays on the device, so the host does not wait
-        clipped = optimizer.clip_and_step(self.config.optimizer.clip, unless=jumps)
-        optimizer.zero_grad()
-        data = self.loader.state()
-        self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, data, self.meter.end()))
+        clipped = self.optimizer.clip_and_step(self.config.optimizer.clip, unless=loss > skip_above)
+        self.optimizer.zero_grad()
+        self._gradient_names = clipped.names
+        return loss, clipped.norm, clipped.shards
 
     def _read_steps(self, leave: int = 0) -> None:
         """Read the oldest steps in flight, and leave this many of the newest."""

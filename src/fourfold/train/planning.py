@@ -26,7 +26,7 @@ from fourfold.axes import AXES, BATCH
 from fourfold.environment import Environment
 from fourfold.grid import Grid, Shape
 from fourfold.planner.machine import DTYPES as DTYPE_NAMES
-from fourfold.planner.machine import Machine, Seconds, load_machine, machine_names
+from fourfold.planner.machine import Machine, load_machine, machine_names
 from fourfold.planner.price import (
     COMPUTE,
     Candidate,
@@ -240,7 +240,10 @@ def _task(config: TrainConfig, job: Hardware) -> tuple[Task, list[str]]:
     compute = DTYPES[config.policy.dtype]
     machine, notes = locate(config.plan.machine, job, compute)
     batch = config.batch
-    return Task(config.model.build(), machine, batch.rows, batch.seq, config.policy.parameters, compute), notes
+    captured = config.train.graph == "auto"
+    return Task(
+        config.model.build(), machine, batch.rows, batch.seq, config.policy.parameters, compute, captured
+    ), notes
 
 
 # The prediction
@@ -270,6 +273,8 @@ class Prediction:
             "compute_seconds": totals.compute,
             "link_seconds": by_axis(totals.link),
             "exposed_seconds": by_axis(totals.exposed),
+            "host_seconds": totals.host,
+            "host": found.task.machine.describe_host(found.task.host_mode(found.candidate.policy)),
             "peak_memory_bytes": memory.total,
             "memory_bytes": memory.kinds,
             "peak_at": memory.at,
@@ -283,9 +288,8 @@ class Prediction:
         task, candidate = self.price.task, self.price.candidate
         layers, micro_steps = (min(number, DRAWN) for number in (task.config.layers, candidate.micro_steps))
         program = step_program(candidate.sizes(task, layers=layers), micro_steps=micro_steps)
-        line = simulate(
-            program.work, Seconds(task.machine, candidate.shape), task.dtype, phases=program.phases, trace=True
-        )
+        seconds = task.seconds_on(candidate)
+        line = simulate(program.work, seconds, task.dtype, phases=program.phases, trace=True)
         drawn = f"{layers} of {task.config.layers} layers, {micro_steps} of {candidate.micro_steps} micro-steps"
         whole = TimelineSpan(STEP, f"step ({drawn})", 0.0, line.seconds, STEP)
         return chrome_trace([whole, *named(program.work, line.spans)], process=f"predicted on {task.machine.name}")

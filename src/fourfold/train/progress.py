@@ -172,7 +172,9 @@ def predicted(facts: RunEvent) -> str:
     if "unpriced" in facts:
         return f"not priced: {facts['unpriced']}"
     exposed = "".join(f", exposed over {axis} {duration(value)}" for axis, value in facts["exposed_seconds"].items())
-    step = f"{duration(facts['seconds'])} per step (computing {duration(facts['compute_seconds'])}{exposed})"
+    late = facts.get("host_seconds")
+    host = f", waiting for the host {duration(late)}" if late else ""
+    step = f"{duration(facts['seconds'])} per step (computing {duration(facts['compute_seconds'])}{exposed}{host})"
     notes = "".join(f"; {note}" for note in facts["notes"])
     return f"predicted on {facts['machine']}: {step}, peak memory {nbytes(facts['peak_memory_bytes'])}{notes}"
 

@@ -301,6 +301,8 @@ class Alarm(NoAlarm):
                 continue
             tape, deadline = self._tape, self.deadline
             since = tape.since if tape is not None else None
+            if tape is not None:
+                tape.look()
             waited = 0.0 if since is None else clock.since(since)
             if waited > deadline and not self._raised.is_set():
                 self._raise(f"waited for {deadline:g} s")

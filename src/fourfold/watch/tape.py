@@ -21,6 +21,7 @@ import os
 import socket
 import struct
 import time
+from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import get_args
 
 from fourfold.atomic import replacing
 from fourfold.grid import Shape
-from fourfold.ledger import Collective, Op
+from fourfold.ledger import Collective, Op, RecordedStep
 from fourfold.parse import parse_json
 
 ENTRIES = 2048
@@ -41,6 +42,8 @@ AXIS = 16
 """Bytes of the name of an axis."""
 LABEL = 88
 """Bytes of the label of a collective. A longer label loses its beginning: its end says more about the layer."""
+REPLAYS = 4
+"""Replays of a recorded step whose numbers a tape remembers: the host is one or two steps ahead of its device."""
 WHAT = 115
 """Bytes of the text that says what a rank does."""
 COUNT, WAITING, DOING, ALONG = (struct.Struct(f"<{form}") for form in ("Q", f"dQ{AXIS}s", f"dBI{WHAT}s", f"Q{AXIS}s"))
@@ -118,6 +121,10 @@ class Tape:
         self._numbers: dict[str, int] = {}
         # Collectives in flight, by identity: equal records of one axis may be in flight at the same time.
         self._flying: dict[int, int] = {}
+        self._recorded: RecordedStep | None = None
+        self._replays: deque[dict[str, int]] = deque(maxlen=REPLAYS)
+        """The launches by axis before each of the last replays."""
+        self._replayed = 0
 
     def launched(self, record: Collective) -> None:
         """Write a launch; the ledger calls it."""
@@ -142,14 +149,48 @@ class Tape:
         self.since = None
         WAITING.pack_into(self._map, WAITING_AT, 0.0, 0, b"")
 
+    def replayed(self, step: RecordedStep) -> None:
+        """Write the launches of a recorded step, all of which the device has got at once; the ledger calls it."""
+        if step is not self._recorded:
+            self._recorded, self._replayed = step, 0
+        self._replays.append(dict(self._numbers))
+        self._replayed += 1
+        for record in step.launches:
+            self.launched(record)
+        self._flying.clear()  # nobody waits for them one by one
+
+    def look(self) -> None:
+        """Write which collective of a recorded step the device waits for, if the host waits for the device.
+
+        Any thread may call this: it reads the progress that the graph itself has written, without a call of CUDA.
+        """
+        since = self.since
+        if self._recorded is None or since is None:
+            return
+        begun, passed = self._recorded.progress
+        behind = self._replayed - begun  # replays that the device has not begun yet
+        if not 0 <= behind < len(self._replays) or passed >= len(self._recorded.waits):
+            return
+        record = self._recorded.waits[passed]
+        numbers = Counter(self._replays[-1 - behind])
+        for launch in self._recorded.launches:
+            numbers[launch.axis] += 1
+            if launch is record:
+                break
+        moment = time.time() - (time.monotonic() - since)
+        WAITING.pack_into(self._map, WAITING_AT, moment, numbers[record.axis], record.axis.encode())
+
     def doing(self, what: str, waits: Waits = Waits.NOTHING) -> None:
         """Write what this rank does from now on, in at most `WHAT` bytes, and what it waits for meanwhile."""
         self.since = time.monotonic() if waits else None
+        if self._recorded is not None:
+            WAITING.pack_into(self._map, WAITING_AT, 0.0, 0, b"")  # `look` may have written a wait that is over
         DOING.pack_into(self._map, DOING_AT, time.time(), waits, self.step, what.encode()[:WHAT])
 
     def freeze(self) -> None:
         """Keep the tape as it is, and write it to the disk for other nodes; later writes are lost."""
         if self._map is self._file:
+            self.look()
             self._file.flush()
             self._map = bytearray(len(self._file))
 

@@ -27,10 +27,9 @@ from fourfold import comm
 from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, REPEATED, Layout, Spec
-from fourfold.nn.layer import SPECS, Layer, reserve
+from fourfold.nn.layer import SPECS, Layer, ShardMemory, reserve
 from fourfold.nn.rng import key_of
 from fourfold.params import local_of, shard_parameter
-from fourfold.product import MEMORY
 from fourfold.torch_hooks import REPLACED
 from fourfold.wrap.adapters import Adapter, GatheredAdapter, PlainSlice, ReadWhole, adapters_of, lost_change_error
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, TensorPlacement, version_of
@@ -59,8 +58,8 @@ def join_slices(tensors: Iterable[Tensor], part: PlainSlice) -> Tensor:
 
 # from plain parameters to shards
 
-ReservedMemory = tuple[Tensor, Tensor | None]
-"""The memory of one shard, and, for the first of several shards that lie side by side, the memory of all of them."""
+MemoryByWeight = dict[nn.Parameter | tuple[Layer, str], ShardMemory]
+"""Memory that was reserved for a weight, given by its layer and name, or for whoever shards a plain parameter."""
 
 
 class ParameterSharder:
@@ -73,7 +72,7 @@ class ParameterSharder:
 
     def shard(self) -> None:
         """Shard all parameters and buffers."""
-        memory = self._reserve_side_by_side()
+        memory = self._reserve_for_products()
         # layers first, so that a module that runs its own code does not claim a parameter that a layer holds
         for name in sorted(self.adapters, key=lambda name: isinstance(self.adapters[name], GatheredAdapter)):
             self._shard_parameters(name, self.model.get_submodule(name), self.adapters[name], memory)
@@ -92,9 +91,7 @@ class ParameterSharder:
             if specs:
                 module.register_load_state_dict_pre_hook(partial(_buffers_from_plain, specs, self.grid))
 
-    def _shard_parameters(
-        self, name: str, module: nn.Module, adapter: Adapter, memory: Mapping[tuple[Layer, str], ReservedMemory]
-    ) -> None:
+    def _shard_parameters(self, name: str, module: nn.Module, adapter: Adapter, memory: MemoryByWeight) -> None:
         plain = dict(module._parameters)
         made: dict[str, nn.Parameter | None] = {own: None for own, parameter in plain.items() if parameter is None}
         specs: dict[str, Spec] = {}
@@ -108,7 +105,8 @@ class ParameterSharder:
             else:
                 whole = part.of(self.values.of(name, part.original, original))
                 specs[own] = layer.specs[inside]
-                made[own] = parameter = _cut(whole, specs[own], self.grid, memory.get((layer, inside)))
+                reserved = memory.get((layer, inside)) or memory.get(original)
+                made[own] = parameter = _cut(whole, specs[own], self.grid, reserved)
                 parameter.requires_grad_(original.requires_grad)
                 self._sharded[original] = parameter, specs[own], full
             layer._parameters[inside] = made[own]
@@ -140,32 +138,36 @@ class ParameterSharder:
             del layer.specs[inside]  # a parameter of another layer is not gathered here; the code is lent it
         return parameter, spec
 
-    def _reserve_side_by_side(self) -> dict[tuple[Layer, str], ReservedMemory]:
-        """Reserve contiguous memory for weights that are read together, so that one GEMM can read them all."""
-        found: dict[tuple[Layer, str], ReservedMemory] = {}
+    def _reserve_for_products(self) -> MemoryByWeight:
+        """Reserve memory so that a product needs no copy of its weights.
+
+        Weights that are read together lie side by side. A head's table has its padding behind it; an embedding may
+        hold the same table and be sharded first.
+        """
+        found: MemoryByWeight = {}
         for name, adapter in self.adapters.items():
             if not isinstance(adapter, ExpandAdapter) or adapter.shared_input.readers[0] is not adapter:
                 continue
             layers = [layer for reader in adapter.shared_input.readers for layer in reader.layers]
-            if len(layers) == 1:
-                continue
-            dtype = self.model.get_submodule(name)._parameters[adapter.form.weight].dtype  # type: ignore[union-attr]
+            plain = self.model.get_submodule(name)._parameters[adapter.form.weight]
             specs = {str(index): layer.specs["weight"] for index, layer in enumerate(layers)}
-            whole, parts = reserve(list(specs), specs, self.grid, dtype, self.grid.device)  # type: ignore[arg-type]
-            for index, layer in enumerate(layers):
-                found[layer, "weight"] = parts[str(index)], whole if index == 0 else None
+            place = self.grid, plain.dtype, self.grid.device  # type: ignore[union-attr]
+            if len(layers) > 1:
+                parts = reserve(list(specs), specs, *place)  # type: ignore[arg-type]
+                found |= {(layer, "weight"): parts[str(index)] for index, layer in enumerate(layers)}
+            elif padding := sum(layers[0].padding_of(plain.dtype).values()):  # type: ignore[union-attr]
+                found[plain] = reserve(["0"], specs, *place, padding=padding)["0"]  # type: ignore[arg-type,index]
         return found
 
 
-def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: ReservedMemory | None) -> nn.Parameter:
+def _cut(whole: Tensor, spec: Spec, grid: Grid, memory: ShardMemory | None) -> nn.Parameter:
     """Return this rank's shard of a parameter."""
     part = spec.storage.take(whole, grid)
     # a copy, because a view would keep the whole tensor alive
-    own, joint = (torch.empty_like(part, memory_format=torch.contiguous_format), None) if memory is None else memory
-    parameter = shard_parameter(own.copy_(part), spec, grid)
-    if joint is not None:
-        setattr(parameter, MEMORY, joint)
-    return parameter
+    if memory is None or memory.shard.shape != part.shape:  # a module may use a head's table in another way
+        memory = ShardMemory(torch.empty_like(part, memory_format=torch.contiguous_format))
+    memory.shard.copy_(part)
+    return memory.parameter(spec, grid)
 
 
 class InitialValues:

@@ -205,7 +205,8 @@ class LogitsPlacement(ChunkPlacement):
         return self.head.columns_held * self.parts != shape[self.dim]
 
     def uncut(self, local: Tensor, shape: Size) -> Tensor:
-        return local.narrow(self.dim, 0, shape[self.dim])
+        # without padding a view; without its padding a copy, contiguous as in the plain model, which may `view` it
+        return local.narrow(self.dim, 0, shape[self.dim]).contiguous()
 
     def _join(self, local: Tensor, dim: int, length: int) -> Tensor:  # noqa: ARG002
         flat = local.movedim(dim, -1)

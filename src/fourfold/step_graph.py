@@ -1,0 +1,195 @@
+"""A training step that is recorded as a CUDA graph and replayed, so that the device never waits for Python.
+
+    step = ff.StepGraph(train_step, model)
+    for tokens, targets in loader:
+        loss = step(tokens, targets)
+
+The first calls run the function as it is: they compile, allocate optimizer state, make communicators, and show the
+order in which weights are gathered. The next call records it, with the collectives of all lanes inside the graph, and
+from then on a call copies its inputs into the tensors that the graph reads, and replays. Nothing is computed while
+recording, so a step that cannot be recorded is simply run as before, and `reason` says why.
+
+Steps before and after the recording run on one stream of their own. Autograd remembers the stream of each node, and a
+step on the default stream would make the recorded backward pass depend on work outside of the graph.
+
+Invariant: a replay computes what the function would compute, bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from fourfold.gradients import gradients_of
+from fourfold.optim import AdamW
+from fourfold.params import local_of
+from fourfold.recording import Recording
+
+T = TypeVar("T")
+
+WARMUP = 3
+"""Calls before a step is recorded: the first compiles and allocates, the second follows the recorded order of gathers,
+and the third finds everything as all later ones will."""
+
+
+class StepGraph(Generic[T]):
+    """A function of tensors that makes one training step, recorded once and replayed from then on.
+
+    `step` runs forward, backward and the optimizer, and returns tensors, in any nesting. It is called while recording
+    and never again, so whatever else it does on the host happens only then: schedulers and logs belong outside. Inputs
+    may be tensors and None, also nested; a call with other shapes than the recorded one runs the function itself.
+    """
+
+    def __init__(self, step: Callable[..., T], model: nn.Module, *, warmup: int = WARMUP) -> None:
+        gradients = gradients_of(model)
+        self._step, self._gradients, self._grid = step, gradients, gradients.grid
+        self._warmup, self._calls = warmup, 0
+        self.reason = why_not(model, self._grid.device)
+        """Why steps are not recorded, in words; empty if they are, or will be after the first calls."""
+        self._stream: torch.cuda.Stream | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._recording: Recording | None = None
+        self._inputs: Any = None
+        self._outputs: Any = None
+        if not self.reason:
+            self._stream = torch.cuda.Stream(self._grid.device)
+            gradients.hooks.leaves.clear()  # made on another stream; the next forward pass makes them anew
+            self._grid.graphs.add(self)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether calls replay a graph."""
+        return self._graph is not None
+
+    def __call__(self, *inputs: Any) -> T:
+        if self.reason:
+            return self._step(*inputs)
+        with self.on_stream():
+            self._calls += 1
+            if self._graph is None and self._calls > self._warmup:
+                self._record(inputs)
+            if self._graph is None or not _fits(inputs, self._inputs):
+                return self._step(*inputs)
+            self._replay(inputs)
+        # on the caller's stream, which has waited: the next replay overwrites the graph's own tensors
+        return tree_map_only(Tensor, Tensor.clone, self._outputs)
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run the block on the stream of the steps: it waits for the current stream, which waits for it afterwards."""
+        outside = torch.cuda.current_stream(self._grid.device) if self._stream is not None else None
+        if self._stream is None or outside is None or outside == self._stream:
+            yield
+            return
+        self._stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
+
+    def release(self) -> None:
+        """Free the graph. NCCL's communicators cannot be destroyed before graphs that contain their collectives."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._grid.device)  # a replay may be running
+            self._graph.reset()
+        self._graph = self._recording = self._inputs = self._outputs = None
+        self.reason = self.reason or "the graph was released"
+
+    def _record(self, inputs: Sequence[Any]) -> None:
+        """Record the step on all ranks; if one rank cannot, note the reason and record it on none."""
+        device = self._grid.device
+        recording, graph, fault = Recording(device), torch.cuda.CUDAGraph(), ""
+        self._inputs = tree_map_only(Tensor, lambda given: given.to(device, copy=True), inputs)
+        for parameter, _ in self._gradients.parameters.values():
+            local_of(parameter)  # a gather of the last optimizer step may be in flight, and its wait cannot be recorded
+        torch.cuda.synchronize(device)  # NCCL's watchdog must have nothing left to ask the device about
+        gc.collect()
+        gc.disable()  # a tensor that is freed now might belong to work outside of the graph
+        checks = register_optimizer_step_pre_hook(_require_rate_on_device)
+        self._grid.recording = recording
+        try:
+            with (
+                self._grid.ledger.recorded(recording),
+                # other threads (autograd's, NCCL's watchdog) may call CUDA meanwhile
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                recording.begin()
+                self._outputs = self._step(*self._inputs)
+        except Exception as error:
+            fault = _cause(error)
+            self._gradients.forget_step()
+        finally:
+            self._grid.recording = None
+            checks.remove()
+            gc.enable()
+        fault = self._grid.channel.decide(fault, _first_fault)
+        if fault:
+            self.release()
+            self.reason = fault
+        else:
+            self._graph, self._recording = graph, recording
+
+    def _replay(self, inputs: Sequence[Any]) -> None:
+        if self._graph is None or self._recording is None:
+            raise RuntimeError("this step was not recorded")
+        for static, given in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
+            if isinstance(given, Tensor):
+                static.copy_(given, non_blocking=True)
+        for act in self._recording.before:
+            act()
+        self._graph.replay()
+        # the device is busy from here on, so the host's own work costs nothing
+        self._grid.ledger.replayed(self._recording)
+        for act in self._recording.after:
+            act()
+
+
+def why_not(model: nn.Module, device: torch.device) -> str:
+    """Return why the steps of this model cannot be recorded on the device, as far as that is known beforehand."""
+    if device.type != "cuda":
+        return f"a {device.type} has no CUDA graphs"
+    if gradients_of(model).policy.check_inputs:
+        return "check_inputs=True makes the host read every batch"
+    return next((why for module in model.modules() if (why := getattr(module, "not_recordable", ""))), "")
+
+
+def _require_rate_on_device(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Refuse to record an optimizer whose learning rate the graph would keep for ever."""
+    if not isinstance(optimizer, AdamW) and any(
+        not isinstance(group["lr"], Tensor) for group in optimizer.param_groups
+    ):
+        raise TypeError(
+            f"{type(optimizer).__name__} has its learning rate on the host, where a replay does not see it change; "
+            "give it lr=torch.tensor(...) on the device and capturable=True, or use ff.optim.AdamW"
+        )
+
+
+def _fits(inputs: Sequence[Any], recorded: Sequence[Any]) -> bool:
+    """Return whether inputs have the structure, shapes and dtypes of the recorded ones."""
+    (given, structure), (static, expected) = tree_flatten(inputs), tree_flatten(recorded)
+    return structure == expected and all(_alike(*pair) for pair in zip(given, static, strict=True))
+
+
+def _alike(given: Any, static: Any) -> bool:
+    if isinstance(given, Tensor) and isinstance(static, Tensor):
+        return given.shape == static.shape and given.dtype == static.dtype
+    return given == static
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of the error that came first: ending a failed recording raises another one."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _first_fault(faults: Sequence[str]) -> str:
+    return next((f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault), "")

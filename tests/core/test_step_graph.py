@@ -1,0 +1,154 @@
+"""Recorded steps as far as they need no GPU; tests/on_gpu_graphs.py records and replays them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fourfold as ff
+from fourfold.ledger import Collective, Ledger
+from fourfold.recording import Recording
+from fourfold.step_graph import _cause, _first_fault, _fits, why_not
+from fourfold.watch.tape import Tape, Waits, read, tape_path
+
+CPU = torch.device("cpu")
+GATHER, REDUCE = (Collective(op, "z", 64, 2, op) for op in ("all_gather", "reduce_scatter"))
+SUM = Collective("all_reduce", "data", 64, 2, "sum")
+
+
+def test_on_the_cpu_a_step_runs_as_it_is() -> None:
+    grid = ff.Grid.alone("cpu")
+    model = ff.models.build("gpt-tiny", grid)
+    optimizer = ff.optim.AdamW(model, lr=1e-2)
+    tokens = torch.arange(32).view(2, 16)
+
+    def compute(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.clip_and_step(1.0)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = ff.StepGraph(compute, model)
+    losses = [step(tokens).item() for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert not step.recorded
+    assert "cpu" in step.reason
+
+
+def test_what_forbids_a_recording_is_said() -> None:
+    grid, cuda = ff.Grid.alone("cpu"), torch.device("cuda")
+    build = ff.models.build
+    drops = build(ff.models.config("gpt-tiny", dropout=0.1), grid)
+    assert "attention dropout of layers.0.attention" in why_not(drops, cuda)
+    assert why_not(drops.eval(), cuda) == ""
+    assert why_not(build(ff.models.config("gpt-tiny", dropout=0.1, attention_dropout=0.0), grid), cuda) == ""
+    assert "check_inputs" in why_not(build("gpt-tiny", grid, policy=ff.Policy(check_inputs=True)), cuda)
+
+
+def test_only_inputs_like_the_recorded_ones_are_replayed() -> None:
+    recorded = [(torch.zeros(2, 3), None)], torch.zeros(())
+    assert _fits(([(torch.ones(2, 3), None)], torch.ones(())), recorded)
+    assert not _fits(([(torch.ones(1, 3), None)], torch.ones(())), recorded)
+    assert not _fits(([(torch.ones(2, 3).double(), None)], torch.ones(())), recorded)
+    assert not _fits(([(torch.ones(2, 3), torch.ones(3))], torch.ones(())), recorded)
+    assert not _fits(([(torch.ones(2, 3), None)] * 2, torch.ones(())), recorded)
+
+
+def test_the_first_error_of_a_failed_recording_is_the_reason() -> None:
+    try:
+        try:
+            raise RuntimeError("reads a number\non the host")
+        finally:
+            raise ValueError("the recording was ended")
+    except ValueError as error:
+        assert _cause(error) == "RuntimeError: reads a number"
+    assert _first_fault(["", "a", "b"]) == "rank 1: a"
+    assert _first_fault(["", ""]) == ""
+
+
+def test_a_ledger_counts_replays_and_not_the_recording() -> None:
+    ledger, recording = Ledger(), Recording(CPU)
+    with ledger.recorded(recording):
+        ledger.append(GATHER)
+        ledger.append(SUM)
+    assert not ledger.calls
+    assert recording.launches == [GATHER, SUM]
+    ledger.replayed(recording)
+    ledger.replayed(recording)
+    assert ledger.calls == {"z": 2, "data": 2}
+
+
+def test_a_recording_shows_how_far_a_replay_has_come() -> None:
+    recording = Recording(CPU)
+    assert recording.progress == (0, 0)
+    for replay in (1, 2):
+        recording.begin()
+        assert recording.progress == (replay, 0)
+        recording.landed(GATHER)
+        recording.landed(SUM)
+        assert recording.progress[1] == 2 * replay  # every call is one more wait of the recorded step
+
+
+def test_a_tape_names_the_collective_that_the_device_waits_for(tmp_path: Path) -> None:
+    tape = Tape(tape_path(tmp_path, 0), 0, ff.Shape(z=2, data=2))
+    recording = Recording(CPU)
+    recording.launches = [GATHER, REDUCE, SUM]
+    recording.waits = [GATHER, SUM, REDUCE]
+    tape.launched(GATHER)  # by a step before
+    for begun, passed, expected in ((1, 0, ("z", 2)), (1, 1, ("data", 1)), (2, 2, ("z", 5))):
+        if begun > tape._replayed:
+            tape.replayed(recording)
+        recording._progress.copy_(torch.tensor([begun, passed]))
+        tape.doing("reading results of its device", Waits.DEVICE)
+        tape.look()
+        waiting = read(tape_path(tmp_path, 0)).waiting
+        assert waiting is not None
+        assert (waiting.axis, waiting.number) == expected
+    tape.replayed(recording)  # the host is ahead; the device is still in the replay before
+    tape.doing("reading results of its device", Waits.DEVICE)
+    tape.look()
+    waiting = read(tape_path(tmp_path, 0)).waiting
+    assert waiting is not None
+    assert (waiting.axis, waiting.number) == ("z", 5)
+    tape.doing("computing")
+    assert read(tape_path(tmp_path, 0)).waiting is None
+    tape.look()  # the host does not wait, so neither does the rank
+    assert read(tape_path(tmp_path, 0)).waiting is None
+    tape.close()
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_dropout_depends_on_seed_position_and_name_alone(probability: float) -> None:
+    from fourfold.kernels import DROP_BLOCK, drop
+
+    a = torch.ones(3, DROP_BLOCK // 2)
+    key, position = torch.tensor(7), torch.tensor([3, 1])
+    kept = drop(a, probability, position, key)
+    assert torch.equal(kept, drop(a, probability, position.clone(), key.clone()))
+    assert torch.equal(kept.flatten()[: 2 * DROP_BLOCK // 2], drop(a[:2].flatten(), probability, position, key))
+    assert abs(kept.mean().item() - 1) < 1e-3  # scaled, and four standard deviations of six million draws
+    assert abs((kept == 0).float().mean().item() - probability) < 1e-3
+    for other in (
+        drop(a, probability, torch.tensor([4, 1]), key),
+        drop(a, probability, torch.tensor([3, 2]), key),
+        drop(a, probability, torch.tensor([1, 3]), key),
+        drop(a, probability, position, torch.tensor(8)),
+    ):
+        both = ((kept == 0) & (other == 0)).float().mean().item()
+        assert abs(both - probability**2) < 1e-3  # independent of each other
+
+
+def test_masks_follow_the_step_that_is_set() -> None:
+    model = ff.models.build(ff.models.config("gpt-tiny", dropout=0.3, attention_dropout=0.0), ff.Grid.alone("cpu"))
+    tokens = torch.arange(32).view(2, 16)
+
+    def losses(step: int) -> list[float]:
+        model.clock.begin_step(step)
+        return [model(tokens, tokens).item() for _ in range(2)]
+
+    first, second = losses(1), losses(2)
+    assert len({*first, *second}) == 4
+    assert losses(1) == first

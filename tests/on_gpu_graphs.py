@@ -1,0 +1,200 @@
+"""The GPU tier of recorded steps, several NCCL ranks on one GPU. Needs torch and numpy, no pytest.
+
+    FOURFOLD_TEST_DEVICE=cuda python tests/on_gpu_graphs.py [names of checks]
+
+Every check prints a line. Start an MPS daemon first where ranks are to run at the same time.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fourfold as ff
+from fourfold.grid import Shape
+from fourfold.params import local_of
+from fourfold.step_graph import StepGraph
+from fourfold.train.guard import Guard
+from harness import DEVICE, Ranks, grid_of
+
+SHAPES = [Shape(x=2, z=2), Shape(x=2, data=2), Shape(z=4), Shape(x=4), Shape(y=2, z=2), Shape(data=4)]
+
+
+def batches(grid: ff.Grid, steps: int, rows: int = 8, seq: int = 32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randint(0, 250, (rows, seq), generator=generator) for _ in range(steps)]
+    return [ff.local_rows(tokens, grid).to(grid.device) for tokens in drawn]
+
+
+def train(
+    grid: ff.Grid,
+    name: str,
+    steps: int,
+    *,
+    recorded: bool,
+    micro_steps: int = 1,
+    policy: dict[str, Any],
+    **changes: Any,
+) -> tuple[list[float], list[torch.Tensor], str]:
+    """Return the losses and norms of all steps, the parameters afterwards, and why nothing was recorded."""
+    torch.use_deterministic_algorithms(True)
+    policy = {key: getattr(torch, value) if key.endswith("dtype") else value for key, value in policy.items()}
+    config = ff.models.config(name, **changes)
+    model = ff.models.build(config, grid, policy=ff.Policy(**policy))
+    optimizer = ff.optim.AdamW(model, lr=1e-3)
+    schedule = ff.optim.Schedule(1e-2, steps, warmup=3)
+
+    def compute(parts: list[torch.Tensor], limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = ff.count_targets(torch.stack(parts), grid) if len(parts) > 1 else None
+        model.gradients.begin_step(len(parts))
+        loss = torch.zeros((), device=grid.device)
+        for part in parts:
+            share = model(part, part, count=count)
+            share.backward()
+            loss += share.detach()
+        clipped = optimizer.clip_and_step(1.0, unless=loss > limit)
+        optimizer.zero_grad()
+        return loss, clipped.norm
+
+    step = StepGraph(compute, model) if recorded else compute
+    found: list[torch.Tensor] = []
+    for number, tokens in enumerate(batches(grid, steps)):
+        model.clock.begin_step(number)
+        schedule.apply(optimizer, number + 1)
+        limit = torch.full((), 0.0 if number == 7 else torch.inf, device=grid.device)  # step 7 is skipped
+        found += step(list(tokens.chunk(micro_steps)), limit)
+        if number == 9:  # evaluation in between
+            with torch.no_grad():
+                model.eval()
+                found.append(model(tokens, tokens))
+                model.train()
+    why = step.reason if isinstance(step, StepGraph) else ""
+    if isinstance(step, StepGraph) and not why and not step.recorded:
+        why = "nothing was recorded"
+    parameters = [local_of(parameter).clone() for parameter in model.parameters()]
+    if isinstance(step, StepGraph):
+        step.release()
+    return [one.item() for one in found], parameters, why
+
+
+def agree(shape: Shape, name: str, policy: dict[str, Any], micro_steps: int, changes: dict[str, Any]) -> str:
+    """Return an empty text if 14 recorded steps equal 14 eager ones bit for bit, else what differs."""
+    grid = grid_of(shape)
+    options: dict[str, Any] = dict(micro_steps=micro_steps, policy=policy, **changes)
+    eager, parameters, _ = train(grid, name, 14, recorded=False, **options)
+    found, others, why = train(grid, name, 14, recorded=True, **options)
+    if why:
+        return why
+    if eager != found:
+        worst = max(abs(a - b) / abs(a) for a, b in zip(eager, found, strict=True))
+        return f"losses or norms differ by {worst:.1e}: {eager} and {found}"
+    same = all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    return "" if same else "parameters differ"
+
+
+CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
+    "gpt": ("gpt-tiny", {}, 1, {}),
+    "llama bf16": ("llama-tiny", {"compute_dtype": "bfloat16"}, 1, {}),
+    "halves": ("gpt-tiny", {"overlap": ff.Overlap(halves=2)}, 1, {}),
+    "accumulation": ("llama-tiny", {}, 2, {}),
+    "recompute": ("gpt-tiny", {"recompute": "block"}, 1, {}),
+    "sharded optimizer": ("gpt-tiny", {"shard_optimizer": True}, 1, {}),
+    "dropout": ("gpt-tiny", {"recompute": "block"}, 2, {"dropout": 0.2, "attention_dropout": 0.0}),
+    "chunked loss": ("gpt-tiny", {"loss_chunk": 16}, 1, {}),
+    "compiled": ("gpt-tiny", {"compile": True}, 1, {}),
+}
+
+
+def replays(shape: Shape, folder: str, number: int) -> dict[str, float]:
+    """Replay a step many times while the watch is on; return milliseconds per step, eager and replayed."""
+    grid = grid_of(shape)
+    model = ff.models.build(
+        ff.models.config("gpt-125m", layers=4), grid, policy=ff.Policy(compute_dtype=torch.bfloat16)
+    )
+    optimizer = ff.optim.AdamW(model, lr=1e-4)
+    guard = Guard(grid, Path(folder), 20.0)
+
+    def compute(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.clip_and_step(1.0)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    (tokens,) = batches(grid, 1, seq=128)
+    step = StepGraph(compute, model)
+    times = {}
+    for kind, count in (("eager", 3), ("recording", 1), ("replayed", number)):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for index in range(count):
+            guard.begin_step(index)
+            loss = step(tokens)
+            if index % 50 == 49:
+                loss.item()
+        torch.cuda.synchronize()
+        times[kind] = (time.perf_counter() - began) / count * 1e3
+    times["loss"] = loss.item()
+    times["recorded"] = float(step.recorded)
+    guard.close(done=True)
+    step.release()
+    return {**times, **({} if step.recorded else {step.reason: 0.0})}
+
+
+def refused(shape: Shape) -> str:
+    """Return why a step that reads a number on the host is not recorded, and its losses: it must train all the same."""
+    grid = grid_of(shape)
+    model = ff.models.build("gpt-tiny", grid)
+    optimizer = ff.optim.AdamW(model, lr=1e-3)
+
+    def compute(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens, tokens)
+        if loss.item() < 0:
+            raise ValueError("a loss below 0")
+        loss.backward()
+        optimizer.clip_and_step(1.0)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = StepGraph(compute, model)
+    losses = [step(tokens).item() for tokens in batches(grid, 8)]
+    return f"{step.reason} | {losses[0]:.3f} {losses[-1]:.3f} | {step.recorded}"
+
+
+def main(names: list[str]) -> int:
+    if DEVICE != "cuda" or not torch.cuda.is_available():
+        print("set FOURFOLD_TEST_DEVICE=cuda on a machine with a GPU")
+        return 2
+    failed = 0
+    pool = Ranks(4)
+    checks: dict[str, Callable[[], list[Any]]] = {}
+    folder = tempfile.mkdtemp()
+    for shape in (Shape(x=2, z=2), Shape(x=2, data=2)):
+        checks[f"1000 replays on {shape}"] = lambda shape=shape: pool.run(replays, shape, folder, 1000, timeout=200)
+    checks["refused"] = lambda: pool.run(refused, Shape(x=2, z=2), timeout=100)
+    for number, (name, case) in enumerate(CASES.items()):
+        for shape in SHAPES[:3] if name == "compiled" else (SHAPES[number % 6], SHAPES[(number + 1) % 6]):
+            checks[f"{name} on {shape}"] = lambda shape=shape, case=case: pool.run(agree, shape, *case, timeout=200)
+    for name, check in checks.items():
+        if names and not any(part in name for part in names):
+            continue
+        began = time.monotonic()
+        try:
+            found = check()
+        except Exception as error:
+            found = [f"{type(error).__name__}: {error}"]
+            pool = Ranks(4)
+        good = not any(found) if " on " in name and "replays" not in name else all(found)
+        failed += not good
+        print(f"{'ok    ' if good else 'FAILED'} {time.monotonic() - began:5.1f} s {name}: {found[0]}", flush=True)
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
