@@ -55,7 +55,7 @@ class LineResult:
     order: list[str]
     variant: str
     pipe: int = 1
-    """Stages side by side, if the line is a pipeline."""
+    """Ranks of the pipeline, if the line is one."""
     seconds: list[float] = field(default_factory=list)
     """Seconds per step of the slowest rank, one number per round."""
     inside: list[float] = field(default_factory=list)
@@ -84,7 +84,7 @@ class LineResult:
 
     @property
     def grid(self) -> str:
-        return f"pipe={self.pipe}" if self.pipe > 1 else str(self.shape)
+        return Line(self.kind, self.shape, pipe=self.pipe).grid
 
     @property
     def measured(self) -> bool:
