@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import platform
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -230,7 +231,7 @@ def parse(parser: argparse.ArgumentParser, program: str, arguments: Sequence[str
         options.settings = [Setting.parse(text) for text in options.settings.split(",")]
     except ValueError as error:
         parser.error(str(error))
-    options.command = " ".join((f"python benchmarks/{program}", *arguments))
+    options.command = shlex.join(("python", f"benchmarks/{program}", *arguments))
     return options
 
 

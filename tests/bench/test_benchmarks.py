@@ -230,6 +230,7 @@ def test_missed_bars_stay_visible(tmp_path: Path) -> None:
     assert "MISSED" not in good
     assert "not slower than the best peer on z=4: reached, 0.600 of its time over 3 rounds" in good
     assert "| fourfold | z=4 | eager | 600.0 | 594.0 .. 606.0 | 0.00 | 0.60 | 0.60 |" in good
+    assert "| 4:deep | **any grid** | z=4 eager | 600.0 | FSDP2 z=4 eager | 1000.0 | 0.60 |" in good
     bad = bars(recorded("fourfold", 1.1, 106, compute=[0.4], communication=[0.55]))
     assert bad.count("MISSED") == 4  # on its grid, of any kind, over its bounds, memory
     compiled = replace(recorded("fourfold", 0.7, 100), mode="compiled", line="fourfold z=4 compiled")
