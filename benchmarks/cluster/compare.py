@@ -1,18 +1,19 @@
 """Fourfold and its peers on an emulated cluster: the same model, batch and dtype, side by side in one job.
 
     python benchmarks/cluster/compare.py                                     # every setting; an hour, needs root
-    python benchmarks/cluster/compare.py --settings 4x2-200-few --rounds 3
+    python benchmarks/cluster/compare.py --settings 4x2-200-few --rounds 3 --lines 'DDP|pipeline'
     python benchmarks/cluster/compare.py --table                             # only table and plot, from stored runs
 
 A setting is NODESxRANKS-MBIT-SIZE (`settings.py`). For each setting the cluster is created (`emulate.py`) and
 calibrated, the planner chooses a grid, and all lines take turns in every round (`job.py`): Fourfold on every grid and
-on the planned one, the published algorithm, and each peer with gloo's reduce-scatter and with the minimal one. Seconds
-are those of the slowest rank; bytes are counted by the nodes' interfaces.
+on the planned one, the published algorithm, and each peer on every mesh that it can use, with gloo's reduce-scatter and
+with the minimal one. Seconds are those of the slowest rank; bytes are counted by the nodes' interfaces.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -36,22 +37,30 @@ def planned_line(setting: Setting, machine: Machine) -> Line:
     return Line(FOURFOLD, choice.shape, PLANNED, choice.policy)
 
 
-def lines_of(setting: Setting, machine: Machine) -> list[Line]:
+def lines_of(setting: Setting, chosen: re.Pattern[str], machine: Machine) -> list[Line]:
+    """Return the planned line, and the others whose name matches."""
     planned = planned_line(setting, machine)
     print(f"{setting}: the planner chose {planned.shape}", flush=True)
-    return [planned, *grids_of(setting), *published_of(setting, machine), *peers_of(setting)]
+    others = [*grids_of(setting), *published_of(setting, machine), *peers_of(setting)]
+    return [planned, *(line for line in others if chosen.search(line.name))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs.add_options(parser, SETTINGS)
+    parser.add_argument(
+        "--lines",
+        type=re.compile,
+        default=re.compile(""),
+        help="regular expression; measure only the planned line and those whose name matches",
+    )
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure peak memory")
     parser.add_argument("--table", action="store_true", help="only make the table and the plot of the runs in --out")
     options = runs.parse(parser, "cluster/compare.py", sys.argv[1:] if arguments is None else arguments)
     try:
         with exit_on_signals():
             for setting in () if options.table else options.settings:
-                found = runs.run(setting, partial(lines_of, setting), options, memory=options.memory)
+                found = runs.run(setting, partial(lines_of, setting, options.lines), options, memory=options.memory)
                 found.write(options.out)
     except EmulationUnavailableError as error:
         print(f"compare: error: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import platform
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -55,7 +56,7 @@ class LineResult:
     order: list[str]
     variant: str
     pipe: int = 1
-    """Stages side by side, if the line is a pipeline."""
+    """Ranks of the pipeline, if the line is one."""
     seconds: list[float] = field(default_factory=list)
     """Seconds per step of the slowest rank, one number per round."""
     inside: list[float] = field(default_factory=list)
@@ -84,7 +85,7 @@ class LineResult:
 
     @property
     def grid(self) -> str:
-        return f"pipe={self.pipe}" if self.pipe > 1 else str(self.shape)
+        return Line(self.kind, self.shape, pipe=self.pipe).grid
 
     @property
     def measured(self) -> bool:
@@ -230,7 +231,7 @@ def parse(parser: argparse.ArgumentParser, program: str, arguments: Sequence[str
         options.settings = [Setting.parse(text) for text in options.settings.split(",")]
     except ValueError as error:
         parser.error(str(error))
-    options.command = " ".join((f"python benchmarks/{program}", *arguments))
+    options.command = shlex.join(("python", f"benchmarks/{program}", *arguments))
     return options
 
 

@@ -171,14 +171,17 @@ def peers_of(setting: Setting) -> Iterator[Line]:
 
 
 def _pipelines(setting: Setting) -> Iterator[Line]:
-    """Yield the pipelines with every number of micro-batches that 1F1B can use, and interleaved where the model has
-    enough pieces."""
+    """Yield the pipelines over all ranks, over half of them with two replicas of each stage, and over two, with as many
+    or twice as many micro-batches as ranks, where the model has enough pieces and the batch enough rows."""
     world, work = setting.cluster.world, setting.workload
-    for parts in (world, 2 * world):
+    for replicas in (1, 2, world // 2):
         for kind in PIPELINES:
-            line = Line(kind, ff.Shape(), pipe=world, micro_batches=parts)
-            if work.rows % parts == 0 and stages_of(line) <= len(piece_costs(work.config)):
-                yield line
+            for factor in (1, 2):
+                ranks, shape = world // replicas, ff.Shape(data=replicas)
+                line = Line(kind, shape, pipe=ranks, micro_batches=factor * ranks)
+                enough = work.rows % (replicas * line.micro_batches) == 0
+                if ranks > 1 and enough and stages_of(line) <= len(piece_costs(work.config)):
+                    yield line
 
 
 def _both(kind: str, shape: ff.Shape, *, reshard: bool = True) -> Iterator[Line]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +23,7 @@ class Groups:
     def __init__(self) -> None:
         self._grids: dict[ff.Shape, ff.Grid] = {}
         self._meshes: dict[ff.Shape, DeviceMesh] = {}
-        self._pipe: DeviceMesh | None = None
+        self._pipes: dict[ff.Shape, DeviceMesh] = {}
 
     def grid(self, shape: ff.Shape) -> ff.Grid:
         if shape not in self._grids:
@@ -45,12 +46,18 @@ class Groups:
             self._meshes[shape] = mesh
         return self._meshes[shape]
 
-    def pipe(self, ranks: int) -> DeviceMesh:
-        """Return the mesh of a pipeline over all ranks."""
-        if self._pipe is None:
-            everyone = self.grid(ff.Shape(data=ranks)).mesh.get_group("data")
-            self._pipe = DeviceMesh.from_group(everyone, "cpu", mesh_dim_names=("pipe",))
-        return self._pipe
+    def pipe(self, ranks: int, replicas: int) -> DeviceMesh:
+        """Return the mesh of a pipeline with this many ranks, and with replicas of each stage side by side."""
+        shape = ff.Shape(x=replicas, data=ranks)
+        if shape not in self._pipes:
+            grid = self.grid(shape)
+            self._pipes[shape] = DeviceMesh.from_group(
+                [grid.mesh.get_group(axis) for axis in ("data", "x")],
+                "cpu",
+                mesh=torch.arange(ranks * replicas).view(ranks, replicas),
+                mesh_dim_names=("pipe", "replicate"),
+            )
+        return self._pipes[shape]
 
 
 class Trainer(ABC):

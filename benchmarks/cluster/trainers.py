@@ -30,7 +30,7 @@ AXES_OF = {
     **peers.AXES_OF,
     "DeepSpeed ZeRO-3": ("z",),
     "Megatron TP": ("x", "data"),
-    **dict.fromkeys(PIPELINES, ()),
+    **dict.fromkeys(PIPELINES, ("data",)),
 }
 """The participants, and the axes of a layout that each can use."""
 
@@ -60,8 +60,9 @@ def make_trainer(line: Line, workload: Workload, *, groups: Groups) -> Trainer:
     if line.kind not in AXES_OF:
         raise ValueError(f"there is no trainer {line.kind!r}; choose one of {', '.join(AXES_OF)}")
     if unused := [axis for axis in line.shape.used_axes if axis not in AXES_OF[line.kind]]:
-        uses = ", ".join(AXES_OF[line.kind]) or "stages"
-        raise ValueError(f"{line.kind} cannot use axis {unused[0]} of {line.shape}; it uses {uses}")
+        raise ValueError(
+            f"{line.kind} cannot use axis {unused[0]} of {line.shape}; it uses {', '.join(AXES_OF[line.kind])}"
+        )
     if line.kind in OURS:
         return FourfoldTrainer(workload, groups.grid(line.shape), line.policy)
     if line.policy != ff.Policy():
@@ -74,4 +75,6 @@ def make_trainer(line: Line, workload: Workload, *, groups: Groups) -> Trainer:
         from benchmarks.cluster.trainer_megatron import MegatronTrainer
 
         return MegatronTrainer(workload, groups.mesh(line.shape))
-    return TorchTrainer(line, workload, groups.pipe(line.pipe) if line.pipe > 1 else groups.mesh(line.shape))
+    return TorchTrainer(
+        line, workload, groups.pipe(line.pipe, line.shape.data) if line.pipe > 1 else groups.mesh(line.shape)
+    )

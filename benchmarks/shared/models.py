@@ -28,6 +28,7 @@ from fourfold.models import ModelConfig
 from fourfold.nn import layer
 from fourfold.nn.rng import key_of
 from fourfold.optim import AdamW
+from fourfold.step_graph import StepGraph
 
 LEARNING_RATE = 1e-3
 """Large enough that the loss on a repeated batch falls visibly, in bf16 too."""
@@ -187,37 +188,69 @@ class Arena:
         self.buffer = torch.empty(elements, dtype=dtype, device=device)
         self.used = 0
         self.shard_inits: list[ShardInit] = []
+        self.paddings: list[Tensor] = []
         self._reserve = layer.reserve
 
     def build(
         self, config: ModelConfig, grid: ff.Grid, policy: ff.Policy
     ) -> tuple[ff.models.Transformer, list[ShardInit]]:
         """Return a model with its weights in this buffer, not yet initialised."""
-        self.used, self.shard_inits = 0, []
+        self.used, self.shard_inits, self.paddings = 0, [], []
         before = layer.reserve, layer.fill_
         layer.reserve, layer.fill_ = self.reserve, self.record_init
         try:
-            return ff.models.build(config, grid, policy=policy, dtype=self.buffer.dtype), self.shard_inits
+            model = ff.models.build(config, grid, policy=policy, dtype=self.buffer.dtype)
+            return model, [*self.shard_inits, *(ShardInit(padding, Init(), 0) for padding in self.paddings)]
         finally:
             layer.reserve, layer.fill_ = before
 
     def reserve(
-        self, names: Sequence[str], specs: Mapping[str, Spec], grid: ff.Grid, dtype: torch.dtype, _: torch.device
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self,
+        names: Sequence[str],
+        specs: Mapping[str, Spec],
+        grid: ff.Grid,
+        dtype: torch.dtype,
+        _: torch.device,
+        *,
+        padding: int = 0,
+    ) -> dict[str, layer.ShardMemory]:
         """Replace the package's function of this name."""
-        whole, parts = self._reserve(names, specs, grid, dtype, torch.device("meta"))
-        memory = self.buffer[self.used : self.used + whole.numel()]
-        if memory.numel() < whole.numel():
+        made = self._reserve(names, specs, grid, dtype, torch.device("meta"), padding=padding)
+        sizes = [made[name].shard.numel() for name in names]
+        used = sum(sizes)
+        needed = used + padding * made[names[-1]].shard[:1].numel()
+        memory = self.buffer[self.used : self.used + needed]
+        if memory.numel() < needed:
             raise ValueError(f"the arena of {self.buffer.numel()} elements is too small for {names} after {self.used}")
-        self.used += -(-whole.numel() // 256) * 256  # aligned like the allocator's blocks
-        pieces = memory.split([part.numel() for part in parts.values()])
-        return memory, {name: piece.view(parts[name].shape) for name, piece in zip(parts, pieces, strict=True)}
+        self.used += -(-needed // 256) * 256  # aligned like the allocator's blocks
+        if padding:
+            self.paddings.append(memory[used:])
+        for name, piece in zip(names, memory[:used].split(sizes), strict=True):
+            of = made[name]
+            joint = None if of.joint is None else memory
+            made[name] = of._replace(shard=piece.view(of.shard.shape), joint=joint)
+        return made
 
     def record_init(
         self, shard: Tensor, box: Sequence[range], shape: Sequence[int], init: Init, seed: int, name: str
     ) -> None:
         """Replace the package's `fill_`. Ranks that hold the same part get the same key."""
         self.shard_inits.append(ShardInit(shard, init, key_of(seed, name, tuple(shape), *box)))
+
+
+class CapturedStep:
+    """A step that must be recorded as a CUDA graph: one that would silently run eagerly raises the reason. Only on the
+    CPU, where tests run, steps stay eager."""
+
+    def __init__(self, step: Callable[..., Tensor], model: nn.Module) -> None:
+        self.graph, self.calls = StepGraph(step, model, warmup=GRAPH_WARMUP), 0
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        found = self.graph(*inputs)
+        self.calls += 1
+        if self.calls > GRAPH_WARMUP and not self.graph.recorded and inputs[0].is_cuda:
+            raise RuntimeError(f"the step was not captured: {self.graph.reason}")
+        return found
 
 
 class FourfoldModel(BenchmarkModel):
@@ -269,11 +302,7 @@ class FourfoldModel(BenchmarkModel):
         return loss.detach()
 
     def _captured(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        if not self.line.captured:
-            return step
-        from fourfold.step_graph import StepGraph
-
-        return StepGraph(step, self.module, warmup=GRAPH_WARMUP)
+        return CapturedStep(step, self.module) if self.line.captured else step
 
     def _compute(self) -> Callable[[], Tensor]:
         """Return a function that takes a step without any communication, which makes meaningless weights."""

@@ -23,6 +23,7 @@ from benchmarks.shared.peers import (
     init_weights,
     norm_over,
     parts_of,
+    rows_of,
     shard_inits,
     token_loss,
 )
@@ -39,13 +40,16 @@ def stages_of(line: Line) -> int:
 
 
 class PipelineModel(UpdatedModel):
-    """This rank's stages of a decoder on a one-dimensional mesh. Only the last rank has a loss."""
+    """This rank's stages of a decoder on a mesh with dims (pipe, replicate). Only the last rank of a pipeline has a
+    loss. Replicas of a stage sum their gradients in one message after the last backward pass, because DDP fails when
+    a stage runs several forward passes before a backward pass."""
 
     def __init__(self, line: Line, workload: Workload, mesh: DeviceMesh) -> None:
         self.config, self.device = workload.config, device_of(mesh)
-        self.group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.group, self.replicas = mesh.get_group("pipe"), mesh.get_group("replicate")
+        ranks, rank = self.group.size(), mesh.get_local_rank("pipe")
         self.first, self.last = rank == 0, rank == ranks - 1
-        self.tokens, self.targets = workload.batch(self.device)
+        self.tokens, self.targets = rows_of(workload, mesh["replicate"], self.device)
         number = stages_of(line)
         cuts = cut_evenly(piece_costs(workload.config), number)
         self.module = ModuleList(self._part(workload, cuts[index]) for index in range(rank, number, ranks))
@@ -61,7 +65,7 @@ class PipelineModel(UpdatedModel):
             self.schedule = ScheduleInterleaved1F1B(stages, **options)
         else:
             self.schedule = Schedule1F1B(stages[0], **options)
-        self.tied_group = self._tied_group(ranks) if workload.config.tied else None
+        self.tied_group = _ends(mesh) if workload.config.tied else None
         self.optimizer = adamw(self.module.parameters())
 
     def _part(self, workload: Workload, pieces: range) -> Decoder:
@@ -69,10 +73,6 @@ class PipelineModel(UpdatedModel):
             part = Decoder(workload.config).to(workload.dtype)
         part.keep(pieces)
         return part.to_empty(device=self.device)
-
-    def _tied_group(self, ranks: int) -> dist.ProcessGroup | None:
-        everyone = dist.get_process_group_ranks(self.group)
-        return dist.new_group([everyone[0], everyone[ranks - 1]])  # type: ignore[return-value]
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.optimizer]
@@ -91,7 +91,17 @@ class PipelineModel(UpdatedModel):
         inputs = (self.tokens,) if self.first else ()
         target = self.targets if self.last else None
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        if self.replicas.size() > 1:
+            self._reduce([p.grad for p in self.module.parameters() if p.grad is not None])
         return torch.stack(losses).detach().mean() if self.last else None
+
+    def _reduce(self, gradients: list[Tensor]) -> None:
+        """Replace gradients by their means over the replicas."""
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=self.replicas)  # noqa: TID251
+        flat /= self.replicas.size()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(own) for part, own in zip(parts, gradients, strict=True)])
 
     def update(self) -> None:
         copies: set[torch.nn.Parameter] = set()
@@ -106,8 +116,15 @@ class PipelineModel(UpdatedModel):
         self.optimizer.zero_grad()
 
 
+def _ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the group of the first and the last rank of this rank's pipeline. All ranks make the groups of all."""
+    pipelines = mesh.mesh.T.tolist()
+    group, _ = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])
+    return group
+
+
 def make_peer(line: Line, workload: Workload, mesh: DeviceMesh) -> PeerModel | PipelineModel:
-    """Return a peer on its mesh: of one dim for a pipeline, otherwise with the dims (replicate, dp, tp)."""
+    """Return a peer on its mesh: with dims (pipe, replicate) for a pipeline, otherwise (replicate, dp, tp)."""
     if line.kind in PIPELINES:
         return PipelineModel(line, workload, mesh)
     return PeerModel(workload, mesh, PeerSetup.of(line))

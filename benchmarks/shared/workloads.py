@@ -51,7 +51,7 @@ class Line:
     """Whether the line's computation alone and its communication alone are measured too."""
     mode: Mode = "eager"
     pipe: int = 1
-    """Pipeline stages side by side: a pipeline uses all ranks and no axis of a shape."""
+    """Ranks of a pipeline. It has no axis in a shape; `data` replicates the whole pipeline."""
     micro_batches: int = 1
     """Into how many parts a pipeline cuts the batch."""
     reshard: bool = True
@@ -70,7 +70,9 @@ class Line:
 
     @property
     def grid(self) -> str:
-        return f"pipe={self.pipe}" if self.pipe > 1 else str(self.shape)
+        if self.pipe == 1:
+            return str(self.shape)
+        return f"pipe={self.pipe}" + (f" {self.shape}" if self.shape.world > 1 else "")
 
     @property
     def compiled(self) -> bool:

@@ -61,7 +61,7 @@ def lines_of(world: int, workload: Workload, modes: Sequence[Mode] = ("eager",),
     found = []
     for mode in modes:
         if mode in PEER_MODES:
-            found += [replace(line, mode=mode) for line in (*_peers(world), *_pipelines(world, workload))]
+            found += [replace(line, mode=mode) for line in (*_peers(world), *_pipelines(world))]
         found += [_in_mode(line, mode) for line in _fourfold(world)]
     if every:
         found += [*_other_grids(world), *_mechanisms(world)]
@@ -76,8 +76,8 @@ def _in_mode(line: Line, mode: Mode) -> Line:
 def _fits(line: Line, workload: Workload) -> bool:
     """Return whether the model and the batch can be cut over the line's grid, for Fourfold and for the peers."""
     if line.pipe > 1:
-        stages = stages_of(line)
-        return workload.rows % line.micro_batches == 0 and stages <= len(piece_costs(workload.config))
+        rows = line.shape.data * line.micro_batches
+        return workload.rows % rows == 0 and stages_of(line) <= len(piece_costs(workload.config))
     return (
         workload.config.misfit(line.shape, line.policy) is None
         and workload.rows % (line.shape.z * line.shape.data) == 0
@@ -102,12 +102,14 @@ def _peers(world: int) -> Iterator[Line]:
         yield Line("HSDP x TP", ff.Shape(x=2, z=2, data=2), reshard=False)
 
 
-def _pipelines(world: int, workload: Workload) -> Iterator[Line]:
-    """Yield the pipelines with every number of micro-batches that 1F1B can use."""
-    for parts in (world, 2 * world, 4 * world):
-        if workload.rows % parts == 0:
-            yield Line(PIPELINE, ff.Shape(), pipe=world, micro_batches=parts)
-            yield Line(INTERLEAVED, ff.Shape(), pipe=world, micro_batches=parts)
+def _pipelines(world: int) -> Iterator[Line]:
+    """Yield the pipelines over all ranks, and over half of them with two replicas of each stage, with every number of
+    micro-batches that 1F1B can use; 1F1B needs as many as it has stages."""
+    for replicas in (1, 2):
+        ranks = world // replicas
+        for factor in (1, 2, 4):
+            for kind in (PIPELINE, INTERLEAVED):
+                yield Line(kind, ff.Shape(data=replicas), pipe=ranks, micro_batches=factor * ranks)
 
 
 def _fourfold(world: int) -> Iterator[Line]:

@@ -113,7 +113,7 @@ class Results:
 
     def of(self, group: str, line: Line) -> LineRecord:
         empty: dict[str, list[float]] = {measure: [] for measure in line.measures}
-        grid = {"pipe": line.pipe} if line.pipe > 1 else line.shape.sizes
+        grid = {"pipe": line.pipe, "data": line.shape.data} if line.pipe > 1 else line.shape.sizes
         fresh = LineRecord(group, line.name, line.kind, grid, line.label, empty, line.mode)
         return self.records.setdefault((group, line.name), fresh)
 

@@ -39,9 +39,10 @@ COLUMNS = [
 
 def render(path: Path) -> str:
     results = Results.open(path)
-    parts = [_head(results)]
+    lines = {name: [record for (of, _), record in results.records.items() if of == name] for name in results.groups}
+    parts = [_head(results), _summary(lines)]
     for name, group in results.groups.items():
-        records = [record for (of, _), record in results.records.items() if of == name]
+        records = lines[name]
         parts += [_title(group), _table(records), "Bars:\n\n" + "\n".join(f"- {bar}" for bar in bars(records))]
         if cores := [record for record in records if record.cpu_rounds and record.measured]:
             parts.append(_cores(cores))
@@ -70,6 +71,33 @@ def _head(results: Results) -> str:
         "both are captured where the step is. Each line of a mechanism includes the mechanisms above it.\n\n"
         f"On {'; '.join(machines)}:\n\n```\n" + "\n".join(commands) + "\n```"
     )
+
+
+def _summary(lines: dict[str, list[LineRecord]]) -> str:
+    """Show Fourfold beside the best peer by group: on each peer's grid, and each on the best grid of its own."""
+    rows = []
+    for name, records in lines.items():
+        ours = [record for record in records if record.kind == OURS and record.variant == DEFAULT]
+        peers = [record for record in records if record.kind != OURS]
+        pairs = [(best(own), best(_by_grid(peers).get(grid, []))) for grid, own in _by_grid(ours).items()]
+        for where, (own, peer) in (("the same grid", pair) for pair in pairs):
+            rows += _summary_row(name, where, own, peer)
+        rows += _summary_row(name, "**any grid**", best(ours), best(peers))
+    return "Fourfold's fastest mode beside the best peer:\n\n" + _markdown(
+        ["group", "on", "Fourfold", "ms", "best peer", "ms", "Fourfold / peer"], rows
+    )
+
+
+def _summary_row(name: str, where: str, ours: LineRecord | None, peer: LineRecord | None) -> list[list[str]]:
+    if ours is None or peer is None:
+        return []
+    seconds = [f"{record.step * 1e3:.1f}" for record in (ours, peer)]
+    titles = [f"{title} {grid_of(record)} {record.mode}" for title, record in (("", ours), (_title_of(peer), peer))]
+    return [[name, where, titles[0].strip(), seconds[0], titles[1], seconds[1], _ratio(ours, peer)]]
+
+
+def _title_of(record: LineRecord) -> str:
+    return f"{record.kind} {record.variant}".strip()
 
 
 def _title(group: dict[str, Any]) -> str:
@@ -101,7 +129,7 @@ def _sort_key(record: LineRecord) -> tuple[int, int, str, float]:
 
 
 def _row(record: LineRecord, records: Sequence[LineRecord]) -> list[str]:
-    name = f"{record.kind} {record.variant}".strip()
+    name = _title_of(record)
     if not record.measured:
         return [name, grid_of(record), record.mode, record.error or "not measured", *["-"] * (len(COLUMNS) - 4)]
     compute, communication = (record.median(measure) for measure in ("compute", "communication"))
@@ -188,8 +216,8 @@ def _against_best(ours: Sequence[LineRecord], peers: Sequence[LineRecord]) -> It
 
 def _compared(ours: LineRecord, theirs: LineRecord) -> str:
     names = (
-        f"{grid_of(ours)} {ours.mode} {ours.step * 1e3:.1f} ms, {theirs.kind} {theirs.variant}".rstrip()
-        + f" {grid_of(theirs)} {theirs.mode} {theirs.step * 1e3:.1f} ms"
+        f"{grid_of(ours)} {ours.mode} {ours.step * 1e3:.1f} ms, {_title_of(theirs)}"
+        f" {grid_of(theirs)} {theirs.mode} {theirs.step * 1e3:.1f} ms"
     )
     pairs = Pairs(ours.ratios(theirs))
     if not pairs:

@@ -39,8 +39,8 @@ class RankModels(RankContext):
 
     def mesh(self, line: Line) -> DeviceMesh:
         """Return the mesh of a peer, with TP on neighbouring ranks, as axis x is on a grid."""
-        names = ("pipe",) if line.pipe > 1 else ("replicate", "dp", "tp")
-        sizes = (line.pipe,) if line.pipe > 1 else (line.shape.data, line.shape.z, line.shape.x)
+        names = ("pipe", "replicate") if line.pipe > 1 else ("replicate", "dp", "tp")
+        sizes = (line.pipe, line.shape.data) if line.pipe > 1 else (line.shape.data, line.shape.z, line.shape.x)
         if sizes not in self.meshes:
             mesh = self.meshes[sizes] = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
             if line.shape.x > 1 and line.shape.world > line.shape.x:
@@ -121,6 +121,7 @@ def warm_up(state: RankModels, line: Line, steps: int) -> WarmUp:
         for _ in range(steps - 1):
             act()
     state.synchronize()
+    gc.disable()  # recording a step enables it again
     return WarmUp(tuple(losses), peak, len(model.records) if isinstance(model, FourfoldModel) else 0)
 
 

@@ -52,6 +52,7 @@ LINES = {
         Line("HSDP x TP", ff.Shape(x=2, data=2), reshard=False),
         Line(PIPELINE, ff.Shape(), pipe=4, micro_batches=4),
         Line(INTERLEAVED, ff.Shape(), pipe=4, micro_batches=8),
+        Line(INTERLEAVED, ff.Shape(data=2), pipe=2, micro_batches=4),
     ],
 }
 
