@@ -157,9 +157,9 @@ class Machine:
         """Describe the time of the host in one mode, or what is assumed about it."""
         if mode in self.host:
             speed = self.host[mode]
-            return f"{mode}: {speed.item * 1e6:.3g} us per item and {speed.step * 1e3:.3g} ms per step"
+            return f"{mode}: {speed.item * 1e6:,.1f} us per item and {speed.step * 1e3:,.2f} ms per step"
         if self.device == "cpu":
-            return f"{mode}: not measured, {self.overhead * 1e6:.3g} us per item assumed"
+            return f"{mode}: not measured, {self.overhead * 1e6:,.1f} us per item assumed"
         return f"{mode}: not measured, assumed to be never late"
 
 
