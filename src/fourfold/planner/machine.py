@@ -497,7 +497,7 @@ def in_mode(machine: Machine, mode: HostMode) -> Machine:
     if speed is None:
         return machine
     overhead = speed.item if machine.device == "cpu" else min(machine.overhead, speed.item)
-    return replace(machine, overhead=overhead, name=f"{machine.name} {mode}")
+    return replace(machine, overhead=overhead)
 
 
 class Seconds:
