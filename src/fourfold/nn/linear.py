@@ -52,6 +52,10 @@ class Linear(Layer):
     @property
     def width(self) -> int:
         """Columns of the product on this rank."""
+        # Not padded for alignment, unlike the logits of a head: heads and hidden units of published models stay
+        # multiples of 8 elements on every grid that cuts them (tests/nn/test_padding.py). For a model of odd sizes
+        # padding would save little: its columns must be dropped before heads are cut, which costs a copy of the output
+        # and of its gradient, and the inner dim of the Contract product that follows would be as odd as before.
         return self.out_features // self.weight_storage.compute.parts(self.grid.shape.sizes, 0)
 
     @property
