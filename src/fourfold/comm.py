@@ -307,7 +307,7 @@ def exchange(tensor: Tensor, grid: Grid, axis: str, place: int) -> Tensor:
 def _record(op: Op, tensors: Sequence[Tensor], grid: Grid, axis: str, label: str) -> Collective | None:
     """Write the launch into the ledger and return its record, or None if there is nothing to send."""
     ranks = grid.size(axis)
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    nbytes = sum([tensor.nbytes for tensor in tensors])
     if ranks == 1 or nbytes == 0:
         return None
     # a gather's larger buffer is its output

@@ -56,10 +56,10 @@ class Buffers:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         self._pass_time()
-        for entry in self._free:
-            buffer = entry[1]
-            if buffer.shape == torch.Size(shape) and buffer.dtype == dtype and buffer.device == device:
-                self._free = deque(other for other in self._free if other is not entry)
+        size = torch.Size(shape)
+        for index, (_, buffer) in enumerate(self._free):
+            if buffer.shape == size and buffer.dtype == dtype and buffer.device == device:
+                del self._free[index]
                 return buffer
         self.made += 1
         with torch.inference_mode(False):  # the buffer may be used for training next
@@ -189,7 +189,8 @@ class Prefetcher:
         if in_use.uses_left:
             self._in_use[wanted.key] = in_use
         elif not keep:
-            self._free(wanted, in_use.value)
+            for buffer in wanted.buffers(in_use.value):
+                self.buffers.give_back(buffer)
 
     @contextmanager
     def using(self, wanted: WeightGather[T], *, uses: int, keep: bool = False) -> Iterator[T]:
@@ -233,7 +234,7 @@ class Prefetcher:
         if not self.on:
             return
         most = self.bound(self._largest)
-        in_flight = sum(wanted.nbytes for wanted, _, _ in self._in_flight.values())
+        in_flight = sum([wanted.nbytes for wanted, _, _ in self._in_flight.values()])
         for wanted in self._expected():
             if wanted.key in self._in_use or wanted.key in self._in_flight:
                 continue

@@ -38,7 +38,7 @@ from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec, chunk
-from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
+from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage, shards_of
 from fourfold.policy import Policy
 
 
@@ -102,6 +102,7 @@ class TrackedParameter:
         """The spec of its gradient while sums are owed."""
         self.complete = spec_like(parameter, cut_over_replicas=policy.shard_optimizer)
         self.counted = _counts_here(parameter, grid)
+        """Whether this rank's shard counts for the norm."""
         self.leaf: Node | None = None
         """Its AccumulateGrad node if it is trained. Autograd frees such a node, with our hook on it, unless somebody
         refers to it."""
@@ -269,6 +270,7 @@ class Gradients:
         self.parameters = dict(parameters)
         self.policy = policy
         self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1)
+        self._places, self._gathers = grid.shape.places, grid.size(GATHERED) > 1
         self.accumulating = False
         self.guarded = False
         """Whether ranks check before every gather that they gather the same parameters, as in a model's first pass."""
@@ -306,10 +308,6 @@ class Gradients:
     def knows(self, parameter: nn.Parameter) -> bool:
         """Return whether this is a parameter of the model as it was built."""
         return id(parameter) in self._tracked
-
-    def tracked(self, parameter: nn.Parameter) -> TrackedParameter:
-        """Return what is known of a parameter of the model."""
-        return self._tracked[id(parameter)]
 
     def begin_step(self, passes: int) -> None:
         """Announce that the next `passes` forward and backward passes belong to one step.
@@ -364,6 +362,7 @@ class Gradients:
             if known.leaf is None and parameter.requires_grad:
                 parameter.label = known.name  # type: ignore[attr-defined]
                 parameter.gradients = weakref.ref(self)  # type: ignore[attr-defined]
+                parameter.complete, parameter.counted = known.complete, known.counted  # type: ignore[attr-defined]
                 known.leaf = leaf_of(parameter)
                 known.leaf.register_prehook(partial(_hand_over, weakref.ref(self), known.name, parameter, known.spec))
 
@@ -397,8 +396,8 @@ class Gradients:
         They are the gradients of `uses` uses in the forward pass `during`. 0 uses stands for all uses that autograd
         itself recorded, no pass for the oldest one that expects a gradient. The tensors are changed in place and kept.
         """
-        if self.grid.shape.places > 1:  # divide before the cast, because the parameter's dtype may be narrower
-            torch._foreach_div_(list(gradients), self.grid.shape.places)
+        if self._places > 1:  # divide before the cast, because the parameter's dtype may be narrower
+            torch._foreach_div_(list(gradients), self._places)
         keys = [id(parameter) for parameter in parameters]
         self._count(keys, during, uses)
         for key, gradient in zip(keys, gradients, strict=True):
@@ -449,7 +448,7 @@ class Gradients:
         `nbytes` is the size on the rank that sends most, the same number on all ranks, so that all ranks wait for
         deferred reductions at the same points. `deposit` changes the tensors in place.
         """
-        if self.grid.size(GATHERED) == 1:
+        if not self._gathers:
             self.deposit(parameters, gradients, during=during, uses=uses)
             return
         pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
@@ -585,16 +584,19 @@ class BucketSum:
 
     def __init__(self, gradients: Gradients, bucket: Bucket) -> None:
         self.gradients, self.bucket = gradients, bucket
-        self.tracked = [gradients.tracked(gradients.parameters[name][0]) for name in bucket.names]
+        self.tracked = [gradients._tracked[id(gradients.parameters[name][0])] for name in bucket.names]
         self.late = False
         """Whether a gradient came after the bucket was launched."""
         self.own: list[Tensor | None] = []
         self.sums: list[Tensor] = []
         for known in self.tracked:
             gradient = known.parameter.grad
-            owed = gradient is not None and (gradient._spec is known.owed or is_owed(gradient))  # type: ignore[attr-defined]
-            self.own.append(local_of(gradient) if owed else None)  # type: ignore[arg-type]
-            self.sums.append(local_of(gradient) if owed else self._of_earlier_passes(known.parameter))  # type: ignore[arg-type]
+            if gradient is not None and (gradient._spec is known.owed or is_owed(gradient)):  # type: ignore[attr-defined]
+                self.own.append(gradient._local_tensor)  # type: ignore[attr-defined]
+                self.sums.append(gradient._local_tensor)  # type: ignore[attr-defined]
+            else:
+                self.own.append(None)
+                self.sums.append(self._of_earlier_passes(known.parameter))
         self._axes = list(bucket.owes)
         self._pending: Pending[list[Tensor]] | Arrived[list[Tensor]] | None = None
         self._launch()
@@ -686,11 +688,16 @@ def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
     grid = Grid.of(gradients[0][0])
     wide = torch.promote_types(gradients[0][1].dtype, torch.float32)
     shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
-    counted = [norm for (parameter, _), norm in zip(gradients, shards, strict=True) if _counts_here(parameter, grid)]
+    here = [getattr(parameter, "counted", None) for parameter, _ in gradients]
+    if None in here:  # the model has not run since `model.to(...)` replaced its parameters
+        here = [_counts_here(parameter, grid) for parameter, _ in gradients]
+    counted = list(itertools.compress(shards, here))
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
     if counted:
         squares += torch.stack(counted).double().square().sum()
-    cut_over_replicas = any(_cuts(parameter.grad, REPLICA) for parameter, _ in gradients)
+    replica = AXES.index(REPLICA)
+    specs = [parameter.grad._spec for parameter, _ in gradients]  # type: ignore[union-attr,missing-attribute]
+    cut_over_replicas = True in [spec.placements[replica].is_shard() for spec in specs]
     for axis in AXES:
         if grid.size(axis) > 1 and (axis != REPLICA or cut_over_replicas):
             squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
@@ -717,16 +724,29 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
 
 def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the parameters that have a gradient, each with this rank's shard of it; refuse incomplete ones."""
-    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for parameter, _ in found:
+    found, gradients = [], []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if is_incomplete(parameter):
+            raise RuntimeError(
+                "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate, or begin_step "
+                "announced more passes than have run; run the last micro-step's backward() outside of ff.accumulate, "
+                "and announce every step with the number of its passes"
+            )
+        found.append(parameter)
+        gradients.append(gradient)
+    return list(zip(found, shards_of(gradients), strict=True))
+
+
+def is_incomplete(parameter: nn.Parameter) -> bool:
+    """Return whether the gradient of a parameter on a grid is not summed over ranks yet."""
+    complete = getattr(parameter, "complete", None)
+    if complete is None:
         Grid.of(parameter)  # raises for a parameter that is not on a grid
-    if any(is_owed(gradient) for _, gradient in found):
-        raise RuntimeError(
-            "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate, or begin_step "
-            "announced more passes than have run; run the last micro-step's backward() outside of ff.accumulate, and "
-            "announce every step with the number of its passes"
-        )
-    return [(parameter, local_of(gradient)) for parameter, gradient in found]
+    gradient = parameter.grad
+    return gradient is not None and gradient._spec is not complete and is_owed(gradient)  # type: ignore[attr-defined]
 
 
 def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False) -> DTensorSpec:
@@ -749,14 +769,11 @@ def is_owed(gradient: Tensor) -> bool:
     return True in [placement.is_partial() for placement in gradient._spec.placements]  # type: ignore[attr-defined]
 
 
-def _cuts(tensor: Tensor | None, axis: str) -> bool:
-    return tensor._spec.placements[AXES.index(axis)].is_shard()  # type: ignore[union-attr]
-
-
 def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
     """Return whether this rank's shard counts for the norm.
 
     On x, y and z only the first of several equal copies counts. Every replica counts, because the norm is summed over
     replicas only if gradients are sharded over them.
     """
-    return all(axis == REPLICA or _cuts(parameter, axis) or grid.coords[axis] == 0 for axis in AXES)
+    placements = zip(AXES, parameter._spec.placements, strict=True)  # type: ignore[attr-defined]
+    return all(axis == REPLICA or cut.is_shard() or grid.coords[axis] == 0 for axis, cut in placements)

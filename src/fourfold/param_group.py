@@ -25,7 +25,7 @@ from fourfold.engine import in_backward
 from fourfold.gradients import ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
-from fourfold.params import local_of, shards_of
+from fourfold.params import shards_of
 from fourfold.policy import Policy
 
 
@@ -76,6 +76,7 @@ class ParamGroup:
         own = self.dtypes[0] if members else torch.float32
         self.compute_dtype = policy.compute_dtype or own if own.is_floating_point else own
         self.reduce_dtype = policy.reduce_dtype or own
+        self.casts = any(dtype is not self.compute_dtype for dtype in self.dtypes)
         self.travels = grid.size(GATHERED) > 1
         self.elements = sum(member.most for member in members)
         """The number of elements in compute layout, the same on all ranks."""
@@ -143,7 +144,8 @@ class ParamGroup:
 
     def version(self) -> list[tuple[int, int]]:
         # a DTensor and its local tensor count separately: torch's functions change one, ours the other
-        return [(parameter._version, local_of(parameter)._version) for parameter in self.parameters]
+        shards = zip(self.parameters, shards_of(self.parameters), strict=True)
+        return [(parameter._version, shard._version) for parameter, shard in shards]
 
     def buffers(self, gathered: list[Tensor]) -> Sequence[Tensor]:
         """Return what `launch` wrote into buffers of the pool."""
@@ -166,7 +168,7 @@ class ParamGroup:
         if self.travels and self.gradients.guarded:
             self._require_same_group()
         shards = shards_of(self.parameters)
-        if copied and not self.travels:
+        if not self.casts or (copied and not self.travels):
             return shards
         return [shard if shard.dtype is self.compute_dtype else shard.to(self.compute_dtype) for shard in shards]
 
@@ -202,6 +204,7 @@ class ParamGroup:
     def scatter(self, gradients: Sequence[Tensor], *, turns: int, during: ForwardPass) -> None:
         """Sum gradients of all halves over z and deposit this rank's shards (`Gradients.scatter`)."""
         dtype = self.reduce_dtype
-        wide = [gradient if gradient.dtype is dtype else gradient.to(dtype) for gradient in gradients]
+        if [gradient.dtype for gradient in gradients].count(dtype) != len(gradients):
+            gradients = [gradient.to(dtype) for gradient in gradients]
         nbytes = self.elements * dtype.itemsize
-        self.gradients.scatter(self.parameters, wide, nbytes, label=self.label, during=during, uses=turns)
+        self.gradients.scatter(self.parameters, gradients, nbytes, label=self.label, during=during, uses=turns)

@@ -59,7 +59,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def shards_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return `local_of` each of several parameters, without a call for each."""
     shards = [parameter._local_tensor for parameter in parameters]  # type: ignore[attr-defined]
-    return [shard.arrived() if type(shard) is LazyTensor else shard for shard in shards]
+    return [local_of(parameter) for parameter in parameters] if LazyTensor in map(type, shards) else shards
 
 
 def wait_on_use(tensor: Tensor, wait: Callable[[], None]) -> None:
@@ -92,6 +92,10 @@ class ShardedParameter(DTensor):
     """Its name in the model, which the ledger shows."""
     gradients: Callable[[], Any] = staticmethod(lambda: None)
     """Returns the `Gradients` of its model: a weak reference, because those refer to the parameter."""
+    complete: DTensorSpec | None = None
+    """The spec of its gradient once nothing is owed any more."""
+    counted: bool | None = None
+    """Whether this rank's shard counts for the norm of all gradients."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -190,7 +194,9 @@ def own_storage(local: Tensor) -> Tensor:
     storage = local.untyped_storage()
     if local.is_meta or local.numel() == 0 or storage.nbytes() == local.nbytes:
         return local
-    first, size = local.storage_offset(), local.element_size()
-    last = first + sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
-    own = storage[first * size : (last + 1) * size]
+    first, size, elements = local.storage_offset(), local.element_size(), local.numel()
+    if not local.is_contiguous():
+        reach = zip(local.shape, local.stride(), strict=True)
+        elements = 1 + sum((length - 1) * stride for length, stride in reach)
+    own = storage[first * size : (first + elements) * size]
     return local.new_empty(0).set_(own, 0, local.shape, local.stride())  # type: ignore[arg-type]
