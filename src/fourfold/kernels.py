@@ -23,9 +23,16 @@ def region(function: Callable[..., Any], like: Tensor, *, compiled: bool) -> Cal
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # One norm sees rows and heads, training and evaluation, several batch sizes: more kinds of input than torch's 8.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    allow_recompiling()
     return torch.compile(function, fullgraph=True)
+
+
+def allow_recompiling() -> None:
+    """Let torch compile a function for more kinds of input than its usual 8.
+
+    One norm sees rows and heads, training and evaluation, and several batch sizes.
+    """
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
 def widen(a: Tensor) -> Tensor:

@@ -190,6 +190,10 @@ class Factor:
             gradients = [gradient for member, gradient in pairs if member in group.members]
         group.scatter(gradients, turns=turns, during=during)
 
+    def split(self, dw: Tensor, db: Tensor | None = None) -> list[Tensor]:
+        """Return the gradient of each member from those of the weights and biases side by side."""
+        return [*self._parts(dw), *([] if db is None else db.split([len(columns) for columns in self.columns]))]
+
     def _parts(self, dw: Tensor) -> list[Tensor]:
         """Return the gradient of each weight."""
         parts = [dw] if len(self.widths) == 1 else list(dw.split(self.widths))

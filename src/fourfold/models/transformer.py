@@ -20,7 +20,8 @@ from fourfold.axes import AXES, BATCH
 from fourfold.comm import equal_along
 from fourfold.engine import Turns
 from fourfold.grid import Grid
-from fourfold.layout import Init
+from fourfold.layout import GATHERED, Init
+from fourfold.models.compiled_block import BlockWeights, CompiledBlock
 from fourfold.models.config import ModelConfig, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.embedding import Embedding, Head, Positions
@@ -89,6 +90,13 @@ class TransformerBlock(Layer):
         self.mlp_norm = _norm(config, grid, policy)
         self.mlp = MLP(grid, policy, config.hidden, config.mlp_hidden, kind=config.mlp, **both)
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
+        alone = all(grid.size(axis) == 1 for axis in ("x", "y", GATHERED))
+        self._may_run_whole = policy.compile and alone and policy.recompute == "none" and config.dropout == 0
+        """Whether the block may run as one compiled function: nothing travels inside it, and nothing is drawn."""
+        self._whole: CompiledBlock | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_whole": None}
 
     def forward(self, a: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         (stream,) = self._together([ResidualStream(a, None if delta is None else Ready(delta))], [batch])
@@ -114,6 +122,9 @@ class TransformerBlock(Layer):
 
     def _compute(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
         self.refuse_hooks(self.attention_norm, self.mlp_norm)
+        if self._may_run_whole and not stream.a.is_meta and (weights := self._weights_of_whole()) is not None:
+            a, delta = weights.block(*stream.read(), batch)
+            return ResidualStream(a, Ready(delta))
         if stream.delta is not None:
             yield  # the output of the block before may be in flight
         if self.policy.recompute == "block":
@@ -136,6 +147,16 @@ class TransformerBlock(Layer):
             yield
             leaving = Ready(self.mlp_dropout(leaving.wait()))
         return ResidualStream(a, leaving)
+
+    def _weights_of_whole(self) -> BlockWeights | None:
+        """Return the weights for the compiled block, or None if its parts have to run one by one."""
+        parts = self.attention_norm, self.attention, self.mlp_norm, self.mlp
+        if any(module._forward_hooks or module._forward_pre_hooks for part in parts for module in part.modules()):
+            return None
+        if self._whole is None or self._whole.parts != parts:
+            self._whole = CompiledBlock(*parts)
+        weights = self._whole.weights()
+        return weights if weights.trained or not torch.is_grad_enabled() else None
 
 
 def call_module(layer: nn.Module, stream: ResidualStream, batch: Batch) -> ResidualStream:

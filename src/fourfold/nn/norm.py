@@ -197,15 +197,18 @@ class Norm(_NormLayer):
         self.declare("weight", Spec((features,), RESIDUAL_VECTOR, use, Init(mean=1.0)))
         self.declare("bias", Spec((features,), RESIDUAL_VECTOR, use) if bias else None)
 
+    def spec(self) -> NormSpec:
+        return self._spec(self.kind, self.features, "y")
+
     def forward(self, a: Tensor) -> Tensor:
-        spec = self._spec(self.kind, self.features, "y")
+        spec = self.spec()
         return NormFunction.apply(spec, a, None, *spec.group.parameters)
 
     def add(self, a: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return a + delta, and its norm."""
         if delta is None:
             return a, self(a)
-        spec = self._spec(self.kind, self.features, "y")
+        spec = self.spec()
         return NormFunction.apply(spec, a, delta, *spec.group.parameters)
 
 
@@ -216,6 +219,9 @@ class HeadNorm(_NormLayer):
         super().__init__(grid, policy, eps, shift)
         self.declare("weight", Spec((head_dim,), WHOLE, inner(policy.activations), Init(mean=1.0)))
 
+    def spec(self) -> NormSpec:
+        return self._spec("rms", self.specs["weight"].shape[0], None)
+
     def forward(self, a: Tensor) -> Tensor:
-        spec = self._spec("rms", a.shape[-1], None)
+        spec = self.spec()
         return NormFunction.apply(spec, a, None, *spec.group.parameters)
