@@ -58,6 +58,8 @@ class WarmUp:
     """The most memory that tensors of the line need on the device, including its weights and whatever it keeps between
     steps."""
     collectives: int
+    not_captured: str
+    """Why a captured line was not captured."""
 
 
 def describe(state: RankModels) -> dict[str, Any]:
@@ -122,7 +124,9 @@ def warm_up(state: RankModels, line: Line, steps: int) -> WarmUp:
             act()
     state.synchronize()
     gc.disable()  # recording a step enables it again
-    return WarmUp(tuple(losses), peak, len(model.records) if isinstance(model, FourfoldModel) else 0)
+    if isinstance(model, FourfoldModel):
+        return WarmUp(tuple(losses), peak, len(model.records), model.not_captured)
+    return WarmUp(tuple(losses), peak, 0, "")
 
 
 @dataclass(frozen=True)

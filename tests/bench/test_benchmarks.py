@@ -7,9 +7,11 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -132,6 +134,25 @@ def test_a_line_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
         assert not four.up, "ranks that others may wait for are not used again"
     finally:
         four.close()
+
+
+def test_a_line_that_was_not_captured_is_no_measurement(tmp_path: Path) -> None:
+    """`StepGraph` runs a step eagerly where it cannot be recorded; the table must not call that captured."""
+
+    class Pool:
+        up = True
+
+        def run(self, job: Callable[..., Any], *_: Any, **__: Any) -> list[Any]:
+            ran.append(job)
+            return [rank_jobs.WarmUp((5.0, 4.0), None, 3, "dropout")] * 4 if job is rank_jobs.warm_up else []
+
+    ran: list[Callable[..., Any]] = []
+    line = next(line for line in lines_of(4, TINY, ["captured"]) if line.grid == "x=4")
+    results = Results.open(tmp_path / "found.jsonl", {"warmup": 5})
+    pool = cast(rank_pool.RankPool, Pool())
+    gpu_ranks.GroupBenchmark("4:tiny", pool, TINY, [line], results, gpu_ranks.Clock(1e9)).measure(2, 5)
+    assert results.of("4:tiny", line).error == "not captured: dropout"
+    assert ran == [rank_jobs.open_group, rank_jobs.build, rank_jobs.warm_up, rank_jobs.drop]
 
 
 def test_a_budget_ends_before_a_round_that_does_not_fit() -> None:

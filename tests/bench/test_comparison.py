@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,14 @@ def test_table_and_plot_are_written(tmp_path: Path) -> None:
     text, picture = compare_table.write([run], tmp_path / "compare")
     assert "it is not installed" in text.read_text() and picture.name in text.read_text()
     assert "DDP" in picture.read_text()
+
+
+def test_the_machine_of_an_earlier_run_is_taken(tmp_path: Path) -> None:
+    made_up(result("DDP", Shape(data=8), [1.0])).write(tmp_path)
+    options = Namespace(machines=tmp_path, calibrate=1.0)
+    assert runs.calibrated(FEW, emulate.Cluster(FEW.cluster), options).name == load_machine("laptop").name
+    with pytest.raises(FileNotFoundError):
+        runs.calibrated(Setting.parse("4x2-100-few"), emulate.Cluster(FEW.cluster), options)
 
 
 def test_ranks_of_equal_numbers_are_shared() -> None:
