@@ -14,7 +14,7 @@ from benchmarks.cluster.runs import ClusterRun, LineResult
 from benchmarks.cluster.settings import FOURFOLD, MINIMAL, OURS, PLANNED, Setting
 from benchmarks.cluster.trainers import AXES_OF
 from benchmarks.planner import validate_measured
-from benchmarks.shared.pipelines import INTERLEAVED, PIPELINES
+from benchmarks.shared.pipelines import INTERLEAVED, PIPELINE, PIPELINES
 from benchmarks.shared.workloads import Line
 from fourfold.grid import Shape
 from fourfold.planner.machine import load_machine, to_toml
@@ -78,6 +78,21 @@ def test_the_best_peer_is_the_better_of_both_reduce_scatters() -> None:
     said = list(compare_table.bars(run))
     assert "reached, faster, 1.05 s and 1.55 s" in said[0]
     assert "reached, 1.48" in said[1]
+
+
+def test_a_pipeline_counts_and_the_peer_on_the_same_grid_is_named() -> None:
+    piped = result(PIPELINE, Shape(data=2), [0.5])
+    piped.pipe = 4
+    run = made_up(
+        piped,
+        result("DDP x TP", Shape(x=4, data=2), [1.25]),
+        result("TP", Shape(x=8), [1.1]),
+        result(FOURFOLD, Shape(x=4, data=2), [1.0], PLANNED),
+    )
+    said = list(compare_table.bars(run))
+    assert f"the best peer ({piped.name}) beyond the spread: **MISSED**, slower" in said[0]
+    assert "(DDP x TP x=4 data=2): 0.80 of its time" in said[1]
+    assert any("| pipe=4 data=2 " in line for line in compare_table.lines(run))
 
 
 @pytest.mark.parametrize(
