@@ -67,6 +67,8 @@ class BenchmarkModel(ABC):
     """Bytes of the model's weights that were allocated before the model was built."""
     base_bytes = 0
     """Bytes that the device held for other models when this one was built."""
+    kept_bytes = 0
+    """Bytes that the model keeps between steps."""
 
     @abstractmethod
     def step(self) -> Tensor | None:
@@ -86,10 +88,10 @@ class BenchmarkModel(ABC):
                 state.zero_()
 
     def states(self) -> Iterator[Tensor]:
-        """Yield this rank's shards of the optimizer state, without the counters of steps."""
+        """Yield this rank's shards of the optimizer state, and the counters of steps, which have no dims."""
         for optimizer in self.optimizers():
             for state in optimizer.state.values():
-                yield from (local_shard(value) for value in state.values() if torch.is_tensor(value) and value.dim())
+                yield from (local_shard(value) for value in state.values() if torch.is_tensor(value))
 
     def measure(self, what: Measure) -> Callable[[], Tensor | None]:
         """Return the function whose calls are timed."""
@@ -113,6 +115,25 @@ class UpdatedModel(BenchmarkModel):
         loss = self.forward_backward()
         self.update()
         return None if loss is None else loss.detach()
+
+
+class SwitchedModel(UpdatedModel):
+    """A model whose parts run compiled or eagerly, as its line asks before each turn. So the lines of both modes share
+    one model, with its weights and its optimizer."""
+
+    def __init__(self) -> None:
+        self._compiled: list[tuple[nn.Module, Any]] = []
+
+    def compile(self, parts: Iterable[nn.Module]) -> None:
+        """Prepare these modules to be compiled when they first run so; they run eagerly until `switch`."""
+        for part in parts:
+            part.compile(dynamic=False)
+            self._compiled.append((part, part._compiled_call_impl))
+        self.switch(compiled=False)
+
+    def switch(self, *, compiled: bool) -> None:
+        for part, call in self._compiled:
+            part._compiled_call_impl = call if compiled else None
 
 
 class SgdModel(UpdatedModel):
@@ -164,7 +185,7 @@ class StatePool:
         """Move the state of a model that has taken its first step into the pool; return the bytes it already had."""
         taken: dict[tuple[int, torch.dtype], int] = defaultdict(int)
         found = 0
-        for state in model.states():
+        for state in (state for state in model.states() if state.dim()):
             key = state.numel(), state.dtype
             place, taken[key] = taken[key], taken[key] + 1
             if place < len(self._tensors[key]):

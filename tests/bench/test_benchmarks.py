@@ -256,6 +256,9 @@ def test_missed_bars_stay_visible(tmp_path: Path) -> None:
     assert bad.count("MISSED") == 4  # on its grid, of any kind, over its bounds, memory
     compiled = replace(recorded("fourfold", 0.7, 100), mode="compiled", line="fourfold z=4 compiled")
     assert "on z=4 compiled is not slower than eager: **MISSED**" in bars(compiled, recorded("fourfold", 0.6, 100))
+    apart = replace(compiled, losses=[10.0, 9.1])
+    assert "the losses of a line's modes agree within 0.5%" in bars(apart, recorded("fourfold", 0.8, 100))
+    assert "**MISSED**, 1.11% (fourfold z=4" in bars(apart, recorded("fourfold", 0.8, 100))
     strange = replace(recorded("fourfold", 0.6, 100), first_losses=[float("nan")])
     assert "**WRONG**" in bars(strange)
     other = replace(recorded("fourfold", 0.6, 100), losses=[10.5, 9.0])
