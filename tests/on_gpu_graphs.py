@@ -164,6 +164,7 @@ def refused(shape: Shape) -> str:
 
     step = StepGraph(compute, model)
     losses = [step(tokens).item() for tokens in batches(grid, 8)]
+    torch.rand(1, device=grid.device)  # a failed recording leaves torch's generators as they were
     return f"{step.reason} | {losses[0]:.3f} {losses[-1]:.3f} | {step.recorded}"
 
 

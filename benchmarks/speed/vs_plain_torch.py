@@ -108,6 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
+    if options.device == "cuda":
+        # All sides on one stream that is not the default one: autograd remembers the stream of each parameter's node,
+        # and the plain sides, which share a model, could not be recorded after a step on another stream.
+        torch.cuda.set_stream(torch.cuda.Stream())
     for case in options.cases:
         if time.monotonic() - began > options.budget:
             print(f"{case}: not begun, because {options.budget:.0f} s are over", flush=True)
@@ -313,25 +317,20 @@ class PlainSides:
 
 class GraphedStep:
     """A whole step of plain torch as a CUDA graph, as torch's documentation records it: eager calls on a side stream,
-    then one recording, then replays."""
+    which is the current one here, then one recording, then replays."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         self.step, self.calls = step, 0
-        self.stream = torch.cuda.Stream()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.loss: Tensor | None = None
 
     def __call__(self) -> Tensor:
         if self.calls < GRAPH_WARMUP:
             self.calls += 1
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                loss = self.step()
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return loss
+            return self.step()
         if self.graph is None or self.loss is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.loss = self.step()
         self.graph.replay()
         return self.loss

@@ -9,7 +9,7 @@ so that any model can be run dry. How a message travels is the business of `wire
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from fourfold import wire
 from fourfold.grid import Grid
-from fourfold.job import typed_errors
+from fourfold.job import typed_error, typed_errors
 from fourfold.layout import Layout, chunk
-from fourfold.ledger import Collective, Op, span
+from fourfold.ledger import NO_SPAN, Collective, Op
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -29,6 +29,8 @@ U = TypeVar("U")
 
 class Pending(Generic[T]):
     """A collective in flight; `wait()` returns its result, again and again."""
+
+    __slots__ = ("_finish", "_grid", "_record", "_result")
 
     def __init__(self, finish: Callable[[], T], record: Collective | None = None, grid: Grid | None = None) -> None:
         self._finish: Callable[[], T] | None = finish
@@ -42,7 +44,7 @@ class Pending(Generic[T]):
                 self._result = self._finish()
             else:
                 on_gpu = self._grid.device.type == "cuda"
-                with named(self._record, "wait "), self._grid.ledger.waiting(self._record, on_gpu=on_gpu):
+                with Named(self._record, "wait "), self._grid.ledger.waiting(self._record, on_gpu=on_gpu):
                     self._result = self._finish()
                 if self._grid.recording is not None:
                     self._grid.recording.landed(self._record)
@@ -54,11 +56,37 @@ class Pending(Generic[T]):
         return Pending(lambda: step(self.wait()))
 
 
-@contextmanager
-def named(record: Collective, doing: str = "") -> Iterator[None]:
-    """Name the collective in profiles, and in the error that the backend raises inside the block."""
-    with typed_errors(str(record)), span(f"{doing}{record}"):
-        yield
+class Arrived(Generic[T]):
+    """What `Pending` is for a collective, for a result that needs none."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self) -> T:
+        return self._result
+
+
+class Named:
+    """A block in which the collective is named in profiles, and in the error that the backend raises."""
+
+    __slots__ = ("_doing", "_record", "_span")
+
+    def __init__(self, record: Collective, doing: str = "") -> None:
+        self._record, self._doing = record, doing
+
+    def __enter__(self) -> None:
+        self._span: AbstractContextManager[object] = NO_SPAN
+        if torch.autograd._profiler_enabled():
+            self._span = torch.profiler.record_function(f"fourfold::{self._doing}{self._record}")
+            self._span.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._span is not NO_SPAN:
+            self._span.__exit__(kind, error, trace)  # type: ignore[arg-type]
+        if isinstance(error, RuntimeError) and (typed := typed_error(str(self._record), error)) is not None:
+            raise typed from error
 
 
 @contextmanager
@@ -91,7 +119,7 @@ def all_gather(
     joined = shard.new_empty((ranks, *shard.shape))
     finish = _nothing
     if record is not None and not _stays(shard, grid):
-        with named(record):
+        with Named(record):
             finish = wire.all_gather([shard], [joined], _link(record, grid))
 
     def join_parts() -> Tensor:
@@ -119,7 +147,7 @@ def reduce_scatter(whole: Tensor, grid: Grid, axis: str, *, dim: int = 0, label:
     if record is None or _stays(whole, grid):
         own_part = torch.empty_like(parts[0])
         return Pending(lambda: (parts, own_part)[1], record, grid)
-    with named(record):
+    with Named(record):
         finish = wire.reduce_scatter([parts], _link(record, grid))
     return Pending(lambda: finish()[0], record, grid)
 
@@ -132,7 +160,7 @@ def all_reduce(tensor: Tensor, grid: Grid, axis: str, *, label: str = "", owned:
     total = tensor if owned and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
     finish = _nothing
     if record is not None and not _stays(tensor, grid):
-        with named(record):
+        with Named(record):
             finish = wire.all_reduce([total], _link(record, grid))
     return Pending(lambda: (finish(), total)[1], record, grid)
 
@@ -168,7 +196,7 @@ def all_gather_together(
     finish = _nothing
     if record is not None and not _stays(shards[0], grid):
         parts = [whole.view(ranks, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
-        with named(record):
+        with Named(record):
             finish = wire.all_gather(shards, parts, _link(record, grid))
     pending = Pending(lambda: (finish(), shards, wholes)[2], record, grid)
     if rows is None or not uneven:
@@ -197,7 +225,7 @@ def reduce_scatter_together(
     if _stays(wholes[0], grid):
         own_parts = [torch.empty_like(part[0]) for part in parts]
         return Pending(lambda: (wholes, own_parts)[1], record, grid)
-    with named(record):
+    with Named(record):
         finish = wire.reduce_scatter(parts, _link(record, grid))
     return Pending(finish, record, grid)
 
@@ -207,7 +235,7 @@ def all_reduce_together(tensors: Sequence[Tensor], grid: Grid, axis: str, *, lab
     record = _record("all_reduce", tensors, grid, axis, label)
     finish = _nothing
     if record is not None and not _stays(tensors[0], grid):
-        with named(record):
+        with Named(record):
             finish = wire.all_reduce(tensors, _link(record, grid))
     return Pending(finish, record, grid)
 
@@ -279,7 +307,7 @@ def exchange(tensor: Tensor, grid: Grid, axis: str, place: int) -> Tensor:
 def _record(op: Op, tensors: Sequence[Tensor], grid: Grid, axis: str, label: str) -> Collective | None:
     """Write the launch into the ledger and return its record, or None if there is nothing to send."""
     ranks = grid.size(axis)
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    nbytes = sum([tensor.nbytes for tensor in tensors])
     if ranks == 1 or nbytes == 0:
         return None
     # a gather's larger buffer is its output

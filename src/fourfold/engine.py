@@ -56,10 +56,10 @@ class Buffers:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         self._pass_time()
-        for entry in self._free:
-            buffer = entry[1]
-            if buffer.shape == torch.Size(shape) and buffer.dtype == dtype and buffer.device == device:
-                self._free = deque(other for other in self._free if other is not entry)
+        size = torch.Size(shape)
+        for index, (_, buffer) in enumerate(self._free):
+            if buffer.shape == size and buffer.dtype == dtype and buffer.device == device:
+                del self._free[index]
                 return buffer
         self.made += 1
         with torch.inference_mode(False):  # the buffer may be used for training next
@@ -76,24 +76,34 @@ class Buffers:
             self._free.popleft()
 
 
-@dataclass(frozen=True, slots=True)
-class WeightGather(Generic[T]):
+class WeightGather(Protocol[T]):
     """A gather of weights that a pass wants."""
 
-    key: Hashable
-    """Identifies the weights and the form in which they are wanted."""
-    launch: Callable[[], Awaited[T]]
-    """Starts the gather."""
-    nbytes: int
-    """The size of the gathered weights, equal on all ranks; 0 if nothing is sent."""
-    version: Callable[[], Hashable]
-    """Returns the version counters of the weights; they change when somebody writes into a weight."""
-    buffers: Callable[[T], Sequence[Tensor]]
-    """Returns the memory of the result that can be reused after its last use."""
+    @property
+    def key(self) -> Hashable:
+        """Identifies the weights and the form in which they are wanted."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gathered weights, equal on all ranks; 0 if nothing is sent."""
+        ...
+
+    def launch(self) -> Awaited[T]:
+        """Start the gather."""
+        ...
+
+    def version(self) -> object:
+        """Return the version counters of the weights; they change when somebody writes into a weight."""
+        ...
+
+    def buffers(self, gathered: T, /) -> Sequence[Tensor]:
+        """Return the memory of the result that can be reused after its last use."""
+        ...
 
 
 @dataclass(slots=True)
-class _InUse(Generic[T]):
+class InUse(Generic[T]):
     """Gathered weights that further halves of the batch will use."""
 
     value: T
@@ -128,8 +138,8 @@ class Prefetcher:
         self._followed: dict[Hashable, bool] = {}  # whether the last pass of a kind was followed by backward
         self._kind: Hashable = None  # the kind of the pass that runs now
         self._cursor = 0  # the number of weights that the pass has used
-        self._in_flight: dict[Hashable, tuple[WeightGather, Hashable, Awaited]] = {}
-        self._in_use: dict[Hashable, _InUse] = {}
+        self._in_flight: dict[Hashable, tuple[WeightGather, object, Awaited]] = {}
+        self._in_use: dict[Hashable, InUse] = {}
         self._largest = 0
 
     def begin(self, kind: Hashable) -> None:
@@ -156,9 +166,10 @@ class Prefetcher:
         self._in_flight.clear()
         self.end()
 
-    @contextmanager
-    def using(self, wanted: WeightGather[T], *, uses: int, keep: bool = False) -> Iterator[T]:
-        """Yield the gathered weights for one of `uses` uses; with `keep`, their memory is not reused afterwards."""
+    def take(self, wanted: WeightGather[T], uses: int) -> InUse[T]:
+        """Return the gathered weights for one of `uses` uses; `release` ends the use."""
+        if not wanted.nbytes and uses == 1:  # nothing travels, and nobody else uses them
+            return InUse(wanted.launch().wait(), 1)
         in_use = self._in_use.pop(wanted.key, None)
         if in_use is None:
             _, version, pending = self._in_flight.pop(wanted.key, (None, None, None))
@@ -169,13 +180,24 @@ class Prefetcher:
             if wanted.nbytes:
                 self._follow(wanted)
                 self._launch_next()  # before the wait: the next gathers travel while these weights are used
-            in_use = _InUse(pending.wait(), uses)
-        yield in_use.value
+            in_use = InUse(pending.wait(), uses)
+        return in_use
+
+    def release(self, wanted: WeightGather[T], in_use: InUse[T], *, keep: bool = False) -> None:
+        """End a use; the last one frees the weights' memory for reuse, unless `keep` says that somebody keeps it."""
         in_use.uses_left -= 1
         if in_use.uses_left:
             self._in_use[wanted.key] = in_use
         elif not keep:
-            self._free(wanted, in_use.value)
+            for buffer in wanted.buffers(in_use.value):
+                self.buffers.give_back(buffer)
+
+    @contextmanager
+    def using(self, wanted: WeightGather[T], *, uses: int, keep: bool = False) -> Iterator[T]:
+        """Yield the gathered weights for one of `uses` uses; with `keep`, their memory is not reused afterwards."""
+        in_use = self.take(wanted, uses)
+        yield in_use.value
+        self.release(wanted, in_use, keep=keep)
 
     def _follow(self, used: WeightGather) -> None:
         """Advance in the recorded order of this kind of pass; record what is new."""
@@ -212,7 +234,7 @@ class Prefetcher:
         if not self.on:
             return
         most = self.bound(self._largest)
-        in_flight = sum(wanted.nbytes for wanted, _, _ in self._in_flight.values())
+        in_flight = sum([wanted.nbytes for wanted, _, _ in self._in_flight.values()])
         for wanted in self._expected():
             if wanted.key in self._in_use or wanted.key in self._in_flight:
                 continue
@@ -379,6 +401,9 @@ class WgradQueue:
         self.jobs: deque[Callable[[], None]] = deque()
 
     def add(self, job: Callable[[], None]) -> None:
+        if not self.most:
+            job()
+            return
         self.jobs.append(job)
         while len(self.jobs) > self.most:
             self.run_one()

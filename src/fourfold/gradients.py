@@ -18,8 +18,8 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +34,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
 from fourfold.axes import AXES, BATCH
-from fourfold.comm import Pending
+from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec, chunk
-from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
+from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage, shards_of
 from fourfold.policy import Policy
 
 
@@ -91,36 +91,56 @@ class DeferredHook:
         return
 
 
+class TrackedParameter:
+    """A parameter of the model and what never changes about its gradient."""
+
+    __slots__ = ("complete", "counted", "leaf", "name", "owed", "parameter", "spec")
+
+    def __init__(self, name: str, parameter: nn.Parameter, spec: Spec, grid: Grid, policy: Policy) -> None:
+        self.name, self.parameter, self.spec = name, parameter, spec
+        self.owed = spec_like(parameter, owes=spec.owes)
+        """The spec of its gradient while sums are owed."""
+        self.complete = spec_like(parameter, cut_over_replicas=policy.shard_optimizer)
+        self.counted = _counts_here(parameter, grid)
+        """Whether this rank's shard counts for the norm."""
+        self.leaf: Node | None = None
+        """Its AccumulateGrad node if it is trained. Autograd frees such a node, with our hook on it, unless somebody
+        refers to it."""
+
+
 class ParameterHooks:
     """The users' hooks on the parameters of one model, called when gradients are complete.
 
     Autograd would call them while a gradient is one rank's part, so they are replaced by `DeferredHook`s.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = dict(parameters)
-        self.leaves: dict[nn.Parameter, Node] = {}
-        """The AccumulateGrad nodes of trained parameters. Autograd frees such a node, with our hook on it, unless
-        somebody refers to it."""
-        self._earlier: dict[nn.Parameter, Tensor] = {}
+    def __init__(self, tracked: Mapping[int, TrackedParameter]) -> None:
+        """`tracked` are the parameters of the model by their ids."""
+        self.tracked = tracked
+        self._earlier: dict[int, Tensor] = {}
         """Complete gradients of earlier passes: as in torch, a hook sees the gradient of this pass alone."""
 
     def defer(self) -> None:
         """Defer all hooks, at the beginning of a backward pass."""
-        for parameter in self.parameters.values():
-            for table in (on_gradient(parameter), after(parameter)):
-                for number, hook in table.items():
+        for known in self.tracked.values():
+            parameter = known.parameter
+            for table in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # type: ignore[attr-defined]
+                for number, hook in table.items() if table else ():
                     if not isinstance(hook, DeferredHook):
-                        table[number] = DeferredHook(hook)
+                        table[number] = DeferredHook(hook)  # type: ignore[index]
 
-    def left_out(self) -> set[nn.Parameter]:
+    def left_out(self) -> set[int]:
         """Return the parameters for which the running backward pass computes no gradient.
 
         `backward(inputs=...)` leaves out some parameters, `torch.autograd.grad(loss, inputs)` all of them.
         """
-        trained = [(p, leaf) for p, leaf in self.leaves.items() if p.requires_grad]
+        runs = torch._C._will_engine_execute_node
         try:
-            return {parameter for parameter, leaf in trained if not torch._C._will_engine_execute_node(leaf)}
+            return {
+                key
+                for key, known in self.tracked.items()
+                if known.leaf is not None and known.parameter.requires_grad and not runs(known.leaf)
+            }
         except RuntimeError as error:
             raise RuntimeError(
                 "torch.autograd.grad(loss, parameters) cannot return gradients of parameters on a grid, which are "
@@ -131,26 +151,27 @@ class ParameterHooks:
         """Put a parameter's gradient of earlier passes aside if hooks will see the new one; return whether it did."""
         if not on_gradient(parameter):
             return False
-        self._earlier[parameter] = parameter.grad  # type: ignore[assignment]
+        self._earlier[id(parameter)] = parameter.grad  # type: ignore[assignment]
         return True
 
     def forget(self, *parameters: nn.Parameter) -> None:
         """Drop the gradients that were put aside, of these parameters or of all, because they were cleared."""
-        for parameter in parameters or tuple(self._earlier):
-            self._earlier.pop(parameter, None)
+        for key in [id(parameter) for parameter in parameters] or tuple(self._earlier):
+            self._earlier.pop(key, None)
 
     @torch.no_grad()
-    def call(self, complete: Iterable[nn.Parameter]) -> None:
+    def call(self, complete: Collection[int]) -> None:
         """Call the hooks of these parameters, whose gradients are complete, in the order of the model on all ranks."""
-        known = set(complete)
-        for name, parameter in self.parameters.items():
-            if parameter not in known:
+        for key, known in self.tracked.items():
+            parameter = known.parameter
+            hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if not (hooked or self._earlier) or key not in complete:
                 continue
             for deferred in list(on_gradient(parameter).values()):
                 given = deferred.hook(parameter.grad)
                 if given is not None:
-                    parameter.grad = _same_placements(given, parameter.grad, name)
-            if (earlier := self._earlier.pop(parameter, None)) is not None:
+                    parameter.grad = _same_placements(given, parameter.grad, known.name)
+            if (earlier := self._earlier.pop(key, None)) is not None:
                 local_of(earlier).add_(local_of(parameter.grad))  # type: ignore[arg-type]
                 parameter.grad = earlier
             for deferred in list(after(parameter).values()):
@@ -188,30 +209,45 @@ class ForwardPass:
     """
 
     def __init__(self) -> None:
-        self._uses: Counter[nn.Parameter] = Counter()
-        self._reads: set[nn.Parameter] = set()
+        """Parameters are known by their ids."""
+        self._uses: defaultdict[int, int] = defaultdict(int)
+        self._reads: set[int] = set()
         self.deposited = False
         """Whether the running backward pass has deposited gradients of this pass."""
 
-    def use(self, parameter: nn.Parameter) -> None:
-        """Count a use of the parameter that will deposit its own gradient."""
-        self._uses[parameter] += 1
+    def use(self, parameters: Iterable[int]) -> None:
+        """Count a use of these parameters, each of which will deposit its own gradient."""
+        for key in parameters:
+            self._uses[key] += 1
 
-    def read(self, parameter: nn.Parameter) -> None:
+    def read(self, parameter: int) -> None:
         """Note a use that autograd itself records; autograd deposits the gradients of all such uses at once."""
         self._reads.add(parameter)
 
-    def expects(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient of this parameter will still come."""
-        return self._uses[parameter] > 0 or parameter in self._reads
+    def expects(self, parameters: Iterable[int]) -> bool:
+        """Return whether a gradient of one of these parameters will still come."""
+        for key in parameters:  # noqa: SIM110  # a generator would cost a call for each
+            if self._uses[key] or key in self._reads:
+                return True
+        return False
 
-    def take(self, parameter: nn.Parameter, uses: int) -> None:
-        """Take away `uses` uses, whose gradient has come; 0 means all uses that autograd itself recorded."""
-        if uses:
-            self._uses[parameter] = max(0, self._uses[parameter] - uses)
-        else:
-            self._reads.discard(parameter)
-        self.deposited = True
+    def take(self, parameters: Iterable[int], uses: int) -> list[int]:
+        """Take away `uses` uses of each parameter, whose gradients have come, and return those that had none.
+
+        0 means all uses that autograd itself recorded.
+        """
+        unexpected = []
+        for key in parameters:
+            left = self._uses[key]
+            if not left and key not in self._reads:
+                unexpected.append(key)
+                continue
+            if uses:
+                self._uses[key] = left - uses if left > uses else 0
+            else:
+                self._reads.discard(key)
+            self.deposited = True
+        return unexpected
 
     def end(self) -> None:
         """Write off uses that got no gradient: their outputs were detached or discarded, or autograd left them out."""
@@ -234,17 +270,20 @@ class Gradients:
         self.parameters = dict(parameters)
         self.policy = policy
         self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1)
+        self._places, self._gathers = grid.shape.places, grid.size(GATHERED) > 1
         self.accumulating = False
         self.guarded = False
         """Whether ranks check before every gather that they gather the same parameters, as in a model's first pass."""
-        self._owed = {p: (spec.owes, spec_like(p, owes=spec.owes)) for p, spec in self.parameters.values()}
-        cut = policy.shard_optimizer
-        self._complete = {p: spec_like(p, cut_over_replicas=cut) for p, _ in self.parameters.values()}
-        self._names = {p: name for name, (p, _) in self.parameters.items()}
-        self._buckets: tuple[list[tuple[str, tuple[str, ...], torch.dtype, int]], list[Bucket]] | None = None
-        self.hooks = ParameterHooks({name: parameter for name, (parameter, _) in self.parameters.items()})
-        self._left_out: set[nn.Parameter] = set()  # parameters that backward(inputs=...) leaves out
-        self._new: set[nn.Parameter] = set()  # parameters with deposits since their hooks were called
+        self._tracked = {
+            id(parameter): TrackedParameter(name, parameter, spec, grid, policy)
+            for name, (parameter, spec) in self.parameters.items()
+        }
+        self._buckets: list[tuple[Bucket, list[int]]] = []
+        self._trained: list[torch.dtype | None] = []
+        """The dtypes of the parameters that `_buckets` were made for, None for frozen ones."""
+        self.hooks = ParameterHooks(self._tracked)
+        self._left_out: set[int] = set()  # ids of parameters that backward(inputs=...) leaves out
+        self._new: set[int] = set()  # ids of parameters with deposits since their hooks were called
         self._passes: set[int] = set()  # ids of running backward passes, one inside another; `_finish` removes them
         self.forward_pass = ForwardPass()
         """The forward pass that began last."""
@@ -256,8 +295,8 @@ class Gradients:
         """Whether the running backward pass has deposited a gradient whose use was not counted, as a second backward
         pass over a retained graph does. More may come, so buckets wait for the end of the pass."""
         self._sums: dict[str, BucketSum] = {}
-        self._in_order: Iterator[Bucket] = iter(())
-        self._bucket: Bucket | None = None  # the next to be launched
+        self._in_order: Iterator[tuple[Bucket, list[int]]] = iter(())
+        self._bucket: tuple[Bucket, list[int]] | None = None  # the next to be launched, with its parameters' ids
         self._watch_leaves()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -268,7 +307,7 @@ class Gradients:
 
     def knows(self, parameter: nn.Parameter) -> bool:
         """Return whether this is a parameter of the model as it was built."""
-        return parameter in self._names
+        return id(parameter) in self._tracked
 
     def begin_step(self, passes: int) -> None:
         """Announce that the next `passes` forward and backward passes belong to one step.
@@ -308,17 +347,24 @@ class Gradients:
         for earlier in self._alive.values():
             earlier.end()
 
+    def renew_leaves(self) -> None:
+        """Let the next forward pass make autograd's nodes of the parameters anew: they remember their stream."""
+        for known in self._tracked.values():
+            known.leaf = None
+
     def _watch_leaves(self) -> None:
         """Take over the gradients that autograd computes for parameters used outside of their layer."""
-        for name, (parameter, spec) in self.parameters.items():
+        for known in self._tracked.values():
+            parameter = known.parameter
             if type(parameter) is not ShardedParameter:  # model.to(...) has replaced it by a plain DTensor
-                adopt(parameter, spec, self.grid)
-                self.hooks.leaves.pop(parameter, None)
-            if parameter.requires_grad and parameter not in self.hooks.leaves:
-                parameter.label = name  # type: ignore[attr-defined]
+                adopt(parameter, known.spec, self.grid)
+                known.leaf = None
+            if known.leaf is None and parameter.requires_grad:
+                parameter.label = known.name  # type: ignore[attr-defined]
                 parameter.gradients = weakref.ref(self)  # type: ignore[attr-defined]
-                leaf = self.hooks.leaves[parameter] = leaf_of(parameter)
-                leaf.register_prehook(partial(_hand_over, weakref.ref(self), name, parameter, spec))
+                parameter.complete, parameter.counted = known.complete, known.counted  # type: ignore[attr-defined]
+                known.leaf = leaf_of(parameter)
+                known.leaf.register_prehook(partial(_hand_over, weakref.ref(self), known.name, parameter, known.spec))
 
     def expect_end(self) -> None:
         """Make the running backward pass complete all gradients at its end; does nothing outside of one."""
@@ -332,8 +378,8 @@ class Gradients:
             self.hooks.defer()
             self._sums.clear()
             self._unannounced = False
-            self._in_order = iter(self.buckets())
-            self._next_bucket()
+            self._in_order = iter(self._buckets_and_ids())
+            self._bucket = next(self._in_order, None)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, this_pass))
         self._passes.add(this_pass)
 
@@ -350,11 +396,18 @@ class Gradients:
         They are the gradients of `uses` uses in the forward pass `during`. 0 uses stands for all uses that autograd
         itself recorded, no pass for the oldest one that expects a gradient. The tensors are changed in place and kept.
         """
-        if self.grid.shape.places > 1:  # divide before the cast, because the parameter's dtype may be narrower
-            torch._foreach_div_(list(gradients), self.grid.shape.places)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            self._take(parameter, during, uses)
-            self._add(parameter, gradient.to(parameter.dtype))
+        if self._places > 1:  # divide before the cast, because the parameter's dtype may be narrower
+            torch._foreach_div_(list(gradients), self._places)
+        keys = [id(parameter) for parameter in parameters]
+        self._count(keys, during, uses)
+        for key, gradient in zip(keys, gradients, strict=True):
+            if key not in self._left_out:
+                self._add(key, gradient)
+        while self._bucket is not None and self._final(self._bucket[1]):
+            # all ranks launch buckets in one order, whichever parameters each has used
+            bucket, _ = self._bucket
+            self._sums |= dict.fromkeys(bucket.names, BucketSum(self, bucket))
+            self._bucket = next(self._in_order, None)
 
     def deposit_whole(
         self,
@@ -395,59 +448,50 @@ class Gradients:
         `nbytes` is the size on the rank that sends most, the same number on all ranks, so that all ranks wait for
         deferred reductions at the same points. `deposit` changes the tensors in place.
         """
-        if self.grid.size(GATHERED) == 1:
+        if not self._gathers:
             self.deposit(parameters, gradients, during=during, uses=uses)
             return
         pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
         self.engine.deferred.defer(pending, nbytes, partial(self.deposit, parameters, during=during, uses=uses))
 
-    def _take(self, parameter: nn.Parameter, during: ForwardPass | None, uses: int) -> None:
-        """Count a gradient that has come for the forward pass that used the parameter."""
-        if during is None or not during.expects(parameter):
-            during = next((each for each in self._alive.values() if each.expects(parameter)), None)
-        if during is None:
-            self._unannounced = True
-        else:
-            during.take(parameter, uses)
+    def _count(self, keys: list[int], during: ForwardPass | None, uses: int) -> None:
+        """Count gradients that have come for the forward pass that used their parameters."""
+        for key in keys if during is None else during.take(keys, uses):
+            during = next((each for each in self._alive.values() if each.expects([key])), None)
+            if during is None:
+                self._unannounced = True
+            else:
+                during.take([key], uses)
 
-    def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        owed = self._owed.get(parameter)
-        if owed is None:
+    def _add(self, key: int, gradient: Tensor) -> None:
+        known = self._tracked.get(key)
+        if known is None:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} was replaced after the model was built; "
+                f"a parameter with a shard of shape {tuple(gradient.shape)} was replaced after the model was built; "
                 "change parameters in place (load_state_dict without assign=True)"
             )
-        if parameter in self._left_out:
-            return
-        name = self._names[parameter]
-        if name in self._sums:  # its bucket was launched too early: treat that sum as the sum of an earlier pass
-            self._sums[name].complete()
-        before = parameter.grad
-        if before is not None and is_owed(before):
+        if known.name in self._sums:  # its bucket was launched too early: treat that sum as the sum of an earlier pass
+            self._sums[known.name].complete()
+        parameter, before = known.parameter, known.parameter.grad
+        if gradient.dtype is not parameter.dtype:
+            gradient = gradient.to(parameter.dtype)
+        if before is not None and (before._spec is known.owed or is_owed(before)):  # type: ignore[attr-defined]
             local_of(before).add_(gradient)
         else:
             if before is None:
-                self.hooks.forget(parameter)
-            elif parameter in self._new or not self.hooks.set_aside(parameter):
-                self._add_complete(gradient, local_of(before), owed[0])
-            # DTensor.from_local would take a millisecond
-            parameter.grad = DTensor(own_storage(gradient), owed[1], requires_grad=False)
-        self._new.add(parameter)
-        while self._bucket is not None and self._final(self._bucket):
-            self._sums |= dict.fromkeys(self._bucket.names, BucketSum(self, self._bucket))
-            self._next_bucket()
+                if self.hooks._earlier:
+                    self.hooks.forget(parameter)
+            elif key in self._new or not self.hooks.set_aside(parameter):
+                self._add_complete(gradient, local_of(before), known.spec.owes)
+            parameter.grad = as_dtensor(own_storage(gradient), known.owed)
+        self._new.add(key)
 
-    def _next_bucket(self) -> None:
-        """Advance to the next bucket. All ranks launch buckets in one order, whichever parameters each has used."""
-        self._bucket = next(self._in_order, None)
-
-    def _final(self, bucket: Bucket) -> bool:
-        """Return whether no pass of this step will still produce a gradient of the bucket's parameters."""
+    def _final(self, keys: list[int]) -> bool:
+        """Return whether no pass of this step will still produce a gradient of a bucket's parameters."""
         if self.accumulating or self._to_begin or self._unannounced or not self.policy.overlap.reduce_early:
             return False
-        # the gradient that comes last decides, so ask for it first
-        last_first = [self.parameters[name][0] for name in reversed(bucket.names)]
-        return not any(each.expects(parameter) for each in self._alive.values() for parameter in last_first)
+        # the latest pass first: in most steps it is the only one
+        return not self.forward_pass.expects(keys) and not any(each.expects(keys) for each in self._alive.values())
 
     def _add_complete(self, gradient: Tensor, before: Tensor, owes: Sequence[str]) -> None:
         """Add the complete gradient of earlier passes to a part that will be summed, so that the sum counts it once.
@@ -478,7 +522,7 @@ class Gradients:
         begun = list({id(total): total for total in self._sums.values()}.values())
         self._sums.clear()  # frees the gradients that they refer to
         if self._bucket is not None:
-            begun += [BucketSum(self, bucket) for bucket in (self._bucket, *self._in_order)]
+            begun += [BucketSum(self, bucket) for bucket, _ in (self._bucket, *self._in_order)]
         again = [total.bucket for total in begun if total.late]
         self._advance(begun)
         self._advance([BucketSum(self, bucket) for bucket in again])
@@ -491,14 +535,21 @@ class Gradients:
             sums = [total for total in sums if total.advance()]
 
     def buckets(self) -> list[Bucket]:
-        trained = [
-            (name, spec.owes, parameter.dtype, local_of(parameter).nbytes)
-            for name, (parameter, spec) in self.parameters.items()
-            if parameter.requires_grad
-        ]
-        if self._buckets is None or self._buckets[0] != trained:
-            self._buckets = trained, fill_buckets(trained, self.policy.bucket_bytes)
-        return self._buckets[1]
+        return [bucket for bucket, _ in self._buckets_and_ids()]
+
+    def _buckets_and_ids(self) -> list[tuple[Bucket, list[int]]]:
+        """Return the buckets, each with the ids of its parameters; the one whose gradient comes last comes first."""
+        trained = [k.parameter.dtype if k.parameter.requires_grad else None for k in self._tracked.values()]
+        if trained != self._trained:
+            gradients = [
+                (known.name, known.spec.owes, known.parameter.dtype, local_of(known.parameter).nbytes)
+                for known in self._tracked.values()
+                if known.parameter.requires_grad
+            ]
+            self._trained, self._buckets = trained, []
+            for bucket in fill_buckets(gradients, self.policy.bucket_bytes):
+                self._buckets.append((bucket, [id(self.parameters[name][0]) for name in reversed(bucket.names)]))
+        return self._buckets
 
     def own_rows(self, shard: Tensor) -> range:
         """Return the rows of a shard whose optimizer state this replica keeps."""
@@ -533,16 +584,21 @@ class BucketSum:
 
     def __init__(self, gradients: Gradients, bucket: Bucket) -> None:
         self.gradients, self.bucket = gradients, bucket
-        self.parameters = [gradients.parameters[name][0] for name in bucket.names]
+        self.tracked = [gradients._tracked[id(gradients.parameters[name][0])] for name in bucket.names]
         self.late = False
         """Whether a gradient came after the bucket was launched."""
-        self.own = [None if p.grad is None or not is_owed(p.grad) else local_of(p.grad) for p in self.parameters]
-        self.sums = [
-            self._of_earlier_passes(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(self.parameters, self.own, strict=True)
-        ]
+        self.own: list[Tensor | None] = []
+        self.sums: list[Tensor] = []
+        for known in self.tracked:
+            gradient = known.parameter.grad
+            if gradient is not None and (gradient._spec is known.owed or is_owed(gradient)):  # type: ignore[attr-defined]
+                self.own.append(gradient._local_tensor)  # type: ignore[attr-defined]
+                self.sums.append(gradient._local_tensor)  # type: ignore[attr-defined]
+            else:
+                self.own.append(None)
+                self.sums.append(self._of_earlier_passes(known.parameter))
         self._axes = list(bucket.owes)
-        self._pending: Pending[list[Tensor]] | None = None
+        self._pending: Pending[list[Tensor]] | Arrived[list[Tensor]] | None = None
         self._launch()
 
     def _of_earlier_passes(self, parameter: nn.Parameter) -> Tensor:
@@ -553,29 +609,30 @@ class BucketSum:
         return nothing
 
     def _launch(self) -> None:
-        axis, grid, label = self._axes.pop(0), self.gradients.grid, self.bucket.label
-        if axis == REPLICA and self.gradients.policy.shard_optimizer:
-            self._pending = self._scatter_over_replicas(self.sums, label)
+        axis, grid, label, sums = self._axes.pop(0), self.gradients.grid, self.bucket.label, self.sums
+        if grid.size(axis) == 1:
+            self._pending = Arrived(sums)
+        elif axis == REPLICA and self.gradients.policy.shard_optimizer:
+            self._pending = comm.reduce_scatter_together(sums, grid, REPLICA, label=label)
         else:
-            sums = self.sums
             self._pending = comm.all_reduce_together(sums, grid, axis, label=label).then(lambda _: sums)
 
     def advance(self) -> bool:
         """Wait for the message in flight and launch the next one; return False if that was the last."""
         if self._pending is None:
             return False
-        self.sums = self._pending.wait()
-        self._pending = None
+        self.sums, self._pending = self._pending.wait(), None
         if self._axes:
             self._launch()
             return True
-        for parameter, gradient, total in zip(self.parameters, self.own, self.sums, strict=True):
-            complete = self.gradients._complete[parameter]
+        for known, gradient, total in zip(self.tracked, self.own, self.sums, strict=True):
+            parameter = known.parameter
             if gradient is not None or parameter.grad is not None:
-                parameter.grad._local_tensor = own_storage(total)  # type: ignore[union-attr]
-                parameter.grad._spec = complete  # type: ignore[union-attr]
+                # a sum in place lies where the gradient lies, which has a storage of its own
+                parameter.grad._local_tensor = total if total is gradient else own_storage(total)  # type: ignore[union-attr]
+                parameter.grad._spec = known.complete  # type: ignore[union-attr]
             elif self._used_elsewhere(total):
-                parameter.grad = DTensor(own_storage(total), complete, requires_grad=False)
+                parameter.grad = as_dtensor(own_storage(total), known.complete)
         return False
 
     def _used_elsewhere(self, total: Tensor) -> bool:
@@ -588,10 +645,6 @@ class BucketSum:
         self.late = True
         while self.advance():
             pass
-
-    def _scatter_over_replicas(self, sums: list[Tensor], label: str) -> Pending[list[Tensor]]:
-        """Launch the reduce-scatter that leaves each replica its rows of each sum."""
-        return comm.reduce_scatter_together(sums, self.gradients.grid, REPLICA, label=label)
 
 
 @contextmanager
@@ -635,13 +688,18 @@ def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
     grid = Grid.of(gradients[0][0])
     wide = torch.promote_types(gradients[0][1].dtype, torch.float32)
     shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
-    counted = [norm for (parameter, _), norm in zip(gradients, shards, strict=True) if _counts_here(parameter, grid)]
+    here = [getattr(parameter, "counted", None) for parameter, _ in gradients]
+    if None in here:  # the model has not run since `model.to(...)` replaced its parameters
+        here = [_counts_here(parameter, grid) for parameter, _ in gradients]
+    counted = list(itertools.compress(shards, here))
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
     if counted:
         squares += torch.stack(counted).double().square().sum()
-    cut_over_replicas = any(_cuts(parameter.grad, REPLICA) for parameter, _ in gradients)
+    replica = AXES.index(REPLICA)
+    specs = [parameter.grad._spec for parameter, _ in gradients]  # type: ignore[union-attr,missing-attribute]
+    cut_over_replicas = True in [spec.placements[replica].is_shard() for spec in specs]
     for axis in AXES:
-        if axis != REPLICA or cut_over_replicas:
+        if grid.size(axis) > 1 and (axis != REPLICA or cut_over_replicas):
             squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
     return squares.sqrt(), torch.stack(shards)
 
@@ -666,16 +724,29 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
 
 def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the parameters that have a gradient, each with this rank's shard of it; refuse incomplete ones."""
-    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for parameter, _ in found:
+    found, gradients = [], []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if is_incomplete(parameter):
+            raise RuntimeError(
+                "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate, or begin_step "
+                "announced more passes than have run; run the last micro-step's backward() outside of ff.accumulate, "
+                "and announce every step with the number of its passes"
+            )
+        found.append(parameter)
+        gradients.append(gradient)
+    return list(zip(found, shards_of(gradients), strict=True))
+
+
+def is_incomplete(parameter: nn.Parameter) -> bool:
+    """Return whether the gradient of a parameter on a grid is not summed over ranks yet."""
+    complete = getattr(parameter, "complete", None)
+    if complete is None:
         Grid.of(parameter)  # raises for a parameter that is not on a grid
-    if any(is_owed(gradient) for _, gradient in found):
-        raise RuntimeError(
-            "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate, or begin_step "
-            "announced more passes than have run; run the last micro-step's backward() outside of ff.accumulate, and "
-            "announce every step with the number of its passes"
-        )
-    return [(parameter, local_of(gradient)) for parameter, gradient in found]
+    gradient = parameter.grad
+    return gradient is not None and gradient._spec is not complete and is_owed(gradient)  # type: ignore[attr-defined]
 
 
 def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False) -> DTensorSpec:
@@ -688,12 +759,14 @@ def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_rep
     return DTensorSpec(spec.mesh, tuple(placements.values()), spec.tensor_meta)
 
 
+def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a gradient. DTensor.from_local would take a millisecond, and DTensor.__init__ does nothing, slowly."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
 def is_owed(gradient: Tensor) -> bool:
-    return any(isinstance(placement, Partial) for placement in gradient.placements)  # type: ignore[attr-defined]
-
-
-def _cuts(tensor: Tensor | None, axis: str) -> bool:
-    return isinstance(tensor.placements[AXES.index(axis)], Shard)  # type: ignore[union-attr]
+    # isinstance is slow for placements, and a generator would cost a call for each
+    return True in [placement.is_partial() for placement in gradient._spec.placements]  # type: ignore[attr-defined]
 
 
 def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
@@ -702,4 +775,5 @@ def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
     On x, y and z only the first of several equal copies counts. Every replica counts, because the norm is summed over
     replicas only if gradients are sharded over them.
     """
-    return all(axis == REPLICA or _cuts(parameter, axis) or grid.coords[axis] == 0 for axis in AXES)
+    placements = zip(AXES, parameter._spec.placements, strict=True)  # type: ignore[attr-defined]
+    return all(axis == REPLICA or cut.is_shard() or grid.coords[axis] == 0 for axis, cut in placements)

@@ -246,11 +246,19 @@ def typed_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, CollectiveError):
-        raise  # out of memory keeps its type: callers may free memory and try again
     except RuntimeError as error:
-        lost = isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in LOST_PEER)
-        raise (LostPeerError if lost else CollectiveError)(f"collective failed: {what}: {error}") from error
+        typed = typed_error(what, error)
+        if typed is None:
+            raise
+        raise typed from error
+
+
+def typed_error(what: str, error: RuntimeError) -> CollectiveError | None:
+    """Return the error that `typed_errors` raises for one of the backend's, or None for one that keeps its type."""
+    if isinstance(error, (torch.OutOfMemoryError, CollectiveError)):
+        return None  # callers may free memory and try again
+    lost = isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in LOST_PEER)
+    return (LostPeerError if lost else CollectiveError)(f"collective failed: {what}: {error}")
 
 
 # --- the channel

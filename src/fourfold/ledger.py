@@ -18,6 +18,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+NO_SPAN = nullcontext()
+"""The span of a block while no profile is taken."""
+
 Op = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 _WIRE_SHARES: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -93,38 +96,20 @@ class Ledger:
         if self._events is not None:
             self._events.append(Event("launch", record))
 
-    @contextmanager
-    def waiting(self, record: Collective, *, on_gpu: bool) -> Iterator[None]:
+    def waiting(self, record: Collective, *, on_gpu: bool) -> TimedWait:
         """Time the wait for a collective inside the block: the host's wait on the CPU, the stream's on a GPU.
 
         A GPU's is timed only after `time_stalls`, because the events that measure it cost time themselves.
         """
-        if self._events is not None:
-            self._events.append(Event("wait", record))
-        if self.listener is not None:
-            self.listener.waits(record)
-        if not on_gpu:
-            began = time.perf_counter()
-            yield
-            self._exposed[record.axis] += time.perf_counter() - began
-        elif self._stalls is None:
-            yield
-        else:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._stalls.append((record.axis, begin, end))
-        if self.listener is not None:
-            self.listener.landed()
+        return TimedWait(self, record, on_gpu=on_gpu)
 
-    @contextmanager
-    def multiplying(self, label: str) -> Iterator[None]:
+    def multiplying(self, label: str) -> AbstractContextManager[object]:
         """Record the product that runs inside the block: E1 of a layer, or E2 or E3 of its backward."""
         if self._events is not None:
             self._events.append(Event("product", label))
-        with span(f"product {label}"):
-            yield
+        if torch.autograd._profiler_enabled():
+            return torch.profiler.record_function(f"fourfold::product {label}")
+        return NO_SPAN
 
     @contextmanager
     def events(self) -> Iterator[list[Event]]:
@@ -215,6 +200,34 @@ class Ledger:
             self._watchers = [kept for kept in self._watchers if kept is not records]
 
 
-def span(name: str) -> AbstractContextManager[object]:
-    """Return a context that names its block in torch's profiles; it costs nothing while no profile is taken."""
-    return torch.profiler.record_function(f"fourfold::{name}") if torch.autograd._profiler_enabled() else nullcontext()
+class TimedWait:
+    """The block of `Ledger.waiting`. What a failed wait was for stays with the listener."""
+
+    __slots__ = ("_began", "_ledger", "_on_gpu", "_record", "_stall")
+
+    def __init__(self, ledger: Ledger, record: Collective, *, on_gpu: bool) -> None:
+        self._ledger, self._record, self._on_gpu = ledger, record, on_gpu
+
+    def __enter__(self) -> None:
+        ledger, record = self._ledger, self._record
+        if ledger._events is not None:
+            ledger._events.append(Event("wait", record))
+        if ledger.listener is not None:
+            ledger.listener.waits(record)
+        self._stall: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if self._on_gpu and ledger._stalls is not None:
+            self._stall = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._stall[0].record()
+        self._began = time.perf_counter()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        ledger, record = self._ledger, self._record
+        if kind is not None:
+            return
+        if not self._on_gpu:
+            ledger._exposed[record.axis] += time.perf_counter() - self._began
+        elif self._stall is not None and ledger._stalls is not None:
+            self._stall[1].record()
+            ledger._stalls.append((record.axis, *self._stall))
+        if ledger.listener is not None:
+            ledger.listener.landed()

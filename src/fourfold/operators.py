@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable as once_of_torch
 from torch.nn import functional
 
 from fourfold import comm
@@ -37,7 +35,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     torch would fail one pass later, with an error that names no cause.
     """
-    once = once_of_torch(backward)
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *gradients: Any) -> Any:
@@ -46,7 +43,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "create_graph=True: gradients of gradients do not pass through layers on a grid; leave create_graph "
                 "out, or keep the module that needs it out of ff.parallelize and call it beside the model"
             )
-        return once(ctx, *gradients)
+        return backward(ctx, *gradients)  # autograd records nothing here
 
     return refusing
 
@@ -130,33 +127,19 @@ class Land(torch.autograd.Function):
         return None, gradient.new_empty(0)
 
 
-@dataclass(frozen=True, slots=True)
 class OpContext:
     """The context in which an operator runs."""
 
-    grid: Grid
-    policy: Policy
-    tokens: int
-    """The number of tokens of this (data, z) place."""
-    label: str
-    engine: Engine
-
-    def named(self, label: str) -> OpContext:
-        return OpContext(self.grid, self.policy, self.tokens, label, self.engine)
-
-    @property
-    def sharded(self) -> bool:
-        return self.policy.activations == "sharded"
-
-    @property
-    def rows_at_rest(self) -> int:
+    def __init__(self, grid: Grid, policy: Policy, tokens: int, label: str, engine: Engine) -> None:
+        """`tokens` is the number of tokens of this (data, z) place."""
+        self.grid, self.policy, self.tokens, self.label, self.engine = grid, policy, tokens, label, engine
+        self.x, self.y = grid.size("x"), grid.size("y")
+        self.sharded = policy.activations == "sharded"
+        self.rows_at_rest = -(-tokens // self.x) if self.sharded else tokens
         """The number of tokens that a rank holds between sublayers, padding included."""
-        return -(-self.tokens // self.grid.size("x")) if self.sharded else self.tokens
 
-    def launch(self, a: Tensor, axis: str, there: Body, back: Body) -> AsyncResult | Ready:
-        """Launch an operator along an axis; with one rank there is nothing to launch."""
-        if self.grid.size(axis) == 1:
-            return Ready(a)
+    def launch(self, a: Tensor, there: Body, back: Body) -> AsyncResult:
+        """Launch an operator along an axis of several ranks."""
         result = AsyncResult(there, back, self.engine)
         result.token = Launch.apply(result, a)
         return result
@@ -201,12 +184,16 @@ class OpContext:
 
 def enter(a: Tensor, site: OpContext) -> AsyncResult | Ready:
     """rest -> [m/z, k/y]"""
-    return site.launch(a, "x", *((site.gather_tokens, site.scatter_tokens) if site.sharded else (identity, site.sum_x)))
+    if site.x == 1:
+        return Ready(a)
+    return site.launch(a, *((site.gather_tokens, site.scatter_tokens) if site.sharded else (identity, site.sum_x)))
 
 
 def leave(a: Tensor, site: OpContext) -> AsyncResult | Ready:
     """[m/z, k/y] {sum x} -> rest"""
-    return site.launch(a, "x", *((site.scatter_tokens, site.gather_tokens) if site.sharded else (site.sum_x, identity)))
+    if site.x == 1:
+        return Ready(a)
+    return site.launch(a, *((site.scatter_tokens, site.gather_tokens) if site.sharded else (site.sum_x, identity)))
 
 
 def spread_bodies(site: OpContext, widths: Sequence[int]) -> tuple[Body, Body]:
@@ -218,16 +205,18 @@ def spread_bodies(site: OpContext, widths: Sequence[int]) -> tuple[Body, Body]:
 
 def spread(a: Tensor, site: OpContext, widths: Sequence[int]) -> AsyncResult | Ready:
     """[m/z, n/x] {sum y} -> inner, for outputs of these widths side by side"""
-    return site.launch(a, "y", *spread_bodies(site, widths))
+    return Ready(a) if site.y == 1 else site.launch(a, *spread_bodies(site, widths))
 
 
 def collect(a: Tensor, site: OpContext, width: int) -> AsyncResult | Ready:
     """inner -> [m/z, n/x]"""
+    if site.y == 1:
+        return Ready(a)
     if site.sharded:
         bodies = partial(site.gather_features, widths=[width]), partial(site.scatter_features, widths=[width])
     else:
         bodies = identity, site.sum_y
-    return site.launch(a, "y", *bodies)
+    return site.launch(a, *bodies)
 
 
 def whole_over_y(a: Tensor, site: OpContext) -> AsyncResult | Ready:
@@ -236,14 +225,16 @@ def whole_over_y(a: Tensor, site: OpContext) -> AsyncResult | Ready:
     The gradients of those parts are owed a sum over exactly the axes that cut the inner layout, so backward sums over y
     if activations are sharded.
     """
-    return site.launch(a, "y", site.sum_y, site.sum_y if site.sharded else identity)
+    return Ready(a) if site.y == 1 else site.launch(a, site.sum_y, site.sum_y if site.sharded else identity)
 
 
 def whole_over_x(a: Tensor, site: OpContext, widths: Sequence[int]) -> AsyncResult | Ready:
     """[m/z, sum w_i/x] -> whole over x as well, for K and V where x would cut through a head"""
-    whole = [width * site.grid.size("x") for width in widths]
+    if site.x == 1:
+        return Ready(a)
+    whole = [width * site.x for width in widths]
     gather = partial(site.gather_features, widths=whole, axis="x")
-    return site.launch(a, "x", gather, partial(site.scatter_features, widths=whole, axis="x"))
+    return site.launch(a, gather, partial(site.scatter_features, widths=whole, axis="x"))
 
 
 def take_apart(a: Tensor, widths: Sequence[int]) -> list[Tensor]:

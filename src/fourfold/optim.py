@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fourfold import comm
 from fourfold.axes import AXES
 from fourfold.comm import Pending
-from fourfold.gradients import REPLICA, Bucket, gradients_of, is_owed, measure_norms, scale_gradients
+from fourfold.gradients import REPLICA, Bucket, gradients_of, is_incomplete, measure_norms, scale_gradients
 from fourfold.grid import Grid
 from fourfold.params import local_of, restore, wait_on_use
 from fourfold.recording import Recording
@@ -92,12 +92,12 @@ class AdamW(torch.optim.AdamW):
             gradient = parameter.grad
             if part.untyped_storage().data_ptr() != local_of(parameter).untyped_storage().data_ptr():
                 raise RuntimeError(f"{name} has moved since this optimizer was made (model.to(...)?); make it anew")
-            if gradient is not None and is_owed(gradient):
+            if is_incomplete(parameter):
                 raise RuntimeError(
                     f"the gradient of {name} is not summed over ranks yet; "
                     "run the last micro-step's backward() outside of ff.accumulate"
                 )
-            part.grad = None if gradient is None else local_of(gradient)
+            part.grad = None if gradient is None else gradient._local_tensor  # type: ignore[attr-defined]
         recording = self.gradients.grid.recording
         if recording is None:
             super().step()
@@ -122,7 +122,7 @@ class AdamW(torch.optim.AdamW):
         norm, shards = measure_norms(parameters)
         bad = ~norm.isfinite() if unless is None else ~norm.isfinite() | unless
         self.found_inf = bad.float()
-        if any(parameter.dtype == torch.float64 for parameter in parameters):
+        if torch.float64 in [parameter.dtype for parameter in parameters]:
             scale_gradients(parameters, norm, max_norm)
         else:  # the fused kernel scales gradients itself, in fp32, which saves a pass over them
             self.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0).float()
@@ -157,8 +157,7 @@ class AdamW(torch.optim.AdamW):
 
     def _count_changes(self) -> None:
         """Count that the parameters have changed: torch's fused kernels do not, and the prefetcher relies on it."""
-        for name in self.parts:
-            torch.autograd.graph.increment_version(self.gradients.parameters[name][0])
+        torch.autograd.graph.increment_version([self.gradients.parameters[name][0] for name in self.parts])
 
     @contextmanager
     def _recordable(self) -> Iterator[None]:

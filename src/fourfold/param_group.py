@@ -1,34 +1,32 @@
 """Parameters that travel over z together: gathered in one message before their use, reduced in one after it.
 
-The overlap engine launches the gathers before their use and keeps the gathered weights until the last half of the batch
-has used them. Gradients are summed over the halves, reduce-scattered behind the rest of backward, and deposited in
-`Gradients`.
+A `ParamGroup` is made once and kept by its layer: everything about it that stays the same from step to step is worked
+out then. The overlap engine launches the gathers before their use and keeps the gathered weights until the last half of
+the batch has used them. Gradients are summed over the halves, reduce-scattered behind the rest of backward, and
+deposited in `Gradients`.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fourfold import comm
 from fourfold.axes import AXES
-from fourfold.comm import Pending
-from fourfold.engine import Engine, WeightGather, in_backward
+from fourfold.comm import Arrived, Pending
+from fourfold.engine import in_backward
 from fourfold.gradients import ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
-from fourfold.params import local_of
+from fourfold.params import shards_of
 from fourfold.policy import Policy
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity, because tensors have no truth value
@@ -40,93 +38,122 @@ class GroupMember:
     """The length of dim 0 on this rank."""
     most: int
     """The number of elements on the rank that holds most of them, so that all ranks know the same number."""
+    owner: Mapping[str, nn.Parameter | None]
+    """The parameters of the layer that has this one, by name."""
+    name: str
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, spec: Spec, grid: Grid) -> GroupMember:
+    def of(cls, layer: nn.Module, name: str, spec: Spec, grid: Grid) -> GroupMember:
         box = partial(spec.storage.compute.box, spec.shape, grid.shape.sizes)
-        return cls(parameter, len(box(grid.coords)[0]), prod(len(part) for part in box(dict.fromkeys(AXES, 0))))
+        most = prod(len(part) for part in box(dict.fromkeys(AXES, 0)))
+        return cls(getattr(layer, name), len(box(grid.coords)[0]), most, layer._parameters, name)
 
 
-@dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """Parameters that are gathered over z in one message, and whose gradients are reduced in one."""
+    """Parameters that are gathered over z in one message, and whose gradients are reduced in one.
 
-    grid: Grid
-    policy: Policy
-    gradients: Gradients
-    label: str
-    members: tuple[GroupMember, ...]
-    during: ForwardPass
-    """The forward pass that uses the members. It counts their uses and the gradients that came for them."""
+    It is itself what the engine's prefetcher gathers: the members in compute layout and dtype. A forward pass calls
+    `use` once; backward calls `add` with the gradients and the pass that `use` returned.
+    """
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        own = self.members[0].parameter.dtype
-        return self.policy.compute_dtype or own if own.is_floating_point else own
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        return self.policy.reduce_dtype or self.members[0].parameter.dtype
-
-    @property
-    def engine(self) -> Engine:
-        return self.gradients.engine
-
-    def using(self, *, turns: int) -> AbstractContextManager[list[Tensor]]:
-        """Yield the members in compute layout and dtype, for one of `turns` halves of the batch."""
-        return self.gathered("group", self.gather, lambda wholes: wholes if self.even else (), turns=turns)
-
-    def gathered(
+    def __init__(
         self,
-        kind: Hashable,
-        launch: Callable[[], Pending[T]],
-        buffers: Callable[[T], Sequence[Tensor]],
-        *,
-        turns: int,
-        keep: bool = False,
-    ) -> AbstractContextManager[T]:
-        """Yield what `launch` gathers from the members, prefetched if the engine can, for one of `turns` halves.
-
-        `kind` distinguishes what a group can launch. The `buffers` of the result are reused unless it is kept. In a
-        forward pass this counts as a use of the members, each of which will deposit a gradient.
-        """
-        if not in_backward():  # activation checkpointing runs forward again in backward: the first run was counted
-            for member in self.members:
-                self.during.use(member.parameter)
-        travels = self.grid.size(GATHERED) > 1
-        gathering = WeightGather(
-            key=(kind, self.label, self.members),
-            launch=launch,
-            nbytes=self.elements * self.compute_dtype.itemsize if travels else 0,
-            # a DTensor and its local tensor count separately: torch's functions change one, ours the other
-            version=lambda: tuple((m.parameter._version, local_of(m.parameter)._version) for m in self.members),
-            buffers=buffers if travels else lambda _: (),
-        )
-        return self.engine.prefetcher.using(gathering, uses=turns, keep=keep)
-
-    @property
-    def elements(self) -> int:
+        grid: Grid,
+        policy: Policy,
+        gradients: Gradients,
+        label: str,
+        members: tuple[GroupMember, ...],
+        kind: str = "group",
+    ) -> None:
+        """`kind` distinguishes, for the prefetcher, groups of the same members that are used in different places."""
+        self.grid, self.policy, self.gradients, self.label, self.members = grid, policy, gradients, label, members
+        self.engine = gradients.engine
+        self.parameters = [member.parameter for member in members]
+        self.rows = [member.rows for member in members]
+        self.ids = [id(parameter) for parameter in self.parameters]
+        """What `ForwardPass` counts by: hashing a tensor is slow."""
+        self.dtypes = [parameter.dtype for parameter in self.parameters]
+        own = self.dtypes[0] if members else torch.float32
+        self.compute_dtype = policy.compute_dtype or own if own.is_floating_point else own
+        self.reduce_dtype = policy.reduce_dtype or own
+        self.casts = any(dtype is not self.compute_dtype for dtype in self.dtypes)
+        self.travels = grid.size(GATHERED) > 1
+        self.elements = sum(member.most for member in members)
         """The number of elements in compute layout, the same on all ranks."""
-        return sum(member.most for member in self.members)
-
-    @property
-    def even(self) -> bool:
+        self.even = all(rows % grid.size(GATHERED) == 0 for rows in self.rows)
         """Whether all ranks along z hold the same number of rows, so that a gather needs no padding and no copy."""
-        return all(member.rows % self.grid.size(GATHERED) == 0 for member in self.members)
+        self._parts: dict[tuple[str, str, tuple[GroupMember, ...]], ParamGroup] = {}
+        self._flags: list[bool] = []  # which members are those of `_trained`
+        self._trained: ParamGroup | None = None
+        self.key = kind, label, members
+        self.nbytes = self.elements * self.compute_dtype.itemsize if self.travels else 0
+
+    def is_current(self) -> bool:
+        """Return whether the layers still have these parameters, in these dtypes.
+
+        Loading or wrapping a model may have replaced a parameter, `model.to` may have changed its dtype.
+        """
+        for member, dtype in zip(self.members, self.dtypes, strict=True):
+            if member.owner.get(member.name) is not member.parameter or member.parameter.dtype is not dtype:
+                return False
+        return True
+
+    def only(self, members: Sequence[GroupMember], kind: str = "group") -> ParamGroup:
+        """Return the group of some of the members, under the same label."""
+        key = kind, self.label, tuple(members)
+        if key == self.key:
+            return self
+        if key not in self._parts:
+            self._parts[key] = ParamGroup(self.grid, self.policy, self.gradients, self.label, key[2], kind)
+        return self._parts[key]
 
     @property
-    def rows(self) -> list[int]:
-        return [member.rows for member in self.members]
+    def trained(self) -> ParamGroup:
+        """The group of those members that have gradients now."""
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        if False not in trained:
+            return self
+        if self._trained is None or trained != self._flags:
+            self._flags = trained
+            self._trained = self.only([member for member, flag in zip(self.members, trained, strict=True) if flag])
+        return self._trained
 
-    def gather(self) -> Pending[list[Tensor]]:
+    # --- weights
+
+    def use(self) -> ForwardPass:
+        """Count a use of the members, each of which will deposit a gradient, and return the pass that counts it."""
+        during = self.gradients.forward_pass
+        if not in_backward():  # activation checkpointing runs forward again in backward: the first run was counted
+            during.use(self.ids)
+        return during
+
+    @contextmanager
+    def using(self, *, turns: int, keep: bool = False) -> Iterator[list[Tensor]]:
+        """Yield the members in compute layout and dtype, for one of `turns` halves; with `keep` they are not reused."""
+        held = self.engine.prefetcher.take(self, turns)
+        yield held.value
+        self.engine.prefetcher.release(self, held, keep=keep)
+
+    def launch(self) -> Pending[list[Tensor]] | Arrived[list[Tensor]]:
         """Launch the gather of all members."""
         shards = self.shards()
-        into = self.buffers(shards)
+        if not self.travels:
+            return Arrived(shards)
+        into = self.reserve(shards)
         return comm.all_gather_together(shards, self.grid, GATHERED, rows=self.rows, into=into, label=self.label)
 
-    def buffers(self, shards: Sequence[Tensor]) -> list[Tensor] | None:
+    def version(self) -> list[tuple[int, int]]:
+        # a DTensor and its local tensor count separately: torch's functions change one, ours the other
+        shards = zip(self.parameters, shards_of(self.parameters), strict=True)
+        return [(parameter._version, shard._version) for parameter, shard in shards]
+
+    def buffers(self, gathered: list[Tensor]) -> Sequence[Tensor]:
+        """Return what `launch` wrote into buffers of the pool."""
+        return gathered if self.travels and self.even else ()
+
+    def reserve(self, shards: Sequence[Tensor]) -> list[Tensor] | None:
         """Take buffers from the engine's pool for what is gathered from these shards, if it needs no padding."""
-        if self.grid.size(GATHERED) == 1 or not self.even:
+        if not self.travels or not self.even:
             return None
         return [
             self.engine.buffers.take((length, *shard.shape[1:]), shard.dtype, shard.device)
@@ -138,11 +165,12 @@ class ParamGroup:
 
         With `copied` the caller copies them into a buffer where z is 1, and the copy casts.
         """
-        alone = self.grid.size(GATHERED) == 1
-        if self.gradients.guarded and not alone:
+        if self.travels and self.gradients.guarded:
             self._require_same_group()
-        shards = [local_of(member.parameter) for member in self.members]
-        return shards if alone and copied else [shard.to(self.compute_dtype) for shard in shards]
+        shards = shards_of(self.parameters)
+        if not self.casts or (copied and not self.travels):
+            return shards
+        return [shard if shard.dtype is self.compute_dtype else shard.to(self.compute_dtype) for shard in shards]
 
     def _require_same_group(self) -> None:
         """Raise unless all ranks along z are about to gather this group; otherwise they would receive wrong weights."""
@@ -154,24 +182,29 @@ class ParamGroup:
                 "place run the layer, on no rows if need be, or use a grid with z=1"
             )
 
-    def add(self, gradients: list[Tensor], *, turns: int) -> None:
-        """Add gradients in compute layout from one of `turns` halves; the last half's call launches their reduction."""
+    # --- gradients
+
+    def add(self, gradients: list[Tensor], *, turns: int, during: ForwardPass) -> None:
+        """Add gradients in compute layout from one of `turns` halves; the last half's call launches their reduction.
+
+        `during` is the pass that used the members.
+        """
         self.gradients.expect_end()
-        begun = self.engine.sums.begun(self.members)
-        if begun is not None:
-            for total, gradient in zip(begun, gradients, strict=True):
-                total.add_(gradient)
-        complete = self.engine.sums.add(self.members, begun or gradients, turns)
-        if complete is not None:
-            self.scatter(complete, turns=turns)
+        if turns > 1:
+            begun = self.engine.sums.begun(self.members)
+            if begun is not None:
+                for total, gradient in zip(begun, gradients, strict=True):
+                    total.add_(gradient)
+            complete = self.engine.sums.add(self.members, begun or gradients, turns)
+            if complete is None:
+                return
+            gradients = complete
+        self.scatter(gradients, turns=turns, during=during)
 
-    def scatter(self, gradients: Sequence[Tensor], *, turns: int) -> None:
+    def scatter(self, gradients: Sequence[Tensor], *, turns: int, during: ForwardPass) -> None:
         """Sum gradients of all halves over z and deposit this rank's shards (`Gradients.scatter`)."""
-        wide = [gradient.to(self.reduce_dtype) for gradient in gradients]
-        parameters = [member.parameter for member in self.members]
-        nbytes = self.elements * self.reduce_dtype.itemsize
-        self.gradients.scatter(parameters, wide, nbytes, label=self.label, during=self.during, uses=turns)
-
-    def only(self, members: Sequence[GroupMember]) -> ParamGroup:
-        """Return the group of some of the members, under the same label."""
-        return replace(self, members=tuple(members))
+        dtype = self.reduce_dtype
+        if [gradient.dtype for gradient in gradients].count(dtype) != len(gradients):
+            gradients = [gradient.to(dtype) for gradient in gradients]
+        nbytes = self.elements * dtype.itemsize
+        self.gradients.scatter(self.parameters, gradients, nbytes, label=self.label, during=during, uses=turns)

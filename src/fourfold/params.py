@@ -11,7 +11,7 @@ reads a stale value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return local.arrived() if type(local) is LazyTensor else local
 
 
+def shards_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return `local_of` each of several parameters, without a call for each."""
+    shards = [parameter._local_tensor for parameter in parameters]  # type: ignore[attr-defined]
+    return [local_of(parameter) for parameter in parameters] if LazyTensor in map(type, shards) else shards
+
+
 def wait_on_use(tensor: Tensor, wait: Callable[[], None]) -> None:
     """Make the first use of this DTensor's shard call `wait`, which must call `restore`."""
     tensor._local_tensor = LazyTensor(local_of(tensor), wait)  # type: ignore[attr-defined]
@@ -86,6 +92,10 @@ class ShardedParameter(DTensor):
     """Its name in the model, which the ledger shows."""
     gradients: Callable[[], Any] = staticmethod(lambda: None)
     """Returns the `Gradients` of its model: a weak reference, because those refer to the parameter."""
+    complete: DTensorSpec | None = None
+    """The spec of its gradient once nothing is owed any more."""
+    counted: bool | None = None
+    """Whether this rank's shard counts for the norm of all gradients."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -149,7 +159,7 @@ def read_whole(tensor: DTensor) -> Tensor:
     """Gather a tensor for an operation that autograd records, and announce that the parameter gets a gradient."""
     owner = tensor.gradients() if isinstance(tensor, ShardedParameter) and not in_backward() else None
     if owner is not None:
-        owner.forward_pass.read(tensor)
+        owner.forward_pass.read(id(tensor))
     return whole_tensor(tensor)
 
 
@@ -184,7 +194,9 @@ def own_storage(local: Tensor) -> Tensor:
     storage = local.untyped_storage()
     if local.is_meta or local.numel() == 0 or storage.nbytes() == local.nbytes:
         return local
-    first, size = local.storage_offset(), local.element_size()
-    last = first + sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
-    own = storage[first * size : (last + 1) * size]
+    first, size, elements = local.storage_offset(), local.element_size(), local.numel()
+    if not local.is_contiguous():
+        reach = zip(local.shape, local.stride(), strict=True)
+        elements = 1 + sum((length - 1) * stride for length, stride in reach)
+    own = storage[first * size : (first + elements) * size]
     return local.new_empty(0).set_(own, 0, local.shape, local.stride())  # type: ignore[arg-type]

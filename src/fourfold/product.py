@@ -11,9 +11,8 @@ puts dw into the `WgradQueue`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
+from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold import comm, kernels
-from fourfold.comm import Pending
+from fourfold.comm import Arrived, Pending
 from fourfold.engine import Turns
+from fourfold.gradients import ForwardPass
 from fourfold.layout import GATHERED
-from fourfold.operators import Body, OpContext, collect, enter, identity, once_differentiable
-from fourfold.param_group import GroupMember, ParamGroup
+from fourfold.operators import Body, OpContext, collect, enter, once_differentiable
+from fourfold.param_group import ParamGroup
 from fourfold.params import local_of
 
 MEMORY = "_fourfold_memory"
@@ -42,92 +42,160 @@ class Gathered(NamedTuple):
     buffers: Sequence[Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """The weights of one product side by side, w[sum p_i, k], and its biases."""
+class SideBySide:
+    """The weights of a product as the engine gathers them, w[sum p_i, k], with the biases or without."""
 
-    group: ParamGroup
-    weights: tuple[GroupMember, ...]
-    biases: tuple[GroupMember, ...]
-    widths: tuple[int, ...]
-    """The p_i: rows of each weight on this rank, and the padding of a vocabulary (`layout.logits_columns`)."""
-    columns: tuple[range, ...]
-    """The columns of the output to which each bias is added; a rank may hold a part of a bias."""
-    adds: bool
-    """Whether this rank adds the biases: of ranks whose outputs are partial sums, one does."""
-    keep_weights: bool
+    def __init__(
+        self, group: ParamGroup, weights: ParamGroup, widths: Sequence[int], columns: Sequence[range], *, adds: bool
+    ) -> None:
+        """`group` holds `weights`, then a bias for each of `columns`. `widths`, `columns`, `adds`: as in `Factor`."""
+        self.group, self.weights, self.widths, self.columns, self.adds = group, weights, widths, columns, adds
+        self.biases = group.only(group.members[len(weights.members) :])
+        self.padded = weights.rows != list(widths)
+        self._padding = widths[-1] - weights.rows[-1]  # rows of zeros behind the last weight
+        self._may_lie_joined = not group.travels and weights.rows[:-1] == list(widths[:-1])
+        self.key = "side by side", group is weights, group.label, group.members
+        self.nbytes = group.nbytes
+        self._seen: list[Tensor] = []  # the shards of `_joint`
+        self._joint: Tensor | None = None
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [member.parameter for member in self.group.members]
+    def version(self) -> list[tuple[int, int]]:
+        return self.group.version()
 
-    def using(self, *, biases: bool, turns: int) -> AbstractContextManager[Gathered]:
-        """Yield the weights w[sum p_i, k], and with `biases` b[sum p_i], for one of `turns` halves."""
-        group = self.group if biases else self.group.only(self.weights)
-        launch = partial(self.gather, biases=biases)
-        keep = biases and self.keep_weights
-        return group.gathered(("factor", biases), launch, lambda gathered: gathered.buffers, turns=turns, keep=keep)
+    def buffers(self, gathered: Gathered) -> Sequence[Tensor]:
+        return gathered.buffers
 
-    def multiplying(self, equation: str) -> AbstractContextManager[None]:
-        return self.group.grid.ledger.multiplying(f"{equation} {self.group.label}")
-
-    def gather(self, *, biases: bool) -> Pending[Gathered]:
+    def launch(self) -> Pending[Gathered] | Arrived[Gathered]:
         """Launch the gather of weights and biases, in one message."""
-        w = self._joined()
+        w = self._at_hand()
         if w is not None:
-            if not (biases and self.adds):
-                return Pending(lambda: Gathered(w, None, ()))
-            return self.group.only(self.biases).gather().then(lambda wholes: Gathered(w, self._bias(w, wholes), ()))
-        joint, into = self._buffer(biases=biases)
-        group = self.group if biases else self.group.only(self.weights)
+            return Arrived(Gathered(w, self._bias(w, self.biases.shards()), ()))
+        group, (joint, into) = self.group, self._buffer()
 
         def arrange(wholes: list[Tensor]) -> Gathered:
-            w, vectors = wholes[0] if joint is None else joint, wholes[len(self.weights) :]
-            bias = self._bias(w, vectors) if biases and self.adds else None
-            return Gathered(w, bias, [w, *vectors] if joint is not None or group.even else ())
+            w, vectors = wholes[0] if joint is None else joint, wholes[len(self.widths) :]
+            reused = group.travels and (joint is not None or group.even)
+            return Gathered(w, self._bias(w, vectors), [w, *vectors] if reused else ())
 
         shards = group.shards(copied=into is not None)
-        into = into or group.buffers(shards)
+        into = into or group.reserve(shards)
         gathering = comm.all_gather_together(
             shards, group.grid, GATHERED, rows=group.rows, into=into, label=group.label
         )
         return gathering.then(arrange)
 
     def _bias(self, w: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
-        if not parts:
+        if not parts or not self.adds:
             return None
-        if sum(len(columns) for columns in self.columns) == len(w):
+        if sum(map(len, self.columns)) == len(w):
             return parts[0] if len(parts) == 1 else torch.cat(list(parts))
         bias = w.new_zeros(len(w))
         for columns, part in zip(self.columns, parts, strict=True):
             bias[columns.start : columns.stop] = part
         return bias
 
-    def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int) -> None:
+    def _at_hand(self) -> Tensor | None:
+        """Return the weights as one tensor if they need no gather and lie side by side already, with their padding."""
+        if not self._may_lie_joined:
+            return None
+        shards = self.weights.shards(copied=True)
+        alone = len(shards) == 1 and not self._padding
+        joint = shards[0] if alone else self._joint
+        if not alone and (not self._seen or any(map(is_not, shards, self._seen))):
+            joint = self._joint = side_by_side(self.weights.parameters, self._padding)
+            self._seen = shards
+        dtype = self.group.compute_dtype
+        return joint if joint is None or joint.dtype is dtype else joint.to(dtype)
+
+    def _buffer(self) -> tuple[Tensor | None, list[Tensor] | None]:
+        """Return one buffer for weights that must lie side by side, and each member's part of it."""
+        rows = self.weights.rows
+        if len(rows) == 1 and not self.padded:
+            return None, None
+        like = local_of(self.weights.parameters[0])
+        take = partial(self.group.engine.buffers.take, dtype=self.group.compute_dtype, device=like.device)
+        w = take((sum(self.widths), like.shape[1]))
+        into = []
+        for place, length in zip(w.split(list(self.widths)), rows, strict=True):
+            place[length:].zero_()
+            into.append(place[:length])
+        return w, [*into, *(take((len(columns),)) for columns in self.columns)]
+
+
+class Factor:
+    """The weights of one product side by side, w[sum p_i, k], and its biases. Made once and kept by the layer."""
+
+    def __init__(
+        self,
+        group: ParamGroup,
+        widths: tuple[int, ...],
+        columns: tuple[range, ...],
+        *,
+        adds: bool,
+        keep_weights: bool,
+    ) -> None:
+        """`group` holds a weight for each of `widths`, then a bias for each of `columns`.
+
+        `widths` are the p_i: rows of each weight on this rank, and the padding of a vocabulary
+        (`layout.logits_columns`). `columns` are those of the output to which each bias is added; a rank may hold a part
+        of a bias. `adds` says whether this rank adds the biases: of ranks whose outputs are partial sums, one does.
+        """
+        self.group, self.widths, self.columns, self.keep_weights = group, widths, columns, keep_weights
+        self.weights, self.biases = group.members[: len(widths)], group.members[len(widths) :]
+        self.matrices = group.only(self.weights, "weights")
+        self.with_biases = SideBySide(group, self.matrices, widths, columns, adds=adds)
+        self.without = SideBySide(self.matrices, self.matrices, widths, (), adds=False)
+        """What backward reads: it needs no biases."""
+        self.ledger = group.grid.ledger
+        self.e1, self.e2, self.e3 = (f"{equation} {group.label}" for equation in ("E1", "E2", "E3"))
+        self._trained = group, True, bool(columns)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self.group.parameters
+
+    @property
+    def trained(self) -> tuple[ParamGroup, bool, bool]:
+        """The members that have gradients, and whether weights and biases are among them."""
+        group = self.group.trained
+        if self._trained[0] is not group:
+            with_weights, with_biases = (any(m in group.members for m in each) for each in (self.weights, self.biases))
+            self._trained = group, with_weights, with_biases
+        return self._trained
+
+    def add_gradients(self, dout: Tensor, a: Tensor | Pending[Tensor], turns: int, during: ForwardPass) -> None:
         """Compute E3 and E4 of one of `turns` halves; the last half launches the reduction of the sum over z."""
-        trained = self.group.only([member for member in self.group.members if member.parameter.requires_grad])
-        sums = trained.engine.sums
+        group, with_weights, with_biases = self.trained
+        sums = group.engine.sums
         # not the members alone: a tied table has padded rows here and none in the embedding
-        key = ("product", trained.members)
-        begun = sums.begun(key) or []
+        key = ("product", group.members)
+        begun = (sums.begun(key) if turns > 1 else None) or []
         found: list[Tensor] = []
-        with_weights = any(member in trained.members for member in self.weights)
         if with_weights:
-            whole = a.wait()
-            with self.multiplying("E3"):
-                found.append(matmul_into(dout.t(), whole, self.group.reduce_dtype, onto=begun[0] if begun else None))
-        if any(member in trained.members for member in self.biases):
+            whole = a.wait() if isinstance(a, Pending) else a
+            with self.ledger.multiplying(self.e3):
+                found.append(matmul_into(dout.t(), whole, group.reduce_dtype, onto=begun[0] if begun else None))
+        if with_biases:
             parts = self.sums_over_tokens(dout)  # E4
             for total, part in zip(begun[with_weights:], parts, strict=False):
                 total.add_(part)
             found += begun[with_weights:] or parts
-        complete = sums.add(key, found, turns)
-        if complete is not None:
-            by_member = dict(zip(self.biases, complete[with_weights:], strict=False))
-            if with_weights:
-                parts = zip(self.weights, complete[0].split(list(self.widths)), strict=True)
-                by_member |= {member: part[: member.rows] for member, part in parts}
-            trained.scatter([by_member[member] for member in trained.members], turns=turns)
+        complete = sums.add(key, found, turns) if turns > 1 else found
+        if complete is None:
+            return
+        gradients = [*self._parts(complete[0]), *complete[1:]] if with_weights else complete
+        if group is not self.group:
+            members = (*(self.weights if with_weights else ()), *(self.biases if with_biases else ()))
+            pairs = zip(members, gradients, strict=True)
+            gradients = [gradient for member, gradient in pairs if member in group.members]
+        group.scatter(gradients, turns=turns, during=during)
+
+    def _parts(self, dw: Tensor) -> list[Tensor]:
+        """Return the gradient of each weight."""
+        parts = [dw] if len(self.widths) == 1 else list(dw.split(self.widths))
+        if not self.without.padded:
+            return parts
+        return [part[:rows] for part, rows in zip(parts, self.matrices.rows, strict=True)]
 
     def sums_over_tokens(self, dout: Tensor) -> list[Tensor]:
         """Return the gradient of each bias, computed in one pass if the biases cover all columns."""
@@ -135,33 +203,10 @@ class Factor:
         if self.group.policy.compile:
             torch._dynamo.mark_static(dout, 1)  # a kernel for any width would take twice the time
         widths = [len(columns) for columns in self.columns]
-        if sum(widths) == dout.shape[1]:
-            return list(run(dout, self.group.reduce_dtype).split(widths))
-        return [run(dout[:, columns.start : columns.stop], self.group.reduce_dtype) for columns in self.columns]
-
-    def _joined(self) -> Tensor | None:
-        """Return the weights as one tensor if they need no gather and lie side by side already, with their padding."""
-        rows = tuple(member.rows for member in self.weights)
-        if self.group.grid.size(GATHERED) > 1 or rows[:-1] != self.widths[:-1]:
-            return None
-        joined = side_by_side([member.parameter for member in self.weights], padding=self.widths[-1] - rows[-1])
-        return None if joined is None else joined.to(self.group.compute_dtype)
-
-    def _buffer(self, *, biases: bool = True) -> tuple[Tensor | None, list[Tensor] | None]:
-        """Return one buffer for weights that must lie side by side, and each member's part of it."""
-        rows = [member.rows for member in self.weights]
-        if len(rows) == 1 and rows[0] == self.widths[0]:
-            return None, None
-        like = local_of(self.weights[0].parameter)
-        take = partial(self.group.engine.buffers.take, dtype=self.group.compute_dtype, device=like.device)
-        w = take((sum(self.widths), like.shape[1]))
-        into = []
-        for place, length in zip(w.split(list(self.widths)), rows, strict=True):
-            place[length:].zero_()
-            into.append(place[:length])
-        if biases:
-            into += [take((len(columns),)) for columns in self.columns]
-        return w, into
+        if sum(widths) != dout.shape[1]:
+            return [run(dout[:, columns.start : columns.stop], self.group.reduce_dtype) for columns in self.columns]
+        whole = run(dout, self.group.reduce_dtype)
+        return [whole] if len(widths) == 1 else list(whole.split(widths))
 
 
 def side_by_side(parameters: Sequence[nn.Parameter], padding: int = 0) -> Tensor | None:
@@ -192,36 +237,50 @@ class Product(torch.autograd.Function):
         dout  [m/z, p]           E3   dw  = dout^T a         reduce-scattered over z
                                  E4   db  = sum over tokens of dout, in its columns
 
-    For backward it keeps `kept`: either `a`, or the cut tensor that `a` was gathered from; then `reread` gathers `a`
-    again, behind E2.
+    For backward it keeps `a`, or `cut`, the cut tensor that `a` was gathered from; then `reread` gathers `a` again,
+    behind E2.
     """
 
     @staticmethod
-    def forward(ctx: Any, factor: Factor, reread: Body, a: Tensor, kept: Tensor, *_: nn.Parameter) -> Tensor:
-        ctx.factor, ctx.reread, ctx.turns = factor, reread, factor.group.engine.turn.of
-        with factor.using(biases=True, turns=ctx.turns) as gathered, factor.multiplying("E1"):
-            ctx.save_for_backward(kept, gathered.w if factor.keep_weights else None)
-            return functional.linear(a, gathered.w, gathered.bias)
+    def forward(
+        ctx: Any, factor: Factor, reread: Body | None, a: Tensor, cut: Tensor | None, *_: nn.Parameter
+    ) -> Tensor:
+        engine, wanted = factor.group.engine, factor.with_biases
+        ctx.factor, ctx.reread, ctx.turns, ctx.during = factor, reread, engine.turn.of, factor.group.use()
+        held = engine.prefetcher.take(wanted, ctx.turns)
+        w, bias = held.value.w, held.value.bias
+        ctx.save_for_backward(a if cut is None else cut, w if factor.keep_weights else None)
+        with factor.ledger.multiplying(factor.e1):
+            out = functional.linear(a, w, bias)
+        engine.prefetcher.release(wanted, held, keep=factor.keep_weights)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         factor: Factor = ctx.factor
-        engine = factor.group.engine
+        engine, turns = factor.group.engine, ctx.turns
         kept, w = ctx.saved_tensors
-        reread = identity  # frozen weights need no `a`
-        if any(member.parameter.requires_grad for member in factor.weights):
-            reread = ctx.reread
+        group, with_weights, _ = factor.trained
+        reread = ctx.reread if with_weights else None  # frozen weights need no `a`
+        early = engine.policy.wgrad_behind_messages
         # launched before E2, so that the message travels behind it
-        reading = reread(kept) if engine.policy.wgrad_behind_messages else None
+        reading = reread(kept) if early and reread is not None else kept
         da = None
         if ctx.needs_input_grad[2]:
-            kept_whole = None if w is None else nullcontext(Gathered(w, None, ()))
-            with kept_whole or factor.using(biases=False, turns=ctx.turns) as gathered, factor.multiplying("E2"):
-                da = dout @ gathered.w
-        if any(member.parameter.requires_grad for member in factor.group.members):
+            held = engine.prefetcher.take(factor.without, turns) if w is None else None
+            with factor.ledger.multiplying(factor.e2):
+                da = dout @ (w if held is None else held.value.w)
+            if held is not None:
+                engine.prefetcher.release(factor.without, held)
+        if group.members:
             factor.group.gradients.expect_end()
-            engine.wgrad_queue.add(lambda: factor.add_gradients(dout, reading or reread(kept), ctx.turns))
+
+            def add_gradients() -> None:
+                a = reading if early or reread is None else reread(kept)
+                factor.add_gradients(dout, a, turns, ctx.during)
+
+            engine.wgrad_queue.add(add_gradients)
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
@@ -251,8 +310,8 @@ def expand(factor: Factor, a: Tensor, site: OpContext) -> Turns[Tensor]:
     if entering.travels:
         yield
     whole = entering.wait()
-    if not site.sharded or site.policy.keep_gathered:
-        return Product.apply(factor, identity, whole, whole.detach(), *factor.parameters)
+    if not entering.travels or not site.sharded or site.policy.keep_gathered:
+        return Product.apply(factor, None, whole, None, *factor.parameters)
     return Product.apply(factor, site.gather_tokens, whole, a.detach(), *factor.parameters)
 
 
@@ -262,7 +321,7 @@ def contract(factor: Factor, a: Tensor, site: OpContext, width: int) -> Turns[Te
     if collecting.travels:
         yield
     whole = collecting.wait()
-    if not site.sharded or site.policy.keep_gathered:
-        return Product.apply(factor, identity, whole, whole.detach(), *factor.parameters)
+    if not collecting.travels or not site.sharded or site.policy.keep_gathered:
+        return Product.apply(factor, None, whole, None, *factor.parameters)
     reread = partial(site.gather_features, widths=[width])
     return Product.apply(factor, reread, whole, a.detach(), *factor.parameters)

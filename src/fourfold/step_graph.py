@@ -60,7 +60,7 @@ class StepGraph(Generic[T]):
         self._outputs: Any = None
         if not self.reason:
             self._stream = torch.cuda.Stream(self._grid.device)
-            gradients.hooks.leaves.clear()  # made on another stream; the next forward pass makes them anew
+            gradients.renew_leaves()  # those of today were made on another stream
             self._grid.graphs.add(self)
 
     @property
@@ -134,6 +134,7 @@ class StepGraph(Generic[T]):
         if fault:
             self.release()
             self.reason = fault
+            _record_nothing(self._stream, device)
         else:
             self._graph, self._recording = graph, recording
 
@@ -150,6 +151,12 @@ class StepGraph(Generic[T]):
         self._grid.ledger.replayed(self._recording)
         for act in self._recording.after:
             act()
+
+
+def _record_nothing(stream: torch.cuda.Stream | None, device: torch.device) -> None:
+    """Record a graph that is thrown away: a failed recording leaves torch's generators unusable until the next one."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
 
 
 def why_not(model: nn.Module, device: torch.device) -> str:

@@ -74,7 +74,7 @@ def _own_placements_first(expand: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_unfit(optimizer: Optimizer, *_: Any) -> None:
     """Raise if this optimizer cannot step its parameters; torch calls this before every step of any optimizer."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(hasattr(parameter, REPLACED) for parameter in parameters):
+    if True in [hasattr(parameter, REPLACED) for parameter in parameters]:
         raise RuntimeError(
             "this optimizer was made before ff.parallelize and steps parameters that the model no longer has; make it "
             "after, from model.parameters()"

@@ -335,16 +335,15 @@ def joined_in_place(model: ff.models.Transformer) -> list[bool]:
     found = []
     for layers in reads(model):
         first = local_of(layers[0].weight)
-        factor = join(layers)
-        weights, bias, _ = factor.gather(biases=True).wait()
+        weights, bias, _ = join(*layers).with_biases.launch().wait()
         expected = torch.cat([local_of(layer.weight) for layer in layers])
         assert torch.equal(weights, expected.to(weights.dtype))
         if layers[0].bias is None:
             assert bias is None
         else:
             assert torch.equal(bias, torch.cat([local_of(layer.bias) for layer in layers]))
-        assert torch.equal(factor.gather(biases=False).wait().w, weights)
-        found.append(weights.data_ptr() == first.data_ptr() == factor.gather(biases=False).wait().w.data_ptr())
+        assert torch.equal(join(*layers).without.launch().wait().w, weights)
+        found.append(weights.data_ptr() == first.data_ptr() == join(*layers).without.launch().wait().w.data_ptr())
     return found
 
 
@@ -374,7 +373,7 @@ def test_weights_read_together_join_without_a_copy_also_after_a_step(name: str) 
 
 
 def joined_weights(model: ff.models.Transformer) -> list[Tensor]:
-    return [join(layers).gather(biases=False).wait().w.clone() for layers in reads(model)]
+    return [join(*layers).without.launch().wait().w.clone() for layers in reads(model)]
 
 
 def test_loaded_weights_still_join_without_a_copy() -> None:
@@ -404,7 +403,7 @@ def test_weights_that_moved_apart_are_copied_together_and_compute_the_same() -> 
 def test_weights_that_are_cast_are_joined_before_the_cast() -> None:
     model = model_of(compute_dtype=torch.bfloat16)
     assert joined_in_place(model) == [False, False]
-    assert join(reads(model)[0]).gather(biases=True).wait().w.dtype == torch.bfloat16
+    assert join(*reads(model)[0]).with_biases.launch().wait().w.dtype == torch.bfloat16
 
 
 def test_a_copy_of_a_model_computes_the_same_and_shares_nothing_with_it() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fourfold import kernels
 from fourfold.cli import parser
 from fourfold.commands.calibrate import calibrate, check_writable, ranks_of_node, showing, summary, write
 from fourfold.grid import Grid, Shape
@@ -205,6 +206,23 @@ def test_the_step_on_z_takes_what_it_took(turn: float) -> None:
 def test_a_step_slower_than_any_wait_explains_has_the_longest() -> None:
     machine = machine_of("here", "two nodes", found(device="cpu", hidden=1e3, ranks=4), "today")
     assert machine.turn == pytest.approx(MOST_TURN, rel=1e-3)
+
+
+def test_a_machine_without_a_compiler_has_no_compiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> Callable[..., Any]:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(kernels, "region", fails)
+    line = Grid.alone("cpu")
+    assert training_step("compiled", 1, line, torch.float32) is None
+    with pytest.raises(RuntimeError, match="no compiler"):
+        training_step("eager", 1, line, torch.float32)
+    fractions: list[float] = []
+    measuring = Calibration(line, 1, 1.0, settle=lambda: None, progress=fractions.append)
+    assert measuring.modes == ["eager"]
+    assert Calibration(line, 1, 60.0, settle=lambda: None, progress=fractions.append).modes == ["eager", "compiled"]
+    assert list(measuring._small_steps("compiled", 0.1)) == []
+    assert measuring.done == len(SMALL_LAYERS)  # the progress goes on
 
 
 def test_one_rank_is_a_machine_too() -> None:

@@ -14,6 +14,7 @@ from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.planner.machine import (
     CARD,
+    HostSpeed,
     LinkSpeed,
     Machine,
     Seconds,
@@ -81,11 +82,39 @@ def test_what_calibrate_adds_survives_being_written() -> None:
     assert again == replace(odd, sources=kept)
 
 
+def test_the_host_survives_being_written_and_may_be_left_out() -> None:
+    host = {"eager": HostSpeed(1.2e-5, 1 / 3000), "captured": HostSpeed(1e-6, 0.0)}
+    sources = {f"host.{mode}.{name}": "today" for mode in host for name in ("item", "step")}
+    perlmutter = load_machine("perlmutter")
+    machine = replace(perlmutter, host=host, sources={**perlmutter.sources, **sources})
+    text = to_toml(machine)
+    assert parse_machine(text, "host.toml") == machine
+    assert perlmutter.host == {}
+    assert "unknown key host.captive (did you mean 'captured'?)" in refusal(
+        text.replace("[host.captured]", "[host.captive]")
+    )
+    for index, path in constants(text):
+        if path.startswith("host."):
+            key = path.rpartition(".")[2]
+            assert f"{path} = -1; it must be seconds of the host" in refusal(
+                changed(text, index, f'{key} = {{ value = -1, source = "s" }}')
+            )
+            assert f"{path} is missing (seconds of the host" in refusal(changed(text, index, ""))
+
+
+def test_what_is_assumed_about_the_host_is_said() -> None:
+    host = {"eager": HostSpeed(1.2e-5, 3e-4)}
+    gpu, cpu = load_machine("perlmutter"), small()
+    assert replace(gpu, host=host).describe_host("eager") == "eager: 12.0 us per item and 0.30 ms per step"
+    assert gpu.describe_host("captured") == "captured: not measured, assumed to be never late"
+    assert cpu.describe_host("compiled") == "compiled: not measured, 1.0 us per item assumed"
+
+
 def constants(text: str) -> Iterator[tuple[int, str]]:
     """Line and full key of every constant in a machine file."""
     section, stride, size = "", "", ""
     for index, line in enumerate(text.splitlines()):
-        if found := re.fullmatch(r"\[+(\w+)\]+", line):
+        if found := re.fullmatch(r"\[+([\w.]+)\]+", line):
             section = f"{found[1]}."
         elif found := re.match(r"(\w+) = (.*)", line):
             key, value = found[1], found[2]

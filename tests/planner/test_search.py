@@ -17,8 +17,8 @@ from fourfold.axes import AXES
 from fourfold.cli import main
 from fourfold.commands.plan import rows_of
 from fourfold.planner import search as search_file
-from fourfold.planner.estimate import LEVERS
-from fourfold.planner.machine import Machine, load_machine
+from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
+from fourfold.planner.machine import HostSpeed, Machine, load_machine
 from fourfold.planner.price import Candidate, Price, Task, memory_of, price, timeline
 from fourfold.planner.program import LaunchOp
 from fourfold.planner.search import Space, search, search_built
@@ -90,6 +90,20 @@ def test_more_memory_is_never_slower() -> None:
         for memory in (30e9, 160e9)
     )
     assert large <= 1.001 * small
+
+
+def test_a_slow_host_is_estimated_and_priced_alike() -> None:
+    never_late = load_machine("dgx-h100")
+    slow_host = replace(never_late, name="slow host", host={"eager": HostSpeed(1e-3, 0.0)})
+    space = Space(shapes=(Shape(x=4),), micro_steps=(1, 4))
+    task = Task(SMALL, slow_host, 4, 256)
+    late = search(task, 4, space=space).best
+    assert late.bound_by == "host"
+    assert late.candidate.micro_steps == 1  # four micro-steps have four times as many items
+    estimated = Estimates(task, Cells(task, [late.candidate]), [late.candidate.shape.order])
+    lever = LEVERS.index(Lever.of(late.candidate.policy))
+    assert estimated.seconds[0, lever, 0] == pytest.approx(late.seconds, rel=0.15)
+    assert late.seconds > 1.3 * search(replace(task, machine=never_late), 4, space=space).best.seconds
 
 
 def test_space_holds_still_what_it_names() -> None:

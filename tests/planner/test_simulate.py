@@ -10,10 +10,12 @@ import torch
 import fourfold as ff
 from fourfold.grid import Shape
 from fourfold.ledger import Collective, Op
-from fourfold.planner.machine import LinkSpeed, Machine, Seconds
+from fourfold.planner.machine import HOST_MODES, HostSpeed, LinkSpeed, Machine, Seconds, load_machine
 from fourfold.planner.price import COMPUTE, Candidate, Task, chrome_trace, price, simulate, timeline
-from fourfold.planner.program import ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
-from fourfold.policy import Recompute
+from fourfold.planner.program import AttentionOp, ElementwiseOp, LaunchOp, MatmulOp, WaitOp, Work
+from fourfold.planner.sizes import LocalSizes
+from fourfold.planner.transformer import step_program
+from fourfold.policy import Policy, Recompute
 
 MACHINE = Machine(
     name="toy",
@@ -133,6 +135,79 @@ def test_the_launch_of_a_collective_is_computation_on_the_cpu() -> None:
     for on, seconds in ((MACHINE, 1.0), (machine, 1.0 + MACHINE.launch)):
         hidden = run(LaunchOp(0, record, "x"), product_of(1.0), WaitOp(0), machine=on)
         assert hidden.seconds == hidden.totals.compute == pytest.approx(seconds, rel=1e-12)
+
+
+# --- the host
+
+HOST = replace(
+    MACHINE,
+    host={"eager": HostSpeed(0.1, 0.5), "compiled": HostSpeed(0.06, 0.0), "captured": HostSpeed(0.01, 0.2)},
+)
+
+
+def test_a_gpu_waits_for_a_late_host_and_the_host_works_ahead_of_a_busy_gpu() -> None:
+    late = run(*[product_of(0.02)] * 10, machine=HOST)
+    assert late.seconds == pytest.approx(10 * 0.1 + 0.5, rel=1e-12)
+    assert late.totals.compute == pytest.approx(10 * 0.02, rel=1e-12)
+    assert late.totals.host == pytest.approx(late.seconds - late.totals.compute, rel=1e-12)
+    busy = run(*[product_of(0.2)] * 10, machine=HOST)
+    assert busy.seconds == pytest.approx(0.1 + 10 * 0.2, rel=1e-12)  # the device waits for the first product alone
+    # short products are issued while a long one runs: the larger of both, not the sum of the larger of each
+    mixed = run(product_of(1.0), *[product_of(0.02)] * 9, machine=HOST)
+    assert mixed.seconds == pytest.approx(10 * 0.1 + 0.5, rel=1e-12)
+    assert run(product_of(2.0), *[product_of(0.02)] * 9, machine=HOST).seconds == pytest.approx(0.1 + 2.18, rel=1e-12)
+
+
+def test_a_collective_begins_when_the_host_has_launched_it() -> None:
+    record = collective("all_gather", "x", 400_000_000)
+    line = run(product_of(0.02), LaunchOp(0, record, "x"), WaitOp(0), machine=HOST)
+    (span,) = [span for span in line.spans if span.track == "x"]
+    assert span.start == pytest.approx(2 * 0.1, rel=1e-12)
+
+
+def test_on_the_cpu_the_host_computes_itself() -> None:
+    machine = replace(HOST, device="cpu")
+    line = run(*[product_of(0.02)] * 10, machine=machine)
+    assert line.seconds == line.totals.compute == pytest.approx(10 * (0.02 + 0.1) + 0.5, rel=1e-12)
+    assert line.totals.host == 0
+
+
+def test_a_step_is_priced_in_the_mode_in_which_it_runs() -> None:
+    """And one that the machine file does not know is priced as if the host were never late."""
+    config = ff.models.config("gpt-125m", layers=2)
+    speeds = {"eager": HostSpeed(1e-3, 0.0), "compiled": HostSpeed(5e-4, 0.0), "captured": HostSpeed(1e-6, 0.0)}
+    h100 = load_machine("dgx-h100")
+    found = {}
+    for mode in (*HOST_MODES, "none"):
+        machine = replace(h100, name=mode, host={} if mode == "none" else speeds)
+        task = Task(config, machine, 8, 1024, captured=mode == "captured")
+        candidate = Candidate(Shape(), Policy(compute_dtype=torch.bfloat16, compile=mode == "compiled"), 8, 1)
+        found[mode] = price(task, candidate)
+    items = sum(
+        isinstance(item, MatmulOp | AttentionOp | ElementwiseOp)
+        for item in step_program(LocalSizes(config, Shape(), found["eager"].candidate.policy, 8, 1024)).work
+    )
+    for mode in ("eager", "compiled"):
+        after = found[mode].seconds - items * speeds[mode].item
+        assert 0 <= after < 1e-3  # the last kernel ends after it was issued
+        assert found[mode].bound_by == "host"
+    assert found["none"].totals.host == 0
+    assert found["none"].bound_by == "compute"
+    assert found["captured"].seconds <= found["none"].seconds * 1.001
+    # a CPU replays nothing
+    assert replace(task, machine=replace(h100, device="cpu"), captured=True).host_mode(Policy()) == "eager"
+
+
+def test_many_layers_and_micro_steps_wait_for_the_host_too() -> None:
+    config = ff.models.config("gpt-125m", layers=24)
+    machine = replace(load_machine("dgx-h100"), name="slow host", host={"eager": HostSpeed(1e-3, 0.02)})
+    task = Task(config, machine, 32, 256)
+    candidate = Candidate(Shape(), Policy(compute_dtype=torch.bfloat16), 8, 4)
+    whole = timeline(task, candidate).totals
+    found = price(task, candidate).totals
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert found.host == pytest.approx(whole.host, rel=0.01)
+    assert found.seconds == pytest.approx(found.compute + found.host, rel=1e-6)
 
 
 def test_trace_has_a_thread_for_each_track() -> None:

@@ -115,6 +115,7 @@ class Attention(Layer):
     ) -> None:
         """`head_norm_eps`: the eps of an RMSNorm of every query and key head; None for no such norm."""
         super().__init__(grid, policy)
+        self.held = Heads.of(heads, kv_heads, grid, policy)
         self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, head_dim, dropout
         self.q = Expand(grid, policy, features, heads * head_dim, bias=bias, init=init)
         self.k = Expand(grid, policy, features, kv_heads * head_dim, bias=bias, init=init)
@@ -135,10 +136,10 @@ class Attention(Layer):
 
     def turns(self, a: Tensor, batch: Batch) -> Turns[Tensor]:
         """Compute everything up to `out.leave`, which brings the result to rest."""
-        self.refuse_hooks(self.q, self.k, self.v, self.out)
-        held = Heads.of(self.heads, self.kv_heads, self.grid, self.policy)
-        flat = yield from read_heads([self.q, self.k, self.v], a, batch.tokens, held)
-        q, k, v = (part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in flat)
+        layers, out, held = [self.q, self.k, self.v], self.out, self.held
+        self.refuse_hooks(*layers, out)
+        flat = yield from read_heads(layers, a, batch.tokens, held)
+        q, k, v = [part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in flat]
         if held.shared:
             queries_per_key = self.heads // self.kv_heads
             wanted = Counter(query // queries_per_key - held.keys.start for query in held.queries)
@@ -147,17 +148,18 @@ class Attention(Layer):
             mixed = recompute(self._mix, self.clock, q, k, v, batch)
         else:
             mixed = self._mix(q, k, v, batch)
-        return (yield from self.out.turns(mixed.transpose(1, 2).reshape(batch.tokens, -1), batch.tokens))
+        return (yield from out.turns(mixed.transpose(1, 2).reshape(batch.tokens, -1), batch.tokens))
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Compute what lies between the two products: [rows, seq, heads, head_dim] -> [rows, heads, seq, head_dim]."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None:
+            q, k = q_norm(q), k_norm(k)
         if batch.rope is not None:
             rotate = kernels.region(kernels.rotate, q, compiled=self.policy.compile)
             q, k = rotate(q, *batch.rope), rotate(k, *batch.rope)
             v = v.contiguous()  # frees the output of the product, of which v is a third or less
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask, dropout = batch.mask, self.dropout if self.training else 0.0
         if q.is_meta:  # a dry run keeps what the fused kernel keeps; torch would choose the unfused one on meta
             fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -177,7 +179,7 @@ def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) ->
 def _read_shared(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) -> Turns[Sequence[Tensor]]:
     """Return q, k and v with K and V whole over y, and over x too if x would cut through a head."""
     query, key, value = layers
-    site = query.site(tokens).named(label_of(layers))
+    site = query.site(tokens, label_of(layers))
     widths = [key.width, value.width]
     out = yield from read(layers, a, tokens)
     q, kv = take_apart(out, [query.width, sum(widths)])

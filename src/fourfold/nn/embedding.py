@@ -49,7 +49,7 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: ParamGroup, ids: Tensor, first: int, untrained: int | None, _: nn.Parameter) -> Tensor:
-        ctx.group, ctx.turns = group, group.engine.turn.of
+        ctx.group, ctx.turns, ctx.during = group, group.engine.turn.of, group.use()
         with group.using(turns=ctx.turns) as (w,):
             rows = ids - first
             elsewhere = (rows < 0) | (rows >= w.shape[0])
@@ -70,7 +70,7 @@ class Lookup(torch.autograd.Function):
             # the sum of a frequent token must not be rounded at every term.
             wide = dout.to(ctx.group.reduce_dtype)
             dw = torch.ops.aten.embedding_dense_backward(wide, rows, ctx.held + 1, ctx.held, False)
-            ctx.group.add([dw[: ctx.held]], turns=ctx.turns)
+            ctx.group.add([dw[: ctx.held]], turns=ctx.turns, during=ctx.during)
         return None, None, None, None, None
 
 
@@ -221,7 +221,7 @@ class Head(Expand):
 
         `count` is the number of targets of the whole batch.
         """
-        site, factor = self.site(targets.numel()), join([self])
+        site, factor = self.site(targets.numel()), join(self)
         spec = ChunkedHead(
             factor, self.vocabulary(ignore_index), *spread_bodies(site, [self.width]), self.policy.loss_chunk
         )
@@ -256,26 +256,27 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: ChunkedHead, a: Tensor, targets: Tensor, count: Tensor, _: nn.Parameter) -> Tensor:
         factor = spec.factor
-        ctx.factor, ctx.turns = factor, factor.group.engine.turn.of
+        ctx.factor, ctx.turns, ctx.during = factor, factor.group.engine.turn.of, factor.matrices.use()
         wants_da, wants_dw = ctx.needs_input_grad[1], ctx.needs_input_grad[4]
         da = torch.empty_like(a) if wants_da else None
         nll = torch.zeros((), dtype=torch.float64, device=a.device)
         share = 1 / count
-        with factor.using(biases=False, turns=ctx.turns) as gathered:
-            w = gathered.w
-            dw = torch.zeros_like(w, dtype=factor.group.reduce_dtype) if wants_dw else None
-            for first in range(0, len(a), spec.chunk):
-                part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
-                # Waited for at once: a second chunk in flight would need memory for a second chunk of logits.
-                logits = spec.spread(part @ w.t()).wait()
-                kept, lse, chunk_nll = log_sum_exp(spec.vocabulary, logits, aims)
-                nll += chunk_nll
-                if da is not None or dw is not None:
-                    dout = spec.unspread(gradient_of_logits(spec.vocabulary, kept, aims, lse, share)).wait()
-                    if da is not None:
-                        torch.mm(dout, w, out=da[first : first + spec.chunk])
-                    if dw is not None:
-                        matmul_into(dout.t(), part, dw.dtype, onto=dw)
+        held = factor.group.engine.prefetcher.take(factor.without, ctx.turns)
+        w = held.value.w
+        dw = torch.zeros_like(w, dtype=factor.group.reduce_dtype) if wants_dw else None
+        for first in range(0, len(a), spec.chunk):
+            part, aims = a[first : first + spec.chunk], targets[first : first + spec.chunk]
+            # Waited for at once: a second chunk in flight would need memory for a second chunk of logits.
+            logits = spec.spread(part @ w.t()).wait()
+            kept, lse, chunk_nll = log_sum_exp(spec.vocabulary, logits, aims)
+            nll += chunk_nll
+            if da is not None or dw is not None:
+                dout = spec.unspread(gradient_of_logits(spec.vocabulary, kept, aims, lse, share)).wait()
+                if da is not None:
+                    torch.mm(dout, w, out=da[first : first + spec.chunk])
+                if dw is not None:
+                    matmul_into(dout.t(), part, dw.dtype, onto=dw)
+        factor.group.engine.prefetcher.release(factor.without, held)
         ctx.save_for_backward(da, dw)
         return nll * share
 
@@ -286,5 +287,5 @@ class ChunkedLoss(torch.autograd.Function):
         if dw is not None:
             (member,) = ctx.factor.weights
             # Rows past the member's are padding of the vocabulary.
-            ctx.factor.group.add([dw[: member.rows] * dshare.to(dw.dtype)], turns=ctx.turns)
+            ctx.factor.matrices.add([dw[: member.rows] * dshare.to(dw.dtype)], turns=ctx.turns, during=ctx.during)
         return None, None if da is None else da * dshare.to(da.dtype), None, None, None

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold import kernels
 from fourfold.engine import Engine
-from fourfold.gradients import Gradients
+from fourfold.gradients import ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import Spec, rest
 from fourfold.nn.rng import StepRng, fill_
@@ -26,7 +26,7 @@ from fourfold.operators import OpContext
 from fourfold.param_group import GroupMember, ParamGroup
 from fourfold.params import shard_parameter
 from fourfold.policy import Policy
-from fourfold.product import MEMORY, ZEROS_BEHIND
+from fourfold.product import MEMORY, ZEROS_BEHIND, Factor
 
 T = TypeVar("T")
 
@@ -47,6 +47,13 @@ class Layer(nn.Module):
         self.label = type(self).__name__.lower()
         self.specs: dict[str, Spec] = {}
         self._members: dict[str, GroupMember] = {}
+        self._groups: dict[tuple[str, ...], ParamGroup] = {}
+        self._factors: dict[tuple[Layer, ...], Factor] = {}
+        self._sites: dict[str, OpContext] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is worked out on first use: a copy of the layer has parameters of its own."""
+        return {**self.__dict__, "_members": {}, "_groups": {}, "_factors": {}, "_sites": {}}
 
     def declare(self, name: str, spec: Spec | None) -> None:
         """Register a parameter without memory; with no spec, register that the layer has no such parameter."""
@@ -61,17 +68,19 @@ class Layer(nn.Module):
         parameter, known = getattr(self, name), self._members.get(name)
         # Loading or wrapping a model may have replaced the parameter.
         if known is None or known.parameter is not parameter:
-            known = self._members[name] = GroupMember.of(parameter, self.specs[name], self.grid)
+            known = self._members[name] = GroupMember.of(self, name, self.specs[name], self.grid)
         return known
 
     def group(self, *names: str) -> ParamGroup:
         """Return these parameters of the layer as a group that is gathered in one message."""
-        return self.group_of(*(self.member(name) for name in names))
+        known = self._groups.get(names)
+        if known is None or known.gradients is not self.gradients or not known.is_current():
+            known = self._groups[names] = self.group_of(*(self.member(name) for name in names))
+        return known
 
     def group_of(self, *members: GroupMember, label: str = "") -> ParamGroup:
-        """Return these members as a group that the latest forward pass uses."""
-        gradients = self.gradients
-        return ParamGroup(self.grid, self.policy, gradients, label or self.label, members, gradients.forward_pass)
+        """Return a new group of these members."""
+        return ParamGroup(self.grid, self.policy, self.gradients, label or self.label, members)
 
     @property
     def engine(self) -> Engine:
@@ -91,8 +100,13 @@ class Layer(nn.Module):
                     f"put the hook on {self.label}"
                 )
 
-    def site(self, tokens: int) -> OpContext:
-        return OpContext(self.grid, self.policy, tokens, self.label, self.engine)
+    def site(self, tokens: int, label: str = "") -> OpContext:
+        """Return the context of operators on this many tokens; the last one is kept, since most passes are alike."""
+        label, engine = label or self.label, self.gradients.engine
+        known = self._sites.get(label)
+        if known is None or known.tokens != tokens or known.engine is not engine:
+            known = self._sites[label] = OpContext(self.grid, self.policy, tokens, label, engine)
+        return known
 
     def padding_of(self, dtype: torch.dtype) -> dict[tuple[Layer, str], int]:  # noqa: ARG002
         """Return the rows of zeros that a product of this layer reads behind stored parameters of this dtype.
@@ -225,17 +239,18 @@ def recompute(function: Callable[..., T], clock: StepRng, *args: Any) -> T:
     )
 
 
-def add_gradients(group: ParamGroup, gradients: Sequence[Tensor | None], turns: int) -> None:
-    """Add the gradients of those members that are trained, computed from one of `turns` halves."""
-    trained = []
+def add_gradients(group: ParamGroup, gradients: Sequence[Tensor | None], turns: int, during: ForwardPass) -> None:
+    """Add the gradients of those members that are trained, from one of `turns` halves of the pass `during`."""
+    members, found = [], []
     for member, gradient in zip(group.members, gradients, strict=False):
         if gradient is None:
             # Autograd found that nothing depends on the parameter: the forward pass must not wait for its gradient.
-            group.during.take(member.parameter, 1)
+            during.take([id(member.parameter)], 1)
         elif member.parameter.requires_grad:
-            trained.append((member, gradient))
-    if trained:
-        group.only([member for member, _ in trained]).add([gradient for _, gradient in trained], turns=turns)
+            members.append(member)
+            found.append(gradient)
+    if found:
+        group.only(members).add(found, turns=turns, during=during)
 
 
 class Dropout(Layer):

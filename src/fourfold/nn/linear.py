@@ -52,6 +52,10 @@ class Linear(Layer):
     @property
     def width(self) -> int:
         """Columns of the product on this rank."""
+        # Not padded for alignment, unlike the logits of a head: heads and hidden units of published models stay
+        # multiples of 8 elements on every grid that cuts them (tests/nn/test_padding.py). For a model of odd sizes
+        # padding would save little: its columns must be dropped before heads are cut, which costs a copy of the output
+        # and of its gradient, and the inner dim of the Contract product that follows would be as odd as before.
         return self.out_features // self.weight_storage.compute.parts(self.grid.shape.sizes, 0)
 
     @property
@@ -118,7 +122,7 @@ class Contract(Linear):
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
         """Compute the product, which is still owed over x; `leave` brings it to rest."""
         width = self.in_features // self.grid.size("x")
-        return (yield from contract(join([self]), a, self.site(tokens), width))
+        return (yield from contract(join(self), a, self.site(tokens), width))
 
     def leave(self, out: Tensor, tokens: int) -> AsyncResult | Ready:
         return leave(out, self.site(tokens))
@@ -157,12 +161,13 @@ class MLP(Layer):
 
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
         """Compute everything up to `down.leave`, which brings the result to rest."""
-        self.refuse_hooks(self.gate, self.up, self.down)
-        layers = [self.up] if self.gate is None else [self.gate, self.up]
+        gate, up, down = self.gate, self.up, self.down
+        self.refuse_hooks(gate, up, down)
+        layers = [up] if gate is None else [gate, up]
         outputs = yield from expand_in_turns(layers, a, tokens)
-        function = kernels.gelu if self.gate is None else kernels.swiglu
+        function = kernels.gelu if gate is None else kernels.swiglu
         hidden = kernels.region(function, a, compiled=self.policy.compile)(*outputs)
-        return (yield from self.down.turns(hidden, tokens))
+        return (yield from down.turns(hidden, tokens))
 
 
 def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
@@ -174,8 +179,16 @@ def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
     return layer.policy.keep_weights and (layer.grid.size(GATHERED) > 1 or casts)
 
 
-def join(layers: Sequence[Expand] | Sequence[Contract]) -> Factor:
-    """Return the weights and biases of layers that read the same tensor as one factor of a product."""
+def join(*layers: Expand | Contract) -> Factor:
+    """Return the weights and biases of layers that read the same tensor as one factor of a product; it is kept."""
+    first = layers[0]
+    known = first._factors.get(layers)
+    if known is None or known.group.gradients is not first.gradients or not known.group.is_current():
+        known = first._factors[layers] = _joined(layers)
+    return known
+
+
+def _joined(layers: Sequence[Expand | Contract]) -> Factor:
     first = layers[0]
     widths = [layer.width for layer in layers]
     columns = [
@@ -186,11 +199,9 @@ def join(layers: Sequence[Expand] | Sequence[Contract]) -> Factor:
     weights = tuple(layer.weight_member for layer in layers)
     biases = tuple(layer.member("bias") for layer in layers if layer.bias is not None)
     return Factor(
-        group=first.group_of(*weights, *biases, label=label_of(layers)),
-        weights=weights,
-        biases=biases,
-        widths=tuple(widths),
-        columns=tuple(columns),
+        first.group_of(*weights, *biases, label=label_of(layers)),
+        tuple(widths),
+        tuple(columns),
         adds=first.adds_bias,
         keep_weights=keeps_weights(first, weights[0]),
     )
@@ -198,7 +209,8 @@ def join(layers: Sequence[Expand] | Sequence[Contract]) -> Factor:
 
 def read(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[Tensor]:
     """Run one `enter` and one product for all layers: [m/(zx), k/y] -> [m/z, sum n_i/x] {sum y}."""
-    return expand(join(layers), a, layers[0].site(tokens).named(label_of(layers)))
+    factor = join(*layers)
+    return expand(factor, a, layers[0].site(tokens, factor.group.label))
 
 
 def expand_together(layers: Sequence[Expand], a: Tensor, tokens: int) -> list[Tensor]:
@@ -208,15 +220,15 @@ def expand_together(layers: Sequence[Expand], a: Tensor, tokens: int) -> list[Te
 
 def expand_in_turns(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[list[Tensor]]:
     """Run `read` and one `spread` that carries the outputs of all layers, each [m/z, n_i/(xy)]."""
-    widths = [layer.width for layer in layers]
-    site = layers[0].site(tokens).named(label_of(layers))
-    spreading = spread((yield from read(layers, a, tokens)), site, widths)
+    factor = join(*layers)
+    site = layers[0].site(tokens, factor.group.label)
+    spreading = spread((yield from expand(factor, a, site)), site, factor.widths)
     yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
     out = spreading.wait()
     if len(layers) == 1:
         return [out]  # taking a tensor apart costs a copy in backward, even if there is only one part
-    cuts = sum(widths) // out.shape[1]
-    return take_apart(out, [width // cuts for width in widths])
+    cuts = sum(factor.widths) // out.shape[1]
+    return take_apart(out, [width // cuts for width in factor.widths])
 
 
 def label_of(layers: Sequence[Layer]) -> str:

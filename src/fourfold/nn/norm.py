@@ -10,7 +10,6 @@ Statistics are taken in the wider of fp32 and the input's dtype. With k features
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,25 +25,21 @@ from fourfold.param_group import ParamGroup
 from fourfold.policy import Policy
 
 
-@dataclass(frozen=True, slots=True)
 class NormSpec:
     """How to normalise: the weights, the kind, the number of features and the axis that cuts them."""
 
-    group: ParamGroup
-    kind: str
-    features: int
-    axis: str | None
-    eps: float
-    shift: float = 0.0
-    """Added to the weight. It is 1 for models such as Gemma, which store the weight minus 1."""
+    def __init__(
+        self, group: ParamGroup, kind: str, features: int, axis: str | None, eps: float, shift: float = 0.0
+    ) -> None:
+        """`shift` is added to the weight. It is 1 for models such as Gemma, which store the weight minus 1."""
+        self.group, self.kind, self.features, self.axis, self.eps, self.shift = group, kind, features, axis, eps, shift
+        self.weight = group.only(group.members[:1])
+        """Backward reads no bias, so only the weight is gathered again."""
+        self.whole = axis is None or group.grid.size(axis) == 1
+        """Whether all features are on this rank."""
 
     def shifted(self, weight: Tensor) -> Tensor:
         return kernels.widen(weight) + self.shift if self.shift else weight
-
-    @property
-    def whole(self) -> bool:
-        """Whether all features are on this rank."""
-        return self.axis is None or self.group.grid.size(self.axis) == 1
 
     def run(self, function: Callable[..., Any], a: Tensor, *args: Any) -> Any:
         # Detached, so that torch.compile needs no second variant for tensors that require gradients.
@@ -121,15 +116,18 @@ class NormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, spec: NormSpec, a: Tensor, delta: Tensor | None, *_: nn.Parameter
     ) -> tuple[Tensor, Tensor] | Tensor:
-        ctx.spec, ctx.turns = spec, spec.group.engine.turn.of
-        with spec.group.using(turns=ctx.turns) as (weight, *rest):
-            bias, weight = rest[0] if rest else None, spec.shifted(weight)
-            if spec.whole:
-                total, out, mean, rstd = spec.forward_whole(a, weight, bias, delta)
-            else:
-                total = a if delta is None else a + delta
-                mean, rstd = spec.statistics(total)
-                out = spec.run(kernels.normalize, total, mean, rstd, weight, bias)
+        group, engine = spec.group, spec.group.engine
+        ctx.spec, ctx.turns, ctx.during = spec, engine.turn.of, group.use()
+        held = engine.prefetcher.take(group, ctx.turns)
+        weight, *rest = held.value
+        bias, weight = rest[0] if rest else None, spec.shifted(weight)
+        if spec.whole:
+            total, out, mean, rstd = spec.forward_whole(a, weight, bias, delta)
+        else:
+            total = a if delta is None else a + delta
+            mean, rstd = spec.statistics(total)
+            out = spec.run(kernels.normalize, total, mean, rstd, weight, bias)
+        engine.prefetcher.release(group, held)
         ctx.set_materialize_grads(False)  # a zero gradient of an unused output would cost a pass over memory
         ctx.save_for_backward(total, mean, rstd)
         return out if delta is None else (total, out)
@@ -141,21 +139,40 @@ class NormFunction(torch.autograd.Function):
         total, mean, rstd = ctx.saved_tensors
         dtotal, dout = (None, *gradients) if len(gradients) == 1 else gradients
         dout = torch.zeros_like(total) if dout is None else dout  # only the sum was used, not its norm
-        # Backward reads no bias, so only the weight is gathered again.
-        with spec.group.only(spec.group.members[:1]).using(turns=ctx.turns) as (weight,):
-            weight = spec.shifted(weight)
-            if spec.whole:
-                da, dw, db = spec.backward_whole(dout, total, mean, rstd, weight, dtotal)
-            else:
-                sums, dw, db = spec.run(kernels.norm_sums, dout, total, mean, rstd, weight)
-                da = spec.run(kernels.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
-                da = da if dtotal is None else da.add_(dtotal)  # the gradient that passes by the norm
-        add_gradients(spec.group, [dw, db], ctx.turns)
+        prefetcher = spec.group.engine.prefetcher
+        held = prefetcher.take(spec.weight, ctx.turns)
+        weight = spec.shifted(held.value[0])
+        if spec.whole:
+            da, dw, db = spec.backward_whole(dout, total, mean, rstd, weight, dtotal)
+        else:
+            sums, dw, db = spec.run(kernels.norm_sums, dout, total, mean, rstd, weight)
+            da = spec.run(kernels.norm_da, dout, total, mean, rstd, weight, spec.sum(sums) / spec.features)
+            da = da if dtotal is None else da.add_(dtotal)  # the gradient that passes by the norm
+        prefetcher.release(spec.weight, held)
+        add_gradients(spec.group, [dw, db], ctx.turns, ctx.during)
         # a and delta are summands of one total, so they have the same gradient.
         return (None, da, None if len(gradients) == 1 else da, *[None] * len(spec.group.members))
 
 
-class Norm(Layer):
+class _NormLayer(Layer):
+    """The base class of both norms: a weight, a number that keeps the deviation from 0, and the spec that is kept."""
+
+    def __init__(self, grid: Grid, policy: Policy, eps: float, shift: float) -> None:
+        super().__init__(grid, policy)
+        self.eps, self.shift = eps, shift
+        self._known: NormSpec | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_known": None}
+
+    def _spec(self, kind: str, features: int, axis: str | None) -> NormSpec:
+        group, known = self.group(*self.specs), self._known
+        if known is None or known.group is not group or (known.eps, known.shift) != (self.eps, self.shift):
+            known = self._known = NormSpec(group, kind, features, axis, self.eps, self.shift)
+        return known
+
+
+class Norm(_NormLayer):
     """LayerNorm or RMSNorm of tokens at rest, with features cut over y."""
 
     def __init__(
@@ -169,38 +186,36 @@ class Norm(Layer):
         eps: float = 1e-5,
         shift: float = 0.0,
     ) -> None:
-        super().__init__(grid, policy)
+        super().__init__(grid, policy, eps, shift)
         require_divisible(self, "features", features, ("y",))
         if kind not in ("rms", "layer"):
             raise ValueError(f"kind={kind!r} is none of 'rms', 'layer'")
         if kind == "rms" and bias:
             raise ValueError("RMSNorm has no bias; use kind='layer' or bias=False")
-        self.features, self.kind, self.eps, self.shift = features, kind, eps, shift
+        self.features, self.kind = features, kind
         use = rest(policy.activations)
         self.declare("weight", Spec((features,), RESIDUAL_VECTOR, use, Init(mean=1.0)))
         self.declare("bias", Spec((features,), RESIDUAL_VECTOR, use) if bias else None)
 
     def forward(self, a: Tensor) -> Tensor:
-        return NormFunction.apply(self._spec(), a, None, *self.parameters())
+        spec = self._spec(self.kind, self.features, "y")
+        return NormFunction.apply(spec, a, None, *spec.group.parameters)
 
     def add(self, a: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return a + delta, and its norm."""
         if delta is None:
             return a, self(a)
-        return NormFunction.apply(self._spec(), a, delta, *self.parameters())
-
-    def _spec(self) -> NormSpec:
-        return NormSpec(self.group(*self.specs), self.kind, self.features, "y", self.eps, self.shift)
+        spec = self._spec(self.kind, self.features, "y")
+        return NormFunction.apply(spec, a, delta, *spec.group.parameters)
 
 
-class HeadNorm(Layer):
+class HeadNorm(_NormLayer):
     """RMSNorm of each head by itself, inside attention. Its weight has head_dim elements and serves all heads."""
 
     def __init__(self, grid: Grid, policy: Policy, head_dim: int, *, eps: float = 1e-5, shift: float = 0.0) -> None:
-        super().__init__(grid, policy)
-        self.eps, self.shift = eps, shift
+        super().__init__(grid, policy, eps, shift)
         self.declare("weight", Spec((head_dim,), WHOLE, inner(policy.activations), Init(mean=1.0)))
 
     def forward(self, a: Tensor) -> Tensor:
-        spec = NormSpec(self.group("weight"), "rms", a.shape[-1], None, self.eps, self.shift)
-        return NormFunction.apply(spec, a, None, self.weight)
+        spec = self._spec("rms", a.shape[-1], None)
+        return NormFunction.apply(spec, a, None, *spec.group.parameters)

@@ -507,7 +507,7 @@ def training_step(mode: HostMode, layers: int, grid: Grid, dtype: torch.dtype) -
         return loss.detach()
 
     if mode == "captured":
-        from fourfold.step_graph import StepGraph  # type: ignore[missing-import]
+        from fourfold.step_graph import StepGraph
 
         replayed = StepGraph(step, model, warmup=WARM_UP)
         for _ in range(WARM_UP + 1):  # the last of these is recorded

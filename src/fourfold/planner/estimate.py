@@ -238,8 +238,9 @@ class Estimates:
         self.data = several * (machine.launch + tree[..., data]) + cells.step_nbytes[:, None] / bandwidth[..., data]
         self.compute, self.chain, self.optimizer = cells.compute, cells.chain, cells.optimizer
         # on the CPU the host's time is part of what it computes
-        host = [task.seconds_on(one).host.item if machine.device != "cpu" else 0.0 for one in cells.candidates]
-        self.host = cells.items * torch.tensor(host, dtype=torch.float64)[:, None]  # [cell, part]
+        late = [machine.host_in(task.host_mode(one.policy)).item for one in cells.candidates]
+        per_item = torch.tensor(late, dtype=torch.float64)[:, None] * (machine.device != "cpu")
+        self.host = cells.items * per_item  # [cell, part]
         self.turns = torch.tensor([sizes.number_of_halves > 1 for sizes in cells.sizes])
         self.micro_steps = torch.tensor([one.micro_steps for one in cells.candidates], dtype=torch.float64)
         self.forward = self._phase([FORWARD])

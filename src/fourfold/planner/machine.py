@@ -153,13 +153,17 @@ class Machine:
         """The keys of the constants that are estimates or fitted, neither published nor measured."""
         return sorted(key for key, source in self.sources.items() if source.startswith(UNCERTAIN_SOURCES))
 
+    def host_in(self, mode: HostMode) -> HostSpeed:
+        """Return the time of the host in one mode; it is 0 if it was not measured."""
+        return self.host.get(mode, HostSpeed(0.0, 0.0))
+
     def describe_host(self, mode: HostMode) -> str:
         """Describe the time of the host in one mode, or what is assumed about it."""
         if mode in self.host:
             speed = self.host[mode]
-            return f"{mode}: {speed.item * 1e6:.3g} us per item and {speed.step * 1e3:.3g} ms per step"
+            return f"{mode}: {speed.item * 1e6:,.1f} us per item and {speed.step * 1e3:,.2f} ms per step"
         if self.device == "cpu":
-            return f"{mode}: not measured, {self.overhead * 1e6:.3g} us per item assumed"
+            return f"{mode}: not measured, {self.overhead * 1e6:,.1f} us per item assumed"
         return f"{mode}: not measured, assumed to be never late"
 
 
@@ -493,7 +497,7 @@ def in_mode(machine: Machine, mode: HostMode) -> Machine:
     if speed is None:
         return machine
     overhead = speed.item if machine.device == "cpu" else min(machine.overhead, speed.item)
-    return replace(machine, overhead=overhead, name=f"{machine.name} {mode}")
+    return replace(machine, overhead=overhead)
 
 
 class Seconds:
@@ -509,7 +513,7 @@ class Seconds:
                 f"{machine.devices_per_node} devices; add [between] to its file, or take a grid that fits"
             )
         self.machine, self.shape = in_mode(machine, mode), shape
-        self.host = machine.host.get(mode, HostSpeed(0.0, 0.0))
+        self.host = machine.host_in(mode)
         self._routes: dict[str, Route] = {}
         self._transfers: dict[tuple[str, str, int], TransferCost] = {}
 

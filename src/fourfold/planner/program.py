@@ -22,12 +22,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from fourfold.axes import AXES
-from fourfold.engine import Engine, WeightGather
+from fourfold.engine import Awaited, Engine
 from fourfold.gradients import REPLICA, Bucket
 from fourfold.layout import GATHERED
 from fourfold.ledger import Collective, Op
 from fourfold.planner.sizes import LocalSizes, part
+
+
+@dataclass(slots=True, eq=False)
+class PlannedGather:
+    """A gather of weights that the engine orders as it orders the runtime's (`engine.WeightGather`)."""
+
+    key: Hashable
+    launch: Callable[[], Awaited[None]]
+    nbytes: int
+    version: Callable[[], object]
+    buffers: Callable[[None], Sequence[Tensor]]
+
 
 # --- the operations of a program
 
@@ -191,7 +205,7 @@ class Rehearsal:
         two = () if memory else sizes.shape.two_lanes
         self._gathers = {axis: f"{axis} gather" if axis in two else axis for axis in AXES}
         self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
-        self._gatherings: dict[Hashable, WeightGather[None]] = {}
+        self._gatherings: dict[Hashable, PlannedGather] = {}
         self.silent = False
         """Whether nothing is written down: the engine only records in which order weights are used."""
         self._forgetting = False
@@ -318,7 +332,7 @@ class Rehearsal:
             travels, item = self.structure.gathers_weights, self.structure.compute_itemsize
             # a rehearsal of memory gathers nothing ahead, so the engine compares no bytes: any number but 0 will do
             nbytes = 1 if self.memory else sizes.elements(weights.names) * item
-            gathering = self._gatherings[key] = WeightGather(
+            gathering = self._gatherings[key] = PlannedGather(
                 key=key,
                 launch=lambda: self._gather(weights),
                 nbytes=nbytes if travels else 0,

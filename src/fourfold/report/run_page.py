@@ -190,11 +190,13 @@ def key_figures(run: RunData) -> Iterator[str]:
 def _exposed_shares(steps: StepTable) -> list[float]:
     """Return the share of exposed communication in each step whose time is known, or in a sample of many steps."""
     waits, whole, shares = steps.by_axis("exposed_seconds").values(), steps.column("seconds"), []
-    for place in sample(range(len(steps))):
-        if 0 < whole[place] < math.inf:
-            # An axis without a number in this step has not waited.
-            shares.append(sum(filter(math.isfinite, [column[place] for column in waits])) / whole[place])
-    return shares
+    places = sample(range(len(steps)))
+    for place in places:
+        found = list(filter(math.isfinite, [column[place] for column in waits]))
+        # An axis without a number in this step has not waited; a replayed step has none at all.
+        if 0 < whole[place] < math.inf and (found or not waits):
+            shares.append(sum(found) / whole[place])
+    return shares if 2 * len(shares) > len(places) else []
 
 
 def sample(values: Sequence[T]) -> Sequence[T]:
@@ -416,6 +418,8 @@ def _time(run: RunData) -> Figure | None:
     )  # the slowest of 98% of the steps, and some room
     axis = plot_axis(tickformat="~s", ticksuffix="s", rangemode="tozero")
     caption = "On rank 0. Exposed is the time spent waiting for communication."
+    if any(drawn[place].exposed_seconds == {} for place in places) and run.axes:
+        caption += " Of replayed steps it is not known, and counts as computing."
     if max(seconds) > 2 * usual:  # otherwise a slow first step would make all others look flat
         axis["range"] = [0, usual]
         caption += " The slowest steps are above the frame; double-click to see them."

@@ -385,7 +385,8 @@ class Run:
             self._note(f"steps are not recorded as a CUDA graph: {graph.reason}")
         clipped = Clipped(norm, self.grid, self._gradient_names, shards)
         data = self.loader.state()
-        self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, data, self.meter.end()))
+        metrics = self.meter.end(replayed=graph is not None and graph.recorded)
+        self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, data, metrics))
 
     def _compute(self, batches: Sequence[TokenBatch], skip_above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run forward, backward and the optimizer of a step, which is skipped if the loss is above `skip_above`.
@@ -424,7 +425,7 @@ class Run:
         loss, norm = done.loss.item(), done.clipped.norm.item()  # waits until the device has finished the step
         self.guard.doing("writing the step's metrics and output")
         metrics = done.metrics()
-        self.guard.took(metrics.seconds, metrics.exposed_seconds)
+        self.guard.took(metrics.seconds, metrics.exposed_seconds or {})
         self.profile.add(done.step, metrics)
         bad = self.step_judge.judge(done.step, loss, norm, done.limit)
         if bad is None or bad.action == "tell":

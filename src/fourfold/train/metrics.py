@@ -71,7 +71,8 @@ class StepMetrics:
 
     seconds: float
     wire_bytes: dict[str, int]
-    exposed_seconds: dict[str, float]
+    exposed_seconds: dict[str, float] | None
+    """None for a replayed step: the host does not see where the device waits."""
     peak_memory_bytes: int
 
 
@@ -91,14 +92,19 @@ class Meter:
         self._sent = Counter(self.grid.ledger.wire_bytes)
         self.grid.ledger.take_exposed()
 
-    def end(self) -> Callable[[], StepMetrics]:
+    def end(self, *, replayed: bool = False) -> Callable[[], StepMetrics]:
         """End the step, start the next one, and return the function that reads the metrics of the ended step."""
         began, ended = self._began, self._mark()
         sent = Counter(self.grid.ledger.wire_bytes)
         wire_bytes = dict(sent - self._sent)  # the difference leaves out axes that sent nothing
         exposed = self.grid.ledger.take_exposed()
         self._began, self._sent = ended, sent
-        return lambda: StepMetrics(_seconds(began, ended), wire_bytes, exposed(), self.peak_memory_bytes())
+
+        def read() -> StepMetrics:
+            waited = None if replayed else exposed()
+            return StepMetrics(_seconds(began, ended), wire_bytes, waited, self.peak_memory_bytes())
+
+        return read
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory since the start: of the process on the CPU, of tensors on a GPU."""
@@ -252,7 +258,7 @@ class StepProfiler:
             link = link_seconds(trace) or dict.fromkeys(AXES, float("nan"))
         exposed = Counter[str]()
         for metrics in self._metrics:
-            exposed.update(metrics.exposed_seconds)
+            exposed.update(metrics.exposed_seconds or {})
         seconds = sum(metrics.seconds for metrics in self._metrics)
         by_axis = [found.get(axis, 0.0) for found in (link, exposed) for axis in AXES]
         return [total / len(self.steps) for total in (seconds, *by_axis)]

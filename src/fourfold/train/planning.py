@@ -379,6 +379,7 @@ class PredictionCheck:
             found = median(measured)
             return {"predicted": predicted, "measured": found, "ratio": found / predicted if predicted else None}
 
+        waits = [step["exposed_seconds"] for step in steps if step["exposed_seconds"] is not None]
         memory = pair(predicted["peak_memory_bytes"], [step["peak_memory_bytes"] for step in steps])
         if not self.on_gpu:
             memory["ratio"] = None  # one is the memory of tensors, the other of the whole process
@@ -390,8 +391,9 @@ class PredictionCheck:
             "notes": [*predicted["notes"], *([] if self.on_gpu else [WHOLE_PROCESS])],
             "seconds": pair(predicted["seconds"], [step["seconds"] for step in steps]),
             "exposed_seconds": {
-                axis: pair(seconds, [step["exposed_seconds"].get(axis, 0.0) for step in steps])
+                axis: pair(seconds, [waited.get(axis, 0.0) for waited in waits])
                 for axis, seconds in predicted["exposed_seconds"].items()
+                if waits
             },
             "peak_memory_bytes": memory,
         }

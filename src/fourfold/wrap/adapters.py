@@ -329,9 +329,9 @@ class GatherParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: ParamGroup, *_: nn.Parameter) -> tuple[Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.during = group, group.use()
         ctx.set_materialize_grads(False)
-        with group.gathered("gathered", group.gather, lambda _: (), turns=1, keep=True) as wholes:
+        with group.using(turns=1, keep=True) as wholes:
             # Autograd wants output tensors of its own. It would refuse a change in place of a view, in words only;
             # a detached tensor can be changed, and GatheredAdapter sees that its version has changed.
             return tuple(held.detach() for held in wholes)
@@ -343,7 +343,7 @@ class GatherParameters(torch.autograd.Function):
         # as the parameter is: a fused optimizer reads both in memory order, and einsum's gradients are strided.
         own = torch.contiguous_format
         dense = [None if g is None else g.to_dense() if g.is_sparse else g.clone(memory_format=own) for g in gradients]
-        add_gradients(ctx.group, dense, 1)
+        add_gradients(ctx.group, dense, 1, ctx.during)
         return (None, *[None] * len(gradients))
 
 
@@ -354,7 +354,7 @@ class ReadWhole(torch.autograd.Function):
     def forward(ctx: Any, context: ModelContext, name: str, spec: Spec, parameter: nn.Parameter) -> Tensor:
         ctx.context, ctx.name, ctx.spec, ctx.parameter = context, name, spec, parameter
         ctx.during = context.gradients.forward_pass
-        ctx.during.use(parameter)
+        ctx.during.use([id(parameter)])
         held = local_of(parameter).detach()
         if held.is_floating_point():
             held = held.to(context.policy.compute_dtype or held.dtype)  # cast before it travels

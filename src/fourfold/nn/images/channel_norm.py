@@ -307,7 +307,7 @@ class NormalizeChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, norm: GroupNorm | BatchNorm, moments: Moments, a: Tensor, *_: nn.Parameter) -> Tensor:
         ctx.norm, ctx.group, ctx.turns = norm, norm.group(*norm.specs), norm.engine.turn.of
-        ctx.part = norm.channels.part(norm.grid)
+        ctx.during, ctx.part = ctx.group.use(), norm.channels.part(norm.grid)
         rstd = torch.rsqrt(moments.var + norm.eps)
         ctx.save_for_backward(a, moments.mean, rstd, moments.count)
         with affine(ctx.group, ctx.part, ctx.turns) as (weight, bias):
@@ -324,5 +324,6 @@ class NormalizeChannels(torch.autograd.Function):
             means = norm.mean_gradients(total, weight, a, count)
             da = norm.run(find_da, dout, a, mean, rstd, weight, means)
         stored = zip(ctx.group.members, (own[1], own[0]), strict=False)  # dw, db
-        add_gradients(ctx.group, [embed(found, ctx.part, member.rows) for member, found in stored], ctx.turns)
+        own_rows = [embed(found, ctx.part, member.rows) for member, found in stored]
+        add_gradients(ctx.group, own_rows, ctx.turns, ctx.during)
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))

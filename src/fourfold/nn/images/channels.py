@@ -115,12 +115,14 @@ def _bodies(site: OpContext, axis: str, count: int, cut: bool) -> tuple[Body, Bo
 
 def enter(a: Tensor, site: OpContext, axis: str, count: int, *, cut: bool) -> AsyncResult | Ready:
     """Make channels whole over the axis, for ranks that each compute a part of the gradient."""
-    return site.launch(a, axis, *_bodies(site, axis, count, cut))
+    return Ready(a) if site.grid.size(axis) == 1 else site.launch(a, *_bodies(site, axis, count, cut))
 
 
 def leave(a: Tensor, site: OpContext, axis: str, *, cut: bool) -> AsyncResult | Ready:
     """[r, count, ...] {sum axis} -> cut over the axis, or the whole sum if not cut; the conjugate of `enter`."""
-    return site.launch(a, axis, *reversed(_bodies(site, axis, a.shape[1], cut)))
+    if site.grid.size(axis) == 1:
+        return Ready(a)
+    return site.launch(a, *reversed(_bodies(site, axis, a.shape[1], cut)))
 
 
 def join(a: Tensor, channels: Channels, cuts: int, site: OpContext) -> Tensor:

@@ -23,6 +23,7 @@ from torch.nn import functional
 from fourfold import layout
 from fourfold.comm import Pending
 from fourfold.engine import Turns
+from fourfold.gradients import ForwardPass
 from fourfold.grid import Grid
 from fourfold.layout import PRODUCT, Init, Spec
 from fourfold.nn.images.channels import Channels, embed, enter, gather, leave, require_block, take, whole_groups, within
@@ -121,19 +122,16 @@ class Kernel:
 
     def using(self, *, bias: bool, turns: int) -> AbstractContextManager[list[Tensor]]:
         """Gather the weight, and with `bias` the bias, in compute layout for one of `turns` halves."""
-        group = self.group if bias else self.group.only(self.group.members[:1])
-        keep = bias and self.keep_weights
-        return group.gathered(
-            ("kernel", bias), group.gather, lambda wholes: wholes if group.even else (), turns=turns, keep=keep
-        )
+        group = self.group if bias else self.group.only(self.group.members[:1], "weight")
+        return group.using(turns=turns, keep=bias and self.keep_weights)
 
-    def multiplying(self, equation: str) -> AbstractContextManager[None]:
+    def multiplying(self, equation: str) -> AbstractContextManager[object]:
         return self.group.grid.ledger.multiplying(f"{equation} {self.group.label}")
 
     def own(self, w: Tensor) -> Tensor:
         return take(w, self.rows, dim=0)
 
-    def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int) -> None:
+    def add_gradients(self, dout: Tensor, a: Pending[Tensor], turns: int, during: ForwardPass) -> None:
         """Add E3 and E4 of one of `turns` halves."""
         weight, *biases = self.group.members
         gradients: list[Tensor | None] = [None]
@@ -146,7 +144,7 @@ class Kernel:
         for bias in biases:
             db = take(dout, self.columns).sum((0, *range(2, dout.dim())), dtype=self.group.reduce_dtype)
             gradients.append(embed(db, self.part, bias.rows))
-        add_gradients(self.group, gradients, turns)
+        add_gradients(self.group, gradients, turns, during)
 
 
 class Convolve(torch.autograd.Function):
@@ -163,6 +161,7 @@ class Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, reread: Body, a: Tensor, kept: Tensor, *_: nn.Parameter) -> Tensor:
         ctx.kernel, ctx.reread, ctx.turns, ctx.shape = kernel, reread, kernel.group.engine.turn.of, a.shape
+        ctx.during = kernel.group.use()
         with kernel.using(bias=True, turns=ctx.turns) as (weight, *vectors), kernel.multiplying("E1"):
             ctx.save_for_backward(kept, weight if kernel.keep_weights else None)
             w, bias = kernel.own(weight), None
@@ -187,7 +186,7 @@ class Convolve(torch.autograd.Function):
                 da = kernel.geometry.find_da(dout, ctx.shape, kernel.own(wholes[0]), kernel.groups)
         if any(trained):
             kernel.group.gradients.expect_end()
-            engine.wgrad_queue.add(lambda: kernel.add_gradients(dout, reading or reread(kept), ctx.turns))
+            engine.wgrad_queue.add(lambda: kernel.add_gradients(dout, reading or reread(kept), ctx.turns, ctx.during))
         return (None, None, da, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
