@@ -1,6 +1,6 @@
 """Benchmarks, in a folder for each question. Each command runs from the repository's root.
 
-    speed/        How fast is a step beside plain torch, FSDP2 and TP, and what does watching cost?
+    speed/        How fast is a step beside plain torch, FSDP2, TP and pipelines, and what does watching cost?
                   vs_plain_torch.py  gpu_ranks.py  hugging_face.py  watch_cost.py  timeline.py
     planner/      Are predicted seconds, memory and rankings right? How does training scale?
                   validate.py  memory_on_gpu.py  scaling.py  scaling_emulated.py

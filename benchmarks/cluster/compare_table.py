@@ -29,11 +29,16 @@ COLUMNS = (
 
 
 def best_peer(run: ClusterRun) -> LineResult:
-    """Return the fastest peer with either reduce-scatter; every ratio is against it."""
-    peers = [one for one in run.results if one.kind not in OURS and one.measured]
+    """Return the fastest peer on any grid with either reduce-scatter; every ratio is against it."""
+    peers = peers_of(run)
     if not peers:
         raise ValueError(f"no peer was measured in {run.setting}")
-    return min(peers, key=lambda one: one.step)
+    return peers[0]
+
+
+def peers_of(run: ClusterRun) -> list[LineResult]:
+    """Return the peers that were measured, fastest first."""
+    return sorted((one for one in run.results if one.kind not in OURS and one.measured), key=lambda one: one.step)
 
 
 def planned(run: ClusterRun) -> LineResult:
@@ -51,6 +56,11 @@ def sent(result: LineResult) -> float:
 def bars(run: ClusterRun) -> Iterator[str]:
     ours, theirs = planned(run), best_peer(run)
     yield _against_best(ours, theirs)
+    if same := [one for one in peers_of(run) if one.pipe == 1 and one.sizes == ours.sizes]:
+        yield (
+            f"beside the best peer on a grid of the same sizes ({same[0].name}): {ours.step / same[0].step:.2f} of its "
+            f"time, {ours.step:.2f} s and {same[0].step:.2f} s"
+        )
     if median(ours.busy) < DOMINATES:
         times = theirs.step / ours.step
         yield (

@@ -156,6 +156,14 @@ def calibrate(cluster: Cluster, seconds: float) -> Machine:
         return replace(load_machine(str(path)), about=f"emulated cluster: {cluster.shape}")
 
 
+def calibrated(setting: Setting, cluster: Cluster, options: argparse.Namespace) -> Machine:
+    """Return the machine that a stored run has calibrated, or calibrate the cluster."""
+    if options.machines is not None:
+        return ClusterRun.read(options.machines / f"{setting.name}.json").cluster_machine
+    print(f"{setting}: calibrating", flush=True)
+    return calibrate(cluster, options.calibrate)
+
+
 def measure(
     cluster: Cluster,
     setting: Setting,
@@ -219,6 +227,7 @@ def add_options(parser: argparse.ArgumentParser, settings: Sequence[str]) -> Non
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=900.0, help="a setting begins no new round after this")
     parser.add_argument("--calibrate", type=float, default=90.0, help="seconds to calibrate each cluster")
+    parser.add_argument("--machines", type=Path, help="folder of earlier runs: take their machines, do not calibrate")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-cluster", help="folder for the runs")
 
 
@@ -255,8 +264,7 @@ def run(
 ) -> ClusterRun:
     """Create the cluster, calibrate it, and measure the lines that `lines_of` returns for the calibrated machine."""
     with Cluster(setting.cluster) as cluster:
-        print(f"{setting}: calibrating", flush=True)
-        machine = calibrate(cluster, options.calibrate)
+        machine = calibrated(setting, cluster, options)
         lines = lines_of(machine)
         print(f"{setting}: {len(lines)} lines", flush=True)
         results = measure(cluster, setting, lines, rounds=options.rounds, seconds=options.seconds)

@@ -159,9 +159,11 @@ def peers_of(setting: Setting) -> Iterator[Line]:
             shape = ff.Shape(z=inside, data=outside, order=("z", "data", "x", "y"))
             yield from _both("HSDP", shape, reshard=reshard)
             yield from _both("FSDP2 x TP", ff.Shape(x=inside, z=outside), reshard=reshard)
-        for kind in ("DDP x TP", "Megatron TP"):
-            yield from _both(kind, ff.Shape(x=inside, data=outside))
-        yield from _both("HSDP x TP", ff.Shape(x=inside, data=outside), reshard=False)  # of one shard
+        for order in (AXES, ("data", "z", "y", "x")):  # TP inside the nodes as far as it goes, or replicas
+            shape = ff.Shape(x=inside, data=outside, order=order)
+            for kind in ("DDP x TP", "Megatron TP"):
+                yield from _both(kind, shape)
+            yield from _both("HSDP x TP", shape, reshard=False)  # of one shard
     if world == 8 and per_node in (2, 4):
         for reshard in (True, False):
             yield from _both("HSDP x TP", ff.Shape(x=2, z=2, data=2), reshard=reshard)

@@ -67,6 +67,8 @@ class BenchmarkModel(ABC):
     """Bytes of the model's weights that were allocated before the model was built."""
     base_bytes = 0
     """Bytes that the device held for other models when this one was built."""
+    kept_bytes = 0
+    """Bytes that the model keeps between steps."""
 
     @abstractmethod
     def step(self) -> Tensor | None:
@@ -86,10 +88,10 @@ class BenchmarkModel(ABC):
                 state.zero_()
 
     def states(self) -> Iterator[Tensor]:
-        """Yield this rank's shards of the optimizer state, without the counters of steps."""
+        """Yield this rank's shards of the optimizer state, and the counters of steps, which have no dims."""
         for optimizer in self.optimizers():
             for state in optimizer.state.values():
-                yield from (local_shard(value) for value in state.values() if torch.is_tensor(value) and value.dim())
+                yield from (local_shard(value) for value in state.values() if torch.is_tensor(value))
 
     def measure(self, what: Measure) -> Callable[[], Tensor | None]:
         """Return the function whose calls are timed."""
@@ -113,6 +115,25 @@ class UpdatedModel(BenchmarkModel):
         loss = self.forward_backward()
         self.update()
         return None if loss is None else loss.detach()
+
+
+class SwitchedModel(UpdatedModel):
+    """A model whose parts run compiled or eagerly, as its line asks before each turn. So the lines of both modes share
+    one model, with its weights and its optimizer."""
+
+    def __init__(self) -> None:
+        self._compiled: list[tuple[nn.Module, Any]] = []
+
+    def compile(self, parts: Iterable[nn.Module]) -> None:
+        """Prepare these modules to be compiled when they first run so; they run eagerly until `switch`."""
+        for part in parts:
+            part.compile(dynamic=False)
+            self._compiled.append((part, part._compiled_call_impl))
+        self.switch(compiled=False)
+
+    def switch(self, *, compiled: bool) -> None:
+        for part, call in self._compiled:
+            part._compiled_call_impl = call if compiled else None
 
 
 class SgdModel(UpdatedModel):
@@ -164,7 +185,7 @@ class StatePool:
         """Move the state of a model that has taken its first step into the pool; return the bytes it already had."""
         taken: dict[tuple[int, torch.dtype], int] = defaultdict(int)
         found = 0
-        for state in model.states():
+        for state in (state for state in model.states() if state.dim()):
             key = state.numel(), state.dtype
             place, taken[key] = taken[key], taken[key] + 1
             if place < len(self._tensors[key]):
@@ -238,21 +259,6 @@ class Arena:
         self.shard_inits.append(ShardInit(shard, init, key_of(seed, name, tuple(shape), *box)))
 
 
-class CapturedStep:
-    """A step that must be recorded as a CUDA graph: one that would silently run eagerly raises the reason. Only on the
-    CPU, where tests run, steps stay eager."""
-
-    def __init__(self, step: Callable[..., Tensor], model: nn.Module) -> None:
-        self.graph, self.calls = StepGraph(step, model, warmup=GRAPH_WARMUP), 0
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        found = self.graph(*inputs)
-        self.calls += 1
-        if self.calls > GRAPH_WARMUP and not self.graph.recorded and inputs[0].is_cuda:
-            raise RuntimeError(f"the step was not captured: {self.graph.reason}")
-        return found
-
-
 class FourfoldModel(BenchmarkModel):
     """One of Fourfold's lines, with its two bounds: computation alone and communication alone.
 
@@ -268,6 +274,7 @@ class FourfoldModel(BenchmarkModel):
         self.tokens, self.targets = (ff.local_rows(part, grid) for part in workload.batch(grid.device))
         self.dtype = workload.dtype
         self.records: list[Collective] = []
+        self._graphs: list[StepGraph[Tensor]] = []
         self._step = self._captured(self._train)
         self._make_muted = lambda: FourfoldModel(line, workload, grid, arena, muted=True)
         self._bounds: dict[Measure, Callable[[], Tensor | None]] = {}
@@ -302,7 +309,17 @@ class FourfoldModel(BenchmarkModel):
         return loss.detach()
 
     def _captured(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return CapturedStep(step, self.module) if self.line.captured else step
+        if not self.line.captured:
+            return step
+        self._graphs.append(StepGraph(step, self.module, warmup=GRAPH_WARMUP))
+        return self._graphs[-1]
+
+    @property
+    def not_captured(self) -> str:
+        """Why a captured line would run eagerly, which is no error for `StepGraph`. On the CPU, where only tests run,
+        it may."""
+        graphs = [*self._graphs, *([] if self._alone is None else self._alone._graphs)]
+        return next((graph.reason for graph in graphs if graph.reason and self.grid.device.type == "cuda"), "")
 
     def _compute(self) -> Callable[[], Tensor]:
         """Return a function that takes a step without any communication, which makes meaningless weights."""

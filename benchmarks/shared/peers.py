@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.shared.decoder import Decoder, init_of, weight_name
-from benchmarks.shared.models import MAX_NORM, ShardInit, UpdatedModel, adamw, local_shard
+from benchmarks.shared.models import MAX_NORM, ShardInit, SwitchedModel, adamw, local_shard
 from benchmarks.shared.workloads import Line, Workload
 from fourfold.layout import chunk
 from fourfold.models import ModelConfig
@@ -70,7 +70,6 @@ class PeerSetup:
     """FSDP2 frees gathered weights of a block after forward."""
     explicit: bool = False
     """FSDP2 prefetches as it was told, not as it finds out."""
-    compiled: bool = False
 
     @classmethod
     def of(cls, line: Line) -> PeerSetup:
@@ -78,7 +77,6 @@ class PeerSetup:
             ddp=line.kind.startswith("DDP"),
             reshard=line.reshard,
             explicit=line.kind == "FSDP2 explicit prefetch",
-            compiled=line.compiled,
         )
 
 
@@ -187,12 +185,13 @@ def _arrived(gradient: Tensor) -> Tensor:
     return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
 
 
-class PeerModel(UpdatedModel):
+class PeerModel(SwitchedModel):
     """A decoder on a mesh with dims (replicate, dp, tp). A dim of size 1 means that this kind of parallelism is off."""
 
     module: Decoder
 
     def __init__(self, workload: Workload, mesh: DeviceMesh, setup: PeerSetup = PeerSetup()) -> None:
+        super().__init__()
         device = device_of(mesh)
         rows = mesh["replicate", "dp"]
         self.tokens, self.targets = rows_of(workload, rows, device)
@@ -202,9 +201,7 @@ class PeerModel(UpdatedModel):
             self.module = Decoder(workload.config).to(workload.dtype)
         if self.tensor_parallel:
             tensor_parallel(self.module, mesh["tp"])
-        if setup.compiled:
-            for block in self.module.blocks:
-                block.compile(dynamic=False)
+        self.compile(self.module.blocks)
         self.model: nn.Module = self.module
         self.local: LocalParameters | None = None
         self.tp_group = mesh["tp"].get_group()

@@ -15,7 +15,7 @@ from torch.nn import ModuleList
 from torch.nn.utils import clip_grads_with_norm_
 
 from benchmarks.shared.decoder import Decoder, cut_evenly, piece_costs
-from benchmarks.shared.models import MAX_NORM, ShardInit, UpdatedModel, adamw
+from benchmarks.shared.models import MAX_NORM, ShardInit, SwitchedModel, adamw
 from benchmarks.shared.peers import (
     PeerModel,
     PeerSetup,
@@ -39,12 +39,13 @@ def stages_of(line: Line) -> int:
     return line.pipe * (STAGES_PER_RANK if line.kind == INTERLEAVED else 1)
 
 
-class PipelineModel(UpdatedModel):
+class PipelineModel(SwitchedModel):
     """This rank's stages of a decoder on a mesh with dims (pipe, replicate). Only the last rank of a pipeline has a
     loss. Replicas of a stage sum their gradients in one message after the last backward pass, because DDP fails when
     a stage runs several forward passes before a backward pass."""
 
     def __init__(self, line: Line, workload: Workload, mesh: DeviceMesh) -> None:
+        super().__init__()
         self.config, self.device = workload.config, device_of(mesh)
         self.group, self.replicas = mesh.get_group("pipe"), mesh.get_group("replicate")
         ranks, rank = self.group.size(), mesh.get_local_rank("pipe")
@@ -53,9 +54,7 @@ class PipelineModel(UpdatedModel):
         number = stages_of(line)
         cuts = cut_evenly(piece_costs(workload.config), number)
         self.module = ModuleList(self._part(workload, cuts[index]) for index in range(rank, number, ranks))
-        if line.compiled:
-            for part in self.module:
-                part.compile(dynamic=False)
+        self.compile(self.module)
         stages = [
             PipelineStage(part, index, number, self.device, group=self.group)
             for part, index in zip(self.module, range(rank, number, ranks), strict=True)

@@ -117,7 +117,8 @@ class GroupBenchmark:
                 return
             if not self.try_warm_up(line, warmup):
                 return
-            self.built.append(line.name)
+            if self.record(line).error is None:
+                self.built.append(line.name)
             took = time.monotonic() - began
             self.longest_warmup = max(self.longest_warmup, took)
             print(f"  warm: {line.name} ({took:.1f} s; {number + 1} of {len(lines)})", flush=True)
@@ -131,6 +132,11 @@ class GroupBenchmark:
             peaks = [rank.peak_bytes for rank in found if rank.peak_bytes is not None]
             record.peak_bytes = max(peaks) if peaks else None
             record.collectives = found[0].collectives
+            if reason := found[0].not_captured:  # on all ranks alike, so the pool is as good as before
+                record.error = f"not captured: {reason}"[:300]
+                print(f"  FAILED: {line.name}: {record.error}", flush=True)
+                self.pool.run(rank_jobs.drop, line.name, timeout=TIMEOUT)
+                return True
             for measure in line.measures:
                 self.turn(line, measure)
         except RanksFailedError as failed:

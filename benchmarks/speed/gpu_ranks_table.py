@@ -28,6 +28,9 @@ LOSS_SPREAD = 0.02
 """How much the losses of different lines may differ, as a part of the loss: shards are drawn by each rank for itself,
 so lines on different grids begin with other weights of the same distribution."""
 
+MODE_SPREAD = 0.005
+"""How much the losses of the modes of a line may differ: compiled kernels round otherwise, and AdamW magnifies that."""
+
 OURS = "fourfold"
 ORDER = [REGATHER, REPLICATED, OFF, *MECHANISMS, MEGATRON]
 """The order of Fourfold's variants after its default."""
@@ -186,7 +189,7 @@ def bars(records: Sequence[LineRecord]) -> list[str]:
     ours = [record for record in records if record.kind == OURS and record.variant == DEFAULT]
     peers = [record for record in records if record.kind != OURS]
     found = [*_on_each_grid(ours, peers), *_against_best(ours, peers), *_against_bounds(ours)]
-    found += [*_compiled(ours), *_memory(ours, peers), *_all_losses(records)]
+    found += [*_compiled(ours), *_memory(ours, peers), *_all_losses(records), *_losses_of_modes(records)]
     return found or ["nothing to judge yet"]
 
 
@@ -268,6 +271,27 @@ def _all_losses(records: Sequence[LineRecord]) -> Iterator[str]:
         yield (
             f"the {what} losses of all {len(found)} lines agree within {LOSS_SPREAD:.0%}: "
             f"{verdict(high - low <= LOSS_SPREAD * low)}, {low:.4f} ({lowest}) .. {high:.4f} ({highest})"
+        )
+
+
+def _losses_of_modes(records: Sequence[LineRecord]) -> Iterator[str]:
+    """Compare the modes of each line, which begin with the same weights."""
+    modes: dict[tuple[str, str, str], list[LineRecord]] = {}
+    for record in records:
+        if record.measured and record.losses:
+            modes.setdefault((record.kind, grid_of(record), record.variant), []).append(record)
+    apart = {
+        same[0].line: max(
+            (max(step) - min(step)) / min(step) for step in zip(*(one.losses for one in same), strict=True)
+        )
+        for same in modes.values()
+        if len(same) > 1
+    }
+    if apart:
+        worst = max(apart, key=lambda line: apart[line])
+        yield (
+            f"the losses of a line's modes agree within {MODE_SPREAD:.1%} in every step of the warm-up: "
+            f"{verdict(apart[worst] <= MODE_SPREAD)}, {apart[worst]:.2%} ({worst})"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fourfold as ff
-from benchmarks.shared.models import Arena, BenchmarkModel, FourfoldModel, StatePool
+from benchmarks.shared.models import Arena, BenchmarkModel, FourfoldModel, StatePool, SwitchedModel
 from benchmarks.shared.pipelines import make_peer
 from benchmarks.shared.rank_pool import RankContext
 from benchmarks.shared.workloads import Line, Measure, Workload
@@ -34,6 +34,8 @@ class RankModels(RankContext):
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
         self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.models: dict[str, BenchmarkModel] = {}
+        """By the name of the line; an eager and a compiled line of a peer share one."""
+        self.compiled: dict[str, bool] = {}
         self.arena: Arena | None = None
         self.states = StatePool()
 
@@ -47,6 +49,13 @@ class RankModels(RankContext):
                 mesh["dp", "tp"]._flatten()  # lets the gradient norm travel in one message, as torch advises
         return self.meshes[sizes]
 
+    def switched(self, name: str) -> BenchmarkModel:
+        """Return the model of a line, in the mode of the line."""
+        model = self.models[name]
+        if isinstance(model, SwitchedModel):
+            model.switch(compiled=self.compiled[name])
+        return model
+
 
 @dataclass(frozen=True)
 class WarmUp:
@@ -58,6 +67,8 @@ class WarmUp:
     """The most memory that tensors of the line need on the device, including its weights and whatever it keeps between
     steps."""
     collectives: int
+    not_captured: str
+    """Why a captured line was not captured."""
 
 
 def describe(state: RankModels) -> dict[str, Any]:
@@ -93,15 +104,18 @@ def build(state: RankModels, line: Line, workload: Workload) -> None:
             raise RuntimeError(f"{line.name}: open_group did not get this line's grid")
         model: BenchmarkModel = FourfoldModel(line, workload, state.grid(line.shape), state.arena)
     else:
-        model = make_peer(line, workload, state.mesh(line))
+        other = state.models.get(replace(line, mode="compiled" if line.mode == "eager" else "eager").name)
+        if other is not None:
+            base -= other.kept_bytes
+        model = make_peer(line, workload, state.mesh(line)) if other is None else other
     model.base_bytes = base - model.held_bytes
-    state.models[line.name] = model
+    state.models[line.name], state.compiled[line.name] = model, line.compiled
 
 
 def warm_up(state: RankModels, line: Line, steps: int) -> WarmUp:
     """Take the first steps of every measure on one batch, those of `step` from initial weights. The first step makes
     the optimizer state, which then moves to memory that all lines share."""
-    model = state.models[line.name]
+    model = state.switched(line.name)
     model.reset()
     cuda = state.device.type == "cuda"
     if cuda:
@@ -114,6 +128,7 @@ def warm_up(state: RankModels, line: Line, steps: int) -> WarmUp:
         if step == 0:
             model.base_bytes -= state.states.share(model)
     peak = torch.cuda.max_memory_allocated() - model.base_bytes if cuda else None
+    model.kept_bytes = torch.cuda.memory_allocated() - model.base_bytes if cuda else 0
     for measure in line.measures[1:]:
         act = model.measure(measure)
         act()
@@ -122,7 +137,9 @@ def warm_up(state: RankModels, line: Line, steps: int) -> WarmUp:
             act()
     state.synchronize()
     gc.disable()  # recording a step enables it again
-    return WarmUp(tuple(losses), peak, len(model.records) if isinstance(model, FourfoldModel) else 0)
+    if isinstance(model, FourfoldModel):
+        return WarmUp(tuple(losses), peak, len(model.records), model.not_captured)
+    return WarmUp(tuple(losses), peak, 0, "")
 
 
 @dataclass(frozen=True)
@@ -142,7 +159,7 @@ class Turn:
 def turn(state: RankModels, name: str, measure: Measure, steps: int, settle: bool, threads: bool) -> Turn:
     """Time the steps of one measure. With `settle`, because memory is scarce, first release the memory that the
     allocator cached for other lines and take one step that is not timed. With `threads`, also return CPU seconds."""
-    model = state.models[name]
+    model = state.switched(name)
     model.reset()
     act = model.measure(measure)
     gc.collect()

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
-from benchmarks.shared.models import GRAPH_WARMUP, LEARNING_RATE, MAX_NORM, CapturedStep, adamw, build_on_device
+from benchmarks.shared.models import GRAPH_WARMUP, LEARNING_RATE, MAX_NORM, adamw, build_on_device
 from benchmarks.shared.tables import RESULTS
 from benchmarks.speed import vs_plain_table
 from benchmarks.speed.plain_models import Transformer
@@ -49,6 +49,7 @@ from fourfold.models import ModelConfig
 from fourfold.params import local_of
 from fourfold.planner.machine import PEAK_FLOPS
 from fourfold.planner.transformer import flops_per_token
+from fourfold.step_graph import StepGraph
 
 SIZES: dict[str, tuple[str, dict[str, int]]] = {
     "gpt-350m": ("gpt-125m", dict(layers=24, hidden=1024, heads=16, kv_heads=16, head_dim=64, mlp_hidden=4096)),
@@ -210,9 +211,18 @@ class PlainCase:
             return loss.detach()
 
         if mode.startswith("captured"):
-            captured = CapturedStep(step, model)
-            return lambda: captured(self.tokens, self.targets)
+            return self.captured(StepGraph(step, model, warmup=GRAPH_WARMUP))
         return lambda: step(self.tokens, self.targets)
+
+    def captured(self, graph: StepGraph[Tensor]) -> Callable[[], Tensor]:
+        """Return a step that must be recorded: one that would silently run eagerly on a GPU is an error."""
+
+        def step() -> Tensor:
+            if graph.reason and self.cuda:
+                raise RuntimeError(f"the step was not captured: {graph.reason}")
+            return graph(self.tokens, self.targets)
+
+        return step
 
     def timed(self, side: Contender) -> float:
         side.step()

@@ -7,9 +7,11 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -134,6 +136,25 @@ def test_a_line_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
         four.close()
 
 
+def test_a_line_that_was_not_captured_is_no_measurement(tmp_path: Path) -> None:
+    """`StepGraph` runs a step eagerly where it cannot be recorded; the table must not call that captured."""
+
+    class Pool:
+        up = True
+
+        def run(self, job: Callable[..., Any], *_: Any, **__: Any) -> list[Any]:
+            ran.append(job)
+            return [rank_jobs.WarmUp((5.0, 4.0), None, 3, "dropout")] * 4 if job is rank_jobs.warm_up else []
+
+    ran: list[Callable[..., Any]] = []
+    line = next(line for line in lines_of(4, TINY, ["captured"]) if line.grid == "x=4")
+    results = Results.open(tmp_path / "found.jsonl", {"warmup": 5})
+    pool = cast(rank_pool.RankPool, Pool())
+    gpu_ranks.GroupBenchmark("4:tiny", pool, TINY, [line], results, gpu_ranks.Clock(1e9)).measure(2, 5)
+    assert results.of("4:tiny", line).error == "not captured: dropout"
+    assert ran == [rank_jobs.open_group, rank_jobs.build, rank_jobs.warm_up, rank_jobs.drop]
+
+
 def test_a_budget_ends_before_a_round_that_does_not_fit() -> None:
     clock = gpu_ranks.Clock(100)
     clock.require("a round", 50)
@@ -235,6 +256,9 @@ def test_missed_bars_stay_visible(tmp_path: Path) -> None:
     assert bad.count("MISSED") == 4  # on its grid, of any kind, over its bounds, memory
     compiled = replace(recorded("fourfold", 0.7, 100), mode="compiled", line="fourfold z=4 compiled")
     assert "on z=4 compiled is not slower than eager: **MISSED**" in bars(compiled, recorded("fourfold", 0.6, 100))
+    apart = replace(compiled, losses=[10.0, 9.1])
+    assert "the losses of a line's modes agree within 0.5%" in bars(apart, recorded("fourfold", 0.8, 100))
+    assert "**MISSED**, 1.11% (fourfold z=4" in bars(apart, recorded("fourfold", 0.8, 100))
     strange = replace(recorded("fourfold", 0.6, 100), first_losses=[float("nan")])
     assert "**WRONG**" in bars(strange)
     other = replace(recorded("fourfold", 0.6, 100), losses=[10.5, 9.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from benchmarks.cluster.runs import ClusterRun, LineResult
 from benchmarks.cluster.settings import FOURFOLD, MINIMAL, OURS, PLANNED, Setting
 from benchmarks.cluster.trainers import AXES_OF
 from benchmarks.planner import validate_measured
-from benchmarks.shared.pipelines import INTERLEAVED, PIPELINES
+from benchmarks.shared.pipelines import INTERLEAVED, PIPELINE, PIPELINES
 from benchmarks.shared.workloads import Line
 from fourfold.grid import Shape
 from fourfold.planner.machine import load_machine, to_toml
@@ -79,6 +80,21 @@ def test_the_best_peer_is_the_better_of_both_reduce_scatters() -> None:
     assert "reached, 1.48" in said[1]
 
 
+def test_a_pipeline_counts_and_the_peer_on_the_same_grid_is_named() -> None:
+    piped = result(PIPELINE, Shape(data=2), [0.5])
+    piped.pipe = 4
+    run = made_up(
+        piped,
+        result("DDP x TP", Shape(x=4, data=2), [1.25]),
+        result("TP", Shape(x=8), [1.1]),
+        result(FOURFOLD, Shape(x=4, data=2), [1.0], PLANNED),
+    )
+    said = list(compare_table.bars(run))
+    assert f"the best peer ({piped.name}) beyond the spread: **MISSED**, slower" in said[0]
+    assert "(DDP x TP x=4 data=2): 0.80 of its time" in said[1]
+    assert any("| pipe=4 data=2 " in line for line in compare_table.lines(run))
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"), [([1.0, 1.6], "reached, a tie"), ([1.8, 1.9], "**MISSED**, slower"), ([1.0, 1.1], "faster")]
 )
@@ -108,6 +124,14 @@ def test_table_and_plot_are_written(tmp_path: Path) -> None:
     text, picture = compare_table.write([run], tmp_path / "compare")
     assert "it is not installed" in text.read_text() and picture.name in text.read_text()
     assert "DDP" in picture.read_text()
+
+
+def test_the_machine_of_an_earlier_run_is_taken(tmp_path: Path) -> None:
+    made_up(result("DDP", Shape(data=8), [1.0])).write(tmp_path)
+    options = Namespace(machines=tmp_path, calibrate=1.0)
+    assert runs.calibrated(FEW, emulate.Cluster(FEW.cluster), options).name == load_machine("laptop").name
+    with pytest.raises(FileNotFoundError):
+        runs.calibrated(Setting.parse("4x2-100-few"), emulate.Cluster(FEW.cluster), options)
 
 
 def test_ranks_of_equal_numbers_are_shared() -> None:
