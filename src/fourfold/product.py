@@ -63,9 +63,8 @@ class SideBySide:
 
     def launch(self) -> Pending[Gathered] | Arrived[Gathered]:
         """Launch the gather of weights and biases, in one message."""
-        w = self._at_hand()
-        if w is not None:
-            return Arrived(Gathered(w, self._bias(w, self.biases.shards()), ()))
+        if not self.group.travels and not self.padded and (gathered := self._at_hand()) is not None:
+            return Arrived(gathered)
         group, (joint, into) = self.group, self._buffer()
 
         def arrange(wholes: list[Tensor]) -> Gathered:
@@ -90,17 +89,20 @@ class SideBySide:
             bias[columns.start : columns.stop] = part
         return bias
 
-    def _at_hand(self) -> Tensor | None:
-        """Return the weights as one tensor if they need no gather and lie side by side already."""
-        if self.group.travels or self.padded:
+    def _at_hand(self) -> Gathered | None:
+        """Return the weights as one tensor if they lie side by side already, and the biases; z is 1."""
+        shards, dtype = self.group.shards(copied=True), self.group.compute_dtype
+        weights, biases = shards[: len(self.widths)], shards[len(self.widths) :]
+        w = weights[0] if len(weights) == 1 else self._joint
+        if len(weights) > 1 and (not self._seen or any(map(is_not, weights, self._seen))):
+            w = adjacent(weights)  # casts that are kept
+            w = self._joint = side_by_side(self.weights.parameters, weights) if w is None else w
+            self._seen = weights
+        if w is None:
             return None
-        shards = self.weights.shards(copied=True)
-        joint = shards[0] if len(shards) == 1 else self._joint
-        if len(shards) > 1 and (not self._seen or any(map(is_not, shards, self._seen))):
-            joint = self._joint = side_by_side(self.weights.parameters)
-            self._seen = shards
-        dtype = self.group.compute_dtype
-        return joint if joint is None or joint.dtype is dtype else joint.to(dtype)
+        if w.dtype is not dtype:
+            w, biases = w.to(dtype), [bias.to(dtype) for bias in biases]
+        return Gathered(w, self._bias(w, biases), ())
 
     def _buffer(self) -> tuple[Tensor | None, list[Tensor] | None]:
         """Return one buffer for weights that must lie side by side, and each member's part of it."""
@@ -204,19 +206,26 @@ class Factor:
         return [whole] if len(widths) == 1 else list(whole.split(widths))
 
 
-def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+def side_by_side(parameters: Sequence[nn.Parameter], shards: Sequence[Tensor]) -> Tensor | None:
     """Return shards joined along dim 0 without a copy, if they still lie where they were made, one after the other."""
-    parts = [local_of(parameter).detach() for parameter in parameters]
-    if len(parts) == 1:
-        return parts[0]
     memory = getattr(parameters[0], MEMORY, None)
     expected = -1 if memory is None else memory.data_ptr()
-    for part in parts:
-        if part.data_ptr() != expected or not part.is_contiguous():
+    for shard in shards:
+        if shard.data_ptr() != expected or not shard.is_contiguous():
             return None
-        expected += part.nbytes
-    used = memory[: sum(part.numel() for part in parts)]  # type: ignore[index]  # others may lie behind these
-    return used.view(sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        expected += shard.nbytes
+    used = memory[: sum(shard.numel() for shard in shards)]  # type: ignore[index]  # others may lie behind these
+    return used.view(sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
+
+
+def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
+    """Return shards joined along dim 0 without a copy, if they are parts of one storage, one after the other."""
+    memory, offset = shards[0].untyped_storage()._cdata, shards[0].storage_offset()
+    for shard in shards:
+        if (shard.untyped_storage()._cdata, shard.storage_offset()) != (memory, offset):
+            return None
+        offset += shard.numel()
+    return shards[0].as_strided((sum(shard.shape[0] for shard in shards), *shards[0].shape[1:]), shards[0].stride())
 
 
 class Product(torch.autograd.Function):
