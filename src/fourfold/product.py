@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from fourfold.gradients import ForwardPass
 from fourfold.layout import GATHERED
 from fourfold.operators import Body, OpContext, collect, enter, once_differentiable
 from fourfold.param_group import ParamGroup
-from fourfold.params import local_of
+from fourfold.params import local_of, shards_of
 
 MEMORY = "_fourfold_memory"
 """Attribute of the first of several weights that lie side by side: their common memory. Copies do not have it."""
@@ -52,7 +51,7 @@ class SideBySide:
         self.padded = weights.rows != list(widths)
         self.key = "side by side", group is weights, group.label, group.members
         self.nbytes = group.nbytes
-        self._seen: list[Tensor] = []  # the shards of `_joint`
+        self._places: list[int] = []  # where the weights of `_joint` lie
         self._joint: Tensor | None = None
 
     def version(self) -> list[tuple[int, int]]:
@@ -94,10 +93,10 @@ class SideBySide:
         shards, dtype = self.group.shards(copied=True), self.group.compute_dtype
         weights, biases = shards[: len(self.widths)], shards[len(self.widths) :]
         w = weights[0] if len(weights) == 1 else self._joint
-        if len(weights) > 1 and (not self._seen or any(map(is_not, weights, self._seen))):
+        if len(weights) > 1 and (places := [shard.data_ptr() for shard in weights]) != self._places:
             w = adjacent(weights)  # casts that are kept
-            w = self._joint = side_by_side(self.weights.parameters, weights) if w is None else w
-            self._seen = weights
+            w = self._joint = side_by_side(self.weights.parameters) if w is None else w
+            self._places = places
         if w is None:
             return None
         if w.dtype is not dtype:
@@ -206,8 +205,9 @@ class Factor:
         return [whole] if len(widths) == 1 else list(whole.split(widths))
 
 
-def side_by_side(parameters: Sequence[nn.Parameter], shards: Sequence[Tensor]) -> Tensor | None:
+def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor | None:
     """Return shards joined along dim 0 without a copy, if they still lie where they were made, one after the other."""
+    shards = shards_of(parameters)
     memory = getattr(parameters[0], MEMORY, None)
     expected = -1 if memory is None else memory.data_ptr()
     for shard in shards:

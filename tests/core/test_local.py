@@ -335,16 +335,17 @@ def joined_in_place(model: ff.models.Transformer) -> list[bool]:
     found = []
     for layers in reads(model):
         first = local_of(layers[0].weight)
-        factor = join(layers)
-        weights, bias, _ = factor.gather(biases=True).wait()
+        factor = join(*layers)
+        weights, bias, _ = factor.with_biases.launch().wait()
         expected = torch.cat([local_of(layer.weight) for layer in layers])
         assert torch.equal(weights, expected.to(weights.dtype))
         if layers[0].bias is None:
             assert bias is None
         else:
             assert torch.equal(bias, torch.cat([local_of(layer.bias) for layer in layers]))
-        assert torch.equal(factor.gather(biases=False).wait().w, weights)
-        found.append(weights.data_ptr() == first.data_ptr() == factor.gather(biases=False).wait().w.data_ptr())
+        again = factor.without.launch().wait().w
+        assert torch.equal(again, weights)
+        found.append(weights.data_ptr() == first.data_ptr() == again.data_ptr())
     return found
 
 
@@ -374,7 +375,7 @@ def test_weights_read_together_join_without_a_copy_also_after_a_step(name: str) 
 
 
 def joined_weights(model: ff.models.Transformer) -> list[Tensor]:
-    return [join(layers).gather(biases=False).wait().w.clone() for layers in reads(model)]
+    return [join(*layers).without.launch().wait().w.clone() for layers in reads(model)]
 
 
 def test_loaded_weights_still_join_without_a_copy() -> None:
@@ -390,6 +391,7 @@ def test_loaded_weights_still_join_without_a_copy() -> None:
 
 def test_weights_that_moved_apart_are_copied_together_and_compute_the_same() -> None:
     apart, together = model_of(), model_of()
+    assert joined_in_place(apart) == [True, True]
     moved, stays = apart.layers[0].attention.k, together.layers[0].attention.k
     moved.to(torch.float32).to(torch.float64)  # rounds and moves it
     with torch.no_grad():
@@ -401,10 +403,20 @@ def test_weights_that_moved_apart_are_copied_together_and_compute_the_same() -> 
     torch.testing.assert_close(outcome(apart), outcome(together), rtol=0, atol=0)
 
 
+def test_weights_whose_memory_moved_are_read_where_they_are() -> None:
+    model = model_of()
+    assert joined_in_place(model) == [True, True]
+    shard = local_of(reads(model)[0][0].weight)
+    shard.share_memory_()  # the same tensor, in other memory
+    with torch.no_grad():
+        shard.mul_(2)
+    assert joined_in_place(model) == [False, True]
+
+
 def test_weights_that_are_cast_are_joined_before_the_cast() -> None:
     model = model_of(compute_dtype=torch.bfloat16)
     assert joined_in_place(model) == [False, False]
-    assert join(reads(model)[0]).gather(biases=True).wait().w.dtype == torch.bfloat16
+    assert join(*reads(model)[0]).with_biases.launch().wait().w.dtype == torch.bfloat16
 
 
 def test_a_copy_of_a_model_computes_the_same_and_shares_nothing_with_it() -> None:
