@@ -256,6 +256,16 @@ class ForwardPass:
         self.deposited = False
 
 
+@dataclass(slots=True)
+class CastShard:
+    """A copy of a parameter's shard in the compute dtype, and of what it is a copy."""
+
+    copy: Tensor
+    shard: Tensor
+    version: tuple[int, int, int]
+    """The number of the pass that cast it, and the version counters of the parameter and of its shard at that time."""
+
+
 class Gradients:
     """The gradients of one model, from their deposit to a complete `parameter.grad`.
 
@@ -271,6 +281,8 @@ class Gradients:
         self.policy = policy
         self.engine = Engine(policy.overlap, flights=grid.size("x") > 1 or grid.size("y") > 1)
         self._places, self._gathers = grid.shape.places, grid.size(GATHERED) > 1
+        self.casts: dict[int, CastShard] = {}
+        """This rank's shards in the compute dtype, by the ids of their parameters (`Policy.keep_casts`)."""
         self.accumulating = False
         self.guarded = False
         """Whether ranks check before every gather that they gather the same parameters, as in a model's first pass."""
@@ -287,6 +299,8 @@ class Gradients:
         self._passes: set[int] = set()  # ids of running backward passes, one inside another; `_finish` removes them
         self.forward_pass = ForwardPass()
         """The forward pass that began last."""
+        self.forward_passes = 0
+        """The number of forward passes that have begun."""
         self._numbers = itertools.count()
         self._alive = weakref.WeakValueDictionary({next(self._numbers): self.forward_pass})
         """The forward passes whose autograd graphs exist, in their order."""
@@ -324,6 +338,7 @@ class Gradients:
             self.engine.abandon()
             self._give_up()
         self.forward_pass = ForwardPass()
+        self.forward_passes += 1
         if torch.is_grad_enabled():
             self._alive[next(self._numbers)] = self.forward_pass
             self._to_begin = max(0, self._to_begin - 1)

@@ -22,7 +22,7 @@ from fourfold import comm
 from fourfold.axes import AXES
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import in_backward
-from fourfold.gradients import ForwardPass, Gradients
+from fourfold.gradients import CastShard, ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
 from fourfold.params import shards_of
@@ -168,9 +168,42 @@ class ParamGroup:
         if self.travels and self.gradients.guarded:
             self._require_same_group()
         shards = shards_of(self.parameters)
-        if not self.casts or (copied and not self.travels):
+        if not self.casts:
+            return shards
+        if self.policy.keep_casts:
+            return self._kept_casts(shards)
+        if copied and not self.travels:
             return shards
         return [shard if shard.dtype is self.compute_dtype else shard.to(self.compute_dtype) for shard in shards]
+
+    def _kept_casts(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return the copies of these shards in the compute dtype; cast those that are not of this pass.
+
+        A pass casts again even if the counters say that nothing changed: they do not count a change through `.data`.
+        """
+        known, this_pass = self.gradients.casts, self.gradients.forward_passes
+        new = [at for at, key in enumerate(self.ids) if key not in known or known[key].shard is not shards[at]]
+        if new:
+            with torch.inference_mode(False):  # the copies may be used for training next
+                memory = torch.empty(
+                    sum(shards[at].numel() for at in new), dtype=self.compute_dtype, device=shards[0].device
+                )
+            parts = memory.split([shards[at].numel() for at in new])  # weights that one product reads lie side by side
+            for at, part in zip(new, parts, strict=True):
+                known[self.ids[at]] = CastShard(part.view(shards[at].shape), shards[at], (this_pass, -1, -1))
+        copies, stale, sources = [], [], []
+        for key, parameter, shard in zip(self.ids, self.parameters, shards, strict=True):
+            kept = known[key]
+            version = this_pass, parameter._version, shard._version
+            if kept.version != version:
+                kept.version = version
+                stale.append(kept.copy)
+                sources.append(shard)
+            copies.append(kept.copy)
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_(stale, sources)
+        return copies
 
     def _require_same_group(self) -> None:
         """Raise unless all ranks along z are about to gather this group; otherwise they would receive wrong weights."""

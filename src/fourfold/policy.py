@@ -88,6 +88,9 @@ class Policy:
     """Keep the gathered input of a product for backward, instead of gathering it again."""
     keep_weights: bool = False
     """Keep weights gathered over z from forward to backward, instead of gathering them again."""
+    keep_casts: bool = True
+    """Keep this rank's shards in `compute_dtype` where it differs from the parameters' dtype, and cast them once in a
+    pass instead of before every use. None are kept where the dtypes are equal."""
     recompute: Recompute = "none"
     """What backward computes again instead of keeping it: nothing, the inside of attention, or whole blocks."""
     compute_dtype: torch.dtype | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from fourfold.gradients import ForwardPass
 from fourfold.layout import GATHERED
 from fourfold.operators import Body, OpContext, collect, enter, once_differentiable
 from fourfold.param_group import ParamGroup
-from fourfold.params import local_of
+from fourfold.params import local_of, shards_of
 
 MEMORY = "_fourfold_memory"
 """Attribute of the first of several weights that lie side by side: their common memory. Copies do not have it."""
@@ -56,7 +55,7 @@ class SideBySide:
         self._may_lie_joined = not group.travels and weights.rows[:-1] == list(widths[:-1])
         self.key = "side by side", group is weights, group.label, group.members
         self.nbytes = group.nbytes
-        self._seen: list[Tensor] = []  # the shards of `_joint`
+        self._places: list[int] = []  # where the weights of `_joint` lie
         self._joint: Tensor | None = None
 
     def version(self) -> list[tuple[int, int]]:
@@ -67,9 +66,8 @@ class SideBySide:
 
     def launch(self) -> Pending[Gathered] | Arrived[Gathered]:
         """Launch the gather of weights and biases, in one message."""
-        w = self._at_hand()
-        if w is not None:
-            return Arrived(Gathered(w, self._bias(w, self.biases.shards()), ()))
+        if self._may_lie_joined and (gathered := self._at_hand()) is not None:
+            return Arrived(gathered)
         group, (joint, into) = self.group, self._buffer()
 
         def arrange(wholes: list[Tensor]) -> Gathered:
@@ -94,18 +92,21 @@ class SideBySide:
             bias[columns.start : columns.stop] = part
         return bias
 
-    def _at_hand(self) -> Tensor | None:
-        """Return the weights as one tensor if they need no gather and lie side by side already, with their padding."""
-        if not self._may_lie_joined:
+    def _at_hand(self) -> Gathered | None:
+        """Return the weights as one tensor if they lie side by side already, with their padding, and the biases."""
+        shards, dtype = self.group.shards(copied=True), self.group.compute_dtype
+        weights, biases = shards[: len(self.widths)], shards[len(self.widths) :]
+        alone = len(weights) == 1 and not self._padding
+        w = weights[0] if alone else self._joint
+        if not alone and (places := [shard.data_ptr() for shard in weights]) != self._places:
+            w = None if self._padding else adjacent(weights)  # casts that are kept
+            w = self._joint = side_by_side(self.weights.parameters, self._padding) if w is None else w
+            self._places = places
+        if w is None:
             return None
-        shards = self.weights.shards(copied=True)
-        alone = len(shards) == 1 and not self._padding
-        joint = shards[0] if alone else self._joint
-        if not alone and (not self._seen or any(map(is_not, shards, self._seen))):
-            joint = self._joint = side_by_side(self.weights.parameters, self._padding)
-            self._seen = shards
-        dtype = self.group.compute_dtype
-        return joint if joint is None or joint.dtype is dtype else joint.to(dtype)
+        if w.dtype is not dtype:
+            w, biases = w.to(dtype), [bias.to(dtype) for bias in biases]
+        return Gathered(w, self._bias(w, biases), ())
 
     def _buffer(self) -> tuple[Tensor | None, list[Tensor] | None]:
         """Return one buffer for weights that must lie side by side, and each member's part of it."""
@@ -218,19 +219,27 @@ def side_by_side(parameters: Sequence[nn.Parameter], padding: int = 0) -> Tensor
 
     With `padding` that many rows of zeros follow, if they were reserved.
     """
-    parts = [local_of(parameter).detach() for parameter in parameters]
-    if len(parts) == 1 and not padding:
-        return parts[0]
     if padding > getattr(parameters[-1], ZEROS_BEHIND, 0):
         return None
+    shards = shards_of(parameters)
     memory = getattr(parameters[0], MEMORY, None)
     expected = -1 if memory is None else memory.data_ptr()
-    for part in parts:
-        if part.data_ptr() != expected or not part.is_contiguous():
+    for shard in shards:
+        if shard.data_ptr() != expected or not shard.is_contiguous():
             return None
-        expected += part.nbytes
-    rows, row = sum(part.shape[0] for part in parts) + padding, parts[0].shape[1:]
+        expected += shard.nbytes
+    rows, row = sum(shard.shape[0] for shard in shards) + padding, shards[0].shape[1:]
     return memory[: rows * row.numel()].view(rows, *row)  # type: ignore[index]  # others may lie behind these
+
+
+def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
+    """Return shards joined along dim 0 without a copy, if they are parts of one storage, one after the other."""
+    memory, offset = shards[0].untyped_storage()._cdata, shards[0].storage_offset()
+    for shard in shards:
+        if (shard.untyped_storage()._cdata, shard.storage_offset()) != (memory, offset):
+            return None
+        offset += shard.numel()
+    return shards[0].as_strided((sum(shard.shape[0] for shard in shards), *shards[0].shape[1:]), shards[0].stride())
 
 
 class Product(torch.autograd.Function):

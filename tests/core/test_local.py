@@ -335,15 +335,17 @@ def joined_in_place(model: ff.models.Transformer) -> list[bool]:
     found = []
     for layers in reads(model):
         first = local_of(layers[0].weight)
-        weights, bias, _ = join(*layers).with_biases.launch().wait()
+        factor = join(*layers)
+        weights, bias, _ = factor.with_biases.launch().wait()
         expected = torch.cat([local_of(layer.weight) for layer in layers])
         assert torch.equal(weights, expected.to(weights.dtype))
         if layers[0].bias is None:
             assert bias is None
         else:
             assert torch.equal(bias, torch.cat([local_of(layer.bias) for layer in layers]))
-        assert torch.equal(join(*layers).without.launch().wait().w, weights)
-        found.append(weights.data_ptr() == first.data_ptr() == join(*layers).without.launch().wait().w.data_ptr())
+        again = factor.without.launch().wait().w
+        assert torch.equal(again, weights)
+        found.append(weights.data_ptr() == first.data_ptr() == again.data_ptr())
     return found
 
 
@@ -389,6 +391,7 @@ def test_loaded_weights_still_join_without_a_copy() -> None:
 
 def test_weights_that_moved_apart_are_copied_together_and_compute_the_same() -> None:
     apart, together = model_of(), model_of()
+    assert joined_in_place(apart) == [True, True]
     moved, stays = apart.layers[0].attention.k, together.layers[0].attention.k
     moved.to(torch.float32).to(torch.float64)  # rounds and moves it
     with torch.no_grad():
@@ -398,6 +401,16 @@ def test_weights_that_moved_apart_are_copied_together_and_compute_the_same() -> 
     assert joined_in_place(apart) == [False, False]
     assert joined_in_place(together) == [True, True]
     torch.testing.assert_close(outcome(apart), outcome(together), rtol=0, atol=0)
+
+
+def test_weights_whose_memory_moved_are_read_where_they_are() -> None:
+    model = model_of()
+    assert joined_in_place(model) == [True, True]
+    shard = local_of(reads(model)[0][0].weight)
+    shard.share_memory_()  # the same tensor, in other memory
+    with torch.no_grad():
+        shard.mul_(2)
+    assert joined_in_place(model) == [False, True]
 
 
 def test_weights_that_are_cast_are_joined_before_the_cast() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fourfold as ff
 from fourfold.grid import Grid, Shape
@@ -84,3 +87,48 @@ def test_what_travels_is_cast_first() -> None:
     assert half["reduce_scatter", "y"] * 2 == whole["reduce_scatter", "y"]
     assert half["reduce_scatter", "z"] == whole["reduce_scatter", "z"] == both["reduce_scatter", "z"] * 2
     assert half["all_reduce", "data"] == whole["all_reduce", "data"] == both["all_reduce", "data"]
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts the elements of some fp32 tensors that are cast to bf16."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.counted, self.elements = {tensor.data_ptr() for tensor in tensors}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sources = []
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
+            sources = [args[0]]
+        elif func is torch.ops.aten._foreach_copy_.default and args[0][0].dtype == torch.bfloat16:
+            sources = args[1]
+        self.elements += sum(source.numel() for source in sources if source.data_ptr() in self.counted)
+        return func(*args, **(kwargs or {}))
+
+
+def cast_and_train(shape: Shape, keep: bool) -> tuple[list[torch.Tensor], float]:
+    """This rank's parameters after some steps, and how often its shards are cast in one of them."""
+    grid = grid_of(shape)
+    policy = Policy(compute_dtype=torch.bfloat16, keep_casts=keep)
+    model = ff.models.build(ff.models.config("llama-tiny", layers=2, vocab=53, tied=True), grid, policy=policy)
+    optimizer = ff.optim.AdamW(model, lr=1e-2)
+    tokens = ff.local_rows(torch.arange(64).view(4, 16) % 53, grid)
+    for step in range(3):
+        with CastCounter([local_of(parameter) for parameter in model.parameters()]) as casts:
+            model(tokens, tokens).backward()
+        optimizer.clip_and_step(1.0)
+        optimizer.zero_grad()
+        for parameter in model.parameters():  # torch counts no change through `.data`
+            parameter.data.mul_(1 + 0.1 * step)
+            local_of(parameter).data.mul_(1.1)
+    shards = [local_of(parameter).clone() for parameter in model.parameters()]
+    return shards, casts.elements / sum(shard.numel() for shard in shards)
+
+
+def test_casts_that_are_kept_are_made_once_in_a_pass_and_change_nothing(ranks) -> None:
+    for shape in (Shape(), Shape(x=2), Shape(z=2)):
+        kept, made = (ranks(shape.world).run(cast_and_train, shape, keep) for keep in (True, False))
+        for (shards, often), (same, oftener) in zip(kept, made, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(shards, same, strict=True))
+            assert often == 1
+            assert oftener > 1.5  # a joint cast of q, k and v counts once for q

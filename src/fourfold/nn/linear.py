@@ -173,9 +173,10 @@ class MLP(Layer):
 def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
     """Return whether the gathered weights are kept for backward.
 
-    If z is 1 and nothing is cast, the weights are whole already, and a second copy would save nothing.
+    If z is 1 and nothing is cast, or casts are kept anyway, the weights are whole already, and a second copy would save
+    nothing.
     """
-    casts = layer.policy.compute_dtype not in (None, weight.parameter.dtype)
+    casts = layer.policy.compute_dtype not in (None, weight.parameter.dtype) and not layer.policy.keep_casts
     return layer.policy.keep_weights and (layer.grid.size(GATHERED) > 1 or casts)
 
 

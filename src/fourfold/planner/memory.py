@@ -42,7 +42,8 @@ class Memory:
     gradients: int
     optimizer: int
     weights_in_flight: int
-    """Gathered weights in use, ahead of use or kept; gradients of weights that are made and reduced."""
+    """Weights that are gathered: ahead of use, in use or kept. Casts that are kept. Gradients of weights that are made
+    and reduced."""
     activations: int
     """Tensors that forward keeps for backward, except logits."""
     logits: int
@@ -273,6 +274,8 @@ class MemoryReading:
         self.optimizer = ceil(sizes.parameters / self.replicas * optimizer_nbytes)
         self.layer_gradients = sizes.layer_shard * item
         self.head_gradients = sizes.shard_elements((sizes.structure.table,)) * item
+        self.casts = sizes.parameters * sizes.structure.compute_itemsize if sizes.structure.keeps_casts else 0
+        """Bytes of cast shards that are kept."""
         self.kept_layer = [nbytes // REHEARSED_LAYERS for nbytes in self.block.kept]
         self.kept_by_layers = self.layers * sum(self.kept_layer)
 
@@ -324,7 +327,7 @@ class MemoryReading:
             parameters=self.parameters,
             gradients=peak.gradients,
             optimizer=self.optimizer,
-            weights_in_flight=kinds["weights"] + peak.in_flight,
+            weights_in_flight=kinds["weights"] + peak.in_flight + self.casts,
             activations=kinds["activations"] + peak.before,
             logits=kinds["logits"],
             workspace=kinds["workspace"],
@@ -391,7 +394,8 @@ class MemoryReading:
             return 0
         found = bytes_in_flight(following, self.cycle, below, 0, self.ahead)
         # the cast shard, from which the message is sent, exists until the gather has been waited for
-        return found + (found // self.sizes.shape.sizes[GATHERED] if self.sizes.structure.casts else 0)
+        passing = self.sizes.structure.casts and not self.sizes.structure.keeps_casts
+        return found + (found // self.sizes.shape.sizes[GATHERED] if passing else 0)
 
 
 PARTS = {"first layer": "backward", "": "head"}

@@ -206,6 +206,8 @@ class Rehearsal:
         self._gathers = {axis: f"{axis} gather" if axis in two else axis for axis in AXES}
         self._reduces = {axis: f"{axis} reduce" if axis in two else axis for axis in AXES}
         self._gatherings: dict[Hashable, PlannedGather] = {}
+        self.cast: set[str] = set()
+        """The parameters whose casts this pass has made and keeps."""
         self.silent = False
         """Whether nothing is written down: the engine only records in which order weights are used."""
         self._forgetting = False
@@ -348,7 +350,9 @@ class Rehearsal:
             self.gradients.need(names)
         if self.silent:
             return PlannedWait(self.work, [])
-        if self.structure.casts:  # the shard is cast before it is sent, so that the message is smaller
+        # the shard is cast before it is sent, so that the message is smaller; a cast that is kept serves the whole pass
+        if self.structure.casts and not (self.structure.keeps_casts and self.cast.issuperset(names)):
+            self.cast.update(names)
             moved = sizes.shard_elements(names) * (sizes.dtype.itemsize + item)
             self.compute(ElementwiseOp(f"cast {weights.label}", moved))
         elements = sizes.message_elements_again(names) if weights.again else sizes.message_elements(names)

@@ -55,7 +55,7 @@ MOST_TOKENS = 1 << 16
 """The most tokens of a place in one micro-step, unless it takes all of them: more gain little speed and need memory."""
 LONGEST = 60.0
 """Seconds after which `search_built` tries no further grid: a person waits for the answer."""
-CHOSEN_FIELDS = ("activations", *Lever._fields, "loss_chunk", "shard_optimizer")
+CHOSEN_FIELDS = ("activations", *Lever._fields, "keep_casts", "loss_chunk", "shard_optimizer")
 """The fields of a policy that the search chooses."""
 
 
@@ -384,8 +384,8 @@ class _Search:
         policy, shape = candidate.policy, candidate.shape
         if self.space.policies is not None:
             return lever.on(policy) == policy
-        # without gathers over z and without casts, weights in use are the parameters themselves
-        if lever.keep_weights and shape.z == 1 and self.task.compute == self.task.parameters:
+        # without gathers over z, weights in use are the parameters themselves or casts that are kept anyway
+        if lever.keep_weights and shape.z == 1:
             return False
         return not lever.keep_gathered or (policy.activations == "sharded" and shape.x * shape.y > 1)
 
@@ -401,11 +401,19 @@ class _Search:
         return tried if memory.total <= self.limit else None
 
     def _frugal(self, candidate: Candidate, reading: MemoryReading | None = None) -> tuple[Candidate, Memory]:
-        """Return a candidate and its memory, with logits in chunks if it does not fit and chunks need less."""
-        memory = memory_of(self.task, candidate) if reading is None else reading.memory()
-        # chunks cost time, so they are tried only if nothing but the logits is in the way
-        in_chunks = self.space.policies is None and candidate.rows * self.task.seq > LOSS_CHUNK
-        if in_chunks and memory.total > self.limit >= memory.total - memory.logits:
+        """Return a candidate and its memory; if it does not fit, without kept casts, else with logits in chunks."""
+        reading = reading or MemoryReading(candidate.sizes(self.task), candidate.micro_steps)
+        memory = reading.memory()
+        if self.space.policies is not None or memory.total <= self.limit:
+            return candidate, memory
+        # both cost time, so each is tried only if nothing but what it saves is in the way
+        if memory.total - reading.casts <= self.limit:
+            lean = replace(candidate, policy=replace(candidate.policy, keep_casts=False))
+            less = memory_of(self.task, lean)
+            if less.total <= self.limit:
+                return lean, less
+        in_chunks = candidate.rows * self.task.seq > LOSS_CHUNK
+        if in_chunks and memory.total - memory.logits <= self.limit:
             chunked = replace(candidate, policy=replace(candidate.policy, loss_chunk=LOSS_CHUNK))
             less = memory_of(self.task, chunked)
             if less.total < memory.total:

@@ -106,7 +106,9 @@ class Structure:
         self.wide_itemsize = max(4, self.compute_itemsize)
         self.wide = self.wide_itemsize // self.compute_itemsize  # a tensor is larger by this factor in that dtype
         self.casts = self.compute_itemsize != self.dtype.itemsize  # weights are cast before they are used
-        self.copies_weights = self.gathers_weights or self.casts  # weights in use have memory of their own
+        self.keeps_casts = self.casts and policy.keep_casts  # cast shards exist all the time
+        # weights in use have memory of their own
+        self.copies_weights = self.gathers_weights or (self.casts and not self.keeps_casts)
         self.keeps_weights = policy.keep_weights and self.copies_weights  # products keep them until backward
         # Contract layers keep an input that was gathered over y
         self.keeps_collected = policy.keep_gathered and self.cuts_inner

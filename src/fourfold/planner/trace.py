@@ -511,4 +511,4 @@ def _kept(
         loss = model(tokens, tokens, positions=tokens if documents else None)
         kept = alive.nbytes
     del loss
-    return kept
+    return kept - sum(cast.copy.nbytes for cast in model.gradients.casts.values())  # those stay beyond backward

@@ -164,6 +164,7 @@ class TransformerProgram:
         for index in range(micro_steps):
             host.enter_phase("forward")
             self.engine.begin("training")
+            host.cast.clear()
             self.forward(counted=micro_steps > 1, layers=self.config.layers)
             host.enter_phase("backward")
             host.run_backward(accumulating=index < micro_steps - 1)

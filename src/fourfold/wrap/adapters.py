@@ -334,7 +334,9 @@ class GatherParameters(torch.autograd.Function):
         with group.using(turns=1, keep=True) as wholes:
             # Autograd wants output tensors of its own. It would refuse a change in place of a view, in words only;
             # a detached tensor can be changed, and GatheredAdapter sees that its version has changed.
-            return tuple(held.detach() for held in wholes)
+            # A cast that the group keeps is written again in the next pass, whatever this code has done with it.
+            kept = group.casts and group.policy.keep_casts and not group.travels
+            return tuple(held.clone() if kept else held.detach() for held in wholes)
 
     @staticmethod
     @once_differentiable
