@@ -28,6 +28,10 @@ from fourfold.layout import GATHERED, Spec
 from fourfold.params import shards_of
 from fourfold.policy import Policy
 
+ZEROS_BEHIND = "_fourfold_zeros_behind"
+"""Attribute of a weight: the rows of zeros that lie behind it in memory, as padding for a product. Copies do not have
+it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity, because tensors have no truth value
 class GroupMember:
@@ -184,13 +188,15 @@ class ParamGroup:
         known, this_pass = self.gradients.casts, self.gradients.forward_passes
         new = [at for at, key in enumerate(self.ids) if key not in known or known[key].shard is not shards[at]]
         if new:
+            # Weights that one product reads lie side by side, with the zeros behind them that it reads too.
+            zeros = [getattr(self.parameters[at], ZEROS_BEHIND, 0) * shards[at].shape[1:].numel() for at in new]
+            sizes = [shards[at].numel() + more for at, more in zip(new, zeros, strict=True)]
             with torch.inference_mode(False):  # the copies may be used for training next
-                memory = torch.empty(
-                    sum(shards[at].numel() for at in new), dtype=self.compute_dtype, device=shards[0].device
-                )
-            parts = memory.split([shards[at].numel() for at in new])  # weights that one product reads lie side by side
-            for at, part in zip(new, parts, strict=True):
-                known[self.ids[at]] = CastShard(part.view(shards[at].shape), shards[at], (this_pass, -1, -1))
+                memory = torch.empty(sum(sizes), dtype=self.compute_dtype, device=shards[0].device)
+            for at, part in zip(new, memory.split(sizes), strict=True):
+                used = shards[at].numel()
+                part[used:].zero_()
+                known[self.ids[at]] = CastShard(part[:used].view(shards[at].shape), shards[at], (this_pass, -1, -1))
         copies, stale, sources = [], [], []
         for key, parameter, shard in zip(self.ids, self.parameters, shards, strict=True):
             kept = known[key]

@@ -24,13 +24,11 @@ from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
 from fourfold.layout import GATHERED
 from fourfold.operators import Body, OpContext, collect, enter, once_differentiable
-from fourfold.param_group import ParamGroup
+from fourfold.param_group import ZEROS_BEHIND, ParamGroup
 from fourfold.params import local_of, shards_of
 
 MEMORY = "_fourfold_memory"
 """Attribute of the first of several weights that lie side by side: their common memory. Copies do not have it."""
-ZEROS_BEHIND = "_fourfold_zeros_behind"
-"""Attribute of the last weight in such a memory: the rows of zeros that lie behind it, as padding for a product."""
 
 
 class Gathered(NamedTuple):
@@ -99,14 +97,22 @@ class SideBySide:
         alone = len(weights) == 1 and not self._padding
         w = weights[0] if alone else self._joint
         if not alone and (places := [shard.data_ptr() for shard in weights]) != self._places:
-            w = None if self._padding else adjacent(weights)  # casts that are kept
-            w = self._joint = side_by_side(self.weights.parameters, self._padding) if w is None else w
+            w = self._joint = self._joined(weights)
             self._places = places
         if w is None:
             return None
         if w.dtype is not dtype:
             w, biases = w.to(dtype), [bias.to(dtype) for bias in biases]
         return Gathered(w, self._bias(w, biases), ())
+
+    def _joined(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """Return the weights with their padding as one tensor without a copy, or None if they lie apart."""
+        parameters = self.weights.parameters
+        if self._padding > getattr(parameters[-1], ZEROS_BEHIND, 0):
+            return None
+        if weights[0].dtype is not parameters[0].dtype:  # casts that are kept
+            return adjacent(weights, self._padding)
+        return side_by_side(parameters, self._padding)
 
     def _buffer(self) -> tuple[Tensor | None, list[Tensor] | None]:
         """Return one buffer for weights that must lie side by side, and each member's part of it."""
@@ -217,10 +223,8 @@ class Factor:
 def side_by_side(parameters: Sequence[nn.Parameter], padding: int = 0) -> Tensor | None:
     """Return shards joined along dim 0 without a copy, if they still lie where they were made, one after the other.
 
-    With `padding` that many rows of zeros follow, if they were reserved.
+    With `padding` that many rows of zeros follow.
     """
-    if padding > getattr(parameters[-1], ZEROS_BEHIND, 0):
-        return None
     shards = shards_of(parameters)
     memory = getattr(parameters[0], MEMORY, None)
     expected = -1 if memory is None else memory.data_ptr()
@@ -232,14 +236,15 @@ def side_by_side(parameters: Sequence[nn.Parameter], padding: int = 0) -> Tensor
     return memory[: rows * row.numel()].view(rows, *row)  # type: ignore[index]  # others may lie behind these
 
 
-def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
-    """Return shards joined along dim 0 without a copy, if they are parts of one storage, one after the other."""
+def adjacent(shards: Sequence[Tensor], padding: int) -> Tensor | None:
+    """Return shards joined along dim 0, with what lies behind them, if they are parts of one storage in this order."""
     memory, offset = shards[0].untyped_storage()._cdata, shards[0].storage_offset()
     for shard in shards:
         if (shard.untyped_storage()._cdata, shard.storage_offset()) != (memory, offset):
             return None
         offset += shard.numel()
-    return shards[0].as_strided((sum(shard.shape[0] for shard in shards), *shards[0].shape[1:]), shards[0].stride())
+    rows = sum(shard.shape[0] for shard in shards) + padding
+    return shards[0].as_strided((rows, *shards[0].shape[1:]), shards[0].stride())
 
 
 class Product(torch.autograd.Function):

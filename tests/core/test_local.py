@@ -285,6 +285,7 @@ def test_a_region_takes_inputs_of_many_kinds(monkeypatch: pytest.MonkeyPatch) ->
 
 # dynamo hides this warning about a step of its own, but not where warnings are errors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 def test_a_compiled_training_step_computes_the_same(name: str, tracing: list[str]) -> None:
     config = ff.models.config(name, layers=1)

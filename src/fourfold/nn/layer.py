@@ -23,10 +23,10 @@ from fourfold.grid import Grid
 from fourfold.layout import Spec, rest
 from fourfold.nn.rng import StepRng, fill_
 from fourfold.operators import OpContext
-from fourfold.param_group import GroupMember, ParamGroup
+from fourfold.param_group import ZEROS_BEHIND, GroupMember, ParamGroup
 from fourfold.params import shard_parameter
 from fourfold.policy import Policy
-from fourfold.product import MEMORY, ZEROS_BEHIND, Factor
+from fourfold.product import MEMORY, Factor
 
 T = TypeVar("T")
 
