@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import threading
@@ -153,6 +154,27 @@ def test_a_line_that_was_not_captured_is_no_measurement(tmp_path: Path) -> None:
     gpu_ranks.GroupBenchmark("4:tiny", pool, TINY, [line], results, gpu_ranks.Clock(1e9)).measure(2, 5)
     assert results.of("4:tiny", line).error == "not captured: dropout"
     assert ran == [rank_jobs.open_group, rank_jobs.build, rank_jobs.warm_up, rank_jobs.drop]
+
+
+def test_lines_that_cannot_be_built_in_time_leave_time_for_the_others(tmp_path: Path) -> None:
+    class Pool:
+        up = True
+
+        def run(self, job: Callable[..., Any], *_: Any, **__: Any) -> list[Any]:
+            if job is rank_jobs.warm_up:
+                return [rank_jobs.WarmUp((5.0, 4.0), None, 3, "")] * 4
+            return [rank_jobs.Turn(0.1, 5.0, False, {})] * 4 if job is rank_jobs.turn else []
+
+    class Clock(gpu_ranks.Clock):
+        spent = property(lambda _: float(next(seconds)))  # type: ignore[assignment]
+
+    seconds = itertools.count(0, 10)
+    lines = lines_of(4, TINY)
+    results = Results.open(tmp_path / "found.jsonl", {"warmup": 5})
+    pool = cast(rank_pool.RankPool, Pool())
+    gpu_ranks.GroupBenchmark("4:tiny", pool, TINY, lines, results, Clock(100)).measure(1, 5)
+    measured = [line.name for line in lines if results.of("4:tiny", line).measured]
+    assert measured == [line.name for line in lines[:8]], "seven tenths of the time, and the first line in any case"
 
 
 def test_a_budget_ends_before_a_round_that_does_not_fit() -> None:
