@@ -7,7 +7,7 @@ are those that this rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -67,8 +67,9 @@ def normalize(a: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias
 
 def layer_norm(a: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, mean and rstd of a LayerNorm whose features are all local."""
-    mean, m2 = layer_statistics(a).unbind(0)
-    rstd = torch.rsqrt(m2 / a.shape[-1] + eps)
+    # torch's own statistics: one kernel computes them and the result, where a tensor of both would need a second one
+    variance, mean = torch.var_mean(widen(a), dim=-1, correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
     return normalize(a, mean, rstd, weight, bias), mean, rstd
 
 
@@ -116,7 +117,10 @@ def norm_backward(
     """Return da, dw and db of a norm whose features are all local; `dtotal` is the gradient that bypasses the norm."""
     unit, wide = _unit(a, mean, rstd), widen(dout)
     g = wide * weight
-    da = _da(g, unit, rstd, _over_features(g, unit, mean) / a.shape[-1]).to(a.dtype)
+    means = [(g * unit).mean(-1, keepdim=True)]
+    if mean is not None:
+        means.append(g.mean(-1, keepdim=True))
+    da = _da(g, unit, rstd, means).to(a.dtype)
     return da if dtotal is None else da + dtotal, *_over_tokens(wide, unit)
 
 
@@ -132,7 +136,7 @@ def _over_tokens(wide: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     return (wide * unit).sum(tokens), wide.sum(tokens)
 
 
-def _da(g: Tensor, unit: Tensor, rstd: Tensor, means: Tensor) -> Tensor:
+def _da(g: Tensor, unit: Tensor, rstd: Tensor, means: Tensor | Sequence[Tensor]) -> Tensor:
     rest = g - unit * means[0]
     for mean_of_g in means[1:]:
         rest = rest - mean_of_g

@@ -19,6 +19,7 @@ import fourfold as ff
 from fourfold import kernels
 from fourfold.gradients import Gradients
 from fourfold.grid import Grid, Shape
+from fourfold.models import compiled_block
 from fourfold.nn.linear import Expand, join
 from fourfold.nn.norm import Norm, NormSpec
 from fourfold.optim import AdamW
@@ -230,7 +231,10 @@ def test_statistics_of_parts_of_a_vocabulary_merge_into_its_log_sum_exp() -> Non
 @cache
 def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `kernels._compiled`, but for fixed shapes and without generating code: seconds less for each function."""
-    return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+    return TORCH_COMPILE(function, fullgraph=True, dynamic=False, backend="aot_eager")
+
+
+TORCH_COMPILE = torch.compile
 
 
 @pytest.fixture
@@ -243,7 +247,10 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return traced(function)
 
     monkeypatch.setattr(kernels, "_compiled", compile_)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function))
+    compiled_block.compiled.cache_clear()
     yield compiled
+    compiled_block.compiled.cache_clear()
 
 
 def regions() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -286,14 +293,17 @@ def test_a_region_takes_inputs_of_many_kinds(monkeypatch: pytest.MonkeyPatch) ->
 # dynamo hides this warning about a step of its own, but not where warnings are errors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("recompute", ["none", "block"])  # a block as one function, and region by region
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
-def test_a_compiled_training_step_computes_the_same(name: str, tracing: list[str]) -> None:
-    config = ff.models.config(name, layers=1)
+def test_a_compiled_training_step_computes_the_same(name: str, recompute: Any, tracing: list[str]) -> None:
+    config = ff.models.config(name, layers=2, qk_norm=name == "llama-tiny")
     tokens = torch.arange(32).view(2, 16) * 7 % config.vocab
     targets = tokens.roll(-1, 1).masked_fill(tokens % 5 == 0, -100)
     found = []
     for compiled in (False, True):
-        model = ff.models.build(config, Grid.alone("cpu"), policy=Policy(compile=compiled), dtype=torch.float64)
+        model = ff.models.build(
+            config, Grid.alone("cpu"), policy=Policy(compile=compiled, recompute=recompute), dtype=torch.float64
+        )
         optimizer = AdamW(model, lr=1e-3)
         loss = model(tokens, targets)
         loss.backward()
@@ -303,7 +313,12 @@ def test_a_compiled_training_step_computes_the_same(name: str, tracing: list[str
         assert bool(tracing) == compiled
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-10)
     norm, mlp, other = ("layer_norm", "gelu", "sum_tokens") if name == "gpt-tiny" else ("rms_norm", "swiglu", "rotate")
-    assert {norm, mlp, other, "norm_backward", "loss_statistics", "dlogits"} <= set(tracing)
+    assert {"norm_backward", "loss_statistics", "dlogits"} <= set(tracing)
+    if recompute == "block":
+        assert {norm, mlp, other} <= set(tracing)
+    else:  # both blocks are one function
+        assert len([name for name in tracing if name.startswith("block_")]) == 1
+        assert mlp not in tracing
 
 
 def test_a_dry_run_compiles_nothing(tracing: list[str]) -> None:
