@@ -61,7 +61,7 @@ INSIDE = {
         "rng", "layer", "linear", "norm", "loss", "embedding", "attention",
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
-    "models": ["sizes", "config", "transformer", "generate", "hugging_face", "open", "__init__"],
+    "models": ["sizes", "config", "whole_block", "transformer", "generate", "hugging_face", "open", "__init__"],
     "data": ["__init__", "tokenizer", "token_files", "sources", "sampling", "loader"],
     "wrap": [
         "plan", "grid_tensor", "placements", "ops", "ops_dims", "detect", "adapters", "linear_adapters", "rows",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,3 +204,56 @@ def _column(targets: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
     column = targets - first
     here = (column >= 0) & (column < held)
     return column.masked_fill(~here, 0), here
+
+
+# --- a whole block, where nothing travels inside it
+
+
+class BlockSizes(NamedTuple):
+    """What a transformer block computes: its kind of norm, and the sizes of its heads and of its hidden layers."""
+
+    norm: str
+    eps: float
+    head_dim: int
+    qkv: tuple[int, ...]
+    """Columns of q, k and v."""
+    hidden: tuple[int, ...]
+    """Columns of gate and up, or of up alone."""
+
+
+Affine = tuple[Tensor, Tensor | None]
+"""A weight and its bias."""
+
+
+def block(
+    a: Tensor,
+    delta: Tensor | None,
+    weights: tuple[Affine, Affine, Affine, Affine, Affine, Affine],
+    sizes: BlockSizes,
+    rows: int,
+    rope: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the two parts of the residual stream after a block, from those before it.
+
+    `weights` are those of the norm, of q, k and v, and of the output of attention, then of the norm, of gate and up,
+    and of down of the MLP.
+    """
+    norm_1, qkv, out, norm_2, up, down = weights
+    total = a if delta is None else a + delta
+    q, k, v = functional.linear(_block_norm(total, norm_1, sizes), *qkv).split(sizes.qkv, dim=1)
+    q, k, v = (part.reshape(rows, -1, part.shape[1] // sizes.head_dim, sizes.head_dim) for part in (q, k, v))
+    if rope is not None:
+        q, k = rotate(q, *rope), rotate(k, *rope)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    mixed = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+    total = total + functional.linear(mixed.transpose(1, 2).reshape(total.shape[0], -1), *out)
+    parts = functional.linear(_block_norm(total, norm_2, sizes), *up).split(sizes.hidden, dim=1)
+    return total, functional.linear(gelu(*parts) if len(parts) == 1 else swiglu(*parts), *down)
+
+
+def _block_norm(a: Tensor, affine: Affine, sizes: BlockSizes) -> Tensor:
+    if sizes.norm == "rms":
+        return rms_norm(a, affine[0], sizes.eps)[0]
+    return layer_norm(a, *affine, sizes.eps)[0]

@@ -186,6 +186,12 @@ class Factor:
             gradients = [gradient for member, gradient in pairs if member in group.members]
         group.scatter(gradients, turns=turns, during=during)
 
+    def parts_of(self, dw: Tensor | None, db: Tensor | None) -> list[Tensor | None]:
+        """Return the gradient of each member from those of all weights and of all biases side by side."""
+        weights = [None] * len(self.weights) if dw is None else self._parts(dw)
+        biases = [None] * len(self.biases) if db is None else db.split([len(columns) for columns in self.columns])
+        return [*weights, *biases]
+
     def _parts(self, dw: Tensor) -> list[Tensor]:
         """Return the gradient of each weight."""
         parts = [dw] if len(self.widths) == 1 else list(dw.split(self.widths))

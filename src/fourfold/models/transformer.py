@@ -22,6 +22,7 @@ from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import Init
 from fourfold.models.config import ModelConfig, config, halves_of
+from fourfold.models.whole_block import run_whole, weights_of_block
 from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.embedding import Embedding, Head, Positions
 from fourfold.nn.layer import Dropout, Layer, assemble, recompute
@@ -113,9 +114,16 @@ class TransformerBlock(Layer):
         return (yield from self._compute(stream, batch))
 
     def _compute(self, stream: ResidualStream, batch: Batch) -> Turns[ResidualStream]:
-        self.refuse_hooks(self.attention_norm, self.mlp_norm)
+        norms = self.attention_norm, self.mlp_norm
+        self.refuse_hooks(*norms)
         if stream.delta is not None:
             yield  # the output of the block before may be in flight
+        if self.policy.compile and self.policy.recompute == "none":
+            dropouts = self.attention_dropout, self.mlp_dropout
+            weights = weights_of_block(stream.a, norms, self.attention, self.mlp, dropouts)
+            if weights is not None:
+                a, delta = run_whole(*stream.read(), batch, weights, norms[0], self.attention)
+                return ResidualStream(a, Ready(delta))
         if self.policy.recompute == "block":
             stream.add_now()  # recompute then keeps one tensor instead of two
         a, normed = self.attention_norm.add(*stream.read())
