@@ -49,7 +49,7 @@ class SideBySide:
         self.group, self.weights, self.widths, self.columns, self.adds = group, weights, widths, columns, adds
         self.biases = group.only(group.members[len(weights.members) :])
         self.padded = weights.rows != list(widths)
-        self.key = "side by side", group is weights, group.label, group.members
+        self.key = "side by side", group is weights, *group.key
         self.nbytes = group.nbytes
         self._places: list[int] = []  # where the weights of `_joint` lie
         self._joint: Tensor | None = None
