@@ -6,6 +6,8 @@ Side-by-side storage too: what joins without a copy, what falls back, and that b
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -474,6 +476,21 @@ def test_a_copy_of_a_model_computes_the_same_and_shares_nothing_with_it() -> Non
         for parameter in other.parameters():
             local_of(parameter).zero_()
     torch.testing.assert_close(outcome(model), expected, rtol=0, atol=0)
+
+
+def test_a_model_is_freed_with_its_last_reference() -> None:
+    """What layers keep must not refer to them: the memory of a model would wait for Python's garbage collector."""
+    references = []
+    gc.disable()
+    try:
+        for _ in range(2):  # torch itself keeps something of the first one
+            model = model_of()
+            outcome(model)
+            references.append(weakref.ref(model.layers[0].attention.q.weight))
+            del model
+        assert references[1]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_model_with_gradients_can_be_copied() -> None:
