@@ -86,10 +86,12 @@ class ParamGroup:
         """The number of elements in compute layout, the same on all ranks."""
         self.even = all(rows % grid.size(GATHERED) == 0 for rows in self.rows)
         """Whether all ranks along z hold the same number of rows, so that a gather needs no padding and no copy."""
-        self._parts: dict[tuple[str, str, tuple[GroupMember, ...]], ParamGroup] = {}
+        self._parts: dict[tuple[str, tuple[GroupMember, ...]], ParamGroup] = {}
         self._flags: list[bool] = []  # which members are those of `_trained`
         self._trained: ParamGroup | None = None
-        self.key = kind, label, members
+        self.kind = kind
+        # with the dtypes: a gather that was recorded before `model.to(...)` must not be taken for this one
+        self.key = kind, label, members, *self.dtypes
         self.nbytes = self.elements * self.compute_dtype.itemsize if self.travels else 0
 
     def is_current(self) -> bool:
@@ -104,11 +106,11 @@ class ParamGroup:
 
     def only(self, members: Sequence[GroupMember], kind: str = "group") -> ParamGroup:
         """Return the group of some of the members, under the same label."""
-        key = kind, self.label, tuple(members)
-        if key == self.key:
+        key = kind, tuple(members)
+        if key == (self.kind, self.members):
             return self
         if key not in self._parts:
-            self._parts[key] = ParamGroup(self.grid, self.policy, self.gradients, self.label, key[2], kind)
+            self._parts[key] = ParamGroup(self.grid, self.policy, self.gradients, self.label, key[1], kind)
         return self._parts[key]
 
     @property

@@ -105,7 +105,8 @@ class Policy:
     bucket_bytes: int = 25 << 20
     """About the size of the messages in which gradients are summed; 25 MiB as in torch's DDP."""
     compile: bool = False
-    """Compile the computation between collectives, region by region."""
+    """Compile the computation between collectives: region by region, and where nothing travels inside a block (x, y and
+    z are 1) all of it as one function."""
     overlap: Overlap = Overlap()
     """How much communication overlaps with computation."""
     check_inputs: bool = False

@@ -112,6 +112,7 @@ class StepGraph(Generic[T]):
             local_of(parameter)  # a gather of the last optimizer step may be in flight, and its wait cannot be recorded
         torch.cuda.synchronize(device)  # NCCL's watchdog must have nothing left to ask the device about
         gc.collect()
+        collects = gc.isenabled()
         gc.disable()  # a tensor that is freed now might belong to work outside of the graph
         checks = register_optimizer_step_pre_hook(_require_rate_on_device)
         self._grid.recording = recording
@@ -129,7 +130,8 @@ class StepGraph(Generic[T]):
         finally:
             self._grid.recording = None
             checks.remove()
-            gc.enable()
+            if collects:
+                gc.enable()
         fault = self._grid.channel.decide(fault, _first_fault)
         if fault:
             self.release()

@@ -132,3 +132,23 @@ def test_casts_that_are_kept_are_made_once_in_a_pass_and_change_nothing(ranks) -
             assert all(torch.equal(*pair) for pair in zip(shards, same, strict=True))
             assert often == 1
             assert oftener > 1.5  # a joint cast of q, k and v counts once for q
+
+
+def change_dtype() -> set[torch.dtype]:
+    """The dtypes of gradients and of the loss after a model that has run before was cast."""
+    grid = grid_of(Shape(z=2))
+    model = ff.models.build(CONFIG, grid, dtype=torch.float64)
+    tokens = ff.local_rows(torch.arange(64).view(4, 16) % 53, grid)
+    for dtype in (torch.float64, torch.float32):
+        if dtype != model.embedding.weight.dtype:
+            model.to(dtype)
+        for _ in range(2):  # the second pass gathers ahead what the first one used
+            loss = model(tokens, tokens)
+            loss.backward()
+            found = {loss.dtype, *(parameter.grad.dtype for parameter in model.parameters())}
+            model.zero_grad()
+    return found
+
+
+def test_a_model_that_was_cast_gathers_in_its_new_dtype(ranks) -> None:
+    assert ranks(2).run(change_dtype) == [{torch.float32}] * 2

@@ -55,6 +55,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "policy.activations": ("replicated", "replicate", '"sharded", "replicated"'),
     "policy.recompute": ("block", "blocks", '"none", "attention", "block"'),
     **{f"policy.{name}": (True, "true", FLAG) for name in ("keep_gathered", "keep_weights", "shard_optimizer")},
+    "policy.keep_casts": (False, "false", FLAG),
     "policy.loss_chunk": (64, 64.0, WHOLE),
     "policy.bucket_bytes": (1 << 20, True, WHOLE),
     "policy.compile": (False, "autos", '"auto"'),

@@ -182,10 +182,11 @@ def keeps_weights(layer: Layer, weight: GroupMember) -> bool:
 
 def join(*layers: Expand | Contract) -> Factor:
     """Return the weights and biases of layers that read the same tensor as one factor of a product; it is kept."""
-    first = layers[0]
-    known = first._factors.get(layers)
+    first, *others = layers
+    key = tuple(others)  # without the first, which would refer to itself and stay in memory until Python collects
+    known = first._factors.get(key)
     if known is None or known.group.gradients is not first.gradients or not known.group.is_current():
-        known = first._factors[layers] = _joined(layers)
+        known = first._factors[key] = _joined(layers)
     return known
 
 
