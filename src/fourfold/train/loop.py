@@ -526,6 +526,10 @@ class Run:
     def _end(self, reason: str, failed: BaseException | None) -> None:
         """Close everything that the run opened, and record why it ended."""
         self.guard.close(done=failed is None)
+        if self.step_graph is not None and (failed is None or isinstance(failed, RollBackError)):
+            # The run may go on from a checkpoint, with a graph of its own. After other failures a rank may be dead, and
+            # waiting for the device would take for ever.
+            self.step_graph.release()
         self.loader.close()
         self.profile.close()
         # A sink that fails now, for example because the disk is full, must not hide why the run ended.
