@@ -497,6 +497,11 @@ class Gradients:
                 if self.hooks._earlier:
                     self.hooks.forget(parameter)
             elif key in self._new or not self.hooks.set_aside(parameter):
+                if self.grid.recording is not None and id(before) in self.grid.recording.earlier:
+                    raise RuntimeError(
+                        "the step adds to gradients of the step before, and a replay would add to the recorded ones; "
+                        "call zero_grad() inside the step"
+                    )
                 self._add_complete(gradient, local_of(before), known.spec.owes)
             parameter.grad = as_dtensor(own_storage(gradient), known.owed)
         self._new.add(key)

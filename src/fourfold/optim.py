@@ -140,8 +140,9 @@ class AdamW(torch.optim.AdamW):
         def write_rates() -> None:
             if self._fixed() != fixed:
                 raise RuntimeError(
-                    "since the step was recorded, betas, eps or weight_decay were changed, the state of the optimizer "
-                    "was loaded, or the model was moved; replays would not see it: make a new StepGraph"
+                    "since the step was recorded, betas, eps or weight_decay were changed, parameters were frozen, the "
+                    "state of the optimizer was loaded, or the model was moved; replays would not see it: make a new "
+                    "StepGraph"
                 )
             for group, rate in zip(self.param_groups, self._rates, strict=True):
                 rate.fill_(group["lr"])
@@ -151,7 +152,8 @@ class AdamW(torch.optim.AdamW):
 
     def _fixed(self) -> tuple[object, ...]:
         """Return what a recorded step keeps as it was: the options of the groups, and which tensors it works on."""
-        options = [(group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+        options: list[object] = [(group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+        options += [parameter.requires_grad for parameter, _ in self.gradients.parameters.values()]
         tensors = [id(tensor) for part in self.parts.values() for tensor in self.state[part].values()]
         return options, tensors, [id(local_of(self.gradients.parameters[name][0])) for name in self.parts]
 

@@ -44,12 +44,13 @@ class StepGraph(Generic[T]):
 
     `step` runs forward, backward and the optimizer, and returns tensors, in any nesting. It is called while recording
     and never again, so whatever else it does on the host happens only then: schedulers and logs belong outside. Inputs
-    may be tensors and None, also nested; a call with other shapes than the recorded one runs the function itself.
+    may be tensors and None, also nested; a call with other shapes than the recorded one, or in evaluation mode, runs
+    the function itself.
     """
 
     def __init__(self, step: Callable[..., T], model: nn.Module, *, warmup: int = WARMUP) -> None:
         gradients = gradients_of(model)
-        self._step, self._gradients, self._grid = step, gradients, gradients.grid
+        self._step, self._model, self._gradients, self._grid = step, model, gradients, gradients.grid
         self._warmup, self._calls = warmup, 0
         self.reason = why_not(model, self._grid.device)
         """Why steps are not recorded, in words; empty if they are, or will be after the first calls."""
@@ -73,9 +74,9 @@ class StepGraph(Generic[T]):
             return self._step(*inputs)
         with self.on_stream():
             self._calls += 1
-            if self._graph is None and self._calls > self._warmup:
+            if self._graph is None and self._calls > self._warmup and self._model.training:
                 self._record(inputs)
-            if self._graph is None or not _fits(inputs, self._inputs):
+            if self._graph is None or not (self._model.training and _fits(inputs, self._inputs)):
                 return self._step(*inputs)
             self._replay(inputs)
         # on the caller's stream, which has waited: the next replay overwrites the graph's own tensors
@@ -110,6 +111,8 @@ class StepGraph(Generic[T]):
         self._inputs = tree_map_only(Tensor, lambda given: given.to(device, copy=True), inputs)
         for parameter, _ in self._gradients.parameters.values():
             local_of(parameter)  # a gather of the last optimizer step may be in flight, and its wait cannot be recorded
+        recording.earlier = {id(parameter.grad) for parameter, _ in self._gradients.parameters.values()}
+        recording.earlier.discard(id(None))
         torch.cuda.synchronize(device)  # NCCL's watchdog must have nothing left to ask the device about
         gc.collect()
         collects = gc.isenabled()

@@ -347,6 +347,44 @@ def test_all_blocks_share_one_compiled_function(monkeypatch: pytest.MonkeyPatch)
     assert len(graphs) == 2
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [dict(bias=False), dict(norm="rms"), dict(attention_dropout=0.2), dict(positions="rope", mlp="swiglu", tied=False)],
+    ids=str,
+)
+def test_a_block_of_any_kind_computes_the_same_as_one_function(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler: that the function is the block's, or that the block is left to its layers."""
+    monkeypatch.setattr(kernels, "_compiled", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compiled_block.compiled.cache_clear()
+    found = []
+    for compiled in (False, True):
+        config = ff.models.config("gpt-tiny", layers=2, **changes)
+        model = ff.models.build(config, Grid.alone("cpu"), policy=Policy(compile=compiled), dtype=torch.float64)
+        for _ in range(2):  # the second pass adds to the gradients of the first
+            loss = model(TOKENS, TOKENS)
+            loss.backward()
+        found.append((loss.detach(), [local_of(parameter.grad).clone() for parameter in model.parameters()]))
+    compiled_block.compiled.cache_clear()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
+
+
+def test_a_hook_or_another_module_inside_leaves_a_block_to_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_compiled", lambda function: function)
+    model = ff.models.build("gpt-tiny", Grid.alone("cpu"), policy=Policy(compile=True))
+    (first, second), seen = model.layers, []
+    assert first._weights_of_whole() is not None
+    first.mlp.register_forward_hook(lambda *_: seen.append("mlp"))
+    second.attention.requires_grad_(False)
+    assert first._weights_of_whole() is None
+    assert second._weights_of_whole() is None
+    model(TOKENS, TOKENS).backward()
+    assert seen == ["mlp"]
+    assert second.attention.q.weight.grad is None
+
+
 def run_on_replicas(compiled: bool) -> tuple[list[Tensor], list[Collective]]:
     """The gradients of two passes over packed documents on two replicas, and the messages of the passes."""
     grid = grid_of(Shape(data=2))

@@ -25,8 +25,8 @@ from torch.nn import functional
 from fourfold import kernels
 from fourfold.gradients import ForwardPass
 from fourfold.nn.attention import Attention, Batch
-from fourfold.nn.linear import MLP, join
-from fourfold.nn.norm import Norm, NormSpec
+from fourfold.nn.linear import MLP, Contract, Expand, join
+from fourfold.nn.norm import HeadNorm, Norm, NormSpec
 from fourfold.product import Factor, matmul_into
 
 
@@ -230,6 +230,19 @@ class BlockWeights:
             if isinstance(reader, Factor):
                 parts = reader.split(*parts)
             reader.group.scatter(parts, turns=1, during=during)
+
+
+def can_run_whole(attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.Module, mlp: nn.Module) -> bool:
+    """Return whether these are the layers of this package, without a hook that reads what lies between them."""
+    if (type(attention_norm), type(attention), type(mlp_norm), type(mlp)) != (Norm, Attention, Norm, MLP):
+        return False  # somebody has put another module there
+    inner = [*attention._modules.values(), *mlp._modules.values()]
+    layers = [attention_norm, attention, mlp_norm, mlp, *(layer for layer in inner if layer is not None)]
+    return all(type(layer) in KNOWN and not layer.hooked for layer in layers)  # type: ignore[union-attr]
+
+
+KNOWN = {Norm, HeadNorm, Attention, MLP, Expand, Contract}
+"""The layers that a compiled block computes itself. A subclass may compute something else."""
 
 
 class CompiledBlock:

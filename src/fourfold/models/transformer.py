@@ -21,7 +21,7 @@ from fourfold.comm import equal_along
 from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Init
-from fourfold.models.compiled_block import BlockWeights, CompiledBlock
+from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
 from fourfold.models.config import ModelConfig, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.embedding import Embedding, Head, Positions
@@ -91,7 +91,9 @@ class TransformerBlock(Layer):
         self.mlp = MLP(grid, policy, config.hidden, config.mlp_hidden, kind=config.mlp, **both)
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
         alone = all(grid.size(axis) == 1 for axis in ("x", "y", GATHERED))
-        self._may_run_whole = policy.compile and alone and policy.recompute == "none" and config.dropout == 0
+        draws = config.dropout > 0 or config.dropout_of_attention > 0
+        plain_norm = config.norm == "rms" or config.bias  # a LayerNorm without bias runs by itself
+        self._may_run_whole = policy.compile and alone and policy.recompute == "none" and not draws and plain_norm
         """Whether the block may run as one compiled function: nothing travels inside it, and nothing is drawn."""
         self._whole: CompiledBlock | None = None
 
@@ -151,7 +153,7 @@ class TransformerBlock(Layer):
     def _weights_of_whole(self) -> BlockWeights | None:
         """Return the weights for the compiled block, or None if its parts have to run one by one."""
         parts = self.attention_norm, self.attention, self.mlp_norm, self.mlp
-        if any(module._forward_hooks or module._forward_pre_hooks for part in parts for module in part.modules()):
+        if not can_run_whole(*parts):
             return None
         if self._whole is None or self._whole.parts != parts:
             self._whole = CompiledBlock(*parts)
