@@ -152,3 +152,15 @@ def test_masks_follow_the_step_that_is_set() -> None:
     first, second = losses(1), losses(2)
     assert len({*first, *second}) == 4
     assert losses(1) == first
+
+
+def test_training_counts_on_from_a_first_pass_in_inference_mode() -> None:
+    config = ff.models.config("gpt-tiny", layers=1, dropout=0.3, attention_dropout=0.0)
+    first, second = (ff.models.build(config, ff.Grid.alone("cpu")) for _ in range(2))
+    tokens = torch.arange(32).view(2, 16)
+    with torch.inference_mode():  # in training mode, as for an estimate of the model's uncertainty
+        first(tokens, tokens)
+    second(tokens, tokens)
+    losses = [model(tokens, tokens) for model in (first, second)]
+    losses[0].backward()
+    assert losses[0].item() == losses[1].item()

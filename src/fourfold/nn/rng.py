@@ -107,8 +107,9 @@ class StepRng:
     def position(self, device: torch.device) -> Tensor:
         """Return [step, micro-step] on the device."""
         if self._position is None or self._position.device != device:
-            self._counter = torch.tensor([self.step, self.micro_step], device=device)
-            self._position = self._counter.clone()
+            with torch.inference_mode(False):  # training may count on from here
+                self._counter = torch.tensor([self.step, self.micro_step], device=device)
+                self._position = self._counter.clone()
         return self._position
 
     @contextmanager
@@ -126,7 +127,8 @@ class StepRng:
         known = self._keys.get((name, self.engine.turn))
         if known is None or known.device != device:
             key = key_of(self.seed, name, *self._place(grid, cut))
-            known = self._keys[name, self.engine.turn] = torch.tensor(key, device=device)
+            with torch.inference_mode(False):  # kept for training
+                known = self._keys[name, self.engine.turn] = torch.tensor(key, device=device)
         return known
 
     def key(self, name: str, grid: Grid, cut: Layout) -> int:
