@@ -187,7 +187,7 @@ class ParamGroup:
 
         A pass casts again even if the counters say that nothing changed: they do not count a change through `.data`.
         """
-        known, this_pass = self.gradients.casts, self.gradients.forward_passes
+        known, this_pass = self.gradients.casts, self.gradients.passes
         new = [at for at, key in enumerate(self.ids) if key not in known or known[key].shard is not shards[at]]
         if new:
             # Weights that one product reads lie side by side, with the zeros behind them that it reads too.
