@@ -44,18 +44,21 @@ class StepGraph(Generic[T]):
 
     `step` runs forward, backward and the optimizer, and returns tensors, in any nesting. It is called while recording
     and never again, so whatever else it does on the host happens only then: schedulers and logs belong outside. Inputs
-    may be tensors and None, also nested; a call with other shapes than the recorded one runs the function itself.
+    may be tensors and None, also nested; a call with other shapes than the recorded one runs the function itself, and
+    so does a call while other parameters are frozen, or other modules in training mode, than in the recorded one.
     """
 
     def __init__(self, step: Callable[..., T], model: nn.Module, *, warmup: int = WARMUP) -> None:
         gradients = gradients_of(model)
         self._step, self._gradients, self._grid = step, gradients, gradients.grid
+        self._switches = Switches(model)
         self._warmup, self._calls = warmup, 0
         self.reason = why_not(model, self._grid.device)
         """Why steps are not recorded, in words; empty if they are, or will be after the first calls."""
         self._stream: torch.cuda.Stream | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording: Recording | None = None
+        self._recorded_switches: list[bool] = []
         self._inputs: Any = None
         self._outputs: Any = None
         if not self.reason:
@@ -75,7 +78,7 @@ class StepGraph(Generic[T]):
             self._calls += 1
             if self._graph is None and self._calls > self._warmup:
                 self._record(inputs)
-            if self._graph is None or not _fits(inputs, self._inputs):
+            if self._graph is None or not self._replayable(inputs):
                 return self._step(*inputs)
             self._replay(inputs)
         # on the caller's stream, which has waited: the next replay overwrites the graph's own tensors
@@ -138,7 +141,11 @@ class StepGraph(Generic[T]):
             self.reason = fault
             _record_nothing(self._stream, device)
         else:
-            self._graph, self._recording = graph, recording
+            self._graph, self._recording, self._recorded_switches = graph, recording, self._switches.now()
+
+    def _replayable(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the function would do with these inputs what the graph does."""
+        return _fits(inputs, self._inputs) and self._switches.now() == self._recorded_switches
 
     def _replay(self, inputs: Sequence[Any]) -> None:
         if self._graph is None or self._recording is None:
@@ -153,6 +160,17 @@ class StepGraph(Generic[T]):
         self._grid.ledger.replayed(self._recording)
         for act in self._recording.after:
             act()
+
+
+class Switches:
+    """What a loop may switch between steps: which parameters are trained, and which modules are in training mode."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [parameter for parameter, _ in gradients_of(model).parameters.values()]
+        self._modules = list(model.modules())
+
+    def now(self) -> list[bool]:
+        return [*[each.requires_grad for each in self._parameters], *[each.training for each in self._modules]]
 
 
 def _record_nothing(stream: torch.cuda.Stream | None, device: torch.device) -> None:

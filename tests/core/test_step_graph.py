@@ -57,6 +57,38 @@ def test_only_inputs_like_the_recorded_ones_are_replayed() -> None:
     assert not _fits(([(torch.ones(2, 3), None)] * 2, torch.ones(())), recorded)
 
 
+def test_a_step_that_was_switched_since_its_recording_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ff.models.build("gpt-tiny", ff.Grid.alone("cpu"))
+    step = ff.StepGraph(lambda: "ran", model)
+    # as after a recording, which needs a GPU
+    step.reason, step._inputs, step._outputs = "", (), "replayed"
+    monkeypatch.setattr(step, "_graph", object())
+    monkeypatch.setattr(step, "_recorded_switches", step._switches.now())
+    monkeypatch.setattr(step, "_replay", lambda _: None)
+    weight = model.layers[0].mlp.up.weight
+    results = [step()]
+    for requires_grad, training in ((False, True), (True, False), (True, True)):
+        weight.requires_grad_(requires_grad)
+        model.train(training)
+        results.append(step())
+    assert results == ["replayed", "ran", "ran", "replayed"]
+
+
+def test_an_optimizer_sees_that_the_memory_of_a_recorded_step_has_moved() -> None:
+    model = ff.models.build("gpt-tiny", ff.Grid.alone("cpu"))
+    optimizer, tokens = ff.optim.AdamW(model, lr=1e-2), torch.arange(32).view(2, 16)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    recording = Recording(CPU)
+    optimizer._joins(recording)
+    (write_rates,) = recording.before
+    write_rates()
+    shard = model.layers[0].mlp.up.weight._local_tensor
+    shard.data = shard.data.clone()
+    with pytest.raises(RuntimeError, match="make a new StepGraph"):
+        write_rates()
+
+
 def test_the_first_error_of_a_failed_recording_is_the_reason() -> None:
     try:
         try:
