@@ -59,6 +59,7 @@ class StepGraph(Generic[T]):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording: Recording | None = None
         self._recorded_switches: list[bool] = []
+        self._before: GradientsBefore | None = None
         self._inputs: Any = None
         self._outputs: Any = None
         if not self.reason:
@@ -104,6 +105,7 @@ class StepGraph(Generic[T]):
             torch.cuda.synchronize(self._grid.device)  # a replay may be running
             self._graph.reset()
         self._graph = self._recording = self._inputs = self._outputs = None
+        self._before = None
         self.reason = self.reason or "the graph was released"
 
     def _record(self, inputs: Sequence[Any]) -> None:
@@ -113,11 +115,13 @@ class StepGraph(Generic[T]):
         self._inputs = tree_map_only(Tensor, lambda given: given.to(device, copy=True), inputs)
         for parameter, _ in self._gradients.parameters.values():
             local_of(parameter)  # a gather of the last optimizer step may be in flight, and its wait cannot be recorded
+        self._before = before = GradientsBefore([parameter for parameter, _ in self._gradients.parameters.values()])
         torch.cuda.synchronize(device)  # NCCL's watchdog must have nothing left to ask the device about
         gc.collect()
         collects = gc.isenabled()
         gc.disable()  # a tensor that is freed now might belong to work outside of the graph
-        checks = register_optimizer_step_pre_hook(_require_rate_on_device)
+        steps = OptimizerSteps()
+        checks = register_optimizer_step_pre_hook(steps)
         self._grid.recording = recording
         try:
             with (
@@ -127,9 +131,9 @@ class StepGraph(Generic[T]):
             ):
                 recording.begin()
                 self._outputs = self._step(*self._inputs)
+                steps.check_gradients(before.parameters)
         except Exception as error:
             fault = _cause(error)
-            self._gradients.forget_step()
         finally:
             self._grid.recording = None
             checks.remove()
@@ -137,6 +141,8 @@ class StepGraph(Generic[T]):
                 gc.enable()
         fault = self._grid.channel.decide(fault, _first_fault)
         if fault:
+            self._gradients.forget_step()  # also on ranks that could record it
+            before.restore()
             self.release()
             self.reason = fault
             _record_nothing(self._stream, device)
@@ -160,6 +166,25 @@ class StepGraph(Generic[T]):
         self._grid.ledger.replayed(self._recording)
         for act in self._recording.after:
             act()
+
+
+class GradientsBefore:
+    """The gradients that were there before a recording. A graph reads them if its step sets them to zero, and keeps
+    them in memory therefore."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._kept: list[tuple[nn.Parameter, Any, Tensor, Any]] = []
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                # with its shard and spec: summing a gradient over ranks changes them
+                self._kept.append((parameter, gradient, local_of(gradient), gradient._spec))  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        """Put them back as they were, since nothing was computed: the step that runs now may add to them."""
+        for parameter, gradient, shard, spec in self._kept:
+            gradient._local_tensor, gradient._spec = shard, spec
+            parameter.grad = gradient
 
 
 class Switches:
@@ -188,15 +213,33 @@ def why_not(model: nn.Module, device: torch.device) -> str:
     return next((why for module in model.modules() if (why := getattr(module, "not_recordable", ""))), "")
 
 
-def _require_rate_on_device(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Refuse to record an optimizer whose learning rate the graph would keep for ever."""
-    if not isinstance(optimizer, AdamW) and any(
-        not isinstance(group["lr"], Tensor) for group in optimizer.param_groups
-    ):
-        raise TypeError(
-            f"{type(optimizer).__name__} has its learning rate on the host, where a replay does not see it change; "
-            "give it lr=torch.tensor(...) on the device and capturable=True, or use ff.optim.AdamW"
-        )
+class OptimizerSteps:
+    """Is called before each step of an optimizer while a step is recorded, and refuses what replays would get wrong."""
+
+    def __init__(self) -> None:
+        self._any = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse an optimizer whose learning rate the graph would keep for ever."""
+        self._any = True
+        if not isinstance(optimizer, AdamW) and any(
+            not isinstance(group["lr"], Tensor) for group in optimizer.param_groups
+        ):
+            raise TypeError(
+                f"{type(optimizer).__name__} has its learning rate on the host, where a replay does not see it change; "
+                "give it lr=torch.tensor(...) on the device and capturable=True, or use ff.optim.AdamW"
+            )
+
+    def check_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse gradients for an optimizer outside: replays set no `parameter.grad`, nor do they add to earlier ones.
+
+        Called when everything is recorded.
+        """
+        if not self._any and any(parameter.grad is not None for parameter in parameters):
+            raise TypeError(
+                "the function leaves gradients to an optimizer outside of it, which would not find those of a replay; "
+                "let it run forward, backward and the optimizer's step"
+            )
 
 
 def _fits(inputs: Sequence[Any], recorded: Sequence[Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 import fourfold as ff
 from fourfold.ledger import Collective, Ledger
 from fourfold.recording import Recording
-from fourfold.step_graph import _cause, _first_fault, _fits, why_not
+from fourfold.step_graph import GradientsBefore, OptimizerSteps, _cause, _first_fault, _fits, why_not
 from fourfold.watch.tape import Tape, Waits, read, tape_path
 
 CPU = torch.device("cpu")
@@ -72,6 +72,36 @@ def test_a_step_that_was_switched_since_its_recording_is_not_replayed(monkeypatc
         model.train(training)
         results.append(step())
     assert results == ["replayed", "ran", "ran", "replayed"]
+
+
+def test_only_steps_with_an_optimizer_that_replays_can_follow_are_recorded() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    steps = OptimizerSteps()
+    steps.check_gradients(weights)
+    weights[0].sum().backward()
+    with pytest.raises(TypeError, match="leaves gradients to an optimizer outside"):
+        steps.check_gradients(weights)
+    with pytest.raises(TypeError, match="SGD has its learning rate on the host"):
+        steps(torch.optim.SGD(weights, lr=0.1))
+    steps(torch.optim.AdamW(weights, lr=torch.tensor(0.1)))
+    steps.check_gradients(weights)
+
+
+def test_a_step_that_could_not_be_recorded_adds_to_the_gradients_before_it() -> None:
+    model, tokens = ff.models.build("gpt-tiny", ff.Grid.alone("cpu")), torch.arange(32).view(2, 16)
+    with ff.accumulate(model):
+        model(tokens, tokens).backward()
+    weight = model.layers[0].mlp.up.weight
+    gradient = weight.grad
+    shard, spec = gradient._local_tensor, gradient._spec
+    before = GradientsBefore([weight])
+    model(tokens, tokens).backward()  # completes the gradient; a recording would not compute it
+    assert gradient._spec is not spec
+    model.gradients.forget_step()
+    before.restore()
+    assert weight.grad is gradient
+    assert gradient._local_tensor is shard
+    assert gradient._spec is spec
 
 
 def test_an_optimizer_sees_that_the_memory_of_a_recorded_step_has_moved() -> None:
