@@ -393,6 +393,21 @@ def test_attention_dropout_alone_is_drawn_in_compiled_blocks() -> None:
 
 
 @pytest.mark.usefixtures("whole_blocks")
+def test_every_norm_of_a_compiled_block_has_an_eps_of_its_own() -> None:
+    config, found = ff.models.config("llama-tiny", layers=1, qk_norm=True), []
+    for flag in (True, False):
+        model = ff.models.build(config, Grid.alone("cpu"), policy=Policy(compile=flag), dtype=torch.float64)
+        model(TOKENS, TOKENS)
+        block = model.layers[0]
+        for eps, norm in enumerate(
+            [block.attention_norm, block.attention.q_norm, block.attention.k_norm, block.mlp_norm]
+        ):
+            norm.eps = 0.1 * (eps + 1)
+        found.append(model(TOKENS, TOKENS))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("whole_blocks")
 @pytest.mark.parametrize("part", ["mlp", "attention", "mlp_dropout", "attention_dropout"])
 def test_hooks_on_the_parts_of_a_compiled_block_are_called(part: str) -> None:
     model = ff.models.build(ff.models.config("gpt-tiny", layers=1), Grid.alone("cpu"), policy=Policy(compile=True))
