@@ -226,3 +226,15 @@ def test_training_counts_on_from_a_first_pass_in_inference_mode() -> None:
     losses = [model(tokens, tokens) for model in (first, second)]
     losses[0].backward()
     assert losses[0].item() == losses[1].item()
+
+
+def test_a_new_step_draws_anew_where_no_model_counts_micro_steps() -> None:
+    grid, policy = ff.Grid.alone("cpu"), ff.Policy()
+    dropout = ff.nn.Dropout(grid, policy, 0.5)
+    ff.nn.assemble(dropout, grid, policy)
+    masks = []
+    for step in (1, 1, 2):
+        dropout.clock.begin_step(step)
+        masks.append(dropout(torch.ones(64)))
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])

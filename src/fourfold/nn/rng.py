@@ -103,6 +103,7 @@ class StepRng:
         if self._counter is not None:
             self._counter[:1].fill_(step)
             self._counter[1:].zero_()
+            self._position = self._counter.clone()
 
     def position(self, device: torch.device) -> Tensor:
         """Return [step, micro-step] on the device."""
