@@ -299,8 +299,10 @@ class Gradients:
         self._passes: set[int] = set()  # ids of running backward passes, one inside another; `_finish` removes them
         self.forward_pass = ForwardPass()
         """The forward pass that began last."""
-        self.forward_passes = 0
-        """The number of forward passes that have begun."""
+        self.passes = 0
+        """The number of forward passes that have begun, and of backward passes that have ended. The latter count for
+        layers outside of a model that begins its passes: an optimizer steps after backward, and torch's fused and
+        foreach kernels do not count what they change."""
         self._numbers = itertools.count()
         self._alive = weakref.WeakValueDictionary({next(self._numbers): self.forward_pass})
         """The forward passes whose autograd graphs exist, in their order."""
@@ -338,7 +340,7 @@ class Gradients:
             self.engine.abandon()
             self._give_up()
         self.forward_pass = ForwardPass()
-        self.forward_passes += 1
+        self.passes += 1
         if torch.is_grad_enabled():
             self._alive[next(self._numbers)] = self.forward_pass
             self._to_begin = max(0, self._to_begin - 1)
@@ -497,7 +499,9 @@ class Gradients:
                 if self.hooks._earlier:
                     self.hooks.forget(parameter)
             elif key in self._new or not self.hooks.set_aside(parameter):
-                if self.grid.recording is not None and id(before) in self.grid.recording.earlier:
+                recording = self.grid.recording
+                # a gradient that the step has set to zero is written by every replay as well
+                if recording is not None and recording.earlier.get(id(before)) == local_of(before)._version:
                     raise RuntimeError(
                         "the step adds to gradients of the step before, and a replay would add to the recorded ones; "
                         "call zero_grad() inside the step"
@@ -532,6 +536,7 @@ class Gradients:
         self._passes.discard(this_pass)
         if self._passes:
             return  # this pass ran inside another one, which is still running
+        self.passes += 1
         finished = [each for each in self._alive.values() if each.deposited]
         for each in finished:
             each.end()

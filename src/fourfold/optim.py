@@ -151,11 +151,10 @@ class AdamW(torch.optim.AdamW):
         recording.after.append(self._count_changes)
 
     def _fixed(self) -> tuple[object, ...]:
-        """Return what a recorded step keeps as it was: the options of the groups, and which tensors it works on."""
-        options: list[object] = [(group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
-        options += [parameter.requires_grad for parameter, _ in self.gradients.parameters.values()]
-        tensors = [id(tensor) for part in self.parts.values() for tensor in self.state[part].values()]
-        return options, tensors, [id(local_of(self.gradients.parameters[name][0])) for name in self.parts]
+        """Return what a recorded step keeps as it was: the options of the groups, and which memory it works on."""
+        options = [(group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+        states = [tensor.data_ptr() for part in self.parts.values() for tensor in self.state[part].values()]
+        return options, states, [local_of(self.gradients.parameters[name][0]).data_ptr() for name in self.parts]
 
     def _count_changes(self) -> None:
         """Count that the parameters have changed: torch's fused kernels do not, and the prefetcher relies on it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -187,7 +187,7 @@ class ParamGroup:
 
         A pass casts again even if the counters say that nothing changed: they do not count a change through `.data`.
         """
-        known, this_pass = self.gradients.casts, self.gradients.forward_passes
+        known, this_pass = self.gradients.casts, self.gradients.passes
         new = [at for at, key in enumerate(self.ids) if key not in known or known[key].shard is not shards[at]]
         if new:
             # Weights that one product reads lie side by side, with the zeros behind them that it reads too.
@@ -199,17 +199,20 @@ class ParamGroup:
                 used = shards[at].numel()
                 part[used:].zero_()
                 known[self.ids[at]] = CastShard(part[:used].view(shards[at].shape), shards[at], (this_pass, -1, -1))
-        copies, stale, sources = [], [], []
+        copies, stale, sources, changed = [], [], [], False
         for key, parameter, shard in zip(self.ids, self.parameters, shards, strict=True):
             kept = known[key]
             version = this_pass, parameter._version, shard._version
             if kept.version != version:
+                changed = changed or kept.version[1:] != version[1:]
                 kept.version = version
                 stale.append(kept.copy)
                 sources.append(shard)
             copies.append(kept.copy)
         if stale:
-            with torch.no_grad():
+            # Autograd must not count a second cast of the same values as a change: an earlier pass may have saved them.
+            counted = nullcontext() if changed else torch.autograd._unsafe_preserve_version_counter(tuple(stale))
+            with torch.no_grad(), counted:
                 torch._foreach_copy_(stale, sources)
         return copies
 

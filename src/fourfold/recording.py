@@ -33,8 +33,8 @@ class Recording:
         """Called before each replay."""
         self.after: list[Callable[[], None]] = []
         """Called after each replay was launched."""
-        self.earlier: set[int] = set()
-        """The ids of gradients that existed before the step; a replay finds others in their place."""
+        self.earlier: dict[int, int] = {}
+        """How often each gradient of before the step was written, by its id; a replay finds others in their place."""
         self._marks = torch.arange(MOST_MARKS, device=device)
         self._replays = torch.zeros(1, dtype=torch.int64, device=device)
         self._progress = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -18,6 +18,7 @@ Invariant: a replay computes what the function would compute, bit for bit.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -44,19 +45,26 @@ class StepGraph(Generic[T]):
 
     `step` runs forward, backward and the optimizer, and returns tensors, in any nesting. It is called while recording
     and never again, so whatever else it does on the host happens only then: schedulers and logs belong outside. Inputs
-    may be tensors and None, also nested; a call with other shapes than the recorded one, or in evaluation mode, runs
-    the function itself.
+    may be tensors and None, also nested; a call with other shapes than the recorded one runs the function itself, and
+    so does a call while other parameters are frozen, or other modules in training mode, than in the recorded one.
     """
 
     def __init__(self, step: Callable[..., T], model: nn.Module, *, warmup: int = WARMUP) -> None:
         gradients = gradients_of(model)
-        self._step, self._model, self._gradients, self._grid = step, model, gradients, gradients.grid
-        self._warmup, self._calls = warmup, 0
+        self._step, self._gradients, self._grid = step, gradients, gradients.grid
+        self._switches = Switches(model)
+        self._warmup = warmup
+        self._warmed: Sequence[Any] = ()
+        self._calls = 0  # with inputs of the shapes of `_warmed`
+        self.replayed = False
+        """Whether the last call was a replay."""
         self.reason = why_not(model, self._grid.device)
         """Why steps are not recorded, in words; empty if they are, or will be after the first calls."""
         self._stream: torch.cuda.Stream | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording: Recording | None = None
+        self._recorded_switches: list[bool] = []
+        self._before: GradientsBefore | None = None
         self._inputs: Any = None
         self._outputs: Any = None
         if not self.reason:
@@ -73,10 +81,13 @@ class StepGraph(Generic[T]):
         if self.reason:
             return self._step(*inputs)
         with self.on_stream():
+            if self._graph is None and not _fits(inputs, self._warmed):
+                self._warmed, self._calls = _alike_without_values(inputs), 0
             self._calls += 1
-            if self._graph is None and self._calls > self._warmup and self._model.training:
+            if self._graph is None and self._calls > self._warmup:
                 self._record(inputs)
-            if self._graph is None or not (self._model.training and _fits(inputs, self._inputs)):
+            self.replayed = self._graph is not None and self._replayable(inputs)
+            if not self.replayed:
                 return self._step(*inputs)
             self._replay(inputs)
         # on the caller's stream, which has waited: the next replay overwrites the graph's own tensors
@@ -102,6 +113,7 @@ class StepGraph(Generic[T]):
             torch.cuda.synchronize(self._grid.device)  # a replay may be running
             self._graph.reset()
         self._graph = self._recording = self._inputs = self._outputs = None
+        self._before = None
         self.reason = self.reason or "the graph was released"
 
     def _record(self, inputs: Sequence[Any]) -> None:
@@ -111,13 +123,13 @@ class StepGraph(Generic[T]):
         self._inputs = tree_map_only(Tensor, lambda given: given.to(device, copy=True), inputs)
         for parameter, _ in self._gradients.parameters.values():
             local_of(parameter)  # a gather of the last optimizer step may be in flight, and its wait cannot be recorded
-        recording.earlier = {id(parameter.grad) for parameter, _ in self._gradients.parameters.values()}
-        recording.earlier.discard(id(None))
+        self._before = before = GradientsBefore([parameter for parameter, _ in self._gradients.parameters.values()])
         torch.cuda.synchronize(device)  # NCCL's watchdog must have nothing left to ask the device about
         gc.collect()
         collects = gc.isenabled()
         gc.disable()  # a tensor that is freed now might belong to work outside of the graph
-        checks = register_optimizer_step_pre_hook(_require_rate_on_device)
+        steps = OptimizerSteps()
+        checks = register_optimizer_step_pre_hook(steps)
         self._grid.recording = recording
         try:
             with (
@@ -127,9 +139,9 @@ class StepGraph(Generic[T]):
             ):
                 recording.begin()
                 self._outputs = self._step(*self._inputs)
+                steps.check_gradients(before.parameters)
         except Exception as error:
             fault = _cause(error)
-            self._gradients.forget_step()
         finally:
             self._grid.recording = None
             checks.remove()
@@ -137,11 +149,17 @@ class StepGraph(Generic[T]):
                 gc.enable()
         fault = self._grid.channel.decide(fault, _first_fault)
         if fault:
+            self._gradients.forget_step()  # also on ranks that could record it
+            before.restore()
             self.release()
             self.reason = fault
             _record_nothing(self._stream, device)
         else:
-            self._graph, self._recording = graph, recording
+            self._graph, self._recording, self._recorded_switches = graph, recording, self._switches.now()
+
+    def _replayable(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the function would do with these inputs what the graph does."""
+        return _fits(inputs, self._inputs) and self._switches.now() == self._recorded_switches
 
     def _replay(self, inputs: Sequence[Any]) -> None:
         if self._graph is None or self._recording is None:
@@ -156,6 +174,40 @@ class StepGraph(Generic[T]):
         self._grid.ledger.replayed(self._recording)
         for act in self._recording.after:
             act()
+
+
+class GradientsBefore:
+    """The gradients that were there before a recording. A graph reads them if its step sets them to zero, and keeps
+    them in memory therefore."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._kept: list[tuple[nn.Parameter, Any, Tensor, Any]] = []
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                # with its shard and spec: summing a gradient over ranks changes them
+                self._kept.append((parameter, gradient, local_of(gradient), gradient._spec))  # type: ignore[attr-defined]
+
+    def versions(self) -> dict[int, int]:
+        """Return how often each shard was written, by the id of its gradient."""
+        return {id(gradient): shard._version for _, gradient, shard, _ in self._kept}
+
+    def restore(self) -> None:
+        """Put them back as they were, since nothing was computed: the step that runs now may add to them."""
+        for parameter, gradient, shard, spec in self._kept:
+            gradient._local_tensor, gradient._spec = shard, spec
+            parameter.grad = gradient
+
+
+class Switches:
+    """What a loop may switch between steps: which parameters are trained, and which modules are in training mode."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [parameter for parameter, _ in gradients_of(model).parameters.values()]
+        self._modules = list(model.modules())
+
+    def now(self) -> list[bool]:
+        return [*[each.requires_grad for each in self._parameters], *[each.training for each in self._modules]]
 
 
 def _record_nothing(stream: torch.cuda.Stream | None, device: torch.device) -> None:
@@ -173,21 +225,44 @@ def why_not(model: nn.Module, device: torch.device) -> str:
     return next((why for module in model.modules() if (why := getattr(module, "not_recordable", ""))), "")
 
 
-def _require_rate_on_device(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Refuse to record an optimizer whose learning rate the graph would keep for ever."""
-    if not isinstance(optimizer, AdamW) and any(
-        not isinstance(group["lr"], Tensor) for group in optimizer.param_groups
-    ):
-        raise TypeError(
-            f"{type(optimizer).__name__} has its learning rate on the host, where a replay does not see it change; "
-            "give it lr=torch.tensor(...) on the device and capturable=True, or use ff.optim.AdamW"
-        )
+class OptimizerSteps:
+    """Is called before each step of an optimizer while a step is recorded, and refuses what replays would get wrong."""
+
+    def __init__(self) -> None:
+        self._any = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse an optimizer whose learning rate the graph would keep for ever."""
+        self._any = True
+        if not isinstance(optimizer, AdamW) and any(
+            not isinstance(group["lr"], Tensor) for group in optimizer.param_groups
+        ):
+            raise TypeError(
+                f"{type(optimizer).__name__} has its learning rate on the host, where a replay does not see it change; "
+                "give it lr=torch.tensor(...) on the device and capturable=True, or use ff.optim.AdamW"
+            )
+
+    def check_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse gradients for an optimizer outside: replays set no `parameter.grad`, nor do they add to earlier ones.
+
+        Called when everything is recorded.
+        """
+        if not self._any and any(parameter.grad is not None for parameter in parameters):
+            raise TypeError(
+                "the function leaves gradients to an optimizer outside of it, which would not find those of a replay; "
+                "let it run forward, backward and the optimizer's step"
+            )
 
 
 def _fits(inputs: Sequence[Any], recorded: Sequence[Any]) -> bool:
     """Return whether inputs have the structure, shapes and dtypes of the recorded ones."""
     (given, structure), (static, expected) = tree_flatten(inputs), tree_flatten(recorded)
     return structure == expected and all(_alike(*pair) for pair in zip(given, static, strict=True))
+
+
+def _alike_without_values(inputs: Sequence[Any]) -> Sequence[Any]:
+    """Return inputs with the shapes and dtypes of these, without their memory."""
+    return tree_map_only(Tensor, lambda given: torch.empty_like(given, device="meta"), inputs)
 
 
 def _alike(given: Any, static: Any) -> bool:
@@ -198,7 +273,8 @@ def _alike(given: Any, static: Any) -> bool:
 
 def _cause(error: BaseException) -> str:
     """Return the first line of the error that came first: ending a failed recording raises another one."""
-    while error.__context__ is not None:
+    outer = sys.exception()  # what the caller handles already, if anything
+    while error.__context__ is not None and error.__context__ is not outer:
         error = error.__context__
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 

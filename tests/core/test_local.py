@@ -412,6 +412,77 @@ def test_a_whole_block_deposits_and_sends_what_its_layers_do(ranks) -> None:
         assert sent == expected_sent
 
 
+@pytest.fixture
+def whole_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiler replaced by one that leaves functions as they are: blocks run whole, but eagerly."""
+    monkeypatch.setattr(kernels, "_compiled", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compiled_block.compiled.cache_clear()
+    yield
+    compiled_block.compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("whole_blocks")
+def test_attention_dropout_alone_is_drawn_in_compiled_blocks() -> None:
+    config = ff.models.config("gpt-tiny", layers=1, dropout=0.0, attention_dropout=0.5)
+    models = [ff.models.build(config, Grid.alone("cpu"), policy=Policy(compile=flag)) for flag in (True, False)]
+    torch.testing.assert_close(*(model(TOKENS, TOKENS) for model in models))
+    torch.testing.assert_close(*(model.eval()(TOKENS, TOKENS) for model in models))
+
+
+@pytest.mark.usefixtures("whole_blocks")
+def test_every_norm_of_a_compiled_block_has_an_eps_of_its_own() -> None:
+    config, found = ff.models.config("llama-tiny", layers=1, qk_norm=True), []
+    for flag in (True, False):
+        model = ff.models.build(config, Grid.alone("cpu"), policy=Policy(compile=flag), dtype=torch.float64)
+        model(TOKENS, TOKENS)
+        block = model.layers[0]
+        for eps, norm in enumerate(
+            [block.attention_norm, block.attention.q_norm, block.attention.k_norm, block.mlp_norm]
+        ):
+            norm.eps = 0.1 * (eps + 1)
+        found.append(model(TOKENS, TOKENS))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("whole_blocks")
+@pytest.mark.parametrize("part", ["mlp", "attention", "mlp_dropout", "attention_dropout"])
+def test_hooks_on_the_parts_of_a_compiled_block_are_called(part: str) -> None:
+    model = ff.models.build(ff.models.config("gpt-tiny", layers=1), Grid.alone("cpu"), policy=Policy(compile=True))
+    called = []
+    model.layers[0].get_submodule(part).register_full_backward_hook(lambda *_: called.append(part))
+    model(TOKENS, TOKENS).backward()
+    assert called == [part]
+
+
+@pytest.mark.usefixtures("whole_blocks")
+def test_passes_may_run_between_a_compiled_block_and_its_backward() -> None:
+    """The block has saved the kept casts of its weights, which the other passes cast again."""
+    found = []
+    for keep in (True, False):
+        policy = Policy(compile=True, compute_dtype=torch.float32, keep_casts=keep)
+        config = ff.models.config("gpt-tiny", layers=1)
+        model = ff.models.build(config, Grid.alone("cpu"), policy=policy, dtype=torch.float64)
+        first = model(TOKENS, TOKENS)
+        with torch.inference_mode():
+            model(TOKENS, TOKENS)
+        (first + model(TOKENS.flip(1), TOKENS)).backward()
+        found.append([local_of(parameter.grad) for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("whole_blocks")
+def test_a_change_of_weights_between_a_compiled_block_and_its_backward_is_an_error() -> None:
+    policy, config = Policy(compile=True, compute_dtype=torch.float32), ff.models.config("gpt-tiny", layers=1)
+    model = ff.models.build(config, Grid.alone("cpu"), policy=policy, dtype=torch.float64)
+    loss = model(TOKENS, TOKENS)
+    with torch.no_grad():
+        model.layers[0].mlp.up.weight.mul_(2)
+        model(TOKENS, TOKENS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_dry_run_compiles_nothing(tracing: list[str]) -> None:
     model = ff.models.build("gpt-tiny", Grid.alone("cpu"), policy=Policy(compile=True), device="meta")
     tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")

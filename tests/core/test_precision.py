@@ -134,6 +134,22 @@ def test_casts_that_are_kept_are_made_once_in_a_pass_and_change_nothing(ranks) -
             assert oftener > 1.5  # a joint cast of q, k and v counts once for q
 
 
+def test_layers_without_a_model_read_what_any_optimizer_has_written() -> None:
+    """Nobody begins their passes, and torch's foreach and fused kernels do not count changes of a DTensor."""
+    losses = []
+    for keep in (True, False):
+        grid, policy = Grid.alone("cpu"), Policy(compute_dtype=torch.float32, keep_casts=keep)
+        layer = ff.nn.Expand(grid, policy, 4, 4)
+        ff.nn.assemble(layer, grid, policy, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, foreach=True)
+        for _ in range(3):
+            loss = layer(torch.ones(2, 4), 2).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
 def change_dtype() -> set[torch.dtype]:
     """The dtypes of gradients and of the loss after a model that has run before was cast."""
     grid = grid_of(Shape(z=2))

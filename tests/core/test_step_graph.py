@@ -10,7 +10,7 @@ import torch
 import fourfold as ff
 from fourfold.ledger import Collective, Ledger
 from fourfold.recording import Recording
-from fourfold.step_graph import _cause, _first_fault, _fits, why_not
+from fourfold.step_graph import GradientsBefore, OptimizerSteps, _cause, _first_fault, _fits, why_not
 from fourfold.watch.tape import Tape, Waits, read, tape_path
 
 CPU = torch.device("cpu")
@@ -55,6 +55,68 @@ def test_only_inputs_like_the_recorded_ones_are_replayed() -> None:
     assert not _fits(([(torch.ones(2, 3).double(), None)], torch.ones(())), recorded)
     assert not _fits(([(torch.ones(2, 3), torch.ones(3))], torch.ones(())), recorded)
     assert not _fits(([(torch.ones(2, 3), None)] * 2, torch.ones(())), recorded)
+
+
+def test_a_step_that_was_switched_since_its_recording_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ff.models.build("gpt-tiny", ff.Grid.alone("cpu"))
+    step = ff.StepGraph(lambda: "ran", model)
+    # as after a recording, which needs a GPU
+    step.reason, step._inputs, step._outputs = "", (), "replayed"
+    monkeypatch.setattr(step, "_graph", object())
+    monkeypatch.setattr(step, "_recorded_switches", step._switches.now())
+    monkeypatch.setattr(step, "_replay", lambda _: None)
+    weight = model.layers[0].mlp.up.weight
+    results = [step()]
+    for requires_grad, training in ((False, True), (True, False), (True, True)):
+        weight.requires_grad_(requires_grad)
+        model.train(training)
+        results.append(step())
+    assert results == ["replayed", "ran", "ran", "replayed"]
+
+
+def test_only_steps_with_an_optimizer_that_replays_can_follow_are_recorded() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    steps = OptimizerSteps()
+    steps.check_gradients(weights)
+    weights[0].sum().backward()
+    with pytest.raises(TypeError, match="leaves gradients to an optimizer outside"):
+        steps.check_gradients(weights)
+    with pytest.raises(TypeError, match="SGD has its learning rate on the host"):
+        steps(torch.optim.SGD(weights, lr=0.1))
+    steps(torch.optim.AdamW(weights, lr=torch.tensor(0.1)))
+    steps.check_gradients(weights)
+
+
+def test_a_step_that_could_not_be_recorded_adds_to_the_gradients_before_it() -> None:
+    model, tokens = ff.models.build("gpt-tiny", ff.Grid.alone("cpu")), torch.arange(32).view(2, 16)
+    with ff.accumulate(model):
+        model(tokens, tokens).backward()
+    weight = model.layers[0].mlp.up.weight
+    gradient = weight.grad
+    shard, spec = gradient._local_tensor, gradient._spec
+    before = GradientsBefore([weight])
+    model(tokens, tokens).backward()  # completes the gradient; a recording would not compute it
+    assert gradient._spec is not spec
+    model.gradients.forget_step()
+    before.restore()
+    assert weight.grad is gradient
+    assert gradient._local_tensor is shard
+    assert gradient._spec is spec
+
+
+def test_an_optimizer_sees_that_the_memory_of_a_recorded_step_has_moved() -> None:
+    model = ff.models.build("gpt-tiny", ff.Grid.alone("cpu"))
+    optimizer, tokens = ff.optim.AdamW(model, lr=1e-2), torch.arange(32).view(2, 16)
+    model(tokens, tokens).backward()
+    optimizer.step()
+    recording = Recording(CPU)
+    optimizer._joins(recording)
+    (write_rates,) = recording.before
+    write_rates()
+    shard = model.layers[0].mlp.up.weight._local_tensor
+    shard.data = shard.data.clone()
+    with pytest.raises(RuntimeError, match="make a new StepGraph"):
+        write_rates()
 
 
 def test_the_first_error_of_a_failed_recording_is_the_reason() -> None:
@@ -152,3 +214,27 @@ def test_masks_follow_the_step_that_is_set() -> None:
     first, second = losses(1), losses(2)
     assert len({*first, *second}) == 4
     assert losses(1) == first
+
+
+def test_training_counts_on_from_a_first_pass_in_inference_mode() -> None:
+    config = ff.models.config("gpt-tiny", layers=1, dropout=0.3, attention_dropout=0.0)
+    first, second = (ff.models.build(config, ff.Grid.alone("cpu")) for _ in range(2))
+    tokens = torch.arange(32).view(2, 16)
+    with torch.inference_mode():  # in training mode, as for an estimate of the model's uncertainty
+        first(tokens, tokens)
+    second(tokens, tokens)
+    losses = [model(tokens, tokens) for model in (first, second)]
+    losses[0].backward()
+    assert losses[0].item() == losses[1].item()
+
+
+def test_a_new_step_draws_anew_where_no_model_counts_micro_steps() -> None:
+    grid, policy = ff.Grid.alone("cpu"), ff.Policy()
+    dropout = ff.nn.Dropout(grid, policy, 0.5)
+    ff.nn.assemble(dropout, grid, policy)
+    masks = []
+    for step in (1, 1, 2):
+        dropout.clock.begin_step(step)
+        masks.append(dropout(torch.ones(64)))
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])

@@ -34,15 +34,15 @@ from fourfold.product import Factor, matmul_into
 class BlockKind:
     """What distinguishes compiled functions from each other, beside shapes and dtypes."""
 
-    eps: float
-    """The number that keeps the deviation of a norm from 0."""
+    eps: tuple[float, ...]
+    """The number that keeps the deviation from 0, for each norm in the order in which `block` reads them."""
     head_dim: int
     widths: tuple[int, ...]
     """The columns of q, k and v."""
     grouped: bool
     """Whether several query heads read one KV head. A field, because torch may compile for any widths."""
     swiglu: bool
-    head_norm_eps: float | None
+    head_norms: bool
 
 
 class BlockLayerNorm(torch.autograd.Function):
@@ -125,12 +125,12 @@ def block(
 
     `weights` and `sinks` have an entry for each norm and product, in the order in which they are read here.
     """
-    parts = iter(zip(weights, sinks, strict=True))
+    parts, epsilons = iter(zip(weights, sinks, strict=True)), iter(kind.eps)
 
-    def norm(a: Tensor, eps: float = kind.eps) -> Tensor:
+    def norm(a: Tensor) -> Tensor:
         own, for_gradients = next(parts)
         function = BlockRmsNorm if len(own) == 1 else BlockLayerNorm
-        return function.apply(a, *own, *for_gradients, eps)
+        return function.apply(a, *own, *for_gradients, next(epsilons))
 
     def product(a: Tensor) -> Tensor:
         own, for_gradients = next(parts)
@@ -140,8 +140,8 @@ def block(
     total = a if delta is None else a + delta
     flat = product(norm(total)).split(kind.widths, dim=1)
     q, k, v = (part.reshape(rows, len(a) // rows, -1, kind.head_dim) for part in flat)
-    if kind.head_norm_eps is not None:
-        q, k = norm(q, kind.head_norm_eps), norm(k, kind.head_norm_eps)
+    if kind.head_norms:
+        q, k = norm(q), norm(k)
     if rope is not None:
         q, k = kernels.rotate(q, *rope), kernels.rotate(k, *rope)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -250,14 +250,6 @@ class CompiledBlock:
 
     def __init__(self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP) -> None:
         self.parts = attention_norm, attention, mlp_norm, mlp
-        self.kind = BlockKind(
-            attention_norm.eps,
-            attention.head_dim,
-            (attention.q.width, attention.k.width, attention.v.width),
-            attention.heads != attention.kv_heads,
-            mlp.gate is not None,
-            None if attention.q_norm is None else attention.q_norm.eps,
-        )
         self._known: BlockWeights | None = None
 
     def weights(self) -> BlockWeights:
@@ -273,5 +265,13 @@ class CompiledBlock:
             join(mlp.down),
         ]
         if self._known is None or any(a is not b for a, b in zip(readers, self._known.readers, strict=True)):
-            self._known = BlockWeights(self.kind, readers)
+            kind = BlockKind(
+                tuple(reader.eps for reader in readers if isinstance(reader, NormSpec)),
+                attention.head_dim,
+                (attention.q.width, attention.k.width, attention.v.width),
+                attention.heads != attention.kv_heads,
+                mlp.gate is not None,
+                attention.q_norm is not None,
+            )
+            self._known = BlockWeights(kind, readers)
         return self._known

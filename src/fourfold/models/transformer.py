@@ -91,10 +91,9 @@ class TransformerBlock(Layer):
         self.mlp = MLP(grid, policy, config.hidden, config.mlp_hidden, kind=config.mlp, **both)
         self.mlp_dropout = Dropout(grid, policy, config.dropout)
         alone = all(grid.size(axis) == 1 for axis in ("x", "y", GATHERED))
-        draws = config.dropout > 0 or config.dropout_of_attention > 0
         plain_norm = config.norm == "rms" or config.bias  # a LayerNorm without bias runs by itself
-        self._may_run_whole = policy.compile and alone and policy.recompute == "none" and not draws and plain_norm
-        """Whether the block may run as one compiled function: nothing travels inside it, and nothing is drawn."""
+        self._may_run_whole = policy.compile and alone and policy.recompute == "none" and plain_norm
+        """Whether the block may run as one compiled function where it draws nothing: nothing travels inside it."""
         self._whole: CompiledBlock | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,6 +152,8 @@ class TransformerBlock(Layer):
     def _weights_of_whole(self) -> BlockWeights | None:
         """Return the weights for the compiled block, or None if its parts have to run one by one."""
         parts = self.attention_norm, self.attention, self.mlp_norm, self.mlp
+        if self.attention_dropout.acts or self.mlp_dropout.acts or self.attention.drops:
+            return None
         if not can_run_whole(*parts):
             return None
         if self._whole is None or self._whole.parts != parts:

@@ -126,10 +126,14 @@ class Attention(Layer):
         self.k_norm = HeadNorm(grid, policy, head_dim, eps=head_norm_eps) if normed else None
 
     @property
+    def drops(self) -> bool:
+        """Whether attention dropout is drawn now."""
+        return self.training and self.dropout > 0
+
+    @property
     def not_recordable(self) -> str:
         """Why no CUDA graph can contain this layer; empty if one can."""
-        drops = self.training and self.dropout > 0
-        return f"attention dropout of {self.label} draws from a generator that the host seeds" if drops else ""
+        return f"attention dropout of {self.label} draws from a generator that the host seeds" if self.drops else ""
 
     def forward(self, a: Tensor, batch: Batch) -> Tensor:
         return self.out.leave(self.engine.alone(self.turns(a, batch)), batch.tokens).wait()

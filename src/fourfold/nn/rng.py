@@ -100,15 +100,18 @@ class StepRng:
 
     def begin_step(self, step: int) -> None:
         self.step, self.micro_step = step, 0
-        if self._counter is not None:
+        if self._counter is not None and self._position is not None:
             self._counter[:1].fill_(step)
             self._counter[1:].zero_()
+            # in place: a recorded step of a model that never advances reads this tensor
+            self._position.copy_(self._counter)
 
     def position(self, device: torch.device) -> Tensor:
         """Return [step, micro-step] on the device."""
         if self._position is None or self._position.device != device:
-            self._counter = torch.tensor([self.step, self.micro_step], device=device)
-            self._position = self._counter.clone()
+            with torch.inference_mode(False):  # training may count on from here
+                self._counter = torch.tensor([self.step, self.micro_step], device=device)
+                self._position = self._counter.clone()
         return self._position
 
     @contextmanager
@@ -126,7 +129,8 @@ class StepRng:
         known = self._keys.get((name, self.engine.turn))
         if known is None or known.device != device:
             key = key_of(self.seed, name, *self._place(grid, cut))
-            known = self._keys[name, self.engine.turn] = torch.tensor(key, device=device)
+            with torch.inference_mode(False):  # kept for training
+                known = self._keys[name, self.engine.turn] = torch.tensor(key, device=device)
         return known
 
     def key(self, name: str, grid: Grid, cut: Layout) -> int:

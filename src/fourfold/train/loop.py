@@ -385,7 +385,7 @@ class Run:
             self._note(f"steps are not recorded as a CUDA graph: {graph.reason}")
         clipped = Clipped(norm, self.grid, self._gradient_names, shards)
         data = self.loader.state()
-        metrics = self.meter.end(replayed=graph is not None and graph.recorded)
+        metrics = self.meter.end(replayed=graph is not None and graph.replayed)
         self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, data, metrics))
 
     def _compute(self, batches: Sequence[TokenBatch], skip_above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
