@@ -189,8 +189,7 @@ class Prefetcher:
         if in_use.uses_left:
             self._in_use[wanted.key] = in_use
         elif not keep:
-            for buffer in wanted.buffers(in_use.value):
-                self.buffers.give_back(buffer)
+            self._free(wanted, in_use.value)
 
     @contextmanager
     def using(self, wanted: WeightGather[T], *, uses: int, keep: bool = False) -> Iterator[T]:

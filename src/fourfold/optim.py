@@ -140,9 +140,8 @@ class AdamW(torch.optim.AdamW):
         def write_rates() -> None:
             if self._fixed() != fixed:
                 raise RuntimeError(
-                    "since the step was recorded, betas, eps or weight_decay were changed, parameters were frozen, the "
-                    "state of the optimizer was loaded, or the model was moved; replays would not see it: make a new "
-                    "StepGraph"
+                    "since the step was recorded, betas, eps or weight_decay were changed, the state of the optimizer "
+                    "was loaded, or the model was moved; replays would not see it: make a new StepGraph"
                 )
             for group, rate in zip(self.param_groups, self._rates, strict=True):
                 rate.fill_(group["lr"])

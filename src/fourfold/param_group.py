@@ -9,8 +9,8 @@ deposited in `Gradients`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -133,12 +133,9 @@ class ParamGroup:
             during.use(self.ids)
         return during
 
-    @contextmanager
-    def using(self, *, turns: int, keep: bool = False) -> Iterator[list[Tensor]]:
+    def using(self, *, turns: int, keep: bool = False) -> AbstractContextManager[list[Tensor]]:
         """Yield the members in compute layout and dtype, for one of `turns` halves; with `keep` they are not reused."""
-        held = self.engine.prefetcher.take(self, turns)
-        yield held.value
-        self.engine.prefetcher.release(self, held, keep=keep)
+        return self.engine.prefetcher.using(self, uses=turns, keep=keep)
 
     def launch(self) -> Pending[list[Tensor]] | Arrived[list[Tensor]]:
         """Launch the gather of all members."""
