@@ -17,7 +17,7 @@ from importlib import import_module
 
 from fourfold.commands.options import parser
 from fourfold.environment import end_with_launcher, inside_a_job, is_watched, started_by_torchrun
-from fourfold.errors import Failure, LostReaderError, failure_of
+from fourfold.errors import FailedElsewhereError, Failure, LostReaderError, failure_of
 from fourfold.train.console import drain_output, unblocked_output
 from fourfold.train.signals import INTERRUPTED, READABLE, ignore_signals
 
@@ -91,12 +91,13 @@ def _failed(error: Exception) -> int:
         said = f"the machine is out of memory ({why}); {HostMemory.read()}; to use less: {LESS_ON_HOST}"
     elif failure is Failure.ERROR:
         said = "".join(traceback.format_exception(error))
-    report_failure(said, failure)
+    report_failure(said, failure, elsewhere=isinstance(error, FailedElsewhereError))
     return _leave(1)
 
 
 def _unread(error: BrokenPipeError) -> int:
     """Tell our launcher that the data of this rank has lost its reader, which no restart would change."""
+    ignore_signals()  # as in `_failed`
     from fourfold.train.launch import report_failure
 
     report_failure(plain(error), Failure.USER)

@@ -163,21 +163,25 @@ def test_who_holds_up_the_start_is_said_with_what_is_known() -> None:
     assert all(Heartbeat.of(beat.text()) == beat for beat in beats.values())
 
 
+def wait_for_state(process: int, state: ProcessState) -> None:
+    until = time.monotonic() + 20
+    while process_state(process) is not state:
+        assert time.monotonic() < until
+
+
 @needs_proc
 def test_the_state_of_a_process_is_what_the_kernel_says() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert process_state(process.pid) is ProcessState.RUNS
+        wait_for_state(process.pid, ProcessState.RUNS)  # first it may be blocked by the disk that holds its program
         assert process_state(process.pid, 1) is ProcessState.GONE, "another process has the number now"
         process.send_signal(signal.SIGSTOP)
-        until = time.monotonic() + 20
-        while process_state(process.pid) is not ProcessState.STOPPED:
-            assert time.monotonic() < until
+        wait_for_state(process.pid, ProcessState.STOPPED)
         process.kill()
     assert process_state(process.pid) is ProcessState.GONE
 
 
-def end(rank: int, exit_code: int, failure: Failure | None, at: float = 0.0) -> RankEnd:
-    return RankEnd(rank, 4711 + rank, exit_code, failure, "", at)
+def end(rank: int, exit_code: int, failure: Failure | None, at: float = 0.0, *, elsewhere: bool = False) -> RankEnd:
+    return RankEnd(rank, 4711 + rank, exit_code, failure, "", at, elsewhere)
 
 
 def test_the_first_cause_is_what_knows_most() -> None:
@@ -187,6 +191,12 @@ def test_the_first_cause_is_what_knows_most() -> None:
     in_order = [diagnosis, killed, users, error, death, lost]
     for place, first in enumerate(in_order):
         assert first_cause(reversed(in_order[place:])) is first
+
+
+def test_a_rank_with_an_error_of_its_own_comes_before_one_that_heard_of_it_and_ended_first() -> None:
+    heard, own = end(1, 1, Failure.USER, 1, elsewhere=True), end(0, 1, Failure.USER, 2)
+    assert first_cause([heard, own]) is own
+    assert first_cause([heard, end(2, 1, Failure.LOST_PEER, 0)]) is heard
 
 
 def test_a_rank_that_was_killed_after_it_lost_a_connection_was_killed() -> None:

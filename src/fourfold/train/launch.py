@@ -218,8 +218,10 @@ def _launch(
 
 def _end(rank: int, failure: ProcessFailure) -> RankEnd:
     data = failure.error_file_data
-    kind = Failure(data["kind"]) if isinstance(data, dict) and "kind" in data else None
-    return RankEnd(rank, failure.pid, failure.exitcode, kind, failure.message, failure.timestamp)
+    told = data if isinstance(data, dict) and "kind" in data else {}  # torch writes such files as well
+    kind = Failure(told["kind"]) if told else None
+    elsewhere = told.get("elsewhere", False)
+    return RankEnd(rank, failure.pid, failure.exitcode, kind, failure.message, failure.timestamp, elsewhere)
 
 
 def restart_pause(times: int) -> float:
@@ -324,15 +326,17 @@ def explain(end: RankEnd) -> str:
     return lines[0] if len(lines) == 1 else f"rank {end.rank}: {end.message.strip()}"
 
 
-def report_failure(message: str, kind: Failure, *, whole: bool = True) -> None:
+def report_failure(message: str, kind: Failure, *, elsewhere: bool = False, whole: bool = True) -> None:
     """Report why this rank fails to whoever started it: to our launcher in the agent's file, to others on stderr.
 
-    Without `whole` only the first line goes to stderr, because another rank prints all of it.
+    `elsewhere`: the error is another rank's, which reports it too. Without `whole` only the first line goes to stderr,
+    because another rank prints all of it.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if is_watched() and path:
         # The file appears whole or not at all, because this rank may be killed while it writes.
-        write_json(Path(path), {"message": message, "timestamp": str(int(time.time())), "kind": kind})
+        told = {"message": message, "timestamp": str(int(time.time())), "kind": kind, "elsewhere": elsewhere}
+        write_json(Path(path), told)
         return
     shown = message if whole else message.partition("\n")[0]
     print(f"fourfold: error: {rank_name()}{shown}", file=sys.stderr, flush=True)

@@ -112,7 +112,9 @@ class RankEnd:
     """The kind that the rank wrote into its failure file; None if it could not write one."""
     message: str
     time: float
-    """When it failed, by the wall clock."""
+    """When it failed, by the wall clock, in whole seconds."""
+    elsewhere: bool = False
+    """Whether the rank only knew that another one had failed."""
 
     @property
     def killed(self) -> bool:
@@ -120,7 +122,7 @@ class RankEnd:
 
 
 def first_cause(ends: Iterable[RankEnd]) -> RankEnd:
-    """Choose which rank's error to show, and among equals the one that failed first:
+    """Choose which rank's error to show, and among equals the one whose own error it was, or else the first in time:
 
     1. a diagnosis that names who is stuck, or what the ranks disagree on;
     2. a rank whose process was killed: its exit code says how it died, other ranks only see that it did;
@@ -130,10 +132,10 @@ def first_cause(ends: Iterable[RankEnd]) -> RankEnd:
 
     places: dict[Failure | None, int] = {Failure.DIAGNOSIS: 1, Failure.DEATH: 4, Failure.LOST_PEER: 4}
 
-    def order(end: RankEnd) -> tuple[int, float]:
+    def order(end: RankEnd) -> tuple[int, bool, float]:
         # A rank that reported a diagnosis or a death had found it before it was killed; of any other the signal counts.
         reported = end.failure in (Failure.DIAGNOSIS, Failure.DEATH)
-        return 2 if end.killed and not reported else places.get(end.failure, 3), end.time
+        return 2 if end.killed and not reported else places.get(end.failure, 3), end.elsewhere, end.time
 
     return min(ends, key=order)
 
