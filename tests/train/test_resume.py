@@ -868,7 +868,7 @@ def test_a_rank_that_fails_is_not_interrupted_while_it_says_why(tmp_path: Path) 
         os.environ["RANK"] = "1"
         raise_on_signals()
 
-        def told(why: str, kind: Failure) -> None:
+        def told(why: str, kind: Failure, **_: bool) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             (tmp_path / "said").write_text(f"{why}, {kind}")
 
