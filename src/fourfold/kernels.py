@@ -7,9 +7,10 @@ are those that this rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,20 @@ def region(function: Callable[..., Any], like: Tensor, *, compiled: bool) -> Cal
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     allow_recompiling()
     return torch.compile(function, fullgraph=True)
+
+
+@cache
+def compiled_for(function: Any, kind: Hashable) -> Callable[..., Any]:
+    """Return a function compiled for one value of its keyword argument `kind`, with a cache of its own.
+
+    torch takes numbers and sizes that differ between two calls of one function for variable ones. It would compile for
+    any width of a head once there are two kinds, so each kind has a function of its own name.
+    """
+    allow_recompiling()
+    name = f"{function.__name__}_{abs(hash(kind)):x}"
+    own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name, function.__defaults__)
+    own.__kwdefaults__ = {"kind": kind}
+    return torch.compile(own, fullgraph=True)
 
 
 def allow_recompiling() -> None:
@@ -195,8 +210,61 @@ def gelu(up: Tensor) -> Tensor:
     return functional.gelu(up, approximate="tanh")
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """Return silu(gate) * up from both side by side: compiled, backward writes both gradients side by side at once."""
+    gate, up = gate_and_up.chunk(2, dim=1)
     return functional.silu(gate) * up
+
+
+# --- attention on whole sequences: heads are [rows, seq, heads, head_dim]
+
+
+class HeadKind(NamedTuple):
+    """What distinguishes compiled attention, beside the number of tokens."""
+
+    head_dim: int
+    widths: tuple[int, ...]
+    """The columns of q, k and v on this rank."""
+    grouped: bool
+    """Whether several query heads read one KV head. A field, because torch may compile for any widths."""
+
+
+def split_heads(qkv: Tensor, rows: int, kind: HeadKind) -> list[Tensor]:
+    """Return the heads of q, k and v, which lie side by side in [tokens, columns]."""
+    parts = qkv.split(kind.widths, dim=1)
+    return [part.reshape(rows, len(qkv) // rows, -1, kind.head_dim) for part in parts]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    *,
+    kind: HeadKind,
+) -> Tensor:
+    """Return what the heads read, side by side: [tokens, columns]."""
+    if rope is not None:
+        q, k = rotate(q, *rope), rotate(k, *rope)
+    rows, seq, *_ = q.shape
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    if q.is_meta:  # a dry run keeps what the fused kernel keeps; torch would choose the unfused one on meta
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out = fused(q, k, v, dropout, mask is None, attn_mask=mask)[0]
+    else:
+        options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=kind.grouped, dropout_p=dropout)
+        out = functional.scaled_dot_product_attention(q, k, v, **options)
+    return out.transpose(1, 2).reshape(rows * seq, -1)
+
+
+def attend_from(
+    qkv: Tensor, rows: int, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, *, kind: HeadKind
+) -> Tensor:
+    """Return `attend` of the heads in qkv: compiled, backward writes the gradients of q, k and v side by side."""
+    q, k, v = split_heads(qkv, rows, kind)
+    return attend(q, k, v, rope, mask, kind=kind)
 
 
 def rotate(a: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

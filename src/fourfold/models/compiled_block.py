@@ -12,10 +12,8 @@ The function is compiled once for all blocks of a kind; weights are its argument
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch.nn import functional
 
 from fourfold import kernels
 from fourfold.gradients import ForwardPass
+from fourfold.kernels import HeadKind
 from fourfold.nn.attention import Attention, Batch
 from fourfold.nn.linear import MLP, Contract, Expand, join
 from fourfold.nn.norm import HeadNorm, Norm, NormSpec
@@ -36,11 +35,7 @@ class BlockKind:
 
     eps: tuple[float, ...]
     """The number that keeps the deviation from 0, for each norm in the order in which `block` reads them."""
-    head_dim: int
-    widths: tuple[int, ...]
-    """The columns of q, k and v."""
-    grouped: bool
-    """Whether several query heads read one KV head. A field, because torch may compile for any widths."""
+    heads: HeadKind
     swiglu: bool
     head_norms: bool
 
@@ -138,31 +133,12 @@ def block(
         return function.apply(a, *own, *for_gradients)
 
     total = a if delta is None else a + delta
-    flat = product(norm(total)).split(kind.widths, dim=1)
-    q, k, v = (part.reshape(rows, len(a) // rows, -1, kind.head_dim) for part in flat)
+    q, k, v = kernels.split_heads(product(norm(total)), rows, kind.heads)
     if kind.head_norms:
         q, k = norm(q), norm(k)
-    if rope is not None:
-        q, k = kernels.rotate(q, *rope), kernels.rotate(k, *rope)
-    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    mixed = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=kind.grouped
-    )
-    total = total + product(mixed.transpose(1, 2).reshape(len(a), -1))
+    total = total + product(kernels.attend(q, k, v, rope, mask, kind=kind.heads))
     hidden = product(norm(total))
-    return total, product(kernels.swiglu(*hidden.chunk(2, dim=1)) if kind.swiglu else kernels.gelu(hidden))
-
-
-@cache
-def compiled(kind: BlockKind) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the compiled function of all blocks of this kind."""
-    kernels.allow_recompiling()
-    # Under a name of its own: torch takes numbers that differ between two calls of one function for variable ones, and
-    # would compile a function for any width of a head once there are two kinds.
-    name = f"block_{abs(hash(kind)):x}"
-    own = FunctionType(block.__code__.replace(co_name=name), block.__globals__, name)
-    own.__kwdefaults__ = {"kind": kind}
-    return torch.compile(own, fullgraph=True)
+    return total, product(kernels.swiglu(hidden) if kind.swiglu else kernels.gelu(hidden))
 
 
 class Sinks(torch.autograd.Function):
@@ -200,7 +176,8 @@ class BlockWeights:
 
     def block(self, a: Tensor, delta: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         """Run the block: return the residual stream after attention, and what the MLP adds to it."""
-        return compiled(self.kind)(batch.rows, a, delta, self.values(), self._take_sinks(), batch.rope, batch.mask)
+        run = kernels.compiled_for(block, self.kind)
+        return run(batch.rows, a, delta, self.values(), self._take_sinks(), batch.rope, batch.mask)
 
     def values(self) -> list[list[Tensor]]:
         """Return weight and bias of every reader; where z is 1 nothing is gathered."""
@@ -267,9 +244,7 @@ class CompiledBlock:
         if self._known is None or any(a is not b for a, b in zip(readers, self._known.readers, strict=True)):
             kind = BlockKind(
                 tuple(reader.eps for reader in readers if isinstance(reader, NormSpec)),
-                attention.head_dim,
-                (attention.q.width, attention.k.width, attention.v.width),
-                attention.heads != attention.kv_heads,
+                attention.kind,
                 mlp.gate is not None,
                 attention.q_norm is not None,
             )

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fourfold import kernels
 from fourfold.engine import Turns
 from fourfold.grid import Grid
+from fourfold.kernels import HeadKind
 from fourfold.layout import FEATURES, Init, Layout, inner
 from fourfold.nn.layer import Layer, recompute
-from fourfold.nn.linear import Contract, Expand, expand_in_turns, label_of, read
+from fourfold.nn.linear import Contract, Expand, expand_in_turns, expand_joined, label_of, read
 from fourfold.nn.norm import HeadNorm
 from fourfold.nn.rng import seeded
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
@@ -135,6 +136,13 @@ class Attention(Layer):
         """Why no CUDA graph can contain this layer; empty if one can."""
         return f"attention dropout of {self.label} draws from a generator that the host seeds" if self.drops else ""
 
+    @cached_property
+    def kind(self) -> HeadKind:
+        """How heads lie in this rank's q, k and v, if K and V are cut as the queries are."""
+        cuts = self.grid.size("y") if self.policy.activations == "sharded" else 1
+        widths = tuple(layer.width // cuts for layer in (self.q, self.k, self.v))
+        return HeadKind(self.head_dim, widths, self.heads != self.kv_heads)
+
     def forward(self, a: Tensor, batch: Batch) -> Tensor:
         return self.out.leave(self.engine.alone(self.turns(a, batch)), batch.tokens).wait()
 
@@ -142,37 +150,42 @@ class Attention(Layer):
         """Compute everything up to `out.leave`, which brings the result to rest."""
         layers, out, held = [self.q, self.k, self.v], self.out, self.held
         self.refuse_hooks(*layers, out)
-        flat = yield from read_heads(layers, a, batch.tokens, held)
-        q, k, v = [part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in flat]
+        if self._compiled(a) and self.q_norm is None and not held.shared:
+            qkv = yield from expand_joined(layers, a, batch.tokens)
+            mix = partial(self._mix_joined, qkv, batch)
+        else:
+            flat = yield from read_heads(layers, a, batch.tokens, held)
+            q, k, v = [part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in flat]
+            mix = partial(self._mix, q, k, v, batch)
+        mixed = recompute(mix, self.clock) if self.policy.recompute == "attention" else mix()
+        return (yield from out.turns(mixed, batch.tokens))
+
+    def _compiled(self, a: Tensor) -> bool:
+        """Return whether attention runs compiled; torch's generator, which dropout draws from, cannot be compiled."""
+        return self.policy.compile and not a.is_meta and not self.drops
+
+    def _mix_joined(self, qkv: Tensor, batch: Batch) -> Tensor:
+        """Compute what lies between the two products in one function: [tokens, columns] -> [tokens, columns]."""
+        return kernels.compiled_for(kernels.attend_from, self.kind)(qkv, batch.rows, batch.rope, batch.mask)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Compute what lies between the two products: [rows, seq, heads, head_dim] -> [tokens, columns]."""
+        held, q_norm, k_norm = self.held, self.q_norm, self.k_norm
         if held.shared:
             queries_per_key = self.heads // self.kv_heads
             wanted = Counter(query // queries_per_key - held.keys.start for query in held.queries)
             k, v = select_heads(k, wanted), select_heads(v, wanted)
-        if self.policy.recompute == "attention":
-            mixed = recompute(self._mix, self.clock, q, k, v, batch)
-        else:
-            mixed = self._mix(q, k, v, batch)
-        return (yield from out.turns(mixed.transpose(1, 2).reshape(batch.tokens, -1), batch.tokens))
-
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Compute what lies between the two products: [rows, seq, heads, head_dim] -> [rows, heads, seq, head_dim]."""
-        q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
+        kind = self.kind._replace(grouped=q.shape[2] != k.shape[2])
+        if self._compiled(q):
+            return kernels.compiled_for(kernels.attend, kind)(q, k, v, batch.rope, batch.mask)
         if batch.rope is not None:
-            rotate = kernels.region(kernels.rotate, q, compiled=self.policy.compile)
-            q, k = rotate(q, *batch.rope), rotate(k, *batch.rope)
             v = v.contiguous()  # frees the output of the product, of which v is a third or less
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask, dropout = batch.mask, self.dropout if self.training else 0.0
-        if q.is_meta:  # a dry run keeps what the fused kernel keeps; torch would choose the unfused one on meta
-            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            return fused(q, k, v, dropout, mask is None, attn_mask=mask)[0]
-        options = dict(attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], dropout_p=dropout)
-        if dropout == 0:
-            return functional.scaled_dot_product_attention(q, k, v, **options)
+        if not self.drops:
+            return kernels.attend(q, k, v, batch.rope, batch.mask, kind=kind)
         with seeded(self.clock.key(self.label, self.grid, inner(self.policy.activations)), q.device):
-            return functional.scaled_dot_product_attention(q, k, v, **options)
+            return kernels.attend(q, k, v, batch.rope, batch.mask, self.dropout, kind=kind)
 
 
 def read_heads(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) -> Turns[Sequence[Tensor]]:

@@ -163,10 +163,9 @@ class MLP(Layer):
         """Compute everything up to `down.leave`, which brings the result to rest."""
         gate, up, down = self.gate, self.up, self.down
         self.refuse_hooks(gate, up, down)
-        layers = [up] if gate is None else [gate, up]
-        outputs = yield from expand_in_turns(layers, a, tokens)
+        out = yield from expand_joined([up] if gate is None else [gate, up], a, tokens)
         function = kernels.gelu if gate is None else kernels.swiglu
-        hidden = kernels.region(function, a, compiled=self.policy.compile)(*outputs)
+        hidden = kernels.region(function, a, compiled=self.policy.compile)(out)
         return (yield from down.turns(hidden, tokens))
 
 
@@ -221,16 +220,22 @@ def expand_together(layers: Sequence[Expand], a: Tensor, tokens: int) -> list[Te
 
 
 def expand_in_turns(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[list[Tensor]]:
-    """Run `read` and one `spread` that carries the outputs of all layers, each [m/z, n_i/(xy)]."""
+    """Run `expand_joined` and return the output of each layer, [m/z, n_i/(xy)]."""
+    out = yield from expand_joined(layers, a, tokens)
+    if len(layers) == 1:
+        return [out]  # taking a tensor apart costs a copy in backward, even if there is only one part
+    widths = join(*layers).widths
+    cuts = sum(widths) // out.shape[1]
+    return take_apart(out, [width // cuts for width in widths])
+
+
+def expand_joined(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[Tensor]:
+    """Run `read` and one `spread`, and return the outputs of all layers side by side, [m/z, sum n_i/(xy)]."""
     factor = join(*layers)
     site = layers[0].site(tokens, factor.group.label)
     spreading = spread((yield from expand(factor, a, site)), site, factor.widths)
     yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
-    out = spreading.wait()
-    if len(layers) == 1:
-        return [out]  # taking a tensor apart costs a copy in backward, even if there is only one part
-    cuts = sum(factor.widths) // out.shape[1]
-    return take_apart(out, [width // cuts for width in factor.widths])
+    return spreading.wait()
 
 
 def label_of(layers: Sequence[Layer]) -> str:
