@@ -202,6 +202,7 @@ class PlainCase:
         model = build_on_device(self.config, grid, policy, self.weights)
         self.plain.model.copy_to({name: local_of(parameter) for name, parameter in model.named_parameters()})
         optimizer = ff.optim.AdamW(model, lr=LEARNING_RATE)
+        optimizer.make_state()
 
         def step(tokens: Tensor, targets: Tensor) -> Tensor:
             loss = model(tokens, targets)

@@ -48,6 +48,12 @@ class Clipped:
         return next((name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag), None)
 
 
+def fresh_state(part: Tensor) -> dict[str, Tensor]:
+    """Return the state that torch's fused AdamW gives a parameter in its first step."""
+    moments = {name: torch.zeros_like(part, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), dtype=torch.float32, device=part.device), **moments}
+
+
 class AdamW(torch.optim.AdamW):
     """AdamW with weight decay on matrices only, not on biases, norms and other vectors.
 
@@ -80,6 +86,16 @@ class AdamW(torch.optim.AdamW):
         super().__init__([group for group in groups if group["params"]], lr, betas=betas, eps=eps, fused=True)
         # what recorded steps read; fp32, which is what torch's fused kernels take
         self._rates = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
+
+    def make_state(self) -> None:
+        """Make the state of all parameters that have none yet; otherwise the first step makes it.
+
+        Before the first forward pass it gets memory of its own. Made in a step it lies between activations, in memory
+        that a step which is recorded later can neither use nor give back.
+        """
+        for part in self.parts.values():
+            if not self.state[part]:
+                self.state[part] = fresh_state(part)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

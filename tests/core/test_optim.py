@@ -59,6 +59,24 @@ def train(shape: Shape, policy: Policy, accumulated: bool) -> dict[str, Any]:
     }
 
 
+def test_state_that_is_made_early_is_what_the_first_step_makes() -> None:
+    states = []
+    for early in (True, False):
+        model = ff.models.build(CONFIG, Grid.alone("cpu"), dtype=torch.float64)
+        optimizer = AdamW(model, lr=1e-3)
+        assert not optimizer.state
+        if early:
+            optimizer.make_state()
+            assert len(optimizer.state) == len(list(model.parameters()))
+        model(whole_batch(0), whole_batch(0)).backward()
+        optimizer.step()
+        before = [tensor.data_ptr() for state in optimizer.state.values() for tensor in state.values()]
+        optimizer.make_state()  # changes nothing that exists
+        assert [tensor.data_ptr() for state in optimizer.state.values() for tensor in state.values()] == before
+        states.append([optimizer.state[part] for part in optimizer.parts.values()])
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
 def by_torch() -> dict[str, torch.Tensor]:
     model = ff.models.build(CONFIG, Grid.alone("cpu"), dtype=torch.float64)
     named = {name: torch.nn.Parameter(local_of(p).detach()) for name, p in model.named_parameters()}

@@ -23,7 +23,7 @@ from fourfold.gradients import REPLICA
 from fourfold.grid import Grid
 from fourfold.layout import Box, Layout
 from fourfold.nn.layer import specs_of
-from fourfold.optim import AdamW
+from fourfold.optim import AdamW, fresh_state
 from fourfold.params import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -126,9 +126,7 @@ def new_optimizer_shards(optimizer: AdamW, names: set[str]) -> dict[str, LocalSh
     found: dict[str, LocalShard] = {}
     for name, part in optimizer.parts.items():
         if name in names:
-            state: dict[str, Tensor] = {key: torch.zeros_like(part, requires_grad=False) for key in MOMENTS}
-            state[COUNT] = torch.zeros((), dtype=torch.float32, device=part.device)  # fp32 like torch's own counters
-            found |= _state_shards(optimizer, name, state)
+            found |= _state_shards(optimizer, name, fresh_state(part))
     return found
 
 

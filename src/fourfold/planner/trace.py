@@ -202,10 +202,9 @@ class _TracedStep:
     def state(self) -> Iterator[Tensor]:
         """Make the optimizer's state; torch does not make it on the meta device."""
         if self.optimizer is not None:
-            for parameter in (part for group in self.optimizer.param_groups for part in group["params"]):
-                state = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[parameter] = {"step": torch.zeros((), device="meta"), **state}
-                yield from self.optimizer.state[parameter].values()
+            self.optimizer.make_state()
+            for state in self.optimizer.state.values():
+                yield from state.values()
 
     def run(self, after_forward: Callable[[int], None]) -> None:
         options: dict[str, Any] = {}

@@ -274,6 +274,7 @@ class Run:
         stack = ExitStack()
         try:
             stack.enter_context(nullcontext() if self.step_graph is None else self.step_graph.on_stream())
+            self.optimizer.make_state()
             self.meter.begin()
             for step in range(self.step + 1, self.config.train.steps + 1):
                 self._run_step(step)
