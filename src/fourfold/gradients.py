@@ -38,7 +38,7 @@ from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec, chunk
-from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage, shards_of
+from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, shards_of
 from fourfold.policy import Policy
 
 
@@ -507,7 +507,7 @@ class Gradients:
                         "call zero_grad() inside the step"
                     )
                 self._add_complete(gradient, local_of(before), known.spec.owes)
-            parameter.grad = as_dtensor(own_storage(gradient), known.owed)
+            parameter.grad = as_dtensor(gradient, known.owed)
         self._new.add(key)
 
     def _final(self, keys: list[int]) -> bool:
@@ -653,11 +653,10 @@ class BucketSum:
         for known, gradient, total in zip(self.tracked, self.own, self.sums, strict=True):
             parameter = known.parameter
             if gradient is not None or parameter.grad is not None:
-                # a sum in place lies where the gradient lies, which has a storage of its own
-                parameter.grad._local_tensor = total if total is gradient else own_storage(total)  # type: ignore[union-attr]
+                parameter.grad._local_tensor = total  # type: ignore[union-attr]
                 parameter.grad._spec = known.complete  # type: ignore[union-attr]
             elif self._used_elsewhere(total):
-                parameter.grad = as_dtensor(own_storage(total), known.complete)
+                parameter.grad = as_dtensor(total, known.complete)
         return False
 
     def _used_elsewhere(self, total: Tensor) -> bool:
@@ -786,7 +785,15 @@ def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_rep
 
 def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Return a gradient. DTensor.from_local would take a millisecond, and DTensor.__init__ does nothing, slowly."""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    if not local.storage_offset():
+        return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    # A part of a larger tensor. DTensor.__new__ would take over its offset (see `params.own_storage`).
+    shape, stride, _ = spec.tensor_meta  # type: ignore[misc]
+    made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        DTensor, shape, strides=stride, dtype=local.dtype, device=local.device, layout=local.layout, requires_grad=False
+    )
+    made._spec, made._local_tensor = spec, local
+    return made
 
 
 def is_owed(gradient: Tensor) -> bool:
