@@ -37,6 +37,8 @@ ORDER = [
     "comm",
     "params",
     "operators",
+    "grad_hooks",
+    "grad_norm",
     "gradients",
     "param_group",
     "product",

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from fourfold import models, nn, optim
     from fourfold.compare import compare_serial
     from fourfold.data.sampling import local_rows
-    from fourfold.gradients import accumulate, clip_grad_norm_
+    from fourfold.grad_norm import clip_grad_norm_
+    from fourfold.gradients import accumulate
     from fourfold.grid import Grid
     from fourfold.nn.loss import count_targets, global_mean
     from fourfold.policy import Overlap, Policy
@@ -50,7 +51,7 @@ _HOMES = {
     "Shape": "shape",
     "StepGraph": "step_graph",
     "accumulate": "gradients",
-    "clip_grad_norm_": "gradients",
+    "clip_grad_norm_": "grad_norm",
     "compare_serial": "compare",
     "count_targets": "nn.loss",
     "explain": "wrap",

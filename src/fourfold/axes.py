@@ -10,3 +10,5 @@ begin here; docs/extending.md lists the other files that an axis touches."""
 BATCH = ("data", "z")
 """The axes that cut the rows of a batch, outermost cut first. A place is a coordinate of these: its ranks hold the same
 rows."""
+REPLICA = "data"
+"""The axis over which every parameter and every complete gradient is replicated."""

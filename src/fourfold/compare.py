@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fourfold import comm
 from fourfold.data.sampling import local_rows
-from fourfold.gradients import clip_grad_norm_, grad_norm, gradients_of
+from fourfold.grad_norm import clip_grad_norm_, grad_norm
+from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
 from fourfold.nn.layer import Dropout, specs_of
 from fourfold.params import local_of

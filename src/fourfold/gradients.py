@@ -1,4 +1,4 @@
-"""Gradients from a product's dw to a complete `parameter.grad`: owed sums, accumulation, norm and clip.
+"""Gradients from a product's dw to a complete `parameter.grad`: owed sums and accumulation.
 
 Parameter groups hand over gradients with `Gradients.scatter`, which reduce-scatters them over z and deposits the
 shards. The sums that they still owe over other axes are computed in buckets, which depend on the model and its layout
@@ -19,7 +19,7 @@ import copy
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +33,14 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fourfold import comm
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import AXES, BATCH, REPLICA
 from fourfold.comm import Arrived, Pending
 from fourfold.engine import Engine, in_backward
+from fourfold.grad_hooks import ParameterHooks
+from fourfold.grad_norm import counts_here, is_owed
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec, chunk
-from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, shards_of
+from fourfold.params import ShardedParameter, adopt, leaf_of, local_of
 from fourfold.policy import Policy
 
 
@@ -78,19 +80,6 @@ def fill_buckets(gradients: Sequence[tuple[str, tuple[str, ...], torch.dtype, in
     return sorted(buckets, key=lambda bucket: place[bucket.names[-1]])
 
 
-class DeferredHook:
-    """A user's hook in torch's table of hooks. Autograd's call does nothing; `ParameterHooks` calls the hook later.
-
-    The user's handle still removes it.
-    """
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-
-    def __call__(self, *_: object) -> None:
-        return
-
-
 class TrackedParameter:
     """A parameter of the model and what never changes about its gradient."""
 
@@ -101,104 +90,11 @@ class TrackedParameter:
         self.owed = spec_like(parameter, owes=spec.owes)
         """The spec of its gradient while sums are owed."""
         self.complete = spec_like(parameter, cut_over_replicas=policy.shard_optimizer)
-        self.counted = _counts_here(parameter, grid)
+        self.counted = counts_here(parameter, grid)
         """Whether this rank's shard counts for the norm."""
         self.leaf: Node | None = None
         """Its AccumulateGrad node if it is trained. Autograd frees such a node, with our hook on it, unless somebody
         refers to it."""
-
-
-class ParameterHooks:
-    """The users' hooks on the parameters of one model, called when gradients are complete.
-
-    Autograd would call them while a gradient is one rank's part, so they are replaced by `DeferredHook`s.
-    """
-
-    def __init__(self, tracked: Mapping[int, TrackedParameter]) -> None:
-        """`tracked` are the parameters of the model by their ids."""
-        self.tracked = tracked
-        self._earlier: dict[int, Tensor] = {}
-        """Complete gradients of earlier passes: as in torch, a hook sees the gradient of this pass alone."""
-
-    def defer(self) -> None:
-        """Defer all hooks, at the beginning of a backward pass."""
-        for known in self.tracked.values():
-            parameter = known.parameter
-            for table in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):  # type: ignore[attr-defined]
-                for number, hook in table.items() if table else ():
-                    if not isinstance(hook, DeferredHook):
-                        table[number] = DeferredHook(hook)  # type: ignore[index]
-
-    def left_out(self) -> set[int]:
-        """Return the parameters for which the running backward pass computes no gradient.
-
-        `backward(inputs=...)` leaves out some parameters, `torch.autograd.grad(loss, inputs)` all of them.
-        """
-        runs = torch._C._will_engine_execute_node
-        try:
-            return {
-                key
-                for key, known in self.tracked.items()
-                if known.leaf is not None and known.parameter.requires_grad and not runs(known.leaf)
-            }
-        except RuntimeError as error:
-            raise RuntimeError(
-                "torch.autograd.grad(loss, parameters) cannot return gradients of parameters on a grid, which are "
-                "summed over ranks when backward ends; call loss.backward(inputs=parameters) and read parameter.grad"
-            ) from error
-
-    def set_aside(self, parameter: nn.Parameter) -> bool:
-        """Put a parameter's gradient of earlier passes aside if hooks will see the new one; return whether it did."""
-        if not on_gradient(parameter):
-            return False
-        self._earlier[id(parameter)] = parameter.grad  # type: ignore[assignment]
-        return True
-
-    def forget(self, *parameters: nn.Parameter) -> None:
-        """Drop the gradients that were put aside, of these parameters or of all, because they were cleared."""
-        for key in [id(parameter) for parameter in parameters] or tuple(self._earlier):
-            self._earlier.pop(key, None)
-
-    @torch.no_grad()
-    def call(self, complete: Collection[int]) -> None:
-        """Call the hooks of these parameters, whose gradients are complete, in the order of the model on all ranks."""
-        for key, known in self.tracked.items():
-            parameter = known.parameter
-            hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            if not (hooked or self._earlier) or key not in complete:
-                continue
-            for deferred in list(on_gradient(parameter).values()):
-                given = deferred.hook(parameter.grad)
-                if given is not None:
-                    parameter.grad = _same_placements(given, parameter.grad, known.name)
-            if (earlier := self._earlier.pop(key, None)) is not None:
-                local_of(earlier).add_(local_of(parameter.grad))  # type: ignore[arg-type]
-                parameter.grad = earlier
-            for deferred in list(after(parameter).values()):
-                deferred.hook(parameter)
-
-
-def on_gradient(parameter: nn.Parameter) -> dict[int, Any]:
-    """Return torch's table of the hooks that `register_hook` added."""
-    return parameter._backward_hooks or {}
-
-
-def after(parameter: nn.Parameter) -> dict[int, Any]:
-    """Return torch's table of the hooks that `register_post_accumulate_grad_hook` added."""
-    return parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
-
-
-def _same_placements(given: Tensor, gradient: Tensor | None, name: str) -> Tensor:
-    if not isinstance(given, DTensor) or not isinstance(gradient, DTensor) or given.shape != gradient.shape:
-        raise TypeError(
-            f"a hook on {name} returned {type(given).__name__} of shape {tuple(given.shape)} for a gradient that is "
-            f"a DTensor of shape {tuple(gradient.shape)}; return None, or one computed from that DTensor"  # type: ignore[union-attr]
-        )
-    return given if given.placements == gradient.placements else given.redistribute(placements=gradient.placements)
-
-
-REPLICA = "data"
-"""The axis over which every parameter and every complete gradient is replicated."""
 
 
 class ForwardPass:
@@ -699,80 +595,6 @@ def gradients_of(model: nn.Module) -> Gradients:
     raise ValueError(f"{type(model).__name__} is not a Fourfold model: it has no layer on a grid")
 
 
-def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the 2-norm of all gradients together, equal on every rank and to that of one process."""
-    return measure_norms(parameters)[0]
-
-
-def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """Return `grad_norm` and, for each parameter that has a gradient, the norm of this rank's shard of it."""
-    gradients = _complete_gradients(parameters)
-    if not gradients:
-        return torch.zeros(()), torch.zeros(0)
-    grid = Grid.of(gradients[0][0])
-    wide = torch.promote_types(gradients[0][1].dtype, torch.float32)
-    shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
-    here = [getattr(parameter, "counted", None) for parameter, _ in gradients]
-    if None in here:  # the model has not run since `model.to(...)` replaced its parameters
-        here = [_counts_here(parameter, grid) for parameter, _ in gradients]
-    counted = list(itertools.compress(shards, here))
-    squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
-    if counted:
-        squares += torch.stack(counted).double().square().sum()
-    replica = AXES.index(REPLICA)
-    specs = [parameter.grad._spec for parameter, _ in gradients]  # type: ignore[union-attr,missing-attribute]
-    cut_over_replicas = True in [spec.placements[replica].is_shard() for spec in specs]
-    for axis in AXES:
-        if grid.size(axis) > 1 and (axis != REPLICA or cut_over_replicas):
-            squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
-    return squares.sqrt(), torch.stack(shards)
-
-
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`, and return the norm before scaling.
-
-    This is torch's function of the same name for parameters on a grid.
-    """
-    parameters = list(parameters)
-    norm = grad_norm(parameters)
-    scale_gradients(parameters, norm, max_norm)
-    return norm
-
-
-def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm so that it is at most `max_norm`."""
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if gradients := [gradient for _, gradient in _complete_gradients(parameters)]:
-        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-
-
-def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Return the parameters that have a gradient, each with this rank's shard of it; refuse incomplete ones."""
-    found, gradients = [], []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if is_incomplete(parameter):
-            raise RuntimeError(
-                "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate, or begin_step "
-                "announced more passes than have run; run the last micro-step's backward() outside of ff.accumulate, "
-                "and announce every step with the number of its passes"
-            )
-        found.append(parameter)
-        gradients.append(gradient)
-    return list(zip(found, shards_of(gradients), strict=True))
-
-
-def is_incomplete(parameter: nn.Parameter) -> bool:
-    """Return whether the gradient of a parameter on a grid is not summed over ranks yet."""
-    complete = getattr(parameter, "complete", None)
-    if complete is None:
-        Grid.of(parameter)  # raises for a parameter that is not on a grid
-    gradient = parameter.grad
-    return gradient is not None and gradient._spec is not complete and is_owed(gradient)  # type: ignore[attr-defined]
-
-
 def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_replicas: bool = False) -> DTensorSpec:
     """Return the DTensor spec of a parameter's gradient: owed over some axes, or also sharded over replicas."""
     spec: DTensorSpec = parameter._spec  # type: ignore[attr-defined]
@@ -794,18 +616,3 @@ def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     )
     made._spec, made._local_tensor = spec, local
     return made
-
-
-def is_owed(gradient: Tensor) -> bool:
-    # isinstance is slow for placements, and a generator would cost a call for each
-    return True in [placement.is_partial() for placement in gradient._spec.placements]  # type: ignore[attr-defined]
-
-
-def _counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
-    """Return whether this rank's shard counts for the norm.
-
-    On x, y and z only the first of several equal copies counts. Every replica counts, because the norm is summed over
-    replicas only if gradients are sharded over them.
-    """
-    placements = zip(AXES, parameter._spec.placements, strict=True)  # type: ignore[attr-defined]
-    return all(axis == REPLICA or cut.is_shard() or grid.coords[axis] == 0 for axis, cut in placements)

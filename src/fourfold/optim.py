@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import comm
-from fourfold.axes import AXES
+from fourfold.axes import AXES, REPLICA
 from fourfold.comm import Pending
-from fourfold.gradients import REPLICA, Bucket, gradients_of, is_incomplete, measure_norms, scale_gradients
+from fourfold.grad_norm import is_incomplete, measure_norms, scale_gradients
+from fourfold.gradients import Bucket, gradients_of
 from fourfold.grid import Grid
 from fourfold.params import local_of, restore, wait_on_use
 from fourfold.recording import Recording

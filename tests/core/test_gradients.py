@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import Partial
 
 import fourfold as ff
-from fourfold.gradients import fill_buckets, grad_norm
+from fourfold.grad_norm import grad_norm
+from fourfold.gradients import fill_buckets
 from fourfold.grid import Shape
 from fourfold.params import local_of
 from harness import RankFailed, grid_of

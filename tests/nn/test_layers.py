@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fourfold as ff
 import plain
-from fourfold.gradients import grad_norm
+from fourfold.grad_norm import grad_norm
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Init, inner, rest
 from fourfold.nn.layer import specs_of

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, REPLICA
 from fourfold.checkpoint.format import MODEL, OPTIMIZER, RANDOM, TensorInfo
-from fourfold.gradients import REPLICA
 from fourfold.grid import Grid
 from fourfold.layout import Box, Layout
 from fourfold.nn.layer import specs_of

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import Literal, NamedTuple, cast, get_args
 
-from fourfold.gradients import REPLICA
+from fourfold.axes import REPLICA
 from fourfold.layout import GATHERED
 from fourfold.planner.program import AllocOp, FreeOp, LaunchOp, MemoryKind, Program
 from fourfold.planner.sizes import LocalSizes, SizeMatrix, Structure, Term, structure_of_names

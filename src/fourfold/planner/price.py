@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fourfold.axes import AXES
-from fourfold.gradients import REPLICA
+from fourfold.axes import AXES, REPLICA
 from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
 from fourfold.planner.machine import CARD, DTYPES, HostMode, Machine, Seconds

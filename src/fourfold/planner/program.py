@@ -24,9 +24,9 @@ from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, REPLICA
 from fourfold.engine import Awaited, Engine
-from fourfold.gradients import REPLICA, Bucket
+from fourfold.gradients import Bucket
 from fourfold.layout import GATHERED
 from fourfold.ledger import Collective, Op
 from fourfold.planner.sizes import LocalSizes, part

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fourfold.axes import AXES
-from fourfold.gradients import REPLICA
+from fourfold.axes import AXES, REPLICA
 from fourfold.planner.estimate import FRUGAL, LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import Machine, Route, Seconds
 from fourfold.planner.memory import Memory, MemoryReading

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fourfold.axes import AXES, BATCH
+from fourfold.axes import AXES, BATCH, REPLICA
 from fourfold.engine import Overlap
-from fourfold.gradients import REPLICA, Bucket, fill_buckets
+from fourfold.gradients import Bucket, fill_buckets
 from fourfold.grid import Grid, Shape
 from fourfold.layout import GATHERED, Spec, logits_columns
 from fourfold.ledger import Collective, Op

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
-from fourfold.axes import AXES
+from fourfold.axes import AXES, REPLICA
 from fourfold.engine import Turns
-from fourfold.gradients import REPLICA
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.models.config import ModelConfig

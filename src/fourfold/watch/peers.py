@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from fourfold import comm
+from fourfold.axes import REPLICA
 from fourfold.checkpoint.training_state import LocalShards
 from fourfold.errors import ReplicasDifferError
-from fourfold.gradients import REPLICA
 from fourfold.grid import Grid, Shape
 from fourfold.job import ranks_text
 

@@ -1,0 +1,103 @@
+"""The norm of complete gradients, and clipping: torch's `clip_grad_norm_` for parameters on a grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fourfold import comm
+from fourfold.axes import AXES, REPLICA
+from fourfold.grid import Grid
+from fourfold.params import shards_of
+
+
+def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the 2-norm of all gradients together, equal on every rank and to that of one process."""
+    return measure_norms(parameters)[0]
+
+
+def measure_norms(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, Tensor]:
+    """Return `grad_norm` and, for each parameter that has a gradient, the norm of this rank's shard of it."""
+    gradients = _complete_gradients(parameters)
+    if not gradients:
+        return torch.zeros(()), torch.zeros(0)
+    grid = Grid.of(gradients[0][0])
+    wide = torch.promote_types(gradients[0][1].dtype, torch.float32)
+    shards = list(torch._foreach_norm([gradient for _, gradient in gradients], 2, wide))
+    here = [getattr(parameter, "counted", None) for parameter, _ in gradients]
+    if None in here:  # the model has not run since `model.to(...)` replaced its parameters
+        here = [counts_here(parameter, grid) for parameter, _ in gradients]
+    counted = list(itertools.compress(shards, here))
+    squares = torch.zeros((), dtype=torch.float64, device=gradients[0][1].device)
+    if counted:
+        squares += torch.stack(counted).double().square().sum()
+    replica = AXES.index(REPLICA)
+    specs = [parameter.grad._spec for parameter, _ in gradients]  # type: ignore[union-attr,missing-attribute]
+    cut_over_replicas = True in [spec.placements[replica].is_shard() for spec in specs]
+    for axis in AXES:
+        if grid.size(axis) > 1 and (axis != REPLICA or cut_over_replicas):
+            squares = comm.all_reduce(squares, grid, axis, label="gradient norm").wait()
+    return squares.sqrt(), torch.stack(shards)
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`, and return the norm before scaling.
+
+    This is torch's function of the same name for parameters on a grid.
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters)
+    scale_gradients(parameters, norm, max_norm)
+    return norm
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of this norm so that it is at most `max_norm`."""
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if gradients := [gradient for _, gradient in _complete_gradients(parameters)]:
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+
+
+def _complete_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the parameters that have a gradient, each with this rank's shard of it; refuse incomplete ones."""
+    found, gradients = [], []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if is_incomplete(parameter):
+            raise RuntimeError(
+                "gradients are not summed over ranks yet: the last backward() ran inside ff.accumulate, or begin_step "
+                "announced more passes than have run; run the last micro-step's backward() outside of ff.accumulate, "
+                "and announce every step with the number of its passes"
+            )
+        found.append(parameter)
+        gradients.append(gradient)
+    return list(zip(found, shards_of(gradients), strict=True))
+
+
+def is_incomplete(parameter: nn.Parameter) -> bool:
+    """Return whether the gradient of a parameter on a grid is not summed over ranks yet."""
+    complete = getattr(parameter, "complete", None)
+    if complete is None:
+        Grid.of(parameter)  # raises for a parameter that is not on a grid
+    gradient = parameter.grad
+    return gradient is not None and gradient._spec is not complete and is_owed(gradient)  # type: ignore[attr-defined]
+
+
+def is_owed(gradient: Tensor) -> bool:
+    # isinstance is slow for placements, and a generator would cost a call for each
+    return True in [placement.is_partial() for placement in gradient._spec.placements]  # type: ignore[attr-defined]
+
+
+def counts_here(parameter: nn.Parameter, grid: Grid) -> bool:
+    """Return whether this rank's shard counts for the norm.
+
+    On x, y and z only the first of several equal copies counts. Every replica counts, because the norm is summed over
+    replicas only if gradients are sharded over them.
+    """
+    placements = zip(AXES, parameter._spec.placements, strict=True)  # type: ignore[attr-defined]
+    return all(axis == REPLICA or cut.is_shard() or grid.coords[axis] == 0 for axis, cut in placements)
