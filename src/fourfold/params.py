@@ -132,6 +132,24 @@ class ShardedParameter(DTensor):
         return self.detach().__reduce_ex__(proto)
 
 
+def apply_where_it_changes(
+    own: Callable[..., nn.Module], module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool
+) -> nn.Module:
+    """Call a module's `_apply`, which `to(...)` and its like call, but leave alone what `fn` does not change.
+
+    torch would make a new parameter of each, and refuses to make one of a shard that is a parameter already.
+    """
+    parameters = module._parameters
+    with torch.no_grad():
+        made = {id(each): fn(each) for each in parameters.values() if isinstance(each, ShardedParameter)}
+    module._parameters = {name: each for name, each in parameters.items() if made.get(id(each)) is not each}
+    try:
+        return own(module, lambda tensor: made.pop(id(tensor)) if id(tensor) in made else fn(tensor), recurse)
+    finally:
+        parameters.update(module._parameters)  # in the order that they had
+        module._parameters = parameters
+
+
 def leaf_of(parameter: nn.Parameter) -> torch.autograd.graph.Node:
     """Return autograd's AccumulateGrad node of a trained parameter; the caller must hold it, autograd does not."""
     with torch.enable_grad():

@@ -610,6 +610,26 @@ def test_weights_that_are_cast_are_joined_before_the_cast() -> None:
     assert join(*reads(model)[0]).with_biases.launch().wait().w.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_conversion_that_changes_nothing_leaves_parameters_as_they_are(trained: bool) -> None:
+    """`model.to(device)` is a line of most training scripts."""
+    model = ff.models.build("gpt-tiny", Grid.alone("cpu"))
+    optimizer = AdamW(model, lr=1e-2)
+    if trained:
+        model(TOKENS, TOKENS).backward()
+    before = {name: (parameter, local_of(parameter), parameter.grad) for name, parameter in model.named_parameters()}
+    assert model.to("cpu").float().to(torch.float32) is model
+    after = {name: (parameter, local_of(parameter), parameter.grad) for name, parameter in model.named_parameters()}
+    assert list(after) == list(before)
+    assert all(a is b for name in after for a, b in zip(after[name], before[name], strict=True))
+    loss = model(TOKENS, TOKENS)
+    loss.backward()
+    optimizer.step()
+    assert model(TOKENS, TOKENS) < loss
+    model.double().to("cpu")
+    assert model(TOKENS, TOKENS).dtype == torch.float64
+
+
 def test_a_copy_of_a_model_computes_the_same_and_shares_nothing_with_it() -> None:
     model = model_of()
     other = copy.deepcopy(model)

@@ -125,3 +125,12 @@ def replace_harmlessly(shape: Shape) -> float:
 
 def test_modules_without_parameters_may_be_replaced_and_blocks_left_out(ranks) -> None:
     assert max(ranks(2).run(replace_harmlessly, Shape(x=2))) <= TOLERANCE
+
+
+def test_a_conversion_that_changes_nothing_leaves_a_parallelised_model_as_it_is() -> None:
+    model = ff.parallelize(gpt(), ff.Grid.alone("cpu"))
+    before = list(model.parameters())
+    model.to("cpu").double().to("cpu", torch.float64)
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    model(*tokens(2, torch.Generator())).backward()
+    assert model.to("cpu").lm_head.weight.grad is not None

@@ -24,7 +24,7 @@ from fourfold.layout import Spec, rest
 from fourfold.nn.rng import StepRng, fill_
 from fourfold.operators import OpContext
 from fourfold.param_group import ZEROS_BEHIND, GroupMember, ParamGroup
-from fourfold.params import shard_parameter
+from fourfold.params import apply_where_it_changes, shard_parameter
 from fourfold.policy import Policy
 from fourfold.product import MEMORY, Factor
 
@@ -54,6 +54,10 @@ class Layer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is worked out on first use: a copy of the layer has parameters of its own."""
         return {**self.__dict__, "_members": {}, "_groups": {}, "_factors": {}, "_sites": {}}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
+        apply_where_it_changes(nn.Module._apply, self, fn, recurse)
+        return self
 
     def declare(self, name: str, spec: Spec | None) -> None:
         """Register a parameter without memory; with no spec, register that the layer has no such parameter."""

@@ -23,6 +23,7 @@ from fourfold.grid import Grid
 from fourfold.layout import FEATURES, Spec, rest
 from fourfold.nn.layer import SPECS
 from fourfold.nn.rng import StepRng
+from fourfold.params import apply_where_it_changes
 from fourfold.policy import Policy
 from fourfold.wrap.adapters import (
     ADAPTERS,
@@ -368,7 +369,7 @@ def _apply(plain: type[nn.Module]) -> Any:
             tried = torch.empty(0, dtype=first.dtype, device=first.device)
             if (made := fn(tried)).dtype == tried.dtype and made.device == tried.device:
                 return self
-        return own(self, fn, recurse)
+        return apply_where_it_changes(own, self, fn, recurse)
 
     return apply
 
