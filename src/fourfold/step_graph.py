@@ -142,6 +142,9 @@ class StepGraph(Generic[T]):
                 steps.check_gradients(before.parameters)
         except Exception as error:
             fault = _cause(error)
+        except BaseException:  # Ctrl-C: the other ranks are not asked
+            self._give_up(before)
+            raise
         finally:
             self._grid.recording = None
             checks.remove()
@@ -149,13 +152,17 @@ class StepGraph(Generic[T]):
                 gc.enable()
         fault = self._grid.channel.decide(fault, _first_fault)
         if fault:
-            self._gradients.forget_step()  # also on ranks that could record it
-            before.restore()
-            self.release()
+            self._give_up(before)  # also on ranks that could record it
             self.reason = fault
-            _record_nothing(self._stream, device)
         else:
             self._graph, self._recording, self._recorded_switches = graph, recording, self._switches.now()
+
+    def _give_up(self, before: GradientsBefore) -> None:
+        """Leave the model as it was before the recording."""
+        self._gradients.forget_step()
+        before.restore()
+        self.release()
+        _record_nothing(self._stream, self._grid.device)
 
     def _replayable(self, inputs: Sequence[Any]) -> bool:
         """Return whether the function would do with these inputs what the graph does."""
