@@ -83,15 +83,17 @@ def _failed(error: Exception) -> int:
     from fourfold.watch.memory import LESS_ON_HOST, HostMemory
 
     failure, said = failure_of(error), plain(error)
+    # the cause too: an error of a save or of a checkpoint may only pass on what another rank has said
+    elsewhere = any(isinstance(each, FailedElsewhereError) for each in (error, error.__cause__))
     if isinstance(error, torch.OutOfMemoryError):
         failure = Failure.USER
         said = f"the device is out of memory ({said.split('.')[0]}); to use less: {LESS_MEMORY}"
     elif failure is Failure.OUT_OF_MEMORY:
         why = said.partition("\n")[0] or type(error).__name__
         said = f"the machine is out of memory ({why}); {HostMemory.read()}; to use less: {LESS_ON_HOST}"
-    elif failure is Failure.ERROR:
+    elif failure is Failure.ERROR and not elsewhere:
         said = "".join(traceback.format_exception(error))
-    report_failure(said, failure, elsewhere=isinstance(error, FailedElsewhereError))
+    report_failure(said, failure, elsewhere=elsewhere)
     return _leave(1)
 
 

@@ -137,6 +137,8 @@ NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator:
 
 def failure_of(error: BaseException) -> Failure:
     """Return the kind of failure that an exception stands for."""
+    if isinstance(error, FailedElsewhereError):
+        return error.failure
     if is_damaged(error):
         return Failure.DAMAGED_CHECKPOINT
     if is_out_of_memory(error):
@@ -151,8 +153,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     This is the only place that reads the sentences of torch's allocator.
     """
-    if isinstance(error, FailedElsewhereError):
-        return error.failure is Failure.OUT_OF_MEMORY
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):

@@ -40,7 +40,7 @@ from fourfold.grad_hooks import ParameterHooks
 from fourfold.grad_norm import counts_here, is_owed
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec, chunk
-from fourfold.params import ShardedParameter, adopt, leaf_of, local_of
+from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
 from fourfold.policy import Policy
 
 
@@ -549,7 +549,8 @@ class BucketSum:
         for known, gradient, total in zip(self.tracked, self.own, self.sums, strict=True):
             parameter = known.parameter
             if gradient is not None or parameter.grad is not None:
-                parameter.grad._local_tensor = total  # type: ignore[union-attr]
+                # a sum in place lies where the gradient lies, which has a storage of its own
+                parameter.grad._local_tensor = total if total is gradient else own_storage(total)  # type: ignore[union-attr]
                 parameter.grad._spec = known.complete  # type: ignore[union-attr]
             elif self._used_elsewhere(total):
                 parameter.grad = as_dtensor(total, known.complete)
@@ -607,12 +608,4 @@ def spec_like(parameter: nn.Parameter, *, owes: Sequence[str] = (), cut_over_rep
 
 def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Return a gradient. DTensor.from_local would take a millisecond, and DTensor.__init__ does nothing, slowly."""
-    if not local.storage_offset():
-        return DTensor.__new__(DTensor, local, spec, requires_grad=False)
-    # A part of a larger tensor. DTensor.__new__ would take over its offset (see `params.own_storage`).
-    shape, stride, _ = spec.tensor_meta  # type: ignore[misc]
-    made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        DTensor, shape, strides=stride, dtype=local.dtype, device=local.device, layout=local.layout, requires_grad=False
-    )
-    made._spec, made._local_tensor = spec, local
-    return made
+    return DTensor.__new__(DTensor, own_storage(local), spec, requires_grad=False)

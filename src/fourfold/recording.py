@@ -24,7 +24,7 @@ layers with 8 micro-batches has about 50,000 waits. Further waits count as the l
 class Recording:
     """The host's part in a recorded step: its collectives, what to do around each replay, and the device's progress."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, earlier: dict[int, int]) -> None:
         self.launches: list[Collective] = []
         """The collectives of the step, in the order of their launch."""
         self.waits: list[Collective] = []
@@ -33,7 +33,7 @@ class Recording:
         """Called before each replay."""
         self.after: list[Callable[[], None]] = []
         """Called after each replay was launched."""
-        self.earlier: dict[int, int] = {}
+        self.earlier = earlier
         """How often each gradient of before the step was written, by its id; a replay finds others in their place."""
         self._marks = torch.arange(MOST_MARKS, device=device)
         self._replays = torch.zeros(1, dtype=torch.int64, device=device)

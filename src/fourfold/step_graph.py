@@ -119,11 +119,12 @@ class StepGraph(Generic[T]):
     def _record(self, inputs: Sequence[Any]) -> None:
         """Record the step on all ranks; if one rank cannot, note the reason and record it on none."""
         device = self._grid.device
-        recording, graph, fault = Recording(device), torch.cuda.CUDAGraph(), ""
+        graph, fault = torch.cuda.CUDAGraph(), ""
         self._inputs = tree_map_only(Tensor, lambda given: given.to(device, copy=True), inputs)
         for parameter, _ in self._gradients.parameters.values():
             local_of(parameter)  # a gather of the last optimizer step may be in flight, and its wait cannot be recorded
         self._before = before = GradientsBefore([parameter for parameter, _ in self._gradients.parameters.values()])
+        recording = Recording(device, before.versions())
         torch.cuda.synchronize(device)  # NCCL's watchdog must have nothing left to ask the device about
         gc.collect()
         collects = gc.isenabled()

@@ -169,6 +169,7 @@ class _Ring:
         self.ranks, self.me = link.group.size(), link.group.rank()
         self.hop = self._send(parts[self.me - 1])
         self.result: Tensor | Exception | None = None
+        self.inference = torch.is_inference_mode_enabled()  # in this thread; another one begins without it
         self.thread = None
         if self.ranks > 2 or link.arrived is not None:
             self.thread = Thread(target=self._turn, daemon=True)
@@ -183,9 +184,10 @@ class _Ring:
 
     def _turn(self) -> None:
         try:
-            for step in range(2, self.ranks):
-                self.hop = self._send(self._add_own(step))
-            self.result = self._add_own(self.ranks)
+            with torch.inference_mode(self.inference), torch.no_grad():
+                for step in range(2, self.ranks):
+                    self.hop = self._send(self._add_own(step))
+                self.result = self._add_own(self.ranks)
             if self.link.arrived is not None:
                 self.link.arrived()
         except Exception as error:  # an exception ends a thread in silence, so `finish` raises it

@@ -179,17 +179,18 @@ def bits_of(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def test_a_sum_of_whole_numbers_keeps_its_dtype_on_every_path(ranks) -> None:
-    for found in ranks(4).run(sum_whole_numbers):
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_sum_of_whole_numbers_keeps_its_dtype_on_every_path(ranks, inference: bool) -> None:
+    for found in ranks(4).run(sum_whole_numbers, inference):
         assert found == {name: [("torch.int32", [[4, 8]]), ("torch.int32", [[4, 8]] * 4)] for name in PATHS}
 
 
-def sum_whole_numbers() -> dict[str, list]:
+def sum_whole_numbers(inference: bool) -> dict[str, list]:
     grid = grid_of(Shape(x=4))
-    numbers = torch.tensor([[1, 2]] * 4, dtype=torch.int32)
     found = {}
     for name in PATHS:
-        with path(name):
+        with path(name), torch.inference_mode(inference):
+            numbers = torch.tensor([[1, 2]] * 4, dtype=torch.int32)
             results = [op(numbers, grid, "x").wait() for op in (comm.reduce_scatter, comm.all_reduce)]
         found[name] = [(str(result.dtype), result.tolist()) for result in results]
     return found

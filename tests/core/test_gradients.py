@@ -205,6 +205,26 @@ def clip_too_early() -> None:
     ff.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def test_gradients_of_weights_that_are_read_together_are_tensors_of_their_own() -> None:
+    """They lie side by side in memory."""
+    model = ff.models.build("gpt-tiny", ff.Grid.alone("cpu"))
+    tokens = torch.arange(16).view(2, 8)
+    model(tokens, tokens).backward()
+    attention = model.layers[0].attention
+    q, k, v = (layer.weight.grad for layer in (attention.q, attention.k, attention.v))
+    for gradient in (q, k, v):
+        local = gradient.to_local()
+        assert local.storage_offset() == 0
+        assert local.untyped_storage().nbytes() == local.nbytes
+        for each in (gradient, gradient.detach(), gradient[:], gradient.view(-1)):
+            copied = copy.deepcopy(each)
+            assert torch.equal(copied.to_local().flatten(), local.flatten())
+    before = k.to_local()._version
+    q.zero_()
+    assert k.to_local()._version == before
+    assert k.to_local().abs().sum() > 0
+
+
 def test_an_owed_gradient_is_refused(ranks) -> None:
     with pytest.raises(RankFailed, match="not summed over ranks yet") as failed:
         ranks(4).run(clip_too_early)

@@ -83,3 +83,17 @@ def forward_of(volume: ClosedForm) -> list:
     for label in ("embedding", "head"):
         records += volume.weights("all_gather", [(volume.vocab_rows, volume.k)], [], label)
     return records
+
+
+@pytest.mark.parametrize("kind", ["attention", "block"])
+def test_a_graph_that_is_retained_is_recomputed_in_every_backward_pass(kind: str) -> None:
+    config, tokens = replace(CONFIG, dropout=0.3), torch.arange(32).view(2, 16)
+    found = []
+    for recompute in ("none", kind):
+        model = ff.models.build(config, ff.Grid.alone("cpu"), policy=Policy(recompute=recompute))
+        loss = model(tokens, tokens)
+        loss.backward(retain_graph=True)
+        model(tokens, tokens)  # draws other masks
+        loss.backward()
+        found.append([local_of(parameter.grad) for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 import fourfold as ff
+from fourfold.grid import Grid
 from fourfold.ledger import Collective, Ledger
+from fourfold.params import local_of
 from fourfold.recording import Recording
 from fourfold.step_graph import GradientsBefore, OptimizerSteps, _cause, _first_fault, _fits, why_not
 from fourfold.watch.tape import Tape, Waits, read, tape_path
@@ -104,12 +107,29 @@ def test_a_step_that_could_not_be_recorded_adds_to_the_gradients_before_it() -> 
     assert gradient._spec is spec
 
 
+def test_a_recorded_step_that_adds_to_gradients_of_the_step_before_is_refused() -> None:
+    """A replay would add to the recorded ones."""
+    model = ff.models.build("gpt-tiny", Grid.alone("cpu"))
+    tokens = torch.arange(16).view(2, 8)
+    model(tokens, tokens).backward()
+    parameters = list(model.parameters())
+    for cleared in (parameters, parameters[:-1]):
+        for parameter in cleared:
+            local_of(parameter.grad).zero_()
+        model.gradients.grid.recording = Recording(CPU, GradientsBefore(parameters).versions())
+        for parameter in cleared:  # the step sets them to zero, so a replay does it too
+            local_of(parameter.grad).zero_()
+        with pytest.raises(RuntimeError, match="call zero_grad") if cleared != parameters else nullcontext():
+            model(tokens, tokens).backward()
+        model.gradients.grid.recording = None
+
+
 def test_an_optimizer_sees_that_the_memory_of_a_recorded_step_has_moved() -> None:
     model = ff.models.build("gpt-tiny", ff.Grid.alone("cpu"))
     optimizer, tokens = ff.optim.AdamW(model, lr=1e-2), torch.arange(32).view(2, 16)
     model(tokens, tokens).backward()
     optimizer.step()
-    recording = Recording(CPU)
+    recording = Recording(CPU, {})
     optimizer._joins(recording)
     (write_rates,) = recording.before
     write_rates()
@@ -132,7 +152,7 @@ def test_the_first_error_of_a_failed_recording_is_the_reason() -> None:
 
 
 def test_a_ledger_counts_replays_and_not_the_recording() -> None:
-    ledger, recording = Ledger(), Recording(CPU)
+    ledger, recording = Ledger(), Recording(CPU, {})
     with ledger.recorded(recording):
         ledger.append(GATHER)
         ledger.append(SUM)
@@ -144,7 +164,7 @@ def test_a_ledger_counts_replays_and_not_the_recording() -> None:
 
 
 def test_a_recording_shows_how_far_a_replay_has_come() -> None:
-    recording = Recording(CPU)
+    recording = Recording(CPU, {})
     assert recording.progress == (0, 0)
     for replay in (1, 2):
         recording.begin()
@@ -156,7 +176,7 @@ def test_a_recording_shows_how_far_a_replay_has_come() -> None:
 
 def test_a_tape_names_the_collective_that_the_device_waits_for(tmp_path: Path) -> None:
     tape = Tape(tape_path(tmp_path, 0), 0, ff.Shape(z=2, data=2))
-    recording = Recording(CPU)
+    recording = Recording(CPU, {})
     recording.launches = [GATHER, REDUCE, SUM]
     recording.waits = [GATHER, SUM, REDUCE]
     tape.launched(GATHER)  # by a step before

@@ -126,7 +126,7 @@ def attention_masks(mode: str) -> tuple[dict, Tensor]:
     )
     ff.nn.assemble(attention, grid, policy)
     q = torch.zeros(1, 8, 1, 8)
-    return grid.coords, attention._mix(q, q, torch.eye(8).view(1, 8, 1, 8), ff.nn.Batch(1, 8))
+    return grid.coords, attention._mix(ff.nn.Batch(1, 8), q, q, torch.eye(8).view(1, 8, 1, 8))
 
 
 def test_attention_dropout_follows_the_cut_of_heads(ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from fourfold import cli
-from fourfold.errors import FailedElsewhereError, Failure, failure_of
+from fourfold.environment import LAUNCHED
+from fourfold.errors import FailedElsewhereError, Failure, NotSavedError, failure_of
 from fourfold.train import launch as launching
 from fourfold.watch.memory import HostMemory
 from runs import needs_proc
@@ -120,3 +122,22 @@ def test_an_allocation_that_failed_is_said_to_be_one(capsys: pytest.CaptureFixtu
         assert "in all; to use less: start fewer ranks on this machine" in said
         assert said.count("\n") == 1
     assert failure_of(RuntimeError("no memory of that")) is Failure.ERROR
+
+
+def test_what_another_rank_has_said_is_told_in_one_line_and_as_hearsay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    monkeypatch.setenv(LAUNCHED, "1")
+    heard = FailedElsewhereError("writing failed on rank 1: RuntimeError: boom", Failure.LOST_PEER)
+    assert failure_of(heard) is Failure.LOST_PEER
+    passed_on = NotSavedError("step 4 was not saved")
+    passed_on.__cause__ = heard
+    for error in (heard, passed_on, FailedElsewhereError("building failed on rank 1", Failure.ERROR)):
+        cli._failed(error)
+        found = json.loads(told.read_text())
+        assert found["elsewhere"]
+        assert found["message"] == str(error)
+    cli._failed(ValueError("rows=0 must be 1"))
+    assert not json.loads(told.read_text())["elsewhere"]

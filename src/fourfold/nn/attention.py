@@ -8,9 +8,9 @@ every rank selects the heads that its queries read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 
 import torch
@@ -150,27 +150,34 @@ class Attention(Layer):
         """Compute everything up to `out.leave`, which brings the result to rest."""
         layers, out, held = [self.q, self.k, self.v], self.out, self.held
         self.refuse_hooks(*layers, out)
-        if self._compiled(a) and self.q_norm is None and not held.shared:
-            qkv = yield from expand_joined(layers, a, batch.tokens)
-            mix = partial(self._mix_joined, qkv, batch)
+        mix: Callable[..., Tensor] = self._mix
+        if held.shared:
+            given = yield from _read_shared(layers, a, batch.tokens, held)
         else:
-            flat = yield from read_heads(layers, a, batch.tokens, held)
-            q, k, v = [part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in flat]
-            mix = partial(self._mix, q, k, v, batch)
-        mixed = recompute(mix, self.clock) if self.policy.recompute == "attention" else mix()
+            qkv = yield from expand_joined(layers, a, batch.tokens)
+            if self._compiled(a) and self.q_norm is None:
+                mix, given = self._mix_joined, [qkv]
+            else:
+                given = take_apart(qkv, self.kind.widths)
+        if self.policy.recompute == "attention":
+            # tensors as arguments: whoever moves or counts what autograd keeps then sees them
+            mixed = recompute(mix, self.clock, batch, *given)
+        else:
+            mixed = mix(batch, *given)
         return (yield from out.turns(mixed, batch.tokens))
 
     def _compiled(self, a: Tensor) -> bool:
         """Return whether attention runs compiled; torch's generator, which dropout draws from, cannot be compiled."""
         return self.policy.compile and not a.is_meta and not self.drops
 
-    def _mix_joined(self, qkv: Tensor, batch: Batch) -> Tensor:
+    def _mix_joined(self, batch: Batch, qkv: Tensor) -> Tensor:
         """Compute what lies between the two products in one function: [tokens, columns] -> [tokens, columns]."""
         return kernels.compiled_for(kernels.attend_from, self.kind)(qkv, batch.rows, batch.rope, batch.mask)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Compute what lies between the two products: [rows, seq, heads, head_dim] -> [tokens, columns]."""
+    def _mix(self, batch: Batch, *qkv: Tensor) -> Tensor:
+        """Compute what lies between the two products: [tokens, columns] -> [tokens, columns]."""
         held, q_norm, k_norm = self.held, self.q_norm, self.k_norm
+        q, k, v = (part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in qkv)
         if held.shared:
             queries_per_key = self.heads // self.kv_heads
             wanted = Counter(query // queries_per_key - held.keys.start for query in held.queries)

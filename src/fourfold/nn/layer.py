@@ -21,7 +21,7 @@ from fourfold.engine import Engine
 from fourfold.gradients import ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import Spec, rest
-from fourfold.nn.rng import StepRng, fill_
+from fourfold.nn.rng import Recomputing, StepRng, fill_
 from fourfold.operators import OpContext
 from fourfold.param_group import ZEROS_BEHIND, GroupMember, ParamGroup
 from fourfold.params import apply_where_it_changes, shard_parameter
@@ -239,7 +239,7 @@ def recompute(function: Callable[..., T], clock: StepRng, *args: Any) -> T:
         *args,
         use_reentrant=False,
         preserve_rng_state=False,  # draws depend on the clock, not on the state of torch's generators
-        context_fn=lambda: (nullcontext(), clock.recomputing(point)),
+        context_fn=lambda: (nullcontext(), Recomputing(clock, point)),
     )
 
 

@@ -90,8 +90,7 @@ class Expand(Linear):
         return self.engine.alone(self.turns(a, tokens))
 
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
-        (out,) = yield from expand_in_turns([self], a, tokens)
-        return out
+        return (yield from expand_joined([self], a, tokens))
 
 
 class Contract(Linear):

@@ -65,6 +65,27 @@ RngPoint = tuple[int, int, HalfTurn, Tensor | None]
 micro-step on the device."""
 
 
+class Recomputing:
+    """A block in which a forward pass runs again from the point of its first run, so that it draws the same masks.
+
+    It may be entered again: a graph that is retained is recomputed in every backward pass.
+    """
+
+    def __init__(self, clock: StepRng, point: RngPoint) -> None:
+        self.clock, self.point = clock, point
+        self._before: list[tuple[RngPoint, bool]] = []
+
+    def __enter__(self) -> None:
+        engine = self.clock.engine
+        self._before.append((self.clock.now, engine.recomputing))
+        self.clock.go_to(self.point)
+        engine.recomputing = True
+
+    def __exit__(self, *_: object) -> None:
+        now, self.clock.engine.recomputing = self._before.pop()
+        self.clock.go_to(now)
+
+
 class StepRng:
     """The seeds of a model's random draws at the current step, micro-step and half of the batch.
 
@@ -78,7 +99,7 @@ class StepRng:
         self.step = 0
         self.micro_step = 0
         # Step and micro-step on the device, once somebody has asked for them there. The counter is changed in place, so
-        # that a recorded step counts on; the position is a copy, to which `recomputing` can return.
+        # that a recorded step counts on; the position is a copy, to which `go_to` can return.
         self._counter: Tensor | None = None
         self._position: Tensor | None = None
         self._keys: dict[tuple[str, HalfTurn], Tensor] = {}
@@ -114,15 +135,9 @@ class StepRng:
                 self._position = self._counter.clone()
         return self._position
 
-    @contextmanager
-    def recomputing(self, point: RngPoint) -> Iterator[None]:
-        """Return to the point of the first run while a forward pass is recomputed, so that it draws the same masks."""
-        now, before = self.now, self.engine.recomputing
-        (self.step, self.micro_step, self.engine.turn, self._position), self.engine.recomputing = point, True
-        try:
-            yield
-        finally:
-            (self.step, self.micro_step, self.engine.turn, self._position), self.engine.recomputing = now, before
+    def go_to(self, point: RngPoint) -> None:
+        """Draw as at another point of training."""
+        self.step, self.micro_step, self.engine.turn, self._position = point
 
     def key_on(self, device: torch.device, name: str, grid: Grid, cut: Layout) -> Tensor:
         """Return on the device what module `name` draws with at every position: `key` without step and micro-step."""

@@ -306,7 +306,8 @@ def signal_children(number: int) -> None:
 
 def _stopped(number: int, errors: IO[str], policy: RestartPolicy, scratch: Path) -> int:
     """Report what the ranks have left behind after a signal, and why they could not save; return the exit code."""
-    told = (json.loads(path.read_text()) for path in scratch.rglob(ERROR_FILE))
+    told = [json.loads(path.read_text()) for path in scratch.rglob(ERROR_FILE)]
+    told.sort(key=lambda found: found.get("elsewhere", False))
     # other kinds of failures follow from the end of other ranks
     causes = [found["message"].strip() for found in told if found["kind"] in (Failure.USER, Failure.ERROR)]
     said = "; ".join([f"stopped by {NAMES[number]}", *causes[:1], policy.left_behind()])
