@@ -83,6 +83,7 @@ def test_memory_rules_out_what_does_not_fit() -> None:
         assert found.memory.total <= task.machine.memory - task.machine.reserve
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower() -> None:
     config, machine = ff.models.config("gpt-5b"), load_machine("perlmutter")
     small, large = (
@@ -250,6 +251,7 @@ def test_the_answer_does_not_depend_on_how_many_are_shown() -> None:
     assert first.best.seconds == pytest.approx(timeline(task, first.best.candidate).seconds, rel=0.02)
 
 
+@pytest.mark.slow
 def test_grids_that_were_not_ranked_fit_too() -> None:
     task = Task(ff.models.config("gpt-10b"), load_machine("perlmutter"), 128, 2048)
     found = search(task, 32)
