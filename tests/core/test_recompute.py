@@ -97,3 +97,19 @@ def test_a_graph_that_is_retained_is_recomputed_in_every_backward_pass(kind: str
         loss.backward()
         found.append([local_of(parameter.grad) for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_hooks_on_saved_tensors_see_the_inputs_of_attention_that_is_recomputed() -> None:
+    """Otherwise `save_on_cpu` would leave them on the device."""
+    model = ff.models.build(CONFIG, ff.Grid.alone("cpu"), policy=Policy(recompute="attention"))
+    tokens, kept = torch.arange(32).view(2, 16), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    columns = (CONFIG.heads + 2 * CONFIG.kv_heads) * CONFIG.head_dim  # of q, k and v, which lie side by side
+    sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
+    assert sizes.count(tokens.numel() * columns * 4) == CONFIG.layers
