@@ -119,7 +119,7 @@ class StepGraph(Generic[T]):
     def _record(self, inputs: Sequence[Any]) -> None:
         """Record the step on all ranks; if one rank cannot, note the reason and record it on none."""
         device = self._grid.device
-        graph, fault = torch.cuda.CUDAGraph(), ""
+        graph, fault, outer = torch.cuda.CUDAGraph(), "", sys.exception()
         self._inputs = tree_map_only(Tensor, lambda given: given.to(device, copy=True), inputs)
         for parameter, _ in self._gradients.parameters.values():
             local_of(parameter)  # a gather of the last optimizer step may be in flight, and its wait cannot be recorded
@@ -142,7 +142,7 @@ class StepGraph(Generic[T]):
                 self._outputs = self._step(*self._inputs)
                 steps.check_gradients(before.parameters)
         except Exception as error:
-            fault = _cause(error)
+            fault = _cause(error, outer)
         except BaseException:  # Ctrl-C: the other ranks are not asked
             self._give_up(before)
             raise
@@ -279,9 +279,11 @@ def _alike(given: Any, static: Any) -> bool:
     return given == static
 
 
-def _cause(error: BaseException) -> str:
-    """Return the first line of the error that came first: ending a failed recording raises another one."""
-    outer = sys.exception()  # what the caller handles already, if anything
+def _cause(error: BaseException, outer: BaseException | None) -> str:
+    """Return the first line of the error that came first: ending a failed recording raises another one.
+
+    `outer` is what the caller of the step was handling already.
+    """
     while error.__context__ is not None and error.__context__ is not outer:
         error = error.__context__
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

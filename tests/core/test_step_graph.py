@@ -140,13 +140,23 @@ def test_an_optimizer_sees_that_the_memory_of_a_recorded_step_has_moved() -> Non
 
 
 def test_the_first_error_of_a_failed_recording_is_the_reason() -> None:
-    try:
+    def fail() -> None:
         try:
             raise RuntimeError("reads a number\non the host")
         finally:
             raise ValueError("the recording was ended")
+
+    try:
+        fail()
     except ValueError as error:
-        assert _cause(error) == "RuntimeError: reads a number"
+        assert _cause(error, None) == "RuntimeError: reads a number"
+    try:
+        raise KeyError("what a loop handles while it makes a step")
+    except KeyError as outer:
+        try:
+            fail()
+        except ValueError as error:
+            assert _cause(error, outer) == "RuntimeError: reads a number"
     assert _first_fault(["", "a", "b"]) == "rank 1: a"
     assert _first_fault(["", ""]) == ""
 

@@ -139,9 +139,9 @@ class Attention(Layer):
     @cached_property
     def kind(self) -> HeadKind:
         """How heads lie in this rank's q, k and v, if K and V are cut as the queries are."""
-        cuts = self.grid.size("y") if self.policy.activations == "sharded" else 1
-        widths = tuple(layer.width // cuts for layer in (self.q, self.k, self.v))
-        return HeadKind(self.head_dim, widths, self.heads != self.kv_heads)
+        queries, keys = len(self.held.queries), len(self.held.keys)
+        widths = tuple(number * self.head_dim for number in (queries, keys, keys))
+        return HeadKind(self.head_dim, widths, queries != keys)
 
     def forward(self, a: Tensor, batch: Batch) -> Tensor:
         return self.out.leave(self.engine.alone(self.turns(a, batch)), batch.tokens).wait()
@@ -176,15 +176,15 @@ class Attention(Layer):
 
     def _mix(self, batch: Batch, *qkv: Tensor) -> Tensor:
         """Compute what lies between the two products: [tokens, columns] -> [tokens, columns]."""
-        held, q_norm, k_norm = self.held, self.q_norm, self.k_norm
+        held, kind, q_norm, k_norm = self.held, self.kind, self.q_norm, self.k_norm
         q, k, v = (part.reshape(batch.rows, batch.seq, -1, self.head_dim) for part in qkv)
         if held.shared:
             queries_per_key = self.heads // self.kv_heads
             wanted = Counter(query // queries_per_key - held.keys.start for query in held.queries)
             k, v = select_heads(k, wanted), select_heads(v, wanted)
+            kind = kind._replace(grouped=q.shape[2] != k.shape[2])
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(q), k_norm(k)
-        kind = self.kind._replace(grouped=q.shape[2] != k.shape[2])
         if self._compiled(q):
             return kernels.compiled_for(kernels.attend, kind)(q, k, v, batch.rope, batch.mask)
         if batch.rope is not None:

@@ -358,17 +358,11 @@ def _getattr(plain: type[nn.Module]) -> Any:
 
 
 def _apply(plain: type[nn.Module]) -> Any:
-    """Return an `_apply`, which `to(...)`, `half()` and their like call, that may be called inside forward."""
+    """Return an `_apply`, which `to(...)`, `half()` and their like call, for shards; forward may call it as well."""
     own = plain._apply
 
     @functools.wraps(own)
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Convert the parameters. Inside forward, where a graph holds them, skip a call that changes nothing."""
-        first = next((parameter for parameter in self._parameters.values() if parameter is not None), None)
-        if adapters_of(self)[0].context.in_pass and first is not None:
-            tried = torch.empty(0, dtype=first.dtype, device=first.device)
-            if (made := fn(tried)).dtype == tried.dtype and made.device == tried.device:
-                return self
         return apply_where_it_changes(own, self, fn, recurse)
 
     return apply
