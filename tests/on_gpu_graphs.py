@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import fourfold as ff
+from benchmarks.speed.plain_models import Transformer
 from fourfold.grid import Shape
 from fourfold.params import local_of
 from fourfold.step_graph import StepGraph
@@ -38,6 +39,7 @@ def train(
     steps: int,
     *,
     recorded: bool,
+    wrapped: bool = False,
     micro_steps: int = 1,
     policy: dict[str, Any],
     **changes: Any,
@@ -46,16 +48,24 @@ def train(
     torch.use_deterministic_algorithms(True)
     policy = {key: getattr(torch, value) if key.endswith("dtype") else value for key, value in policy.items()}
     config = ff.models.config(name, **changes)
-    model = ff.models.build(config, grid, policy=ff.Policy(**policy))
+    if wrapped:
+        torch.manual_seed(0)
+        with torch.device(grid.device):
+            plain = Transformer(config)
+        plain.init_weights(torch.Generator(grid.device).manual_seed(0))
+        model: Any = ff.parallelize(plain, grid, policy=ff.Policy(**policy))
+    else:
+        model = ff.models.build(config, grid, policy=ff.Policy(**policy))
     optimizer = ff.optim.AdamW(model, lr=1e-3)
     schedule = ff.optim.Schedule(1e-2, steps, warmup=3)
 
     def compute(parts: list[torch.Tensor], limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         count = ff.count_targets(torch.stack(parts), grid) if len(parts) > 1 else None
+        given = {} if count is None else {"count": count}
         model.gradients.begin_step(len(parts))
         loss = torch.zeros((), device=grid.device)
         for part in parts:
-            share = model(part, part, count=count)
+            share = model(part, part, **given)
             share.backward()
             loss += share.detach()
         clipped = optimizer.clip_and_step(1.0, unless=loss > limit)
@@ -108,6 +118,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "dropout": ("gpt-tiny", {"recompute": "block"}, 2, {"dropout": 0.2, "attention_dropout": 0.0}),
     "chunked loss": ("gpt-tiny", {"loss_chunk": 16}, 1, {}),
     "compiled": ("gpt-tiny", {"compile": True}, 1, {}),
+    "parallelize gpt": ("gpt-tiny", {}, 1, {"wrapped": True}),
+    "parallelize llama bf16": ("llama-tiny", {"compute_dtype": "bfloat16"}, 1, {"wrapped": True}),
 }
 
 

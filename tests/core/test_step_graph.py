@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import fourfold as ff
 from fourfold.grid import Grid
@@ -268,3 +270,36 @@ def test_a_new_step_draws_anew_where_no_model_counts_micro_steps() -> None:
         masks.append(dropout(torch.ones(64)))
     assert torch.equal(masks[0], masks[1])
     assert not torch.equal(masks[1], masks[2])
+
+
+class Draws(nn.Module):
+    """A model that draws random numbers, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        a = self.up(a)
+        a = a + nn.functional.scaled_dot_product_attention(a[None], a[None], a[None])[0]
+        if self.how == "dropout":
+            a = nn.functional.dropout(a, 0.5, training=self.training)
+        if self.how == "attention":
+            a = nn.functional.scaled_dot_product_attention(a[None], a[None], a[None], dropout_p=0.5)[0]
+        if self.how == "noise":
+            a = a + torch.randn_like(a)
+        if self.how == "layer drop" and random.random() < 2.0:
+            a = a * 2
+        return self.down(a).mean()
+
+
+@pytest.mark.parametrize("how", ["nothing", "dropout", "attention", "noise", "layer drop"])
+def test_a_wrapped_model_is_recorded_only_if_it_draws_nothing(how: str) -> None:
+    grid = ff.Grid.alone("cpu")
+    model = ff.parallelize(Draws(how), grid)
+    rows = torch.ones(4, 8)
+    model(rows).backward()
+    grid.recording = Recording(CPU, {})  # as while a step is recorded, which needs a GPU
+    with nullcontext() if how == "nothing" else pytest.raises(RuntimeError, match="draws random numbers"):
+        model(rows).backward()

@@ -19,9 +19,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.axes import AXES
 from fourfold.engine import Engine, HalfTurn
@@ -190,3 +192,42 @@ def seeded_outside_torch(key: int) -> Iterator[None]:
         random.setstate(state)
         if numpy is not None and numpys is not None:
             numpy.random.set_state(numpys)
+
+
+@contextmanager
+def no_draws() -> Iterator[None]:
+    """Refuse random numbers inside the block, whoever draws them.
+
+    For model code that is recorded: what it draws on the host would stay the same in every replay, and what torch draws
+    on the device would not be what the step itself draws, which seeds torch's generator in every pass.
+    """
+    before = _states_outside_torch()
+    with NoDraws():
+        yield
+    if _states_outside_torch() != before:
+        raise RuntimeError("the model draws random numbers with Python or numpy, which replays would not draw again")
+
+
+class NoDraws(TorchDispatchMode):
+    """Refuses torch's random numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs):
+            raise RuntimeError(f"the model draws random numbers ({func}), which replays would not draw again")
+        return func(*args, **kwargs)
+
+
+def _drops_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Return whether this is an operation with dropout, such as attention, whose probability is 0."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return any(given.get(name, defaults[name]) == 0 for name in ("dropout_p", "dropout") if name in defaults)
+
+
+def _states_outside_torch() -> tuple[object, ...]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, keys, position, *gauss = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), position, *gauss

@@ -29,7 +29,7 @@ from fourfold.comm import equal_along
 from fourfold.layout import REPEATED, inner
 from fourfold.nn.layer import recompute
 from fourfold.nn.loss import Vocabulary, cross_entropy, sum_of_places, sum_over_batch
-from fourfold.nn.rng import key_of, seeded, seeded_outside_torch
+from fourfold.nn.rng import key_of, no_draws, seeded, seeded_outside_torch
 from fourfold.operators import Conjugate
 from fourfold.params import whole_tensor
 from fourfold.wrap.adapters import Adapter, lost_change_error
@@ -262,7 +262,8 @@ class RootAdapter(Adapter):
         name = self.name if module.training else f"{self.name} evaluation {self.evaluations}"
         # one seed for all ranks of a place, so that they drop the same elements of tensors that they all hold
         seed = context.clock.key(name, context.grid, REPEATED)
-        with seeded_everywhere(seed, context.grid.device), seeded_outside_torch(seed):
+        recorded = context.grid.recording is not None  # torch's generators cannot be seeded then
+        with no_draws() if recorded else _all_seeded(seed, context.grid.device):
             result = self._pass(forward, args, kwargs)
         if before:
             self._require_same_buffers(module, before)
@@ -418,6 +419,13 @@ def seeded_everywhere(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _all_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Let everybody draw from this seed inside the block: torch, Python and numpy."""
+    with seeded_everywhere(seed, device), seeded_outside_torch(seed):
+        yield
+
+
 class ContrastiveAdapter(Adapter):
     """Runs a module with rows that a contrastive loss compares, and gathers all places' rows for such a loss."""
 
@@ -443,7 +451,7 @@ class BlockAdapter(Adapter):
         elif "hidden_states" in kwargs:  # Hugging Face's name of the stream
             kwargs = {**kwargs, "hidden_states": self._to_rest(kwargs["hidden_states"])}
         again = context.policy.recompute == "block" and module.training and torch.is_grad_enabled()
-        if module.training and context.sample is None:
+        if module.training and context.sample is None and context.grid.recording is None:
             # a seed per block, so that a recomputed block draws the same numbers again; 62 bits fit an int64
             seed = int(torch.randint(1 << 62, (), device="cpu"))
             forward = partial(_run_seeded, seed, context.grid.device, again, forward)
@@ -466,5 +474,5 @@ def _run_seeded(
     seed: int, device: torch.device, again: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block with its seed. Only a block that is recomputed seeds Python and numpy too, because that is slow."""
-    with seeded_everywhere(seed, device), seeded_outside_torch(seed) if again else nullcontext():
+    with _all_seeded(seed, device) if again else seeded_everywhere(seed, device):
         return forward(*args, **kwargs)
