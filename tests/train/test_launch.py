@@ -255,3 +255,30 @@ def test_sighup_is_left_alone_under_nohup(nohup: bool) -> None:
     left = subprocess.run([sys.executable, "-c", NOHUP], preexec_fn=start, capture_output=True, text=True, check=False)
     assert left.stdout == ("goes on\n" if nohup else "")
     assert ("KeyboardInterrupt" in left.stderr) is not nohup
+
+
+TRACEBACK = """rank 1: Traceback (most recent call last):
+  File "loop.py", line 3, in <module>
+    step()
+    ~~~~^^
+  File "loop.py", line 1, in step
+    raise RuntimeError("the device is lost")
+RuntimeError: the device is lost
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+
+@pytest.mark.parametrize(
+    ("cause", "line"),
+    [
+        (TRACEBACK, "RuntimeError: the device is lost"),
+        (
+            TRACEBACK + "\nDuring handling another exception occurred:\n\n" + TRACEBACK.replace("Runtime", "OS"),
+            "OSError",
+        ),
+        ("rank 0 (process 7) was killed by SIGABRT; the other ranks were stopped", "rank 0 (process 7)"),
+        ("rank 2 is alone in a collective\n    rank 2: all_gather", "rank 2 is alone"),
+    ],
+)
+def test_a_restart_names_the_error_in_one_line(cause: str, line: str) -> None:
+    assert launching.headline(cause).startswith(line)

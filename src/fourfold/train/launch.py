@@ -197,20 +197,18 @@ def _launch(
         if reached > before:  # progress earns the full number of restarts again
             tries, quick = restarts, 0
         cause = explain(first)
-        if not failure.is_diagnosis and (more := policy.evidence(began)):
-            cause = f"{cause}\n{more}"
+        evidence = "" if failure.is_diagnosis else policy.evidence(began)
         hopeless = not failure.may_pass or (not reached and not policy.restarts_from_nothing())
         if tries == 0 or hopeless:
+            cause = f"{cause}\n{evidence}" if evidence else cause
             print(f"fourfold: error: {cause}", file=errors)
             policy.note("failed", cause)
             return first.exit_code if first.exit_code > 0 else 1
         tries, times, quick = tries - 1, times + 1, quick + 1
         pause = restart_pause(quick)
-        # one line: the headline of a diagnosis, or the last line of a traceback
-        cause = cause.splitlines()[0 if failure.is_diagnosis else -1]
         had, (ranks, arguments) = ranks, policy.next_start(ranks, arguments)
         where = policy.resume_text(reached) + ("" if ranks == had else f" on {ranks} of {had} ranks")
-        said = f"{cause}; the run resumes {where} in {pause:.0f} s (start {times + 1})"
+        said = f"{evidence or headline(cause)}; the run resumes {where} in {pause:.0f} s (start {times + 1})"
         print(f"fourfold: {said}", file=errors, flush=True)
         policy.note("restarted", said)
         time.sleep(pause)
@@ -325,6 +323,14 @@ def explain(end: RankEnd) -> str:
         return f"rank {end.rank} (process {end.process}) was killed by {name}; the other ranks were stopped"
     lines = end.message.strip().splitlines() or [f"rank {end.rank} failed with exit code {end.exit_code}"]
     return lines[0] if len(lines) == 1 else f"rank {end.rank}: {end.message.strip()}"
+
+
+def headline(cause: str) -> str:
+    """Return the first line of the error in a text with a traceback, or else the first line of the text."""
+    lines = cause.splitlines()
+    frames = [at for at, line in enumerate(lines) if line.startswith('  File "')]
+    behind = lines[frames[-1] + 1 :] if frames else lines
+    return next((line for line in behind if not line.startswith("    ")), lines[0])
 
 
 def report_failure(message: str, kind: Failure, *, elsewhere: bool = False, whole: bool = True) -> None:
