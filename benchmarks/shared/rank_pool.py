@@ -134,6 +134,7 @@ def _serve(pipe: Connection, rank: int, world: int, device: str, port: int, make
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     # NCCL refuses two ranks on one GPU unless it takes them for different hosts
     os.environ["NCCL_HOSTID"], os.environ["NCCL_IB_DISABLE"] = f"rank-{rank}", "1"
+    os.environ["NCCL_SET_THREAD_NAME"] = "1"  # so that `threads.py` can tell what its threads are for
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.init()

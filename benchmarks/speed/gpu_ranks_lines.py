@@ -19,6 +19,7 @@ from benchmarks.shared.workloads import Line, Mode, Workload
 from fourfold.shape import shapes_of
 
 DEFAULT = ""
+KEPT = "kept weights"
 REGATHER = "regather"
 REPLICATED = "replicated"
 MEGATRON = "Megatron's generalised TP"
@@ -30,7 +31,8 @@ PEER_MODES: tuple[Mode, ...] = ("eager", "compiled")
 
 
 BASE = ff.Policy(keep_gathered=True)
-"""Keeps gathered inputs for backward, as torch's TP does. `regather` lines gather them again instead."""
+"""Keeps gathered inputs for backward, as torch's TP does. `regather` lines gather them again instead, and lines with
+kept weights also keep the weights that were gathered over z, as FSDP2 does without resharding."""
 
 
 def _llama(layers: int, hidden: int, mlp_hidden: int) -> ff.models.ModelConfig:
@@ -113,9 +115,11 @@ def _pipelines(world: int) -> Iterator[Line]:
 
 
 def _fourfold(world: int) -> Iterator[Line]:
-    """Yield the default line on every grid of a peer."""
+    """Yield the default line on every grid of a peer, and beside FSDP2 without resharding a line that keeps weights."""
     for shape in dict.fromkeys(line.shape for line in _peers(world)):
         yield Line("fourfold", shape, DEFAULT, BASE, bounded=True)
+        if shape.z > 1:
+            yield Line("fourfold", shape, KEPT, replace(BASE, keep_weights=True), bounded=True)
 
 
 def _other_grids(world: int) -> Iterator[Line]:

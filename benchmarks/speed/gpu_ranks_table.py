@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `impor
 
 from benchmarks.shared.pairs import Pairs
 from benchmarks.shared.tables import verdict
-from benchmarks.speed.gpu_ranks_lines import DEFAULT, MECHANISMS, MEGATRON, OFF, REGATHER, REPLICATED
+from benchmarks.speed.gpu_ranks_lines import DEFAULT, KEPT, MECHANISMS, MEGATRON, OFF, REGATHER, REPLICATED
 from benchmarks.speed.gpu_ranks_results import LineRecord, Results
 
 OVER_BOUND = 1.15
@@ -25,15 +25,17 @@ MEMORY = 1.05
 LOSS_NOISE = 0.02
 """How much the losses of equal first steps may differ in bf16; a larger difference means that something is wrong."""
 LOSS_SPREAD = 0.02
-"""How much the losses of different lines may differ, as a part of the loss: shards are drawn by each rank for itself,
-so lines on different grids begin with other weights of the same distribution."""
+"""How much the losses of different lines may differ, as a part of the first loss: shards are drawn by each rank for
+itself, so lines on different grids begin with other weights of the same distribution."""
 
 MODE_SPREAD = 0.005
 """How much the losses of the modes of a line may differ: compiled kernels round otherwise, and AdamW magnifies that."""
 
 OURS = "fourfold"
+COMPARED = (DEFAULT, KEPT)
+"""The variants of Fourfold that are compared with the peers; the others show what a choice costs or gains."""
 ORDER = [REGATHER, REPLICATED, OFF, *MECHANISMS, MEGATRON]
-"""The order of Fourfold's variants after its default."""
+"""The order of Fourfold's variants after these."""
 COLUMNS = [
     "line", "grid", "mode", "ms per step", "spread", "peak GiB", "this / best peer on the grid", "this / best peer",
     "compute alone", "communication alone", "step / larger of the two", "loss, then after updates",
@@ -80,13 +82,12 @@ def _summary(lines: dict[str, list[LineRecord]]) -> str:
     """Show Fourfold beside the best peer by group: on each peer's grid, and each on the best grid of its own."""
     rows = []
     for name, records in lines.items():
-        ours = [record for record in records if record.kind == OURS and record.variant == DEFAULT]
-        peers = [record for record in records if record.kind != OURS]
+        ours, peers = _sides(records)
         pairs = [(best(own), best(_by_grid(peers).get(grid, []))) for grid, own in _by_grid(ours).items()]
         for where, (own, peer) in (("the same grid", pair) for pair in pairs):
             rows += _summary_row(name, where, own, peer)
         rows += _summary_row(name, "**any grid**", best(ours), best(peers))
-    return "Fourfold's fastest mode beside the best peer:\n\n" + _markdown(
+    return "Fourfold's fastest line beside the best peer:\n\n" + _markdown(
         ["group", "on", "Fourfold", "ms", "best peer", "ms", "Fourfold / peer"], rows
     )
 
@@ -95,8 +96,9 @@ def _summary_row(name: str, where: str, ours: LineRecord | None, peer: LineRecor
     if ours is None or peer is None:
         return []
     seconds = [f"{record.step * 1e3:.1f}" for record in (ours, peer)]
-    titles = [f"{title} {grid_of(record)} {record.mode}" for title, record in (("", ours), (_title_of(peer), peer))]
-    return [[name, where, titles[0].strip(), seconds[0], titles[1], seconds[1], _ratio(ours, peer)]]
+    own = f"{grid_of(ours)} {_in_words(ours)}"
+    theirs = f"{_title_of(peer)} {grid_of(peer)} {peer.mode}"
+    return [[name, where, own, seconds[0], theirs, seconds[1], _ratio(ours, peer)]]
 
 
 def _title_of(record: LineRecord) -> str:
@@ -125,7 +127,7 @@ def _sort_key(record: LineRecord) -> tuple[int, int, str, float]:
     seconds = record.step if record.measured else math.inf
     if record.kind != OURS:
         return 0, 0, "", seconds
-    if record.variant == DEFAULT:
+    if record.variant in COMPARED:
         return 1, 0, "", seconds
     place = ORDER.index(record.variant)
     return (2, place, "", seconds) if place < ORDER.index(OFF) else (3, 0, grid_of(record), place)
@@ -186,11 +188,16 @@ def over_bound(record: LineRecord) -> float | None:
 
 def bars(records: Sequence[LineRecord]) -> list[str]:
     """Return one sentence per bar, with what was reached."""
-    ours = [record for record in records if record.kind == OURS and record.variant == DEFAULT]
-    peers = [record for record in records if record.kind != OURS]
+    ours, peers = _sides(records)
     found = [*_on_each_grid(ours, peers), *_against_best(ours, peers), *_against_bounds(ours)]
     found += [*_compiled(ours), *_memory(ours, peers), *_all_losses(records), *_losses_of_modes(records)]
     return found or ["nothing to judge yet"]
+
+
+def _sides(records: Sequence[LineRecord]) -> tuple[list[LineRecord], list[LineRecord]]:
+    """Return Fourfold's lines that are compared with the peers, and the peers."""
+    ours = [record for record in records if record.kind == OURS and record.variant in COMPARED]
+    return ours, [record for record in records if record.kind != OURS]
 
 
 def _by_grid(records: Sequence[LineRecord]) -> dict[str, list[LineRecord]]:
@@ -201,7 +208,7 @@ def _by_grid(records: Sequence[LineRecord]) -> dict[str, list[LineRecord]]:
 
 
 def _on_each_grid(ours: Sequence[LineRecord], peers: Sequence[LineRecord]) -> Iterator[str]:
-    """Compare Fourfold's fastest mode on a grid with the best peer there."""
+    """Compare Fourfold's fastest line on a grid with the best peer there."""
     there = _by_grid(peers)
     for grid, own in _by_grid(ours).items():
         fastest, rival = best(own), best(there.get(grid, []))
@@ -219,7 +226,7 @@ def _against_best(ours: Sequence[LineRecord], peers: Sequence[LineRecord]) -> It
 
 def _compared(ours: LineRecord, theirs: LineRecord) -> str:
     names = (
-        f"{grid_of(ours)} {ours.mode} {ours.step * 1e3:.1f} ms, {_title_of(theirs)}"
+        f"{_title_of(ours)} {grid_of(ours)} {ours.mode} {ours.step * 1e3:.1f} ms, {_title_of(theirs)}"
         f" {grid_of(theirs)} {theirs.mode} {theirs.step * 1e3:.1f} ms"
     )
     pairs = Pairs(ours.ratios(theirs))
@@ -234,28 +241,34 @@ def _against_bounds(ours: Sequence[LineRecord]) -> Iterator[str]:
         ratio = over_bound(fastest) if fastest is not None else None
         if fastest is not None and ratio is not None:
             yield (
-                f"on {grid} a step ({fastest.mode}) takes at most {OVER_BOUND} times the larger of compute alone and "
-                f"communication alone: {verdict(ratio <= OVER_BOUND)}, {ratio:.2f}"
+                f"on {grid} a step ({_in_words(fastest)}) takes at most {OVER_BOUND} times the larger of compute alone "
+                f"and communication alone: {verdict(ratio <= OVER_BOUND)}, {ratio:.2f}"
             )
 
 
 def _compiled(ours: Sequence[LineRecord]) -> Iterator[str]:
-    for grid, own in _by_grid(ours).items():
-        modes = {record.mode: record for record in own if record.measured}
-        for less, more in (("eager", "compiled"), ("captured", "captured compiled")):
-            pairs = Pairs(modes[more].ratios(modes[less])) if less in modes and more in modes else None
-            if pairs:
-                yield f"on {grid} {more} is not slower than {less}: {verdict(pairs.not_above_one)}, {pairs}"
+    lines = {(grid_of(record), record.variant, record.mode): record for record in ours if record.measured}
+    for (grid, variant, mode), record in lines.items():
+        compiled = lines.get((grid, variant, {"eager": "compiled", "captured": "captured compiled"}.get(mode, "")))
+        pairs = Pairs(compiled.ratios(record)) if compiled else None
+        if compiled and pairs:
+            words = f"on {grid} {_in_words(compiled)} is not slower than {mode}"
+            yield f"{words}: {verdict(pairs.not_above_one)}, {pairs}"
+
+
+def _in_words(record: LineRecord) -> str:
+    return ", ".join(part for part in (record.variant, record.mode) if part)
 
 
 def _memory(ours: Sequence[LineRecord], peers: Sequence[LineRecord]) -> Iterator[str]:
     for peer in peers:
         for own in ours:
             same = (own.grid, own.mode) == (peer.grid, peer.mode)
-            if same and peer.kind == "FSDP2" and not peer.variant and own.peak_bytes and peer.peak_bytes:
+            alike = (own.variant, peer.variant) in ((DEFAULT, ""), (KEPT, "no resharding"))
+            if same and alike and peer.kind == "FSDP2" and own.peak_bytes and peer.peak_bytes:
                 ratio = own.peak_bytes / peer.peak_bytes
                 yield (
-                    f"peak memory on {grid_of(peer)} ({own.mode}) at most {MEMORY} times FSDP2's: "
+                    f"peak memory on {grid_of(peer)} ({_in_words(own)}) at most {MEMORY} times {_title_of(peer)}'s: "
                     f"{verdict(ratio <= MEMORY)}, {ratio:.3f}"
                 )
 
@@ -265,12 +278,13 @@ def _all_losses(records: Sequence[LineRecord]) -> Iterator[str]:
     found = {record.line: record.losses for record in records if record.measured and record.losses}
     if len(found) < 2:
         return
+    first = min(losses[0] for losses in found.values())
     for what, place in (("first", 0), ("last", -1)):
         lowest, highest = (pick(found, key=lambda line: found[line][place]) for pick in (min, max))
         low, high = found[lowest][place], found[highest][place]
         yield (
-            f"the {what} losses of all {len(found)} lines agree within {LOSS_SPREAD:.0%}: "
-            f"{verdict(high - low <= LOSS_SPREAD * low)}, {low:.4f} ({lowest}) .. {high:.4f} ({highest})"
+            f"the {what} losses of all {len(found)} lines agree within {LOSS_SPREAD:.0%} of the first loss: "
+            f"{verdict(high - low <= LOSS_SPREAD * first)}, {low:.4f} ({lowest}) .. {high:.4f} ({highest})"
         )
 
 

@@ -168,8 +168,8 @@ def turn(state: RankModels, name: str, measure: Measure, steps: int, settle: boo
         act()
         gc.collect()
         model.reset()
-    before = thread_seconds() if threads else {}
     state.barrier()
+    before = thread_seconds() if threads else {}  # not of the barrier, where ranks that are early spin
     began = time.perf_counter()
     loss = act()
     if loss is not None and steps > 1:

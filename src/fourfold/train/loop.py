@@ -70,7 +70,8 @@ class StepInFlight:
 
     step: int
     learning_rate: float
-    loss: Tensor
+    results: Tensor
+    """The loss and the norm of the gradients, in the host's memory once the device has finished the step."""
     limit: float
     """The loss above which this step is a spike."""
     clipped: Clipped
@@ -386,8 +387,11 @@ class Run:
             self._note(f"steps are not recorded as a CUDA graph: {graph.reason}")
         clipped = Clipped(norm, self.grid, self._gradient_names, shards)
         data = self.loader.state()
+        # Copied now: reading them later from the device would wait for the next step, which is launched before.
+        results = torch.empty(2, dtype=torch.float64, pin_memory=self.meter.on_gpu)
+        results.copy_(torch.stack([loss, norm.to(loss.dtype)]), non_blocking=True)
         metrics = self.meter.end(replayed=graph is not None and graph.replayed)
-        self._in_flight.append(StepInFlight(step, learning_rate, loss, limit, clipped, data, metrics))
+        self._in_flight.append(StepInFlight(step, learning_rate, results, limit, clipped, data, metrics))
 
     def _compute(self, batches: Sequence[TokenBatch], skip_above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run forward, backward and the optimizer of a step, which is skipped if the loss is above `skip_above`.
@@ -423,9 +427,9 @@ class Run:
     def _record_step(self, done: StepInFlight) -> BadStep | None:
         """Wait for the results of a step, record them, and return what is bad about the step."""
         self.guard.doing("reading results of its device", Waits.DEVICE if self.meter.on_gpu else Waits.NOTHING)
-        loss, norm = done.loss.item(), done.clipped.norm.item()  # waits until the device has finished the step
+        metrics = done.metrics()  # waits until the device has finished the step
         self.guard.doing("writing the step's metrics and output")
-        metrics = done.metrics()
+        loss, norm = done.results.tolist()
         self.guard.took(metrics.seconds, metrics.exposed_seconds or {})
         self.profile.add(done.step, metrics)
         bad = self.step_judge.judge(done.step, loss, norm, done.limit)

@@ -101,6 +101,8 @@ class Meter:
         self._began, self._sent = ended, sent
 
         def read() -> StepMetrics:
+            if isinstance(ended, torch.cuda.Event):
+                ended.synchronize()
             waited = None if replayed else exposed()
             return StepMetrics(_seconds(began, ended), wire_bytes, waited, self.peak_memory_bytes())
 
@@ -116,7 +118,8 @@ class Meter:
     def _mark(self) -> Timestamp:
         if not self.on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        # blocking: a host that waits sleeps, and leaves its core to the threads that communicate
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()  # on the current stream, behind the work of the step
         return event
 
