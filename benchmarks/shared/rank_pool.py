@@ -179,8 +179,13 @@ class RankContext:
         self.synchronize()
 
     def synchronize(self) -> None:
+        """Wait until the device is idle, asleep: `torch.cuda.synchronize` would keep a core of every rank busy, which
+        the threads of NCCL need."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            end = torch.cuda.Event(blocking=True)
+            end.record()  # the current stream waits for all others of a step, whoever makes it
+            end.synchronize()
+            torch.cuda.synchronize()  # returns at once
 
 
 @contextmanager
