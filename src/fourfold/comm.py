@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import torch
@@ -54,6 +55,23 @@ class Pending(Generic[T]):
     def then(self, step: Callable[[T], U]) -> Pending[U]:
         """Return a `Pending` whose result is that of `step`, a local computation on this one's result."""
         return Pending(lambda: step(self.wait()))
+
+
+def split_results(pending: Pending[list[T]], counts: Sequence[int]) -> list[Pending[list[T]]]:
+    """Return a `Pending` for each of several parts of a list of results, which have these lengths.
+
+    Each takes its part out of the list, so that the others do not keep it in memory.
+    """
+    if len(counts) == 1:
+        return [pending]
+    places = [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+    return [pending.then(partial(_taken, place)) for place in places]
+
+
+def _taken(place: slice, results: list[T]) -> list[T]:
+    part = results[place]
+    results[place] = [None] * len(part)  # type: ignore[list-item]
+    return part
 
 
 class Arrived(Generic[T]):
@@ -174,7 +192,7 @@ def all_gather_together(
     axis: str,
     *,
     rows: Sequence[int] | None = None,
-    into: Sequence[Tensor] | None = None,
+    into: Sequence[Tensor | None] | None = None,
     label: str = "",
 ) -> Pending[list[Tensor]]:
     """Join several shards along dim 0 in one message, each into its contiguous buffer of `into` if that is given.
@@ -182,27 +200,26 @@ def all_gather_together(
     With `rows`, joined tensor i has `rows[i]` rows and the shards are its chunks, as for `all_gather`.
     """
     ranks = grid.size(axis)
+    into = into or [None] * len(shards)
     if ranks == 1:
-        wholes = list(shards) if into is None else _copied(into, shards)
+        wholes = list(map(_landed, shards, into))
         return Pending(lambda: wholes)
-    uneven = rows is not None and any(count % ranks for count in rows)
-    if rows is not None and uneven:
-        shards = [_padded(shard, 0, -(-count // ranks)) for shard, count in zip(shards, rows, strict=True)]
+    lengths = rows or [ranks * len(shard) for shard in shards]
+    shards = [_padded(shard, 0, -(-length // ranks)) for shard, length in zip(shards, lengths, strict=True)]
     record = _record("all_gather", shards, grid, axis, label)
-    if into is None or uneven:
-        wholes = [shard.new_empty((ranks * shard.shape[0], *shard.shape[1:])) for shard in shards]
-    else:
-        wholes = list(into)
+    wholes = [
+        shard.new_empty((ranks * len(shard), *shard.shape[1:])) if buffer is None or length % ranks else buffer
+        for shard, length, buffer in zip(shards, lengths, into, strict=True)
+    ]
     finish = _nothing
     if record is not None and not _stays(shards[0], grid):
         parts = [whole.view(ranks, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         with Named(record):
             finish = wire.all_gather(shards, parts, _link(record, grid))
     pending = Pending(lambda: (finish(), shards, wholes)[2], record, grid)
-    if rows is None or not uneven:
+    if not any(length % ranks for length in lengths):
         return pending
-    cropped = pending.then(lambda found: [whole[:count] for whole, count in zip(found, rows, strict=True)])
-    return cropped if into is None else cropped.then(partial(_copied, into))
+    return pending.then(lambda found: list(map(_landed, map(_cropped, found, lengths), into)))
 
 
 def reduce_scatter_together(
@@ -331,8 +348,13 @@ def _nothing() -> None:
     """Finish a collective that was recorded and not sent."""
 
 
-def _copied(into: Sequence[Tensor], found: Sequence[Tensor]) -> list[Tensor]:
-    return [buffer.copy_(tensor) for buffer, tensor in zip(into, found, strict=True)]
+def _landed(found: Tensor, buffer: Tensor | None) -> Tensor:
+    """Return what was found, in its buffer if it has one."""
+    return found if buffer is None or buffer is found else buffer.copy_(found)
+
+
+def _cropped(whole: Tensor, length: int) -> Tensor:
+    return whole if len(whole) == length else whole[:length]
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:

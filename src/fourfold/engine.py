@@ -89,8 +89,8 @@ class WeightGather(Protocol[T]):
         """The size of the gathered weights, equal on all ranks; 0 if nothing is sent."""
         ...
 
-    def launch(self) -> Awaited[T]:
-        """Start the gather."""
+    def launch(self, *behind: Any) -> Sequence[Awaited[T]]:
+        """Start the gather, in one message with the gathers `behind` it; return what to wait for, one for each."""
         ...
 
     def version(self) -> object:
@@ -117,8 +117,9 @@ BACKWARD = "backward"
 class Prefetcher:
     """Launches gathers of weights before their use, in the order in which an earlier pass of the same kind used them.
 
-    The gathers in flight are bounded in bytes, but one may always be in flight. If a pass differs from the recorded
-    order, it gathers on use from there on, and its order is recorded instead. If the last forward pass of a kind was
+    Small gathers that follow each other travel in one message. The gathers in flight are bounded in bytes, but one may
+    always be in flight. If a pass differs from the recorded order, it gathers on use from there on, and its order is
+    recorded instead. If the last forward pass of a kind was
     followed by a backward pass, the end of this forward pass prefetches the first weights of backward. A gather that is
     in flight while its weight changes is repeated, provided that torch counts the change (torch's fused optimizers do
     not; `optim.AdamW` counts for them).
@@ -127,13 +128,11 @@ class Prefetcher:
     def __init__(
         self,
         *,
-        on: bool,
-        bound: Callable[[int], int],
+        policy: Overlap,
         buffers: Buffers,
         in_backward: Callable[[], bool] = in_backward,
     ) -> None:
-        """`bound` maps the bytes of the largest message so far to the bytes that may be in flight."""
-        self.on, self.bound, self.buffers, self.in_backward = on, bound, buffers, in_backward
+        self.policy, self.buffers, self.in_backward = policy, buffers, in_backward
         self._orders: dict[Hashable, list[WeightGather]] = {BACKWARD: []}  # the recorded order of each kind of pass
         self._followed: dict[Hashable, bool] = {}  # whether the last pass of a kind was followed by backward
         self._kind: Hashable = None  # the kind of the pass that runs now
@@ -169,14 +168,14 @@ class Prefetcher:
     def take(self, wanted: WeightGather[T], uses: int) -> InUse[T]:
         """Return the gathered weights for one of `uses` uses; `release` ends the use."""
         if not wanted.nbytes and uses == 1:  # nothing travels, and nobody else uses them
-            return InUse(wanted.launch().wait(), 1)
+            return InUse(wanted.launch()[0].wait(), 1)
         in_use = self._in_use.pop(wanted.key, None)
         if in_use is None:
             _, version, pending = self._in_flight.pop(wanted.key, (None, None, None))
             if pending is not None and version != wanted.version():  # a weight changed since the launch
                 self._free(wanted, pending.wait())
                 pending = None
-            pending = pending or wanted.launch()
+            pending = pending or wanted.launch()[0]
             if wanted.nbytes:
                 self._follow(wanted)
                 self._launch_next()  # before the wait: the next gathers travel while these weights are used
@@ -229,18 +228,37 @@ class Prefetcher:
             yield from self._orders[BACKWARD]
 
     def _launch_next(self) -> None:
-        """Prefetch: launch the gathers that the recorded order expects next, as far as the bound allows."""
-        if not self.on:
+        """Prefetch: launch the gathers that the recorded order expects next, as far as the bound allows.
+
+        Those that are too small for a message of their own wait for the next ones, unless little else is in flight.
+        """
+        if not self.policy.prefetch:
             return
-        most = self.bound(self._largest)
+        most, least = self.policy.most_in_flight(self._largest), self.policy.least_joint(self._largest)
         in_flight = sum([wanted.nbytes for wanted, _, _ in self._in_flight.values()])
+        message: dict[Hashable, WeightGather] = {}
+        nbytes = 0
         for wanted in self._expected():
-            if wanted.key in self._in_use or wanted.key in self._in_flight:
+            if wanted.key in self._in_use or wanted.key in self._in_flight or wanted.key in message:
                 continue
-            if in_flight and in_flight + wanted.nbytes > most:
-                return
-            self._in_flight[wanted.key] = wanted, wanted.version(), wanted.launch()
-            in_flight += wanted.nbytes
+            if in_flight + nbytes and in_flight + nbytes + wanted.nbytes > most:
+                if in_flight >= least:
+                    return
+                break
+            message[wanted.key] = wanted
+            nbytes += wanted.nbytes
+            if nbytes >= least:
+                self._launch(message)
+                in_flight, nbytes, message = in_flight + nbytes, 0, {}
+        self._launch(message)
+
+    def _launch(self, message: dict[Hashable, WeightGather]) -> None:
+        """Launch these gathers in one message."""
+        if message:
+            first, *behind = message.values()
+            versions = [wanted.version() for wanted in message.values()]
+            for wanted, version, pending in zip(message.values(), versions, first.launch(*behind), strict=True):
+                self._in_flight[wanted.key] = wanted, version, pending
 
     def _free(self, wanted: WeightGather[T], value: T) -> None:
         for buffer in wanted.buffers(value):
@@ -270,9 +288,7 @@ class Engine:
         self.recomputing = False
         """Whether backward is running a part of the forward pass again (activation checkpointing)."""
         self.buffers = Buffers()
-        self.prefetcher = Prefetcher(
-            on=policy.prefetch, bound=policy.most_in_flight, buffers=self.buffers, in_backward=in_backward
-        )
+        self.prefetcher = Prefetcher(policy=policy, buffers=self.buffers, in_backward=in_backward)
         self.deferred = DeferredReductions(policy)
         self.wgrad_queue = WgradQueue(WgradQueue.MOST if policy.wgrad_behind_messages and flights else 0)
         self.sums = HalfSums()
@@ -341,48 +357,85 @@ class Engine:
                 return end.value
 
 
+class WeightReduction(Protocol[T]):
+    """A reduction of weight gradients that backward has computed."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gradients, equal on all ranks."""
+        ...
+
+    @property
+    def dtype(self) -> object:
+        """What reductions in one message have in common."""
+        ...
+
+    def launch(self, *behind: Any) -> Sequence[Awaited[T]]:
+        """Start the reduction, in one message with those `behind` it; return what to wait for, one for each."""
+        ...
+
+    @property
+    def use(self) -> Callable[[T], None]:
+        """Takes the result."""
+        ...
+
+
 class DeferredReductions:
     """Reductions that are waited for later, the oldest first.
 
-    With `policy.defer` the bytes in flight are bounded, but the newest reduction is never waited for at once. Without
-    it every reduction is waited for where it is launched.
+    With `policy.defer` small reductions that follow each other travel in one message, and the bytes in flight are
+    bounded, but the newest message is never waited for at once. Without it every reduction is waited for where it is
+    launched.
     """
 
     def __init__(self, policy: Overlap) -> None:
         self.policy = policy
-        self._queue: deque[tuple[int, Awaited, Callable[[Any], None]]] = deque()
-        self._nbytes = 0
+        self._held: list[WeightReduction] = []  # not launched yet
+        self._queue: deque[tuple[WeightReduction, Awaited]] = deque()
+        self._nbytes = 0  # of both
         self._largest = 0
 
-    def defer(self, pending: Awaited[T], nbytes: int, use: Callable[[T], None]) -> None:
-        """Call `use` with the result of a reduction, at some time before backward ends."""
-        self._queue.append((nbytes, pending, use))
-        self._nbytes += nbytes
-        self._largest = max(self._largest, nbytes)
+    def defer(self, reduction: WeightReduction) -> None:
+        """Launch a reduction and use its result, both at some time before backward ends."""
+        if self._held and self._held[0].dtype != reduction.dtype:
+            self._launch_held()
+        self._held.append(reduction)
+        self._nbytes += reduction.nbytes
+        self._largest = max(self._largest, reduction.nbytes)
         if not self.policy.defer:
             self.wait_all()
         # by bytes, not by asking what has arrived: `use` may launch a bucket, and all ranks must launch in one order
+        if sum([held.nbytes for held in self._held]) >= self.policy.least_joint(self._largest):
+            self._launch_held()
         while self._nbytes > self.policy.most_in_flight(self._largest) and len(self._queue) > 1:
             self._wait_oldest()
 
     def wait_all(self) -> None:
+        self._launch_held()
         while self._queue:
             self._wait_oldest()
 
     def abandon(self) -> None:
-        """Wait for all reductions without using their results."""
-        for _, pending, _ in self._queue:
+        """Wait for all reductions that were launched, without using their results."""
+        for _, pending in self._queue:
             pending.wait()
         self.forget()
 
     def forget(self) -> None:
+        self._held.clear()
         self._queue.clear()
         self._nbytes = 0
 
+    def _launch_held(self) -> None:
+        if self._held:
+            first, *behind = self._held
+            self._queue.extend(zip(self._held, first.launch(*behind), strict=True))
+            self._held = []
+
     def _wait_oldest(self) -> None:
-        nbytes, pending, use = self._queue.popleft()
-        self._nbytes -= nbytes
-        use(pending.wait())
+        reduction, pending = self._queue.popleft()
+        self._nbytes -= reduction.nbytes
+        reduction.use(pending.wait())
 
 
 class WgradQueue:

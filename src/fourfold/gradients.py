@@ -19,7 +19,7 @@ import copy
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,7 @@ from fourfold.grad_hooks import ParameterHooks
 from fourfold.grad_norm import counts_here, is_owed
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec, chunk
+from fourfold.ledger import joint_label
 from fourfold.params import ShardedParameter, adopt, leaf_of, local_of, own_storage
 from fourfold.policy import Policy
 
@@ -150,6 +151,28 @@ class ForwardPass:
         self._uses.clear()
         self._reads.clear()
         self.deposited = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scatter:
+    """Gradients that are to be reduce-scattered over z (`engine.WeightReduction`)."""
+
+    grid: Grid
+    gradients: Sequence[Tensor]
+    nbytes: int
+    label: str
+    use: Callable[[list[Tensor]], None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gradients[0].dtype
+
+    def launch(self, *behind: Scatter) -> Sequence[Pending[list[Tensor]]]:
+        together = [self, *behind]
+        gradients = [gradient for each in together for gradient in each.gradients]
+        label = joint_label([each.label for each in together])
+        pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
+        return comm.split_results(pending, [len(each.gradients) for each in together])
 
 
 @dataclass(slots=True)
@@ -364,8 +387,8 @@ class Gradients:
         if not self._gathers:
             self.deposit(parameters, gradients, during=during, uses=uses)
             return
-        pending = comm.reduce_scatter_together(gradients, self.grid, GATHERED, label=label)
-        self.engine.deferred.defer(pending, nbytes, partial(self.deposit, parameters, during=during, uses=uses))
+        deposit = partial(self.deposit, parameters, during=during, uses=uses)
+        self.engine.deferred.defer(Scatter(self.grid, gradients, nbytes, label, deposit))
 
     def _count(self, keys: list[int], during: ForwardPass | None, uses: int) -> None:
         """Count gradients that have come for the forward pass that used their parameters."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -44,6 +44,11 @@ class Collective:
 
     def __str__(self) -> str:
         return f"{self.op}[{self.axis}] {self.label}"
+
+
+def joint_label(labels: Sequence[str]) -> str:
+    """Return the label of what travels in one message, from those of its parts in their order."""
+    return labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}"
 
 
 class Event(NamedTuple):

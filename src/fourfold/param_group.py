@@ -9,11 +9,12 @@ deposited in `Gradients`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,12 @@ from fourfold.engine import in_backward
 from fourfold.gradients import CastShard, ForwardPass, Gradients
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Spec
+from fourfold.ledger import joint_label
 from fourfold.params import shards_of
 from fourfold.policy import Policy
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 ZEROS_BEHIND = "_fourfold_zeros_behind"
 """Attribute of a weight: the rows of zeros that lie behind it in memory, as padding for a product. Copies do not have
@@ -51,6 +56,49 @@ class GroupMember:
         box = partial(spec.storage.compute.box, spec.shape, grid.shape.sizes)
         most = prod(len(part) for part in box(dict.fromkeys(AXES, 0)))
         return cls(getattr(layer, name), len(box(grid.coords)[0]), most, layer._parameters, name)
+
+
+class Parcel(NamedTuple, Generic[T]):
+    """What is gathered over z of some weights: this rank's shards, and the whole tensors that others make of them."""
+
+    shards: Sequence[Tensor]
+    rows: Sequence[int]
+    """Of each whole tensor."""
+    into: Sequence[Tensor] | None
+    """Buffers for the whole tensors."""
+    arrange: Callable[[list[Tensor]], T]
+    """Makes of the whole tensors what was asked for."""
+
+
+class Travelling(Protocol[T_co]):
+    """Weights that are gathered over z, alone or with others."""
+
+    @property
+    def grid(self) -> Grid: ...
+    @property
+    def label(self) -> str: ...
+    def at_hand(self) -> T_co | None:
+        """Return the weights if there is nothing to gather."""
+        ...
+
+    def parcel(self) -> Parcel[T_co]: ...
+
+
+def launch_together(*together: Travelling) -> Sequence[Pending[Any] | Arrived[Any]]:
+    """Launch gathers in one message; return what to wait for, one for each."""
+    if (weights := together[0].at_hand()) is not None:  # then it is alone
+        return [Arrived(weights)]
+    parcels = [each.parcel() for each in together]
+    pending = comm.all_gather_together(
+        [shard for parcel in parcels for shard in parcel.shards],
+        together[0].grid,
+        GATHERED,
+        rows=[rows for parcel in parcels for rows in parcel.rows],
+        into=[buffer for parcel in parcels for buffer in parcel.into or [None] * len(parcel.rows)],
+        label=joint_label([each.label for each in together]),
+    )
+    parts = comm.split_results(pending, [len(parcel.rows) for parcel in parcels])
+    return [part.then(parcel.arrange) for part, parcel in zip(parts, parcels, strict=True)]
 
 
 class ParamGroup:
@@ -137,13 +185,14 @@ class ParamGroup:
         """Yield the members in compute layout and dtype, for one of `turns` halves; with `keep` they are not reused."""
         return self.engine.prefetcher.using(self, uses=turns, keep=keep)
 
-    def launch(self) -> Pending[list[Tensor]] | Arrived[list[Tensor]]:
-        """Launch the gather of all members."""
+    launch = launch_together
+
+    def at_hand(self) -> list[Tensor] | None:
+        return None if self.travels else self.shards()
+
+    def parcel(self) -> Parcel[list[Tensor]]:
         shards = self.shards()
-        if not self.travels:
-            return Arrived(shards)
-        into = self.reserve(shards)
-        return comm.all_gather_together(shards, self.grid, GATHERED, rows=self.rows, into=into, label=self.label)
+        return Parcel(shards, self.rows, self.reserve(shards), list)
 
     def version(self) -> list[tuple[int, int]]:
         # a DTensor and its local tensor count separately: torch's functions change one, ours the other

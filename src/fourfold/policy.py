@@ -33,16 +33,25 @@ class Overlap:
     bytes_in_flight: int | None = None
     """Bound on the bytes of prefetched weights, and on those of gradients being reduced. None stands for twice the
     largest message."""
+    joint_bytes: int = 16 << 20
+    """Weights over z that are used one after another are gathered in one message until it has this many bytes, and so
+    are their gradients reduced, because latency decides about smaller messages. 0 sends each by itself."""
 
     def __post_init__(self) -> None:
         if self.halves is not None and self.halves not in (1, 2):
             raise ValueError(f"halves={self.halves} must be 1 or 2, or None for the policy to choose")
         if self.bytes_in_flight is not None and self.bytes_in_flight < 1:
             raise ValueError(f"bytes_in_flight={self.bytes_in_flight} must be at least 1, or None")
+        if self.joint_bytes < 0:
+            raise ValueError(f"joint_bytes={self.joint_bytes} must be a number of bytes, or 0")
 
     def most_in_flight(self, largest: int) -> int:
         """Return the bytes that may be in flight. Two messages keep a link busy: one travels while one is used."""
         return 2 * largest if self.bytes_in_flight is None else self.bytes_in_flight
+
+    def least_joint(self, largest: int) -> int:
+        """Return the bytes with which a message is launched: one must travel while one is used."""
+        return min(self.joint_bytes, self.most_in_flight(largest) // 2)
 
     @classmethod
     def off(cls, *, halves: int = 1) -> Overlap:

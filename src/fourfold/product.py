@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fourfold import comm, kernels
-from fourfold.comm import Arrived, Pending
+from fourfold import kernels
+from fourfold.comm import Pending
 from fourfold.engine import Turns
 from fourfold.gradients import ForwardPass
-from fourfold.layout import GATHERED
 from fourfold.operators import Body, OpContext, collect, enter, once_differentiable
-from fourfold.param_group import ZEROS_BEHIND, ParamGroup
+from fourfold.param_group import ZEROS_BEHIND, ParamGroup, Parcel, launch_together
 from fourfold.params import local_of, shards_of
 
 MEMORY = "_fourfold_memory"
@@ -47,6 +46,7 @@ class SideBySide:
     ) -> None:
         """`group` holds `weights`, then a bias for each of `columns`. `widths`, `columns`, `adds`: as in `Factor`."""
         self.group, self.weights, self.widths, self.columns, self.adds = group, weights, widths, columns, adds
+        self.grid, self.label = group.grid, group.label
         self.biases = group.only(group.members[len(weights.members) :])
         self.padded = weights.rows != list(widths)
         self._padding = widths[-1] - weights.rows[-1]  # rows of zeros behind the last weight
@@ -62,10 +62,9 @@ class SideBySide:
     def buffers(self, gathered: Gathered) -> Sequence[Tensor]:
         return gathered.buffers
 
-    def launch(self) -> Pending[Gathered] | Arrived[Gathered]:
-        """Launch the gather of weights and biases, in one message."""
-        if self._may_lie_joined and (gathered := self._at_hand()) is not None:
-            return Arrived(gathered)
+    launch = launch_together
+
+    def parcel(self) -> Parcel[Gathered]:
         group, (joint, into) = self.group, self._buffer()
 
         def arrange(wholes: list[Tensor]) -> Gathered:
@@ -74,11 +73,7 @@ class SideBySide:
             return Gathered(w, self._bias(w, vectors), [w, *vectors] if reused else ())
 
         shards = group.shards(copied=into is not None)
-        into = into or group.reserve(shards)
-        gathering = comm.all_gather_together(
-            shards, group.grid, GATHERED, rows=group.rows, into=into, label=group.label
-        )
-        return gathering.then(arrange)
+        return Parcel(shards, group.rows, into or group.reserve(shards), arrange)
 
     def _bias(self, w: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
         if not parts or not self.adds:
@@ -90,8 +85,10 @@ class SideBySide:
             bias[columns.start : columns.stop] = part
         return bias
 
-    def _at_hand(self) -> Gathered | None:
+    def at_hand(self) -> Gathered | None:
         """Return the weights as one tensor if they lie side by side already, with their padding, and the biases."""
+        if not self._may_lie_joined:
+            return None
         shards, dtype = self.group.shards(copied=True), self.group.compute_dtype
         weights, biases = shards[: len(self.widths)], shards[len(self.widths) :]
         alone = len(weights) == 1 and not self._padding

@@ -14,8 +14,8 @@ Invariant: the order of summation depends on shapes and ranks alone, so equal ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from threading import Thread
 
 import torch
@@ -59,6 +59,8 @@ def all_gather(shards: Sequence[Tensor], wholes: Sequence[Tensor], link: Link) -
         return lambda: (together.wait(), shards, None)[2]
     sent, joined = shards[0].reshape(-1), wholes[0]
     if len(shards) > 1:
+        if len({shard.dtype for shard in shards}) > 1:
+            shards, wholes = _as_bytes(shards), _as_bytes(wholes)
         sent = torch.cat([shard.reshape(-1) for shard in shards])
         joined = sent.new_empty(len(wholes[0]), sent.numel())
     if _takes_one_round(joined.nbytes, joined):
@@ -116,13 +118,19 @@ def reduce_scatter(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Te
             for whole, total in zip(wholes, sums, strict=True):
                 _reduce_scatter_single(total.view(-1), whole.reshape(-1), group=link.group, async_op=True)
         return lambda: (together.wait(), wholes, sums)[2]
+    # How a tensor is summed depends on its own size, not on what travels with it.
+    small = [_takes_one_round(whole.nbytes, whole) for whole in wholes]
+    if True in small and False in small:
+        kinds = [[whole for whole, kind in zip(wholes, small, strict=True) if kind is each] for each in (True, False)]
+        quick, slow = reduce_scatter(kinds[0], replace(link, arrived=None)), reduce_scatter(kinds[1], link)
+        return lambda: [next(found) for found in _in_turn(small, quick(), slow())]
     rows = [whole.reshape(len(whole), -1) for whole in wholes]
     sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
     if sent.is_cuda:
         total = torch.empty_like(sent[0])
         arrive = link.watch(_reduce_scatter_single(total, sent.view(-1), group=link.group, async_op=True))
         finish = lambda: (arrive(), sent, total)[2]  # noqa: E731
-    elif _takes_one_round(sent.nbytes, sent):
+    elif small[0]:
         parts = torch.empty_like(sent)
         arrive = link.watch(dist.all_to_all_single(parts, sent, group=link.group, async_op=True))
         finish = lambda: (arrive(), sent, _sum_in_order(parts))[2]  # noqa: E731
@@ -134,6 +142,17 @@ def reduce_scatter(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Te
         return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
     return unpack
+
+
+def _in_turn(first: Sequence[bool], ones: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[Iterator[Tensor]]:
+    """Yield, for every flag, the iterator over `ones` if it is set and over `others` if it is not."""
+    both = {True: iter(ones), False: iter(others)}
+    return (both[flag] for flag in first)
+
+
+def _as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of contiguous tensors as bytes, which can be sent in one buffer whatever their dtypes are."""
+    return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup, peer: int) -> Tensor:

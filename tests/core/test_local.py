@@ -527,14 +527,14 @@ def joined_in_place(model: ff.models.Transformer) -> list[bool]:
     for layers in reads(model):
         first = local_of(layers[0].weight)
         factor = join(*layers)
-        weights, bias, _ = factor.with_biases.launch().wait()
+        weights, bias, _ = factor.with_biases.launch()[0].wait()
         expected = torch.cat([local_of(layer.weight) for layer in layers])
         assert torch.equal(weights, expected.to(weights.dtype))
         if layers[0].bias is None:
             assert bias is None
         else:
             assert torch.equal(bias, torch.cat([local_of(layer.bias) for layer in layers]))
-        again = factor.without.launch().wait().w
+        again = factor.without.launch()[0].wait().w
         assert torch.equal(again, weights)
         found.append(weights.data_ptr() == first.data_ptr() == again.data_ptr())
     return found
@@ -566,7 +566,7 @@ def test_weights_read_together_join_without_a_copy_also_after_a_step(name: str) 
 
 
 def joined_weights(model: ff.models.Transformer) -> list[Tensor]:
-    return [join(*layers).without.launch().wait().w.clone() for layers in reads(model)]
+    return [join(*layers).without.launch()[0].wait().w.clone() for layers in reads(model)]
 
 
 def test_loaded_weights_still_join_without_a_copy() -> None:
@@ -607,7 +607,7 @@ def test_weights_whose_memory_moved_are_read_where_they_are() -> None:
 def test_weights_that_are_cast_are_joined_before_the_cast() -> None:
     model = model_of(compute_dtype=torch.bfloat16)
     assert joined_in_place(model) == [False, False]
-    assert join(*reads(model)[0]).with_biases.launch().wait().w.dtype == torch.bfloat16
+    assert join(*reads(model)[0]).with_biases.launch()[0].wait().w.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("trained", [False, True])

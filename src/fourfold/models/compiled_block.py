@@ -184,10 +184,10 @@ class BlockWeights:
         found: list[list[Tensor]] = []
         for reader in self.readers:
             if isinstance(reader, Factor):
-                w, bias, _ = reader.with_biases.launch().wait()
+                w, bias, _ = reader.with_biases.launch()[0].wait()
                 found.append([w] if bias is None else [w, bias])
             else:
-                found.append(reader.group.launch().wait())
+                found.append(reader.group.launch()[0].wait())
         return found
 
     def _take_sinks(self) -> list[tuple[Tensor, ...]]:

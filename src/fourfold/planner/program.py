@@ -28,7 +28,7 @@ from fourfold.axes import AXES, REPLICA
 from fourfold.engine import Awaited, Engine
 from fourfold.gradients import Bucket
 from fourfold.layout import GATHERED
-from fourfold.ledger import Collective, Op
+from fourfold.ledger import Collective, Op, joint_label
 from fourfold.planner.sizes import LocalSizes, part
 
 
@@ -36,11 +36,43 @@ from fourfold.planner.sizes import LocalSizes, part
 class PlannedGather:
     """A gather of weights that the engine orders as it orders the runtime's (`engine.WeightGather`)."""
 
-    key: Hashable
-    launch: Callable[[], Awaited[None]]
+    host: Rehearsal
+    weights: WeightGroup
+    kind: str
     nbytes: int
-    version: Callable[[], object]
-    buffers: Callable[[None], Sequence[Tensor]]
+
+    @property
+    def key(self) -> Hashable:
+        return self.kind, self.weights.label, self.weights.names
+
+    def launch(self, *behind: PlannedGather) -> Sequence[Awaited[None]]:
+        together = [self, *behind]
+        return [self.host.gather([each.weights for each in together])] * len(together)
+
+    def version(self) -> object:
+        return 0
+
+    def buffers(self, _: None) -> Sequence[Tensor]:
+        return self.host.release(self.weights, kept=self.kind == PRODUCT)
+
+
+@dataclass(slots=True, eq=False)
+class PlannedReduction:
+    """A reduction of gradients that the engine orders as it orders the runtime's (`engine.WeightReduction`)."""
+
+    host: Rehearsal
+    weights: WeightGroup
+    nbytes: int
+    made: int
+    """The bytes that backward allocated for the gradients, in a rehearsal of memory."""
+    dtype: object = None
+
+    def launch(self, *behind: PlannedReduction) -> Sequence[Awaited[None]]:
+        together = [self, *behind]
+        return [self.host.reduce([each.weights for each in together])] * len(together)
+
+    def use(self, _: None) -> None:
+        self.host.deposit(self.weights, self.made)
 
 
 # --- the operations of a program
@@ -328,40 +360,41 @@ class Rehearsal:
 
     def using(self, weights: WeightGroup, kind: str, turns: int, *, keep: bool = False) -> AbstractContextManager[None]:
         """Have weights in compute layout and dtype, for one of `turns` halves."""
-        sizes, key = self.sizes, (kind, weights.label, weights.names)
-        gathering = self._gatherings.get(key)
+        gathering = self._gatherings.get((kind, weights.label, weights.names))
         if gathering is None:
             travels, item = self.structure.gathers_weights, self.structure.compute_itemsize
             # a rehearsal of memory gathers nothing ahead, so the engine compares no bytes: any number but 0 will do
-            nbytes = 1 if self.memory else sizes.elements(weights.names) * item
-            gathering = self._gatherings[key] = PlannedGather(
-                key=key,
-                launch=lambda: self._gather(weights),
-                nbytes=nbytes if travels else 0,
-                version=lambda: 0,
-                buffers=lambda _: self._release(weights, kept=kind == PRODUCT),
-            )
+            nbytes = 1 if self.memory else self.sizes.elements(weights.names) * item
+            gathering = PlannedGather(self, weights, kind, nbytes if travels else 0)
+            self._gatherings[gathering.key] = gathering
         return self.engine.prefetcher.using(gathering, uses=turns, keep=keep)
 
-    def _gather(self, weights: WeightGroup) -> PlannedWait:
-        sizes, item, names = self.sizes, self.structure.compute_itemsize, weights.names
-        # a sharded optimizer may still be gathering these parameters from other replicas
-        if self.gradients is not None:
-            self.gradients.need(names)
-        if self.silent:
-            return PlannedWait(self.work, [])
-        # the shard is cast before it is sent, so that the message is smaller; a cast that is kept serves the whole pass
-        if self.structure.casts and not (self.structure.keeps_casts and self.cast.issuperset(names)):
-            self.cast.update(names)
-            moved = sizes.shard_elements(names) * (sizes.dtype.itemsize + item)
-            self.compute(ElementwiseOp(f"cast {weights.label}", moved))
-        elements = sizes.message_elements_again(names) if weights.again else sizes.message_elements(names)
-        gathering = self.launch(lambda: sizes.message("all_gather", GATHERED, elements * item, weights.label))
-        if self.memory and self.structure.copies_weights:
-            self.allocate((sizes.elements_again(names) if weights.again else sizes.elements(names)) * item, "weights")
+    def gather(self, together: Sequence[WeightGroup]) -> PlannedWait:
+        """Launch the gather of these weights in one message."""
+        sizes, item = self.sizes, self.structure.compute_itemsize
+        elements = 0
+        for weights in together:
+            names = weights.names
+            # a sharded optimizer may still be gathering these parameters from other replicas
+            if self.gradients is not None:
+                self.gradients.need(names)
+            if self.silent:
+                continue
+            # the shard is cast before it is sent, so that the message is smaller; a kept cast serves the whole pass
+            if self.structure.casts and not (self.structure.keeps_casts and self.cast.issuperset(names)):
+                self.cast.update(names)
+                moved = sizes.shard_elements(names) * (sizes.dtype.itemsize + item)
+                self.compute(ElementwiseOp(f"cast {weights.label}", moved))
+            elements += sizes.message_elements_again(names) if weights.again else sizes.message_elements(names)
+        label = joint_label([weights.label for weights in together])
+        gathering = self.launch(lambda: sizes.message("all_gather", GATHERED, elements * item, label))
+        if self.memory and self.structure.copies_weights and not self.silent:
+            for weights in together:
+                whole = sizes.elements_again if weights.again else sizes.elements
+                self.allocate(whole(weights.names) * item, "weights")
         return gathering
 
-    def _release(self, weights: WeightGroup, *, kept: bool) -> tuple[()]:
+    def release(self, weights: WeightGroup, *, kept: bool) -> tuple[()]:
         """Free gathered or cast weights, except those that a product keeps until backward if `kept` is set."""
         if self.memory and self.structure.copies_weights:
             sizes, names = self.sizes, weights.names
@@ -389,18 +422,26 @@ class Rehearsal:
         if self.engine.sums.add((key, weights.names), [], turns) is None:
             return
         if not self.structure.gathers_weights:
-            self._deposit(weights, made)
+            self.deposit(weights, made)
             return
-        item = self.structure.reduce_itemsize
-        reducing = self.launch(
+        in_flight = 0 if self.memory else sizes.elements(weights.names) * self.structure.reduce_itemsize
+        self.engine.deferred.defer(PlannedReduction(self, weights, in_flight, made))
+
+    def reduce(self, together: Sequence[WeightGroup]) -> PlannedWait:
+        """Launch the reduction of the gradients of these weights in one message."""
+        sizes, item = self.sizes, self.structure.reduce_itemsize
+        label = joint_label([weights.label for weights in together])
+        return self.launch(
             lambda: sizes.message(
-                "reduce_scatter", GATHERED, sizes.message_elements(weights.names) * item, weights.label
+                "reduce_scatter",
+                GATHERED,
+                sum(sizes.message_elements(weights.names) for weights in together) * item,
+                label,
             )
         )
-        in_flight = 0 if self.memory else sizes.elements(weights.names) * item
-        self.engine.deferred.defer(reducing, in_flight, lambda _: self._deposit(weights, made))
 
-    def _deposit(self, weights: WeightGroup, made: int) -> None:
+    def deposit(self, weights: WeightGroup, made: int) -> None:
+        """Take complete gradients."""
         if self.memory:
             self.free(made, "weights")
             self.allocate(self.sizes.shard_elements(weights.names) * self.sizes.dtype.itemsize, "gradients")
