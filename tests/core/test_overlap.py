@@ -29,10 +29,10 @@ CONFIGS = {
 
 
 def all_overlaps(halves: int) -> list[Overlap]:
-    """All mechanisms, all with hardly a byte in flight, each one alone."""
-    off = Overlap.off(halves=halves)
+    """All mechanisms, all with every message by itself, all with hardly a byte in flight, each one alone."""
+    off, on = Overlap.off(halves=halves), Overlap(halves=halves)
     alone = [replace(off, **{name: True}) for name in ("prefetch", "defer", "wgrad_behind_messages", "reduce_early")]
-    return [Overlap(halves=halves), Overlap(halves=halves, bytes_in_flight=1), *alone]
+    return [on, replace(on, joint_bytes=0), replace(on, bytes_in_flight=1), *alone]
 
 
 def train(shape: Shape, name: str, policy: Policy, steps: int, micro_steps: int = 1) -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ def run_events(shape: Shape, overlap: Overlap, options: dict) -> list[Event]:
     return events_of(shape, overlap, **options)
 
 
-ALONE = Overlap.off()
+ALONE = replace(Overlap.off(), joint_bytes=0)
 
 
 def test_prefetch_gathers_a_weight_behind_the_product_before_it(ranks) -> None:
@@ -192,6 +192,30 @@ def test_defer_reduces_dw_behind_the_products_after_it(ranks) -> None:
     assert behind(ranks, grid, ALONE, "reduce_scatter", "z", label) == [[]]
     ((*products,),) = behind(ranks, grid, replace(ALONE, defer=True), "reduce_scatter", "z", label)
     assert "E2 layers.1.mlp.up" in products
+
+
+def joint_and_apart(shape: Shape, options: dict) -> list[list[Collective]]:
+    """The messages over z of a step, with small ones that travel together and without."""
+    both = [events_of(shape, replace(Overlap(), joint_bytes=joint), **options) for joint in (16 << 20, 0)]
+    return [
+        [what for kind, what in events if kind == "launch" and isinstance(what, Collective) and what.axis == "z"]
+        for events in both
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "block"}, {"keep_weights": True}], ids=str)
+def test_small_messages_over_z_travel_together(ranks, options: dict) -> None:
+    """In all the same bytes, in messages of about the size of the largest weight, but for the last ones of a pass."""
+    found = ranks(2).run(joint_and_apart, Shape(z=2), options)
+    assert found[0] == found[1]
+    joint, apart = found[0]
+    for op in ("all_gather", "reduce_scatter"):
+        sizes, single = ([each.nbytes for each in records if each.op == op] for records in (joint, apart))
+        assert sum(sizes) == sum(single)
+        assert len(sizes) < 0.6 * len(single)
+        assert sum(size < max(single) // 2 for size in sizes) <= 2
+        assert max(sizes) < 2 * max(single)
+    assert "layers.0.attention_norm .. layers.0.mlp.up" in [each.label for each in joint]
 
 
 def test_dw_is_found_behind_the_collective_that_da_needs(ranks) -> None:
@@ -324,4 +348,4 @@ def test_a_rank_that_does_not_come_ends_in_an_error_that_names_the_collective(ho
     pool = Ranks(2)
     with pytest.raises(RankFailed) as failure:
         pool.run(fail_midway, how, timeout=30)
-    assert re.search(r"collective failed: \w+\[z\] [\w.+]+: ", str(failure.value.errors[0]))
+    assert re.search(r"collective failed: \w+\[z\] [\w.+]+( \.\. [\w.+]+)?: ", str(failure.value.errors[0]))

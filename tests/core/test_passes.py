@@ -167,7 +167,7 @@ def gathers(shape: Shape) -> list[int]:
     def count(grad: bool) -> None:
         with torch.set_grad_enabled(grad), batch.grid.ledger.watch() as records:
             batch.loss()
-        counts.append(sum(record.op == "all_gather" and record.axis == "z" for record in records))
+        counts.append(sum(record.nbytes for record in records if (record.op, record.axis) == ("all_gather", "z")))
 
     batch.train()
     count(False)

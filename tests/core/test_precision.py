@@ -15,11 +15,13 @@ from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
-from fourfold.policy import Policy
+from fourfold.policy import Overlap, Policy
 from harness import grid_of, join_shards
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
 SHAPE = Shape(x=2, z=2)
+APART = Overlap(joint_bytes=0)
+"""Messages as a first pass sends them, each by itself."""
 
 
 def train(policy: Policy) -> dict:
@@ -57,11 +59,11 @@ def check(ranks, policy: Policy) -> None:
 
 
 def test_bf16_compute_with_fp32_weights_and_reductions(ranks) -> None:
-    check(ranks, Policy(compute_dtype=torch.bfloat16))
+    check(ranks, Policy(compute_dtype=torch.bfloat16, overlap=APART))
 
 
 def test_bf16_reductions_and_the_published_mode(ranks) -> None:
-    check(ranks, Policy("replicated", compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))
+    check(ranks, Policy("replicated", compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, overlap=APART))
 
 
 def test_what_travels_is_cast_first() -> None:

@@ -13,7 +13,7 @@ import fourfold as ff
 from closed_form import ClosedForm
 from fourfold.grid import Shape
 from fourfold.params import local_of
-from fourfold.policy import Policy
+from fourfold.policy import Overlap, Policy
 from harness import grid_of
 
 CONFIG = ff.models.config("llama-tiny", layers=2, qk_norm=True, vocab=53)
@@ -61,7 +61,18 @@ def test_recompute_is_bitwise_equal_and_keeps_less(ranks, shape: Shape, dropout:
         assert block["kept"] < attention["kept"] < none["kept"]
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy("replicated"), Policy(keep_weights=True, keep_gathered=True)])
+APART = Overlap(joint_bytes=0)
+"""Messages as the formulas list them, each by itself."""
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(overlap=APART),
+        Policy("replicated", overlap=APART),
+        Policy(keep_weights=True, keep_gathered=True, overlap=APART),
+    ],
+)
 def test_what_runs_again_is_predicted(ranks, policy: Policy) -> None:
     """The full product of options is in `make soak`."""
     for dropout, kind in ((0.0, "attention"), (0.3, "block")):

@@ -90,8 +90,8 @@ def test_a_steady_step_gathers_ahead(steady: DryRun) -> None:
     for launch, at, end in flights(steady.program):
         if any(isinstance(work, MatmulOp) for work in steady.program[at:end]):
             behind[launch.record.op, launch.lane] += 1
-    assert behind["all_gather", "z gather"] > 2 * 4 * STEADY.layers  # weights and biases of 4 products, both ways
-    assert behind["reduce_scatter", "z reduce"] > 4 * STEADY.layers
+    assert behind["all_gather", "z gather"] >= 2 * 4 * STEADY.layers  # of 4 products, both ways
+    assert behind["reduce_scatter", "z reduce"] >= 4 * STEADY.layers - 1  # the last one ends the pass
     assert behind["all_gather", "x"] > 4 * STEADY.layers
     assert behind["all_gather", "data"] > 1
     assert {launch.lane for launch, _, _ in flights(steady.program)} == {"x", "z gather", "z reduce", "data"}
@@ -107,7 +107,7 @@ def test_parameters_are_on_their_way_when_a_step_begins(steady: DryRun) -> None:
 
 
 def test_without_overlap_all_waits_follow_their_launch_and_the_products_are_the_same(alone) -> None:
-    case = Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap(halves=1)), seq=128)
+    case = Case(Shape(2, 2, 2, 2), ff.Policy(overlap=Overlap(halves=1, joint_bytes=0)), seq=128)
     with_overlap = alone(dry.run, case)
     without = alone(dry.run, replace(case, policy=ff.Policy(overlap=Overlap.off())))
     for launch, at, end in flights(without.program):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,13 +16,13 @@ import torch
 
 import fourfold as ff
 from closed_form import ClosedForm
-from fourfold.engine import Overlap
 from fourfold.grid import Shape
+from fourfold.ledger import Collective
 from fourfold.planner.program import LaunchOp, MatmulOp, WaitOp, Work
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.trace import dry_run
 from fourfold.planner.transformer import flops_per_token, step_program
-from fourfold.policy import Policy, Recompute
+from fourfold.policy import Overlap, Policy, Recompute
 from share import share
 
 ROWS, SEQ = 4, 16
@@ -59,6 +61,7 @@ def cases() -> list[tuple[str, Shape, Policy, int]]:
             wgrad_behind_messages=draw.random() < 0.8,
             reduce_early=draw.random() < 0.8,
             bytes_in_flight=draw.choice([None, None, 1, 20000]),
+            joint_bytes=draw.choice([16 << 20, 16 << 20, 3000, 0]),
         )
         policy = Policy(
             activations=activations,
@@ -104,14 +107,28 @@ def test_program_is_what_the_code_does(alone, case: tuple[str, Shape, Policy, in
 
 
 def test_program_launches_the_closed_form() -> None:
-    """The launches equal the formulas on every rank, also on those that hold less than rank 0."""
+    """The launches equal the formulas on every rank, also on those that hold less than rank 0: one by one, or in bytes
+    where small messages travel together."""
     for name, shape, policy, micro_steps in share(cases(), 10):
+        apart = replace(policy, overlap=replace(policy.overlap, joint_bytes=0))
         for rank in {0, shape.world // 2, shape.world - 1}:
-            arguments = MODELS[name], shape, policy, ROWS, SEQ, torch.float32, rank
-            closed = ClosedForm(*arguments)
+            arguments = ROWS, SEQ, torch.float32, rank
+            closed = ClosedForm(MODELS[name], shape, policy, *arguments)
             expected = [*closed.training_step(micro_steps=micro_steps, clip=True), *closed.optimizer_step()]
-            launched = step_program(LocalSizes(*arguments), micro_steps=micro_steps).records
-            assert Counter(launched) == Counter(expected)
+            alone, joint = (
+                step_program(LocalSizes(MODELS[name], shape, each, *arguments), micro_steps=micro_steps).records
+                for each in (apart, policy)
+            )
+            assert Counter(alone) == Counter(expected)
+            assert nbytes_of(joint) == nbytes_of(expected)
+
+
+def nbytes_of(records: Iterable[Collective]) -> Counter[tuple[str, str]]:
+    """The bytes of each kind of message over each axis."""
+    found: Counter[tuple[str, str]] = Counter()
+    for record in records:
+        found[record.op, record.axis] += record.nbytes
+    return found
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "block"])
