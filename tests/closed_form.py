@@ -20,8 +20,10 @@ from fourfold.grid import Shape
 from fourfold.layout import chunk
 from fourfold.ledger import Collective, Op
 from fourfold.models.config import ModelConfig, halves_of
-from fourfold.policy import Policy
+from fourfold.policy import Overlap, Policy
 
+APART = Overlap(joint_bytes=0)
+"""Sends every message over z by itself, as the formulas list them, and as a first pass does anyway."""
 STATISTIC_NBYTES = 8
 """Sums of losses, counts and squared norms are fp64."""
 Owed = tuple[str, tuple[str, ...], int, int]

@@ -63,7 +63,7 @@ class Parcel(NamedTuple, Generic[T]):
 
     shards: Sequence[Tensor]
     rows: Sequence[int]
-    """Of each whole tensor."""
+    """The rows of each whole tensor."""
     into: Sequence[Tensor] | None
     """Buffers for the whole tensors."""
     arrange: Callable[[list[Tensor]], T]

@@ -10,18 +10,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fourfold as ff
+from closed_form import APART
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
-from fourfold.policy import Overlap, Policy
+from fourfold.policy import Policy
 from harness import grid_of, join_shards
 
 CONFIG = ff.models.config("gpt-tiny", layers=1, vocab=53)
 SHAPE = Shape(x=2, z=2)
-APART = Overlap(joint_bytes=0)
-"""Messages as a first pass sends them, each by itself."""
 
 
 def train(policy: Policy) -> dict:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import fourfold as ff
-from closed_form import ClosedForm
+from closed_form import APART, ClosedForm
 from fourfold.grid import Shape
 from fourfold.ledger import Collective
 from fourfold.planner.sizes import LocalSizes
 from fourfold.planner.transformer import step_program
-from fourfold.policy import Overlap, Policy
+from fourfold.policy import Policy
 from harness import grid_of
 
 
@@ -87,7 +87,7 @@ def test_published_volume_of_a_gpt_layer() -> None:
     """PAPER: elements of a layer in the published mode, with m_z tokens: 12 h m_z / x over y, 4 h m_z / y over x."""
     h, m = 96, 2 * 16
     for x, y, z in [(2, 2, 2), (4, 2, 1), (2, 3, 4), (3, 1, 2)]:
-        apart = Policy(activations="replicated", overlap=Overlap(joint_bytes=0))
+        apart = Policy(activations="replicated", overlap=APART)
         found = layer_elements(Shape(x, y, z), apart, rows=2, seq=16)
         assert found.get(("all_reduce", "y"), 0) == (12 * h * m // x if y > 1 else 0)
         assert found.get(("all_reduce", "x"), 0) == (4 * h * m // y if x > 1 else 0)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fourfold as ff
-from closed_form import ClosedForm
+from closed_form import APART, ClosedForm
 from fourfold.grid import Shape
 from fourfold.params import local_of
-from fourfold.policy import Overlap, Policy
+from fourfold.policy import Policy
 from harness import grid_of
 
 CONFIG = ff.models.config("llama-tiny", layers=2, qk_norm=True, vocab=53)
@@ -59,10 +59,6 @@ def test_recompute_is_bitwise_equal_and_keeps_less(ranks, shape: Shape, dropout:
         if dropout:
             assert none["losses"][0] != none["losses"][1]
         assert block["kept"] < attention["kept"] < none["kept"]
-
-
-APART = Overlap(joint_bytes=0)
-"""Messages as the formulas list them, each by itself."""
 
 
 @pytest.mark.parametrize(

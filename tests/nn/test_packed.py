@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import fourfold as ff
 import plain
+from closed_form import APART
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
 from fourfold.params import local_of
@@ -107,7 +108,7 @@ def step(shape: Shape, policies: list[Policy], kinds: list[str]) -> list[dict[st
 
 CASES = [
     (Shape(x=3), [Policy()], ["gpt", "llama"]),  # 44 tokens over 3: padded
-    (Shape(x=2, z=2), [Policy()], ["gpt", "llama"]),
+    (Shape(x=2, z=2), [Policy(overlap=APART)], ["gpt", "llama"]),
     (Shape(x=2, y=2), [Policy(), Policy("replicated")], ["gpt", "llama"]),
     (Shape(y=2, data=2), [Policy(), Policy(loss_chunk=9)], ["llama"]),
 ]

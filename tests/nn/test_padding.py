@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fourfold as ff
+from closed_form import APART
 from fourfold.grid import Grid, Shape
 from fourfold.layout import logits_columns
 from fourfold.nn.layer import specs_of
@@ -92,7 +93,7 @@ def table_of(model: ff.models.Transformer) -> nn.Parameter:
 
 def read_table(model: ff.models.Transformer) -> Tensor:
     """The table as the head's product reads it."""
-    return join(model.head).with_biases.launch().wait().w
+    return join(model.head).with_biases.launch()[0].wait().w
 
 
 def results(model: ff.models.Transformer) -> list[Tensor]:
@@ -197,9 +198,9 @@ def train(shape: Shape, policy: Policy) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("shape", "policy", "width"),
     [
-        (Shape(x=2, y=2), Policy(), 1088),  # 1033 columns of 2065
-        (Shape(y=2, z=2), Policy(loss_chunk=13), 2112),
-        (Shape(x=2, z=2), Policy("replicated"), 1088),
+        (Shape(x=2, y=2), Policy(overlap=APART), 1088),  # 1033 columns of 2065
+        (Shape(y=2, z=2), Policy(loss_chunk=13, overlap=APART), 2112),
+        (Shape(x=2, z=2), Policy("replicated", overlap=APART), 1088),
     ],
     ids=["spread", "chunked", "replicated"],
 )

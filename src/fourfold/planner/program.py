@@ -364,7 +364,7 @@ class Rehearsal:
         if gathering is None:
             travels, item = self.structure.gathers_weights, self.structure.compute_itemsize
             # a rehearsal of memory gathers nothing ahead, so the engine compares no bytes: any number but 0 will do
-            nbytes = 1 if self.memory else self.sizes.elements(weights.names) * item
+            nbytes = 1 if self.memory else self.sizes.most_elements(weights.names) * item
             gathering = PlannedGather(self, weights, kind, nbytes if travels else 0)
             self._gatherings[gathering.key] = gathering
         return self.engine.prefetcher.using(gathering, uses=turns, keep=keep)
@@ -424,7 +424,7 @@ class Rehearsal:
         if not self.structure.gathers_weights:
             self.deposit(weights, made)
             return
-        in_flight = 0 if self.memory else sizes.elements(weights.names) * self.structure.reduce_itemsize
+        in_flight = 0 if self.memory else sizes.most_elements(weights.names) * self.structure.reduce_itemsize
         self.engine.deferred.defer(PlannedReduction(self, weights, in_flight, made))
 
     def reduce(self, together: Sequence[WeightGroup]) -> PlannedWait:

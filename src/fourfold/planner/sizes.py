@@ -363,6 +363,10 @@ class LocalSizes:
         """Return the elements of parameters as products use them, gathered over z."""
         return self._parameters.group(names)[0]
 
+    def most_elements(self, names: tuple[str, ...]) -> int:
+        """Return `elements` of the rank that holds most, by which all ranks order their messages."""
+        return _parameter_table(self.config, self.shape, 0).group(names)[0] if self.rank else self.elements(names)
+
     def message_elements(self, names: tuple[str, ...]) -> int:
         """Return the elements of these parameters in one message over z, where shards are padded to equal rows."""
         return self._parameters.group(names)[1]
