@@ -161,18 +161,16 @@ class RankContext:
 
     def __init__(self, rank: int, world: int, device: str) -> None:
         self.rank, self.world, self.device = rank, world, torch.device(device)
-        self.grids: dict[tuple[ff.Shape, bool], ff.Grid] = {}
+        self.grids: dict[ff.Shape, ff.Grid] = {}
         gc.freeze()  # imported objects never die; without them a collection is quick
         gc.disable()  # collections run between measurements, never inside one
 
-    def grid(self, shape: ff.Shape, *, captured: bool = False) -> ff.Grid:
-        """Return the grid of this shape, one for eager steps and one for captured ones: NCCL launches everything on a
-        communicator in a slower way once a graph has captured it."""
-        if (shape, captured) not in self.grids:
-            self.grids[shape, captured] = ff.Grid(**shape.sizes, device=self.device)
+    def grid(self, shape: ff.Shape) -> ff.Grid:
+        if shape not in self.grids:
+            self.grids[shape] = ff.Grid(**shape.sizes, device=self.device)
             if self.device.type == "cpu":
                 share_cores()
-        return self.grids[shape, captured]
+        return self.grids[shape]
 
     def barrier(self) -> None:
         """Wait until all ranks are here and their devices are idle."""

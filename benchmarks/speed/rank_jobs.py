@@ -102,9 +102,7 @@ def build(state: RankModels, line: Line, workload: Workload) -> None:
     if line.kind == "fourfold":
         if state.arena is None:
             raise RuntimeError(f"{line.name}: open_group did not get this line's grid")
-        model: BenchmarkModel = FourfoldModel(
-            line, workload, state.grid(line.shape, captured=line.captured), state.arena
-        )
+        model: BenchmarkModel = FourfoldModel(line, workload, state.grid(line.shape), state.arena)
     else:
         other = state.models.get(replace(line, mode="compiled" if line.mode == "eager" else "eager").name)
         if other is not None:
