@@ -72,7 +72,7 @@ def train(
         optimizer.zero_grad()
         return loss, clipped.norm
 
-    step = StepGraph(compute, model) if recorded else compute
+    step = StepGraph(compute, model, always=True) if recorded else compute
     found: list[torch.Tensor] = []
     for number, tokens in enumerate(batches(grid, steps)):
         model.clock.begin_step(number)
@@ -140,7 +140,7 @@ def replays(shape: Shape, folder: str, number: int) -> dict[str, float]:
         return loss.detach()
 
     (tokens,) = batches(grid, 1, seq=128)
-    step = StepGraph(compute, model)
+    step = StepGraph(compute, model, always=True)
     times = {}
     for kind, count in (("eager", 3), ("recording", 1), ("replayed", number)):
         torch.cuda.synchronize()

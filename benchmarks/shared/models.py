@@ -311,7 +311,7 @@ class FourfoldModel(BenchmarkModel):
     def _captured(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not self.line.captured:
             return step
-        self._graphs.append(StepGraph(step, self.module, warmup=GRAPH_WARMUP))
+        self._graphs.append(StepGraph(step, self.module, warmup=GRAPH_WARMUP, always=True))
         return self._graphs[-1]
 
     @property

@@ -212,7 +212,7 @@ class PlainCase:
             return loss.detach()
 
         if mode.startswith("captured"):
-            return self.captured(StepGraph(step, model, warmup=GRAPH_WARMUP))
+            return self.captured(StepGraph(step, model, warmup=GRAPH_WARMUP, always=True))
         return lambda: step(self.tokens, self.targets)
 
     def captured(self, graph: StepGraph[Tensor]) -> Callable[[], Tensor]:

@@ -7,7 +7,8 @@
 The first calls run the function as it is: they compile, allocate optimizer state, make communicators, and show the
 order in which weights are gathered. The next call records it, with the collectives of all lanes inside the graph, and
 from then on a call copies its inputs into the tensors that the graph reads, and replays. Nothing is computed while
-recording, so a step that cannot be recorded is simply run as before, and `reason` says why.
+recording, so a step that cannot be recorded is simply run as before, and `reason` says why. So is one whose replays
+turn out to be slower: over a network NCCL calls the host for every collective of a graph, and the device waits for it.
 
 Steps before and after the recording run on one stream of their own. Autograd remembers the stream of each node, and a
 step on the default stream would make the recorded backward pass depend on work outside of the graph.
@@ -21,6 +22,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,16 +42,23 @@ WARMUP = 3
 and the third finds everything as all later ones will."""
 
 
+COMPARED = 5
+"""Replays that are timed, to compare them with the calls before the recording."""
+SLOWER = 1.1
+"""A graph is given up if its replays take this many times as long as calls without it."""
+
+
 class StepGraph(Generic[T]):
     """A function of tensors that makes one training step, recorded once and replayed from then on.
 
     `step` runs forward, backward and the optimizer, and returns tensors, in any nesting. It is called while recording
     and never again, so whatever else it does on the host happens only then: schedulers and logs belong outside. Inputs
     may be tensors and None, also nested; a call with other shapes than the recorded one runs the function itself, and
-    so does a call while other parameters are frozen, or other modules in training mode, than in the recorded one.
+    so does a call while other parameters are frozen, or other modules in training mode, than in the recorded one. With
+    `always` replays are not given up if they are slower than calls without a graph.
     """
 
-    def __init__(self, step: Callable[..., T], model: nn.Module, *, warmup: int = WARMUP) -> None:
+    def __init__(self, step: Callable[..., T], model: nn.Module, *, warmup: int = WARMUP, always: bool = False) -> None:
         gradients = gradients_of(model)
         self._step, self._gradients, self._grid = step, gradients, gradients.grid
         self._switches = Switches(model)
@@ -64,6 +73,7 @@ class StepGraph(Generic[T]):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording: Recording | None = None
         self._recorded_switches: list[bool] = []
+        self._times: StepTimes | None = None if self.reason or always or warmup < 2 else StepTimes()
         self._before: GradientsBefore | None = None
         self._inputs: Any = None
         self._outputs: Any = None
@@ -83,13 +93,18 @@ class StepGraph(Generic[T]):
         with self.on_stream():
             if self._graph is None and not _fits(inputs, self._warmed):
                 self._warmed, self._calls = _alike_without_values(inputs), 0
+                if self._times is not None:
+                    self._times.eager.clear()
             self._calls += 1
             if self._graph is None and self._calls > self._warmup:
                 self._record(inputs)
+            if self._times is not None and len(self._times.replays) == COMPARED:
+                self._give_up_if_slower(self._times)
             self.replayed = self._graph is not None and self._replayable(inputs)
-            if not self.replayed:
-                return self._step(*inputs)
-            self._replay(inputs)
+            with self._timed():
+                if not self.replayed:
+                    return self._step(*inputs)
+                self._replay(inputs)
         # on the caller's stream, which has waited: the next replay overwrites the graph's own tensors
         return tree_map_only(Tensor, Tensor.clone, self._outputs)
 
@@ -158,6 +173,25 @@ class StepGraph(Generic[T]):
         else:
             self._graph, self._recording, self._recorded_switches = graph, recording, self._switches.now()
 
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Let the device time a call: a replay, or one of those before the recording but the first, which compiles."""
+        if self._times is None or not (self.replayed or (self._graph is None and self._calls > 1)):
+            yield
+            return
+        began, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+        began.record()
+        yield
+        ended.record()
+        (self._times.replays if self.replayed else self._times.eager).append((began, ended))
+
+    def _give_up_if_slower(self, times: StepTimes) -> None:
+        """Compare the replays so far with the calls before them; all ranks decide alike."""
+        self._times = None
+        self.reason = self._grid.channel.decide(times.text(), slower_replays)
+        if self.reason:
+            self.release()
+
     def _give_up(self, before: GradientsBefore) -> None:
         """Leave the model as it was before the recording."""
         self._gradients.forget_step()
@@ -182,6 +216,32 @@ class StepGraph(Generic[T]):
         self._grid.ledger.replayed(self._recording)
         for act in self._recording.after:
             act()
+
+
+Span = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Where a call began on the device, and where it ended."""
+
+
+class StepTimes:
+    """How long the device took for calls without a graph, and for replays."""
+
+    def __init__(self) -> None:
+        self.eager: list[Span] = []
+        self.replays: list[Span] = []
+
+    def text(self) -> str:
+        """Return the fastest call without a graph and the median replay, in ms, as text for the other ranks."""
+        self.replays[-1][1].synchronize()
+        eager, replays = ([began.elapsed_time(ended) for began, ended in spans] for spans in (self.eager, self.replays))
+        return f"{min(eager)} {median(replays)}"
+
+
+def slower_replays(texts: Sequence[str]) -> str:
+    """Return why replays are given up, by the times of all ranks, of which the slowest decides; empty if they stay."""
+    eager, replay = (max(map(float, times)) for times in zip(*map(str.split, texts), strict=True))
+    if replay <= SLOWER * eager:
+        return ""
+    return f"a replay takes {replay:.1f} ms, where the step without a graph takes {eager:.1f} ms"
 
 
 class GradientsBefore:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import fourfold as ff
+from fourfold import step_graph
 from fourfold.grid import Grid
 from fourfold.ledger import Collective, Ledger
 from fourfold.params import local_of
 from fourfold.recording import Recording
-from fourfold.step_graph import GradientsBefore, OptimizerSteps, _cause, _first_fault, _fits, why_not
+from fourfold.step_graph import GradientsBefore, OptimizerSteps, _cause, _first_fault, _fits, slower_replays, why_not
 from fourfold.watch.tape import Tape, Waits, read, tape_path
 
 CPU = torch.device("cpu")
@@ -270,6 +272,68 @@ def test_a_new_step_draws_anew_where_no_model_counts_micro_steps() -> None:
         masks.append(dropout(torch.ones(64)))
     assert torch.equal(masks[0], masks[1])
     assert not torch.equal(masks[1], masks[2])
+
+
+def test_replays_are_given_up_if_the_slowest_rank_says_so() -> None:
+    assert slower_replays(["10.0 9.0", "11.0 12.0"]) == ""
+    assert slower_replays(["10.0 12.0", "11.0 12.2"]) == (
+        "a replay takes 12.2 ms, where the step without a graph takes 11.0 ms"
+    )
+
+
+class FakeEvent:
+    """A CUDA event of a device that counts the milliseconds of a clock."""
+
+    now = 0.0
+
+    def __init__(self, **_: bool) -> None:
+        self.at = -1.0
+
+    def record(self) -> None:
+        self.at = FakeEvent.now
+
+    def synchronize(self) -> None:
+        assert self.at >= 0
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at - self.at
+
+
+@pytest.mark.parametrize(("replay", "stays"), [(3.0, True), (10.9, True), (30.0, False)])
+def test_slow_replays_are_given_up(replay: float, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager calls take 50 ms, then 10; evaluations in between, with other rows, take 1 and count for nothing."""
+    grid = ff.Grid.alone("cpu")
+    model = ff.models.build("gpt-tiny", grid)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(step_graph, "why_not", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    calls: list[str] = []
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        FakeEvent.now += 1.0 if len(rows) == 1 else 10.0 if calls else 50.0
+        calls.append("eager")
+        return rows
+
+    def replayed(_: object) -> None:
+        FakeEvent.now += replay
+        calls.append("replay")
+
+    step = ff.StepGraph(compute, model)
+    monkeypatch.setattr(step, "_replay", replayed)
+
+    def record(inputs: tuple) -> None:
+        step._graph, step._inputs, step._outputs = SimpleNamespace(reset=lambda: None), inputs, torch.zeros(1)
+        step._recorded_switches = step._switches.now()
+
+    monkeypatch.setattr(step, "_record", record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    for number in range(12):
+        step(torch.ones(2))
+        if number > 4:
+            step(torch.ones(1))
+    own = [call for at, call in enumerate(calls) if at < 5 or at % 2]
+    assert own == ["eager"] * 3 + ["replay"] * (9 if stays else 5) + ["eager"] * (0 if stays else 4)
+    assert bool(step.reason) is not stays
 
 
 class Draws(nn.Module):

@@ -509,7 +509,7 @@ def training_step(mode: HostMode, layers: int, grid: Grid, dtype: torch.dtype) -
     if mode == "captured":
         from fourfold.step_graph import StepGraph
 
-        replayed = StepGraph(step, model, warmup=WARM_UP)
+        replayed = StepGraph(step, model, warmup=WARM_UP, always=True)
         for _ in range(WARM_UP + 1):  # the last of these is recorded
             replayed(tokens)
         return partial(replayed, tokens) if replayed.recorded else None
