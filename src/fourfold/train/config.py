@@ -269,8 +269,8 @@ class TrainSection:
     max_skipped: int = 5
     """The run stops after this many skipped steps in a row; see watch.not_finite and watch.spikes."""
     graph: Literal["auto", "off"] = "auto"
-    """Whether steps on a GPU are recorded as a CUDA graph and replayed; auto does it unless something forbids it, and
-    then says what."""
+    """Whether steps on a GPU are recorded as a CUDA graph and replayed; auto does it unless something forbids it or
+    replays are slower, and then says what."""
 
     def __post_init__(self) -> None:
         require_at_least(self, steps=1, evaluate_every=0, evaluate_batches=1, max_skipped=1)
