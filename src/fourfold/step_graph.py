@@ -73,7 +73,7 @@ class StepGraph(Generic[T]):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._recording: Recording | None = None
         self._recorded_switches: list[bool] = []
-        self._times: StepTimes | None = None if self.reason or always or warmup < 2 else StepTimes()
+        self._times: CallTimes | None = None if self.reason or always or warmup < 2 else CallTimes()
         self._before: GradientsBefore | None = None
         self._inputs: Any = None
         self._outputs: Any = None
@@ -185,7 +185,7 @@ class StepGraph(Generic[T]):
         ended.record()
         (self._times.replays if self.replayed else self._times.eager).append((began, ended))
 
-    def _give_up_if_slower(self, times: StepTimes) -> None:
+    def _give_up_if_slower(self, times: CallTimes) -> None:
         """Compare the replays so far with the calls before them; all ranks decide alike."""
         self._times = None
         self.reason = self._grid.channel.decide(times.text(), slower_replays)
@@ -222,7 +222,7 @@ Span = tuple[torch.cuda.Event, torch.cuda.Event]
 """Where a call began on the device, and where it ended."""
 
 
-class StepTimes:
+class CallTimes:
     """How long the device took for calls without a graph, and for replays."""
 
     def __init__(self) -> None:
