@@ -21,7 +21,7 @@ from benchmarks.shared import rank_pool
 from benchmarks.shared.pairs import Pairs
 from benchmarks.shared.peers import AXES_OF
 from benchmarks.shared.pipelines import INTERLEAVED, PIPELINE
-from benchmarks.speed import gpu_ranks, gpu_ranks_table, rank_jobs, threads
+from benchmarks.speed import captured_collectives, gpu_ranks, gpu_ranks_table, rank_jobs, threads
 from benchmarks.speed.gpu_ranks_lines import MECHANISMS, MODES, WORKLOADS, lines_of
 from benchmarks.speed.gpu_ranks_results import LineRecord, Results
 
@@ -288,3 +288,12 @@ def test_missed_bars_stay_visible(tmp_path: Path) -> None:
     apart = replace(recorded("fourfold", 0.6, 100), rounds=[4.0, 5.0, 6.0])
     assert "not measured in the same rounds" in bars(apart)
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_every_sequence_of_collectives_is_timed(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(captured_collectives, "NBYTES", (8 << 10,))
+    assert captured_collectives.main(["--device", "cpu", "--ranks", "2", "--count", "4", "--rounds", "1"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("2 ranks on cpu")
+    assert len(lines) == len(captured_collectives.SEQUENCES)
+    assert all("8 KiB" in line and "recorded" in line for line in lines)
