@@ -216,10 +216,15 @@ def all_gather_together(
         parts = [whole.view(ranks, *shard.shape) for whole, shard in zip(wholes, shards, strict=True)]
         with Named(record):
             finish = wire.all_gather(shards, parts, _link(record, grid))
-    pending = Pending(lambda: (finish(), shards, wholes)[2], record, grid)
-    if not any(length % ranks for length in lengths):
-        return pending
-    return pending.then(lambda found: list(map(_landed, map(_cropped, found, lengths), into)))
+
+    def join_parts(sent: object = shards) -> list[Tensor]:  # noqa: ARG001  # what is sent must exist until it has arrived
+        finish()
+        return [
+            _landed(whole[:length], buffer) if length % ranks else whole
+            for whole, length, buffer in zip(wholes, lengths, into, strict=True)
+        ]
+
+    return Pending(join_parts, record, grid)
 
 
 def reduce_scatter_together(
@@ -350,11 +355,7 @@ def _nothing() -> None:
 
 def _landed(found: Tensor, buffer: Tensor | None) -> Tensor:
     """Return what was found, in its buffer if it has one."""
-    return found if buffer is None or buffer is found else buffer.copy_(found)
-
-
-def _cropped(whole: Tensor, length: int) -> Tensor:
-    return whole if len(whole) == length else whole[:length]
+    return found if buffer is None else buffer.copy_(found)
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:

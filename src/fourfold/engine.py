@@ -119,10 +119,9 @@ class Prefetcher:
 
     Small gathers that follow each other travel in one message. The gathers in flight are bounded in bytes, but one may
     always be in flight. If a pass differs from the recorded order, it gathers on use from there on, and its order is
-    recorded instead. If the last forward pass of a kind was
-    followed by a backward pass, the end of this forward pass prefetches the first weights of backward. A gather that is
-    in flight while its weight changes is repeated, provided that torch counts the change (torch's fused optimizers do
-    not; `optim.AdamW` counts for them).
+    recorded instead. If the last forward pass of a kind was followed by a backward pass, the end of this forward pass
+    prefetches the first weights of backward. A gather that is in flight while its weight changes is repeated, provided
+    that torch counts the change (torch's fused optimizers do not; `optim.AdamW` counts for them).
     """
 
     def __init__(
@@ -381,7 +380,7 @@ class WeightReduction(Protocol[T]):
 
 
 class DeferredReductions:
-    """Reductions that are waited for later, the oldest first.
+    """Reductions that are waited for later, the oldest message first.
 
     With `policy.defer` small reductions that follow each other travel in one message, and the bytes in flight are
     bounded, but the newest message is never waited for at once. Without it every reduction is waited for where it is
@@ -391,7 +390,7 @@ class DeferredReductions:
     def __init__(self, policy: Overlap) -> None:
         self.policy = policy
         self._held: list[WeightReduction] = []  # not launched yet
-        self._queue: deque[tuple[WeightReduction, Awaited]] = deque()
+        self._messages: deque[list[tuple[WeightReduction, Awaited]]] = deque()
         self._nbytes = 0  # of both
         self._largest = 0
 
@@ -407,35 +406,35 @@ class DeferredReductions:
         # by bytes, not by asking what has arrived: `use` may launch a bucket, and all ranks must launch in one order
         if sum([held.nbytes for held in self._held]) >= self.policy.least_joint(self._largest):
             self._launch_held()
-        while self._nbytes > self.policy.most_in_flight(self._largest) and len(self._queue) > 1:
+        while self._nbytes > self.policy.most_in_flight(self._largest) and len(self._messages) > 1:
             self._wait_oldest()
 
     def wait_all(self) -> None:
         self._launch_held()
-        while self._queue:
+        while self._messages:
             self._wait_oldest()
 
     def abandon(self) -> None:
         """Wait for all reductions that were launched, without using their results."""
-        for _, pending in self._queue:
-            pending.wait()
+        for message in self._messages:
+            message[0][1].wait()
         self.forget()
 
     def forget(self) -> None:
         self._held.clear()
-        self._queue.clear()
+        self._messages.clear()
         self._nbytes = 0
 
     def _launch_held(self) -> None:
         if self._held:
             first, *behind = self._held
-            self._queue.extend(zip(self._held, first.launch(*behind), strict=True))
+            self._messages.append(list(zip(self._held, first.launch(*behind), strict=True)))
             self._held = []
 
     def _wait_oldest(self) -> None:
-        reduction, pending = self._queue.popleft()
-        self._nbytes -= reduction.nbytes
-        reduction.use(pending.wait())
+        for reduction, pending in self._messages.popleft():
+            self._nbytes -= reduction.nbytes
+            reduction.use(pending.wait())
 
 
 class WgradQueue:

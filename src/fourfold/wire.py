@@ -14,7 +14,7 @@ Invariant: the order of summation depends on shapes and ranks alone, so equal ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Thread
 
@@ -123,7 +123,12 @@ def reduce_scatter(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Te
     if True in small and False in small:
         kinds = [[whole for whole, kind in zip(wholes, small, strict=True) if kind is each] for each in (True, False)]
         quick, slow = reduce_scatter(kinds[0], replace(link, arrived=None)), reduce_scatter(kinds[1], link)
-        return lambda: [next(found) for found in _in_turn(small, quick(), slow())]
+
+        def in_order() -> list[Tensor]:
+            sums = {True: iter(quick()), False: iter(slow())}
+            return [next(sums[kind]) for kind in small]
+
+        return in_order
     rows = [whole.reshape(len(whole), -1) for whole in wholes]
     sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
     if sent.is_cuda:
@@ -142,12 +147,6 @@ def reduce_scatter(wholes: Sequence[Tensor], link: Link) -> Callable[[], list[Te
         return [column.view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
     return unpack
-
-
-def _in_turn(first: Sequence[bool], ones: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[Iterator[Tensor]]:
-    """Yield, for every flag, the iterator over `ones` if it is set and over `others` if it is not."""
-    both = {True: iter(ones), False: iter(others)}
-    return (both[flag] for flag in first)
 
 
 def _as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
