@@ -642,6 +642,18 @@ def test_a_copy_of_a_model_computes_the_same_and_shares_nothing_with_it() -> Non
     torch.testing.assert_close(outcome(model), expected, rtol=0, atol=0)
 
 
+def test_a_copy_goes_on_drawing_where_the_model_is() -> None:
+    """Also after replays, which count on the device alone."""
+    config = ff.models.config("gpt-tiny", layers=2, dropout=0.3, attention_dropout=0.0)
+    model = ff.models.build(config, Grid.alone("cpu"))
+    first = model(TOKENS, TOKENS)
+    assert model.clock._counter is not None
+    model.clock._counter[1:].add_(3)  # as three replays do
+    other = copy.deepcopy(model)
+    losses = [each(TOKENS, TOKENS).item() for each in (model, other)]
+    assert losses[0] == losses[1] != first.item()
+
+
 def test_a_model_is_freed_with_its_last_reference() -> None:
     """What layers keep must not refer to them: the memory of a model would wait for Python's garbage collector."""
     references = []

@@ -109,6 +109,8 @@ class StepRng:
     def __deepcopy__(self, memo: dict[int, object]) -> StepRng:
         new = StepRng(self.seed, copy.deepcopy(self.engine, memo))
         new.step, new.micro_step = self.step, self.micro_step
+        # replays count on the device alone
+        new._counter, new._position = copy.deepcopy((self._counter, self._position), memo)
         return new
 
     @property
