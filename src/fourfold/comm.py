@@ -207,8 +207,11 @@ def all_gather_together(
     lengths = rows or [ranks * len(shard) for shard in shards]
     shards = [_padded(shard, 0, -(-length // ranks)) for shard, length in zip(shards, lengths, strict=True)]
     record = _record("all_gather", shards, grid, axis, label)
+    # a buffer that does not fit is filled by a copy; it may have another dtype, if its weight was converted since
     wholes = [
-        shard.new_empty((ranks * len(shard), *shard.shape[1:])) if buffer is None or length % ranks else buffer
+        buffer
+        if buffer is not None and buffer.dtype is shard.dtype and not length % ranks
+        else shard.new_empty((ranks * len(shard), *shard.shape[1:]))
         for shard, length, buffer in zip(shards, lengths, into, strict=True)
     ]
     finish = _nothing
@@ -220,7 +223,7 @@ def all_gather_together(
     def join_parts(sent: object = shards) -> list[Tensor]:  # noqa: ARG001  # what is sent must exist until it has arrived
         finish()
         return [
-            _landed(whole[:length], buffer) if length % ranks else whole
+            whole if whole is buffer else _landed(whole[:length] if length % ranks else whole, buffer)
             for whole, length, buffer in zip(wholes, lengths, into, strict=True)
         ]
 

@@ -390,7 +390,8 @@ class DeferredReductions:
     def __init__(self, policy: Overlap) -> None:
         self.policy = policy
         self._held: list[WeightReduction] = []  # not launched yet
-        self._messages: deque[list[tuple[WeightReduction, Awaited]]] = deque()
+        # Bytes, result and its user of each reduction; not the reduction, which would keep its gradients in memory.
+        self._messages: deque[list[tuple[int, Awaited, Callable[[Any], None]]]] = deque()
         self._nbytes = 0  # of both
         self._largest = 0
 
@@ -427,14 +428,14 @@ class DeferredReductions:
 
     def _launch_held(self) -> None:
         if self._held:
-            first, *behind = self._held
-            self._messages.append(list(zip(self._held, first.launch(*behind), strict=True)))
-            self._held = []
+            held, self._held = self._held, []
+            message = zip(held, held[0].launch(*held[1:]), strict=True)
+            self._messages.append([(each.nbytes, pending, each.use) for each, pending in message])
 
     def _wait_oldest(self) -> None:
-        for reduction, pending in self._messages.popleft():
-            self._nbytes -= reduction.nbytes
-            reduction.use(pending.wait())
+        for nbytes, pending, use in self._messages.popleft():
+            self._nbytes -= nbytes
+            use(pending.wait())
 
 
 class WgradQueue:

@@ -43,7 +43,7 @@ and the third finds everything as all later ones will."""
 
 
 COMPARED = 5
-"""Replays that are timed, to compare them with the calls before the recording."""
+"""Calls after the recording in which replays are timed, to compare them with the calls before."""
 SLOWER = 1.1
 """A graph is given up if its replays take this many times as long as calls without it."""
 
@@ -63,8 +63,14 @@ class StepGraph(Generic[T]):
         self._step, self._gradients, self._grid = step, gradients, gradients.grid
         self._switches = Switches(model)
         self._warmup = warmup
+        self._calls = 0
         self._warmed: Sequence[Any] = ()
-        self._calls = 0  # with inputs of the shapes of `_warmed`
+        self._alike = 0  # the number of calls in a row with inputs of the shapes of `_warmed`
+        self._next_try = warmup + 1
+        """The call in which ranks ask each other next whether all of them can record. All make as many calls, but some
+        may have got other shapes."""
+        self._compare_at = 0
+        """The call in which ranks compare the times of replays with those before."""
         self.replayed = False
         """Whether the last call was a replay."""
         self.reason = why_not(model, self._grid.device)
@@ -91,14 +97,13 @@ class StepGraph(Generic[T]):
         if self.reason:
             return self._step(*inputs)
         with self.on_stream():
-            if self._graph is None and not _fits(inputs, self._warmed):
-                self._warmed, self._calls = _alike_without_values(inputs), 0
-                if self._times is not None:
-                    self._times.eager.clear()
             self._calls += 1
-            if self._graph is None and self._calls > self._warmup:
-                self._record(inputs)
-            if self._times is not None and len(self._times.replays) == COMPARED:
+            if self._graph is None:
+                self._warm_up(inputs)
+                if self._may_record():
+                    self._record(inputs)
+                    self._compare_at = self._calls + COMPARED
+            if self._times is not None and self._calls == self._compare_at:
                 self._give_up_if_slower(self._times)
             self.replayed = self._graph is not None and self._replayable(inputs)
             with self._timed():
@@ -107,6 +112,27 @@ class StepGraph(Generic[T]):
                 self._replay(inputs)
         # on the caller's stream, which has waited: the next replay overwrites the graph's own tensors
         return tree_map_only(Tensor, Tensor.clone, self._outputs)
+
+    def _warm_up(self, inputs: Sequence[Any]) -> None:
+        """Count a call before the recording."""
+        if not _fits(inputs, self._warmed):
+            self._warmed, self._alike = _alike_without_values(inputs), 0
+            if self._times is not None:
+                self._times.eager.clear()
+        self._alike += 1
+
+    def _may_record(self) -> bool:
+        """Return whether all ranks have seen enough calls with inputs like these.
+
+        Ranks ask each other in the first call in which they may all have, then ever more rarely.
+        """
+        ready = self._alike > self._warmup
+        if self._grid.shape.world == 1:
+            return ready
+        if self._calls != self._next_try:
+            return False
+        self._next_try *= 2
+        return bool(self._grid.channel.decide("ready" if ready else "", min))
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -176,7 +202,7 @@ class StepGraph(Generic[T]):
     @contextmanager
     def _timed(self) -> Iterator[None]:
         """Let the device time a call: a replay, or one of those before the recording but the first, which compiles."""
-        if self._times is None or not (self.replayed or (self._graph is None and self._calls > 1)):
+        if self._times is None or not (self.replayed or (self._graph is None and self._alike > 1)):
             yield
             return
         began, ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
@@ -230,7 +256,12 @@ class CallTimes:
         self.replays: list[Span] = []
 
     def text(self) -> str:
-        """Return the fastest call without a graph and the median replay, in ms, as text for the other ranks."""
+        """Return the fastest call without a graph and the median replay, in ms, as text for the other ranks.
+
+        Both are 0 on a rank whose inputs had other shapes since.
+        """
+        if not self.eager or not self.replays:
+            return "0 0"
         self.replays[-1][1].synchronize()
         eager, replays = ([began.elapsed_time(ended) for began, ended in spans] for spans in (self.eager, self.replays))
         return f"{min(eager)} {median(replays)}"

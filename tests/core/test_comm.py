@@ -97,6 +97,13 @@ def gathers(draw: Draw) -> Iterator[tuple[str, bool]]:
             yield f"all_gather_together {count}", all(map(torch.equal, found, expected))
             if into is not None:
                 yield "all_gather_together lands in the buffers", all(a is b for a, b in zip(found, into, strict=True))
+    # tensors of other dtypes, of which one has a buffer of a third
+    everyone, mine = zip(*[draw(*shape) for shape in [(2, 3), (5,), (1, 4)]], strict=True)
+    mine = mine[0], mine[1].to(torch.bfloat16), mine[2]
+    expected = [torch.cat(everyone[0]).double(), torch.cat(everyone[1]).to(torch.bfloat16), torch.cat(everyone[2])]
+    into = [torch.zeros_like(expected[0]), None, torch.zeros_like(expected[2])]
+    found = comm.all_gather_together(mine, grid, axis, into=into).wait()
+    yield "all_gather_together of several dtypes", all(map(torch.equal, found, expected))
 
 
 def sums(draw: Draw) -> Iterator[tuple[str, bool]]:

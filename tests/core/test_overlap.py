@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import fourfold as ff
+from fourfold.comm import Pending
+from fourfold.engine import DeferredReductions
 from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Event
 from fourfold.params import LazyTensor, local_of
@@ -306,6 +309,35 @@ def test_bytes_in_flight_are_bounded(ranks) -> None:
         most, largest = ranks(2).run(most_in_flight, bound)[0]
         # what is waited for now, and ahead of it as much as the bound says, or one message where that is less
         assert largest < most <= largest + max(2 * largest if bound is None else bound, largest)
+
+
+class Reduction:
+    """A reduction that arrives at once; whoever refers to it keeps its gradients in memory."""
+
+    nbytes, dtype = 8, None
+
+    def __init__(self, used: list[int]) -> None:
+        self.use = used.append
+
+    def launch(self, *behind: Reduction) -> list[Pending[int]]:
+        return [Pending(lambda: 1) for _ in (self, *behind)]
+
+
+@pytest.mark.parametrize("joint", [0, 16, 1000])
+def test_gradients_are_freed_when_their_reduction_is_launched_and_all_are_used(joint: int) -> None:
+    used: list[int] = []
+    deferred = DeferredReductions(Overlap(bytes_in_flight=64, joint_bytes=joint))
+    made = []
+    for _ in range(11):
+        reduction = Reduction(used)
+        made.append(weakref.ref(reduction))
+        deferred.defer(reduction)
+        del reduction
+    alive = sum(each() is not None for each in made)
+    assert alive == len(deferred._held) < 4
+    assert len(used) >= 3  # no more than 64 bytes are in flight
+    deferred.wait_all()
+    assert len(used) == 11
 
 
 def buffers_made() -> list[int]:

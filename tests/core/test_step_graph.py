@@ -6,6 +6,7 @@ import random
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch import nn
 
 import fourfold as ff
 from fourfold import step_graph
-from fourfold.grid import Grid
+from fourfold.grid import Grid, Shape
 from fourfold.ledger import Collective, Ledger
 from fourfold.params import local_of
 from fourfold.recording import Recording
 from fourfold.step_graph import GradientsBefore, OptimizerSteps, _cause, _first_fault, _fits, slower_replays, why_not
 from fourfold.watch.tape import Tape, Waits, read, tape_path
+from harness import grid_of
 
 CPU = torch.device("cpu")
 GATHER, REDUCE = (Collective(op, "z", 64, 2, op) for op in ("all_gather", "reduce_scatter"))
@@ -332,8 +334,51 @@ def test_slow_replays_are_given_up(replay: float, stays: bool, monkeypatch: pyte
         if number > 4:
             step(torch.ones(1))
     own = [call for at, call in enumerate(calls) if at < 5 or at % 2]
-    assert own == ["eager"] * 3 + ["replay"] * (9 if stays else 5) + ["eager"] * (0 if stays else 4)
+    # the fifth call after the recording compares; two of them were evaluations
+    assert own == ["eager"] * 3 + ["replay"] * (9 if stays else 4) + ["eager"] * (0 if stays else 5)
     assert bool(step.reason) is not stays
+
+
+def calls_of(odd: int) -> list[bool]:
+    """Whether each call on this rank was a replay; call `odd` of rank 1 has fewer tokens."""
+    grid = grid_of(Shape(data=2))
+    model = ff.models.build("gpt-tiny", grid)
+    optimizer = ff.optim.AdamW(model, lr=1e-3)
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        loss = model(rows, rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    with (
+        patch.object(torch.cuda, "Event", FakeEvent),
+        patch.object(step_graph, "why_not", lambda *_: ""),
+        patch.object(torch.cuda, "Stream", lambda _: None),
+    ):
+        step = ff.StepGraph(compute, model)
+
+        def record(inputs: tuple) -> None:
+            grid.channel.decide("", _first_fault)
+            step._graph, step._inputs, step._outputs = SimpleNamespace(reset=lambda: None), inputs, torch.zeros(1)
+            step._recorded_switches = step._switches.now()
+
+        # as recordings and replays on a GPU do, they ask the other ranks and send what the step sends
+        with patch.object(step, "_record", record), patch.object(step, "_replay", lambda inputs: compute(*inputs)):
+            found = []
+            for call in range(20):
+                step(torch.ones(2, 8 if call == odd and grid.rank == 1 else 16, dtype=torch.long))
+                found.append(step.replayed)
+    return found
+
+
+@pytest.mark.parametrize("odd", [1, 3, 5, 8, 9])
+def test_ranks_that_get_other_shapes_do_not_wait_for_each_other(ranks, odd: int) -> None:
+    """Neither before the recording, nor when replays are compared with the calls before."""
+    first, second = ranks(2).run(calls_of, odd)
+    assert first[-1] and second[-1]
+    assert first.index(True) == second.index(True) == (3 if odd > 3 else 7)
 
 
 class Draws(nn.Module):
