@@ -244,10 +244,10 @@ def reduce_scatter_together(
         pending = reduce_scatter_together(padded, grid, axis, label=label)
         return pending.then(lambda parts: [part[:rows] for part, rows in zip(parts, own, strict=True)])
     record = _record("reduce_scatter", wholes, grid, axis, label)
-    if record is None:
+    if ranks == 1:
         return Pending(lambda: list(wholes))
     parts = [whole.unflatten(0, (ranks, -1)) for whole in wholes]
-    if _stays(wholes[0], grid):
+    if record is None or _stays(wholes[0], grid):
         own_parts = [torch.empty_like(part[0]) for part in parts]
         return Pending(lambda: (wholes, own_parts)[1], record, grid)
     with Named(record):

@@ -34,8 +34,9 @@ class Overlap:
     """Bound on the bytes of prefetched weights, and on those of gradients being reduced. None stands for twice the
     largest message."""
     joint_bytes: int = 16 << 20
-    """Weights over z that are used one after another are gathered in one message until it has this many bytes, and so
-    are their gradients reduced, because latency decides about smaller messages. 0 sends each by itself."""
+    """With `prefetch`, weights over z that are used one after another are gathered in one message until it has this
+    many bytes, or half of what may be in flight; with `defer` their gradients are reduced so. Latency decides about
+    smaller messages. 0 sends each by itself."""
 
     def __post_init__(self) -> None:
         if self.halves is not None and self.halves not in (1, 2):

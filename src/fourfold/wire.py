@@ -6,8 +6,8 @@ small message takes a single round, in which every rank sends to every other and
 reduce-scatter goes around a ring of our own, which moves the minimum and crosses between nodes no more often than it
 must.
 
-Every function starts a collective of one message and returns a function that waits for it. That function also holds
-the tensors that the collective reads, because the backend does not.
+Every function starts a collective and returns a function that waits for it. That function also holds the tensors that
+the collective reads, because the backend does not.
 
 Invariant: the order of summation depends on shapes and ranks alone, so equal calls give equal bits.
 """

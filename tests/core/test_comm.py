@@ -129,6 +129,8 @@ def sums(draw: Draw) -> Iterator[tuple[str, bool]]:
         yield f"reduce_scatter_together {count}", all(map(is_sum, found, expected))
         comm.all_reduce_together(mine, grid, axis).wait()
         yield f"all_reduce_together {count}", all(map(is_sum, mine, everyone))
+    (empty,) = comm.reduce_scatter_together([mine[0].new_zeros(2 * g, 0)], grid, axis).wait()
+    yield "reduce_scatter_together of nothing is cut too", empty.shape == (2, 0)
 
 
 def test_pendings_in_flight_at_once_are_waited_in_launch_order(ranks) -> None:

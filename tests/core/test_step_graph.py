@@ -6,6 +6,7 @@ import random
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -396,6 +397,8 @@ class Draws(nn.Module):
             a = nn.functional.dropout(a, 0.5, training=self.training)
         if self.how == "attention":
             a = nn.functional.scaled_dot_product_attention(a[None], a[None], a[None], dropout_p=0.5)[0]
+        if self.how == "nothing":
+            a = nn.functional.dropout(nn.functional.rrelu(a, training=False), 0.0, training=self.training)
         if self.how == "noise":
             a = a + torch.randn_like(a)
         if self.how == "layer drop" and random.random() < 2.0:
@@ -412,3 +415,23 @@ def test_a_wrapped_model_is_recorded_only_if_it_draws_nothing(how: str) -> None:
     grid.recording = Recording(CPU, {})  # as while a step is recorded, which needs a GPU
     with nullcontext() if how == "nothing" else pytest.raises(RuntimeError, match="draws random numbers"):
         model(rows).backward()
+
+
+def test_compiled_code_of_a_wrapped_model_runs_while_it_is_recorded_and_afterwards() -> None:
+    grid = ff.Grid.alone("cpu")
+    plain = Draws("nothing")
+    calls: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        return lambda *args: (calls.append("compiled"), graph(*args))[1]
+
+    twice = torch.compile(lambda a: a * 2, backend=backend)
+    plain.up.register_forward_pre_hook(lambda _, given: (twice(given[0]),))
+    model = ff.parallelize(plain, grid)
+    rows = torch.ones(4, 8)
+    losses = []
+    for recording in (None, Recording(CPU, {}), None):
+        grid.recording = recording
+        losses.append(model(rows))
+        assert calls == ["compiled"] * len(losses)
+    assert losses[0] == losses[1] == losses[2]

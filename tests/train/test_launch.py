@@ -277,6 +277,9 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
             "OSError",
         ),
         ("rank 0 (process 7) was killed by SIGABRT; the other ranks were stopped", "rank 0 (process 7)"),
+        (TRACEBACK.replace("\nRun", "\n  [Previous line repeated 9 times]\nRun"), "RuntimeError: the"),
+        (TRACEBACK.replace("Compile", '  File "data.bin" is damaged\nCompile'), "RuntimeError: the"),
+        ("", ""),
         ("rank 2 is alone in a collective\n    rank 2: all_gather", "rank 2 is alone"),
     ],
 )

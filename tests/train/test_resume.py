@@ -921,7 +921,8 @@ class Reached(launching.RestartPolicy):
 
 
 KILLED = -9, None, Failure.ERROR
-BUG = 1, """Traceback ...\n  File "a.py", line 1, in step\n    b["a"]\nKeyError: 'a'\na note""", Failure.ERROR
+TRACEBACK = """Traceback (most recent call last):\n  File "a.py", line 1, in step\n    b["a"]\nKeyError: 'a'\na note"""
+BUG = 1, TRACEBACK, Failure.ERROR
 USERS = 1, "rows=0 must be 1", Failure.USER
 DIED = "rank 1 (process 4711) was killed by SIGKILL; the other ranks were stopped"
 

@@ -198,10 +198,11 @@ def seeded_outside_torch(key: int) -> Iterator[None]:
 
 @contextmanager
 def no_draws() -> Iterator[None]:
-    """Refuse random numbers inside the block, whoever draws them.
+    """Refuse random numbers of torch, Python's `random` and numpy inside the block.
 
     For model code that is recorded: what it draws on the host would stay the same in every replay, and what torch draws
-    on the device would not be what the step itself draws, which seeds torch's generator in every pass.
+    on the device would not be what the step itself draws, which seeds torch's generator in every pass. Generators that
+    the model has made for itself on the host are not seen.
     """
     before = _states_outside_torch()
     with NoDraws():
@@ -213,18 +214,22 @@ def no_draws() -> Iterator[None]:
 class NoDraws(TorchDispatchMode):
     """Refuses torch's random numbers."""
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # torch would run no compiled code inside of another mode, nor afterwards
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
             raise RuntimeError(f"the model draws random numbers ({func}), which replays would not draw again")
         return func(*args, **kwargs)
 
 
-def _drops_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Return whether this is an operation with dropout, such as attention, whose probability is 0."""
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    return any(given.get(name, defaults[name]) == 0 for name in ("dropout_p", "dropout") if name in defaults)
+def _draws_nothing(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Return whether an operation that may draw does not: attention without dropout, or dropout in evaluation."""
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given |= {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return any(given.get(name, 1) == 0 for name in ("dropout_p", "dropout", "train", "training"))
 
 
 def _states_outside_torch() -> tuple[object, ...]:

@@ -327,10 +327,10 @@ def explain(end: RankEnd) -> str:
 
 def headline(cause: str) -> str:
     """Return the first line of the error in a text with a traceback, or else the first line of the text."""
-    lines = cause.splitlines()
-    frames = [at for at, line in enumerate(lines) if line.startswith('  File "')]
-    behind = lines[frames[-1] + 1 :] if frames else lines
-    return next((line for line in behind if not line.startswith("    ")), lines[0])
+    lines = cause.splitlines() or [""]
+    begun = [at for at, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    behind = lines[begun[-1] + 1 :] if begun else lines  # frames are indented
+    return next((line for line in behind if not line.startswith(" ")), lines[0])
 
 
 def report_failure(message: str, kind: Failure, *, elsewhere: bool = False, whole: bool = True) -> None:

@@ -384,7 +384,7 @@ class Run:
         loss, norm, shards = (self._compute if graph is None else graph)(batches, skip_above)
         if graph is not None and graph.reason and not self._told_reason:
             self._told_reason = True
-            self._note(f"steps are not recorded as a CUDA graph: {graph.reason}")
+            self._note(f"steps are not replayed as a CUDA graph: {graph.reason}")
         clipped = Clipped(norm, self.grid, self._gradient_names, shards)
         data = self.loader.state()
         # Copied now: reading them later from the device would wait for the next step, which is launched before.
