@@ -284,7 +284,7 @@ def test_missed_bars_stay_visible(tmp_path: Path) -> None:
     strange = replace(recorded("fourfold", 0.6, 100), first_losses=[float("nan")])
     assert "**WRONG**" in bars(strange)
     other = replace(recorded("fourfold", 0.6, 100), losses=[10.5, 9.0])
-    assert "the first losses of all 2 lines agree within 2%: **MISSED**" in bars(other)
+    assert "the first losses of all 2 lines agree within 2% of the first loss: **MISSED**" in bars(other)
     apart = replace(recorded("fourfold", 0.6, 100), rounds=[4.0, 5.0, 6.0])
     assert "not measured in the same rounds" in bars(apart)
     assert all(json.loads(line) for line in path.read_text().splitlines())

@@ -170,4 +170,5 @@ def test_lines_are_measured_on_a_cluster() -> None:
     assert sum(ours.inside) == 0 and ours.ledger["inside"] == 0
     assert ours.between[1] == pytest.approx(ours.ledger["between"], rel=0.2)  # headers of small messages
     assert theirs.between[1] == pytest.approx(ours.between[1], rel=0.3)
-    assert ours.peak is not None and theirs.peak is not None and min(ours.peak, theirs.peak) > 0
+    # ours is smaller than what the allocator has kept of the line's first run, so that the difference may be about 0
+    assert ours.peak is not None and theirs.peak is not None and ours.peak < theirs.peak
