@@ -40,7 +40,7 @@ from benchmarks.checkpoint import disk as disk
 from benchmarks.checkpoint import save_and_load as jobs
 from benchmarks.checkpoint.dcp_table import CALL, WHOLE, GridResults, bars, page
 from benchmarks.checkpoint.save_and_load import OURS, PEER
-from benchmarks.shared.rank_pool import RankPool, multi_process_service
+from benchmarks.shared.rank_pool import RankPool, has_gpu, multi_process_service
 from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Workload
 
@@ -218,9 +218,7 @@ def write(out: Path, run: dict[str, Any], groups: Sequence[GridResults]) -> None
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # check for a GPU through NVML: this process must not open the GPU before MPS runs
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    gpu = torch.cuda.is_available()
+    gpu = has_gpu()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
     parser.add_argument("--size", choices=WORKLOADS, help="default: medium, or large on a GPU")
     parser.add_argument("--grids", default=";".join(GRIDS), help="some of z=2;x=2,z=2 (default: both)")

@@ -188,6 +188,12 @@ class RankContext:
             torch.cuda.synchronize()  # returns at once
 
 
+def has_gpu() -> bool:
+    """Return whether there is a GPU, by asking NVML: this process must not open the GPU before MPS runs."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return torch.cuda.is_available()
+
+
 @contextmanager
 def multi_process_service(device: str) -> Iterator[str]:
     """Run the MPS daemon. Without it, ranks on one GPU take turns instead of computing at the same time.

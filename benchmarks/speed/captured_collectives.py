@@ -10,7 +10,6 @@ bytes, and a graph calls the host for every collective to give them their work; 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections import deque
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
-from benchmarks.shared.rank_pool import RankContext, RankPool, multi_process_service
+from benchmarks.shared.rank_pool import RankContext, RankPool, has_gpu, multi_process_service
 from fourfold import comm
 
 NBYTES = (8 << 10, 1 << 20, 16 << 20)
@@ -112,10 +111,8 @@ def seconds_of(timer: CollectiveTimer, which: CollectiveSequence, nbytes: int, c
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # check for a GPU through NVML: this process must not open the GPU before MPS runs
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu() else "cpu")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--count", type=int, default=64, help="collectives of a sequence")
     parser.add_argument("--rounds", type=int, default=5)

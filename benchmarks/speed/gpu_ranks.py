@@ -28,10 +28,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository, for `import benchmarks`
 
-import torch
 
 from benchmarks.shared.models import GRAPH_WARMUP
-from benchmarks.shared.rank_pool import RankPool, RanksFailedError, multi_process_service
+from benchmarks.shared.rank_pool import RankPool, RanksFailedError, has_gpu, multi_process_service
 from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Line, Measure, Workload
 from benchmarks.speed import gpu_ranks_table, rank_jobs
@@ -272,9 +271,7 @@ def _provenance(options: argparse.Namespace, service: str, pool: RankPool) -> di
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # check for a GPU through NVML: this process must not open the GPU before MPS runs
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    gpu = torch.cuda.is_available()
+    gpu = has_gpu()
     stem = str(RESULTS / f"{date.today()}-gpu-ranks")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
     parser.add_argument(

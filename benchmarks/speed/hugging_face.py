@@ -48,7 +48,7 @@ import fourfold as ff
 from benchmarks.shared import peers
 from benchmarks.shared.decoder import Decoder
 from benchmarks.shared.models import BenchmarkModel, SgdModel
-from benchmarks.shared.rank_pool import RankPool, multi_process_service
+from benchmarks.shared.rank_pool import RankPool, has_gpu, multi_process_service
 from benchmarks.shared.tables import RESULTS
 from benchmarks.shared.workloads import Line, Workload
 from benchmarks.speed import rank_jobs
@@ -324,8 +324,7 @@ def _verdict(line: Line, lines: Sequence[Line], seconds: dict[str, list[float]])
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # this process must not open the GPU before MPS runs
-    gpu = torch.cuda.is_available()
+    gpu = has_gpu()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if gpu else "cpu")
     parser.add_argument("--model", choices=["hugging-face", "plain"], default="hugging-face")
     parser.add_argument("--size", choices=list(WORKLOADS), default="gpu" if gpu else "cpu")

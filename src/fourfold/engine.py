@@ -76,21 +76,25 @@ class Buffers:
             self._free.popleft()
 
 
-class WeightGather(Protocol[T]):
+class Joinable(Protocol[T]):
+    """Weights or gradients that are sent over z, alone or in one message with others of their kind."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensors, equal on all ranks; 0 if nothing is sent."""
+        ...
+
+    def launch(self, *behind: Any) -> Sequence[Awaited[T]]:
+        """Send them, in one message with those `behind` them; return what to wait for, one for each."""
+        ...
+
+
+class WeightGather(Joinable[T], Protocol[T]):
     """A gather of weights that a pass wants."""
 
     @property
     def key(self) -> Hashable:
         """Identifies the weights and the form in which they are wanted."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the gathered weights, equal on all ranks; 0 if nothing is sent."""
-        ...
-
-    def launch(self, *behind: Any) -> Sequence[Awaited[T]]:
-        """Start the gather, in one message with the gathers `behind` it; return what to wait for, one for each."""
         ...
 
     def version(self) -> object:
@@ -356,21 +360,12 @@ class Engine:
                 return end.value
 
 
-class WeightReduction(Protocol[T]):
+class WeightReduction(Joinable[T], Protocol[T]):
     """A reduction of weight gradients that backward has computed."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the gradients, equal on all ranks."""
-        ...
 
     @property
     def dtype(self) -> object:
         """What reductions in one message have in common."""
-        ...
-
-    def launch(self, *behind: Any) -> Sequence[Awaited[T]]:
-        """Start the reduction, in one message with those `behind` it; return what to wait for, one for each."""
         ...
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,6 +303,12 @@ class FakeEvent:
         return other.at - self.at
 
 
+def seem_recorded(step: ff.StepGraph, inputs: tuple) -> None:
+    """Leave a step as a recording leaves it, which needs a GPU."""
+    step._graph, step._inputs, step._outputs = SimpleNamespace(reset=lambda: None), inputs, torch.zeros(1)
+    step._recorded_switches = step._switches.now()
+
+
 @pytest.mark.parametrize(("replay", "stays"), [(3.0, True), (10.9, True), (30.0, False)])
 def test_slow_replays_are_given_up(replay: float, stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager calls take 50 ms, then 10; evaluations in between, with other rows, take 1 and count for nothing."""
@@ -324,11 +331,7 @@ def test_slow_replays_are_given_up(replay: float, stays: bool, monkeypatch: pyte
     step = ff.StepGraph(compute, model)
     monkeypatch.setattr(step, "_replay", replayed)
 
-    def record(inputs: tuple) -> None:
-        step._graph, step._inputs, step._outputs = SimpleNamespace(reset=lambda: None), inputs, torch.zeros(1)
-        step._recorded_switches = step._switches.now()
-
-    monkeypatch.setattr(step, "_record", record)
+    monkeypatch.setattr(step, "_record", partial(seem_recorded, step))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     for number in range(12):
         step(torch.ones(2))
@@ -362,8 +365,7 @@ def calls_of(odd: int) -> list[bool]:
 
         def record(inputs: tuple) -> None:
             grid.channel.decide("", _first_fault)
-            step._graph, step._inputs, step._outputs = SimpleNamespace(reset=lambda: None), inputs, torch.zeros(1)
-            step._recorded_switches = step._switches.now()
+            seem_recorded(step, inputs)
 
         # as recordings and replays on a GPU do, they ask the other ranks and send what the step sends
         with patch.object(step, "_record", record), patch.object(step, "_replay", lambda inputs: compute(*inputs)):
