@@ -100,6 +100,8 @@ GPU_CASES = [
 def install() -> None:
     """Let the fault happen in this rank, if it is the one that is hit and was not hit before."""
     case = Case(**json.loads(os.environ[CASE]))
+    if pids := os.environ.get(warm.PIDS):  # a forked rank has left its id there already
+        Path(pids, os.environ["RANK"]).write_text(str(os.getpid()))
     # NCCL refuses two ranks of one host on one GPU, so each is a host of its own
     os.environ |= {"NCCL_HOSTID": f"rank-{os.environ['RANK']}", "NCCL_IB_DISABLE": "1"}
     if case.phase == "none" or int(os.environ["RANK"]) != case.rank or hit().exists():
