@@ -81,8 +81,8 @@ INSIDE = {
     "watch": ["__init__", "memory", "processes", "tape", "diagnose", "liveness", "peers", "checks"],
     "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
-        "__init__", "console", "signals", "rendezvous", "arrivals", "launch", "schema", "config", "run_folder",
-        "planning", "metrics", "progress", "guard", "checkpoints", "loop",
+        "__init__", "console", "signals", "fork_server", "rendezvous", "arrivals", "launch", "schema", "config",
+        "defaults", "run_folder", "planning", "metrics", "progress", "guard", "checkpoints", "loop",
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",
@@ -145,7 +145,7 @@ import sys
 from importlib import import_module
 {before}
 import fourfold
-assert sorted(fourfold.__all__) == [name for name in dir(fourfold) if name in fourfold.__all__]
+assert sorted([*fourfold.__all__, "__version__"]) == dir(fourfold)
 assert not hasattr(fourfold, "gird")
 {after}
 loaded = [name for name in sys.modules if name == "torch" or name.startswith("fourfold.")]
@@ -170,7 +170,7 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors", "fourfold.parse"}
     commands = ("fourfold.cli", "fourfold.commands", "fourfold.train")
     assert not [name for name in loaded if not name.startswith(commands) and name not in torch_free]
-    torch_free_train = {"fourfold.train", "fourfold.train.console", "fourfold.train.signals"}
+    torch_free_train = {f"fourfold.train{name}" for name in ("", ".console", ".fork_server", ".signals")}
     assert set(loaded) & torch_free_train == {name for name in loaded if ".train" in name}
 
 

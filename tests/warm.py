@@ -30,6 +30,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from fourfold.environment import LAUNCHED
+from fourfold.train import fork_server
 from harness import _context
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -145,6 +146,7 @@ def ranks() -> Iterator[None]:
 
     close_handler = SubprocessHandler.close
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(fork_server.SWITCH, "0")
         patch.setattr(SubprocessHandler, "_popen", fork)
         patch.setattr(SubprocessHandler, "close", close)
         yield

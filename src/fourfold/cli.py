@@ -14,15 +14,22 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from math import prod
+from pathlib import Path
 
 from fourfold.commands.options import parser
 from fourfold.environment import end_with_launcher, inside_a_job, is_watched, started_by_torchrun
 from fourfold.errors import FailedElsewhereError, Failure, LostReaderError, failure_of
+from fourfold.train import fork_server
 from fourfold.train.console import drain_output, unblocked_output
 from fourfold.train.signals import INTERRUPTED, READABLE, ignore_signals
 
+STARTING = "starting: imports torch"
+"""The first line of a run, which appears while nothing else can be known yet."""
 TRAIN = "train:train"
 """The command whose output for people must not end it, nor make it wait."""
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+"""The files by which Linux shows that it has GPUs, of NVIDIA and of AMD: then ranks are started without any option."""
 WAYS_OUT = {
     errno.ENOENT: "check the path, or make its folder first",
     errno.EACCES: "ask its owner, or give another path",
@@ -39,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)  # exits with code 2 if the arguments are wrong
     trains = options.run == TRAIN
+    if trains and not inside_a_job():
+        starting(options)
+        if may_start_ranks(options) and (forked := fork_server.begin(module_of(options.run))) is not None:
+            return main(forked)  # this process is a rank now
     # before torch is imported, because its log handlers keep the stream that they find
     with unblocked_output() if trains else nullcontext():
         return _run(options, arguments, trains=trains)
@@ -62,10 +73,30 @@ def _run(options: argparse.Namespace, arguments: Sequence[str], *, trains: bool)
         return _failed(error)
 
 
+def starting(options: argparse.Namespace) -> None:
+    """Tell people that something happens: importing torch takes seconds."""
+    if not options.print_config:
+        print(STARTING, file=sys.stderr if options.json == "-" else sys.stdout, flush=True)
+
+
+def may_start_ranks(options: argparse.Namespace) -> bool:
+    """Return whether the command may start several ranks here, as far as its options and the machine say."""
+    if options.print_config or options.ranks == 1:
+        return False
+    if options.grid:
+        return prod(options.grid.values()) > 1
+    given = options.ranks, options.config, options.resume
+    return any(each is not None for each in given) or any(Path(device).exists() for device in GPU_DEVICES)
+
+
+def module_of(run: str) -> str:
+    """Return the module of a command that is named `module:function`, as in `plan:plan`."""
+    return f"fourfold.commands.{run.partition(':')[0]}"
+
+
 def command(run: str) -> Callable[..., int]:
-    """Import and return the body of a command, named `module:function` as in `plan:plan`."""
-    module, _, name = run.partition(":")
-    return getattr(import_module(f"fourfold.commands.{module}"), name)
+    """Import and return the body of a command."""
+    return getattr(import_module(module_of(run)), run.partition(":")[2])
 
 
 def _failed(error: Exception) -> int:
@@ -78,6 +109,7 @@ def _failed(error: Exception) -> int:
         return 1
     import torch
 
+    from fourfold.job import reporting
     from fourfold.policy import LESS_MEMORY
     from fourfold.train.launch import report_failure
     from fourfold.watch.memory import LESS_ON_HOST, HostMemory
@@ -93,7 +125,9 @@ def _failed(error: Exception) -> int:
         said = f"the machine is out of memory ({why}); {HostMemory.read()}; to use less: {LESS_ON_HOST}"
     elif failure is Failure.ERROR and not elsewhere:
         said = "".join(traceback.format_exception(error))
-    report_failure(said, failure, elsewhere=elsewhere)
+    # to our launcher every rank tells all
+    with nullcontext(True) if is_watched() else reporting(plain(error)) as whole:
+        report_failure(said, failure, elsewhere=elsewhere, whole=whole)
     return _leave(1)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.axes import AXES
 from fourfold.environment import Environment, stay_on_loopback
 from fourfold.errors import FailedElsewhereError, Failure, failure_of
-from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, typed_errors
+from fourfold.job import START_SECONDS, Channel, agree, first_fault, join, share_tracebacks, typed_errors
 from fourfold.ledger import Ledger
 from fourfold.recording import Recording
 from fourfold.shape import Shape, axes_signature
@@ -339,6 +339,8 @@ def join_process_group(
         store = join(here, START_SECONDS if timeout is None else timeout.total_seconds(), timeout)
     with typed_errors("joining the job's process group"):
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timeout)
+    if here.world > 1:
+        share_tracebacks()
 
 
 def _cores_per_rank(channel: Channel) -> float:

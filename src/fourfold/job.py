@@ -13,13 +13,16 @@ import json
 import os
 import queue
 import socket
+import sys
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from threading import Thread, main_thread
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from fourfold.environment import (
     is_loopback,
     is_watched,
     master_address,
+    rank_name,
     starts_before,
 )
 from fourfold.errors import CollectiveError, Failure, LateRanksError, LostPeerError, LostStoreError
@@ -105,6 +109,48 @@ def join(environment: Environment, seconds: float = START_SECONDS, timeout: time
     if isinstance(found, Exception):
         raise found
     return found
+
+
+@contextmanager
+def reporting(text: str) -> Iterator[bool]:
+    """Report an error with this text inside; yield whether this rank should report all of it.
+
+    Of several ranks with the same error only the first should. The others wait until it has: whoever started the ranks
+    ends all of them when one ends.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield True
+        return
+    key = f"{zlib.crc32(text.encode()):08x}"
+    try:
+        channel = Channel("errors", seconds=STORE_SECONDS)
+        first = channel.announce(key, text)
+        until = time.monotonic() + STORE_SECONDS
+        while not first and channel.announced(f"{key}/done") is None:
+            time.sleep(Channel.MAX_PAUSE)
+            first = time.monotonic() > until  # the first one did not come to an end
+    except Exception:  # the store is gone, as may happen when a job fails
+        yield True
+        return
+    yield first
+    with suppress(Exception):
+        channel.announce(f"{key}/done", text)
+
+
+def share_tracebacks() -> None:
+    """Let one rank print the traceback of an error that several ranks of the job raise; the others print its text."""
+    before = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = "".join(traceback.format_exception_only(kind, error)).strip()
+        with reporting(text) as whole:
+            if whole:
+                before(kind, error, trace)
+                sys.stderr.flush()
+            else:
+                print(f"{rank_name()}{text} (another rank has printed the traceback)", file=sys.stderr)
+
+    sys.excepthook = report
 
 
 def _result(act: Callable[[], dist.Store]) -> dist.Store | Exception:

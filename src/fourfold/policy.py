@@ -6,7 +6,7 @@ Policies are frozen dataclasses. Only the two dtypes and the number of halves ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -84,6 +84,8 @@ def choose_halves(policy: Overlap, rows: int, nbytes: int) -> Halves:
     return Halves(2, f"messages over x or y of {nbytes} bytes are worth hiding")
 
 
+LEFT_OPEN: dict[str, tuple[Any, ...]] = {"recompute": ("none", "block")}
+"""Fields of `Policy` that a run may leave to the planner, and the values to choose from, the fastest first."""
 LESS_MEMORY = "policy.recompute=block, policy.loss_chunk, more batch.micro_steps, or a grid with a larger z"
 """The keys of a run's config that lower its peak memory, for the error of a device that is out of memory."""
 

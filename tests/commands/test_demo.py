@@ -51,7 +51,7 @@ def test_what_is_shown_is_what_runs_in_order(options: list[str], ran: list, caps
     assert cli.main(["demo", "--out", OUT, *options]) == 0
     text = capsys.readouterr().out
     assert shown(text) == ran
-    assert [command[0] for command in ran] == ["plan", "train", "report", "train", "export", "sample"]
+    assert [command[0] for command in ran] == ["plan", "train", "report", "train", "report", "export", "sample"]
     assert [line for line in text.splitlines() if " of 5: " in line] == [
         "1 of 5: Plan",
         "2 of 5: Train",
@@ -157,10 +157,10 @@ def test_it_pauses_before_every_step_but_the_first(
     monkeypatch.setattr("builtins.input", lambda _: asked.append(len(ran)))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert cli.main(["demo", "--out", "one", "--pause"]) == 0
-    assert asked == [1, 2, 3, 4]
+    assert asked == [1, 2, 3, 5]
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert cli.main(["demo", "--out", "two", "--pause"]) == 0
-    assert asked == [1, 2, 3, 4]
+    assert asked == [1, 2, 3, 5]
     assert "--pause needs a terminal" in capsys.readouterr().err
 
 

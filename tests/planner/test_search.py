@@ -15,7 +15,6 @@ import torch
 import fourfold as ff
 from fourfold.axes import AXES
 from fourfold.cli import main
-from fourfold.commands.plan import rows_of
 from fourfold.planner import search as search_file
 from fourfold.planner.estimate import LEVERS, Cells, Estimates, Lever
 from fourfold.planner.machine import HostSpeed, Machine, load_machine
@@ -26,6 +25,7 @@ from fourfold.planner.transformer import step_program
 from fourfold.policy import Policy
 from fourfold.shape import Shape, shapes_of
 from fourfold.train.config import read_config
+from fourfold.train.defaults import rows_near
 from fourfold.train.planning import resolve
 from share import share
 
@@ -135,7 +135,7 @@ def test_a_batch_that_no_grid_divides_says_so() -> None:
     [(16.8e6, 2048, 1024, 8192), (16e3, 128, 8, 128), (4096, 2048, 1024, 2), (6e6, 2048, 48, 3072), (100, 2048, 3, 1)],
 )
 def test_rows_near_the_batch_that_grids_divide(tokens: float, seq: int, devices: int, rows: int) -> None:
-    assert rows_of(tokens, seq, devices) == rows
+    assert rows_near(tokens, seq, devices) == rows
 
 
 PLAN = ["plan", "--model", "gpt-5b", "--machine", "perlmutter", "--devices", "16", "--batch-tokens", "128k"]

@@ -190,9 +190,9 @@ def test_a_model_of_any_name_says_all_of_itself() -> None:
 
 
 SENSELESS: list[tuple[str, Any, str]] = [
-    ("batch.rows", 0, "rows=0 must be at least 1"),
-    ("batch.seq", -1, "seq=-1 must be at least 1"),
-    ("batch.micro_steps", 3, r"rows=16 cannot be split into micro_steps=3"),
+    ("batch.rows", -1, "rows=-1 must be at least 0"),
+    ("batch.seq", -1, "seq=-1 must be at least 0"),
+    ("batch.micro_steps", -1, "micro_steps=-1 must be at least 0"),
     ("checkpoint.every", -1, "every=-1 must be at least 0"),
     ("checkpoint.keep_every", -2, "keep_every=-2 must be at least 0"),
     ("checkpoint.keep_last", 0, "keep_last=0 must be at least 1"),
@@ -405,7 +405,8 @@ def test_an_automatic_grid_fits_the_memory() -> None:
     """With a byte less than the fastest grid needs another one is taken, which needs less; with little, none is."""
 
     def found_with(memory_bytes: int) -> tuple[TrainConfig, int]:
-        found = resolved({}, 4, on_gpu=True, memory_bytes=memory_bytes)
+        given = {"batch.micro_steps": 1, "policy.recompute": "none"}
+        found = resolved(given, 4, on_gpu=True, memory_bytes=memory_bytes)
         price = predict(found, Hardware(4, "an unknown GPU", memory_bytes, 1)).price
         return found, price.memory.total + price.task.machine.reserve
 
@@ -456,14 +457,15 @@ def test_an_automatic_grid_keeps_the_order_asked_for() -> None:
 
 def test_rows_that_do_not_divide_are_refused_with_a_way_out() -> None:
     with pytest.raises(ValueError, match=r"batch.rows=16 .*not divisible by data\*z = 3\*1; use a multiple of 3 rows"):
-        resolved({"grid.data": 3}, 3)
+        resolved({"grid.data": 3, "batch.rows": 16}, 3)
     given = {"grid.z": 2, "grid.data": 2, "batch.rows": 8, "batch.micro_steps": 4}
     with pytest.raises(ValueError, match=r"micro_steps=4 gives 2 rows.*use a multiple of 16 rows") as caught:
         resolved(given, 4)
     assert "2*2" in str(caught.value)
     assert resolved({**given, "batch.rows": 16}, 4).grid.shape.world == 4  # the way out is one
     with pytest.raises(ValueError, match=r"--grid auto: no grid of 7 devices .*or give a grid, such as --grid z=7"):
-        resolved({}, 7)
+        resolved({"batch.rows": 16}, 7)
+    assert resolved({}, 7).batch.rows % 7 == 0  # rows that nobody gave fit
     with pytest.raises(ValueError, match=r"heads=24 is not divisible by.*grids of 5 ranks that fit: z=5|data=5"):
         resolved({"grid.x": 5}, 5)
 

@@ -33,7 +33,7 @@ from fourfold.checkpoint import save as saving
 from fourfold.checkpoint.format import Record, TensorType, read_record, write_record
 from fourfold.checkpoint.load import Checkpoints, read_full_tensor, verify_checkpoint
 from fourfold.checkpoint.save import write_full_tensors
-from fourfold.cli import _failed, main
+from fourfold.cli import STARTING, _failed, main
 from fourfold.commands import train
 from fourfold.data.sampling import SampleOrder, cut_windows
 from fourfold.data.sources import prepare
@@ -206,7 +206,7 @@ def test_a_finished_run_says_so_and_stays(one: Ranks, finished: Path) -> None:
     before = contents(finished)
     (left,) = one.run(cli, "train", "--resume", str(finished))
     said = f"{finished} has reached step {STEPS} of {STEPS}; give more --steps to continue\n"
-    assert (left.code, left.out, left.err) == (0, said, "")
+    assert (left.code, left.out, left.err) == (0, f"{STARTING}\n{said}", "")
     assert contents(finished) == before
 
 
@@ -496,7 +496,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(one: Ranks, finished: Path, tm
     (left,) = one.run(cli, *command, "--step", str(HALF))
     assert (left.code, left.err) == (0, "")
     back = f"returns to step {HALF}: removes step-{STEPS:08} and all records after that step\n"
-    assert left.out.startswith(back)
+    assert back in left.out
     assert [step for step, _ in Checkpoints(folder / "checkpoints").complete()] == [HALF, STEPS, STEPS + 1]
     verify_checkpoint(damaged.parent)  # another one by now
     assert column(folder, "step", "step") == list(range(1, STEPS + 2))

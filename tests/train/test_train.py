@@ -115,7 +115,7 @@ def tokens(texts: Path) -> str:
 def finished(one: Ranks, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Left]:
     """A finished run and what the command said."""
     folder = tmp_path_factory.mktemp("runs") / "first"
-    more = ["--dtype", "fp64", "--set", "train.evaluate_every=4"]
+    more = ["--dtype", "fp64", "--set", "train.evaluate_every=4", "--set", "plan.compare=true"]
     (left,) = one.run(cli, *train_arguments(texts, folder, *more))
     assert (left.code, left.err) == (0, "")
     return folder, left

@@ -142,8 +142,11 @@ def parts(out: Path, length: TourLength) -> list[TourPart]:
         TourPart(
             "Resume on another grid",
             "The run saved a checkpoint at its end. Any grid can resume from it: here 2 ranks instead of 4, "
-            "only z=2. The data continues where it was, and so does the loss.",
-            (("train", "--resume", str(run), "--grid", "z=2", "--steps", str(length.steps), *cpu),),
+            "only z=2. The data continues where it was, and so does the loss. The report then shows both parts.",
+            (
+                ("train", "--resume", str(run), "--grid", "z=2", "--steps", str(length.steps), *cpu),
+                ("report", str(run)),
+            ),
             lambda: seam(run / "metrics.jsonl", length.first),
         ),
         TourPart(
@@ -219,7 +222,7 @@ def farewell(out: Path) -> str:
     return "\n".join(
         [
             f"The same on another grid: {other}   (x=4, data=4, x=2,y=2)",
-            "Your own text:            fourfold train --data FOLDER --model gpt-125m",
+            "Your own text:            fourfold train --data FOLDER --model gpt-tiny --steps 200",
             "Your own model:           ff.parallelize(module, grid), in docs/your_model.md",
             "",
             f"All files of the tour are in {out}; the report is {out / 'run' / 'report.html'}",

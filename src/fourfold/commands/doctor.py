@@ -314,7 +314,7 @@ class Preflight:
                 section.every,
                 section.keep_last,
                 section.keep_every,
-                by_time=section.minutes > 0,
+                by_time=bool(section.minutes),
             ),
             there=there if isinstance(there, int) else 0,
         )

@@ -29,6 +29,24 @@ SET = "change a key of the config; may be repeated; `fourfold train --print-conf
 EOD = "the token that ends a document; default: a token with one of the usual names, such as <|endoftext|>"
 EXPORT_DTYPES = ("fp32", "bf16", "fp16")
 SHELLS = ("bash", "zsh", "fish")
+OTHER_WORDS = {
+    "resume": "train --resume RUN",
+    "continue": "train --resume RUN",
+    "finetune": "train --resume IMPORTED, after fourfold import",
+    "generate": "sample RUN",
+    "inference": "sample RUN",
+    "tokenize": "data prepare",
+    "convert": "checkpoint convert",
+    "bench": "calibrate --out FILE.toml",
+    "benchmark": "calibrate --out FILE.toml",
+    "slurm": "launch --slurm CONFIG.toml",
+    "k8s": "launch --k8s CONFIG.toml",
+    "config": "train --print-config",
+    "init": "train --print-config > run.toml",
+    "version": "--version",
+    "help": "--help",
+}
+"""What people type for commands that exist under another name."""
 EXAMPLES = "\n\nExamples:\n"
 """Separates the help of a command: the description stands above the list of options, the examples below it."""
 WIDEST = 108
@@ -71,6 +89,8 @@ class Parser(argparse.ArgumentParser):
         known = [str(each) for each in action.choices]
         fault = f"{value!r}{nearest(value, known)}; choose from {', '.join(known)}"
         if isinstance(action, argparse._SubParsersAction):
+            if value in OTHER_WORDS:
+                fault = f"{value!r}; use `fourfold {OTHER_WORDS[value]}`"
             raise argparse.ArgumentError(None, f"there is no command {fault}")
         raise argparse.ArgumentError(action, f"invalid value {fault}")
 
@@ -279,7 +299,8 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     machine = "a packaged machine such as perlmutter, or a machine file (.toml) from fourfold calibrate"
     option(asked, "--machine", machine, metavar="NAME", required=True)
     option(asked, "--devices", "number of devices", whole, required=True)
-    option(asked, "--batch-tokens", "tokens per step, such as 16.8M or 512k", quantity, "N", required=True)
+    tokens = "tokens per step, such as 16.8M or 512k; default: by the size of the model, as in fourfold train"
+    option(asked, "--batch-tokens", tokens, quantity, "N")
     option(asked, "--seq", "tokens per sequence; default: the model's", whole)
     dtype = "dtype of matrix products; default: bf16 if the machine file lists it, else fp32"
     option(asked, "--dtype", dtype, choices=("bf16", "fp32"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,15 @@ from fourfold.planner.price import Price, Task, chrome_trace
 from fourfold.planner.search import GridPlan, Space, search, search_built
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
-from fourfold.report.plan_text import plan_table, why_text
+from fourfold.report.plan_text import PlanDocument, next_commands, plan_table, why_text
 from fourfold.train.config import BatchSection, GridSection, ModelSection, PlanSection, PolicySection, TrainConfig
+from fourfold.train.defaults import batch_tokens, rows_near, sequence
 
 NAMED_OTHERWISE = ("dtype", "reduce_dtype", "compile")
 """Keys of a config's policy that hold a name or `auto`, where a `Policy` holds a dtype or a bool."""
 
 
-def plan(options: argparse.Namespace, _: object) -> int:
+def plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Search and show the plan; return the exit code."""
     check(options)
     opened, machine = open_model(options.model), load_machine(options.machine)
@@ -50,7 +51,7 @@ def plan(options: argparse.Namespace, _: object) -> int:
     document["why"] = asked
     if isinstance(found.best, Price):
         document["config_toml"] = run_config(found.best, options.model, options.machine).toml()
-    return show(options, document, found)
+    return show(options, arguments, document, found)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -74,7 +75,7 @@ def check(options: argparse.Namespace) -> None:
 
 def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machine) -> GridPlan:
     """Plan a reference model."""
-    seq = options.seq or config.seq
+    seq = options.seq or sequence(config, on_gpu=machine.device != "cpu")
     if config.positions == "learned" and seq > config.seq:
         raise ValueError(
             f"--seq {seq} is longer than the {config.seq} learned positions of {options.model}; give {config.seq} or "
@@ -87,8 +88,10 @@ def plan_model(options: argparse.Namespace, config: ModelConfig, machine: Machin
 
 def plan_module(options: argparse.Namespace, build: ModelBuilder, machine: Machine) -> GridPlan:
     """Plan the user's own module."""
-    if options.seq is None:
-        raise ValueError(f"--model {options.model} has no sequence length of its own; give --seq")
+    if options.seq is None or options.batch_tokens is None:
+        raise ValueError(
+            f"--model {options.model} has no sequence length and batch of its own; give --seq and --batch-tokens"
+        )
     if options.config is not None:
         raise ValueError(
             f"--config: fourfold train cannot train the module {options.model}; write your own training loop"
@@ -117,21 +120,17 @@ def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine
             f"--devices {options.devices}: {machine.name} is one node with {machine.devices_per_node} devices: its "
             "file has no [between]; use a machine with a network, or fewer devices"
         )
-    rows = rows_of(options.batch_tokens, seq, options.devices)
-    if abs(rows * seq - options.batch_tokens) > 0.01 * options.batch_tokens:  # less than 1% is not worth a line
+    tokens = options.batch_tokens
+    if tokens is None:
+        tokens = batch_tokens(config, on_gpu=machine.device != "cpu")
+        _say(f"{tokens:,} tokens per step, the default of fourfold train for a model of this size (--batch-tokens)")
+    rows = rows_near(tokens, seq, options.devices)
+    if abs(rows * seq - tokens) > 0.01 * tokens:  # less than 1% is not worth a line
         _say(f"the batch has {rows} sequences, {rows * seq:,} tokens: the nearest number that grids divide")
     compute = torch.bfloat16 if "bf16" in machine.gemm else torch.float32
     if options.dtype is not None:
         compute = next(dtype for dtype, name in DTYPES.items() if name == options.dtype)
     return Task(config, machine, rows, seq, compute=compute)
-
-
-def rows_of(tokens: float, seq: int, devices: int) -> int:
-    """Return the sequences of a batch with about this many tokens: within 5%, the number that most grids divide."""
-    rows = max(1, round(tokens / seq))
-    steps = [devices << power for power in range(12, -1, -1)]  # up to 4096 sequences per device
-    steps += [step for step in range(devices - 1, 0, -1) if devices % step == 0]
-    return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
 
 
 def run_config(best: Price, model: str, machine: str) -> TrainConfig:
@@ -151,11 +150,18 @@ def run_config(best: Price, model: str, machine: str) -> TrainConfig:
 
 
 def why(found: GridPlan, shape: Shape) -> dict[str, Any]:
-    """Explain why a grid is slower than the best one. A grid that was not ranked is priced and ranked now."""
-    best = found.best
+    """Explain why a grid is slower than the best one, or why the best one is faster than the next.
+
+    A grid that was not ranked is priced and ranked now.
+    """
+    best, *others = found.ranked
     asked = {"grid": shape.sizes, "against": best.candidate.shape.sizes}
     if shape.sizes == best.candidate.shape.sizes:
-        return {**asked, "lines": ["it is the best grid"]}
+        if not others or not isinstance(best, Price):
+            return {**asked, "lines": ["it is the best grid, and no other was priced"]}
+        second = others[0].candidate.shape
+        lines = [f"it is the best grid; the next, {second}, loses this:", *reasons(others[0], best)]
+        return {"grid": shape.sizes, "against": second.sizes, "lines": lines}
     loser = next((each for each in found.ranked if each.candidate.shape.sizes == shape.sizes), None)
     if loser is None:
         refused = [each.reason for each in found.refused if each.shape.sizes == shape.sizes]
@@ -166,8 +172,8 @@ def why(found: GridPlan, shape: Shape) -> dict[str, Any]:
     return {**asked, "lines": reasons(loser, best)}
 
 
-def show(options: argparse.Namespace, document: Mapping[str, Any], found: GridPlan) -> int:
-    """Write the files that the options ask for, and print the plan."""
+def show(options: argparse.Namespace, arguments: Sequence[str], document: PlanDocument, found: GridPlan) -> int:
+    """Write the files that the options ask for, and print the plan, with the commands to run next."""
     written = [str(path) for path in (options.html, options.trace, options.config) if path is not None]
     if options.html is not None:
         write_plan_page(dict(document), options.html)
@@ -182,6 +188,8 @@ def show(options: argparse.Namespace, document: Mapping[str, Any], found: GridPl
             write_json(Path(options.json), dict(document))
             written.append(options.json)
         print(why_text(document) if document["why"] is not None else plan_table(document, options.top))
+        if document["why"] is None:
+            print("\n".join(["", "next:", *(f"  {command}" for command in next_commands(document, arguments))]))
     if written:
         _say(f"wrote {', '.join(written)}")
     return 0

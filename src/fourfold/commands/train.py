@@ -7,15 +7,17 @@ grid, calls `train` again inside the job, and trains in `_run`.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ from fourfold.errors import FailedElsewhereError, Failure, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
 from fourfold.models.transformer import build
+from fourfold.train import fork_server
 from fourfold.train.checkpoints import (
     Start,
     any_restarted,
@@ -59,7 +62,7 @@ from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.console import write_data
 from fourfold.train.launch import RestartPolicy, launch, share_cores, wait_after_restart
 from fourfold.train.loop import Run, open_sources
-from fourfold.train.planning import memory_bytes, resolve
+from fourfold.train.planning import Hardware, memory_bytes, remarks, resolve
 from fourfold.train.progress import PlainProgress, ProgressBar, RankLog, RunLog, note, output, predicted, progress
 from fourfold.train.run_folder import (
     KINDS,
@@ -83,6 +86,8 @@ LISTED = {
     "resumed": "resumed", "stragglers": "straggler",
 }  # fmt: skip
 """The lists of events in the JSON of --json, and the kind of events in each."""
+MOST_EPOCHS = 4.0
+"""How often data can be repeated before that helps much less than new data (arXiv 2305.16264)."""
 RESTARTS = 3
 """How often to restart local ranks without a new checkpoint by default: some failures of a node last for a while."""
 
@@ -113,6 +118,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return 0
     restarts = wanted_restarts(config, options.restarts, ranks)
     if ranks == 1 and not restarts:
+        fork_server.close()
         return _train(options, device)
     out = config.train.out or default_folder(config)
     if options.resume is None and options.compare_serial is None:
@@ -127,8 +133,12 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     def rank_arguments(config: TrainConfig) -> list[str]:
         """Return the arguments for the ranks, with the grid and the folder that were decided here."""
         world = str(config.grid.shape.world)
-        return [*arguments, "--ranks", world, *grid_options(config.grid.shape), "--out", out, "--device", device]
+        chosen = [f"--set={key}={json.dumps(value)}" for key, value in planned_keys(asked, config)]
+        grid = grid_options(config.grid.shape)
+        return [*arguments, "--ranks", world, *grid, *chosen, "--out", out, "--device", device]
 
+    print_remarks(config, device, ranks, people)
+    print(f"starting {ranks} rank{'s' if ranks > 1 else ''}: {config.grid.shape}", file=people, flush=True)
     may_shrink = asked.grid.auto and options.ranks is None and device == "cuda"
     return launch(
         ranks,
@@ -143,6 +153,20 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             from_nothing=options.restarts is not None,
         ),
     )
+
+
+def planned_keys(asked: TrainConfig, config: TrainConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that the planner may have chosen for a config, with their values."""
+    for section in ("batch", "policy"):
+        before, after = to_table(getattr(asked, section)), to_table(getattr(config, section))
+        yield from ((f"{section}.{key}", value) for key, value in after.items() if value != before[key])
+
+
+def print_remarks(config: TrainConfig, device: str, ranks: int, stream: IO[str]) -> None:
+    """Print what somebody should know about a resolved config before it runs."""
+    job = Hardware.here(ranks, on_gpu=device == "cuda", memory_bytes=memory_bytes(device))
+    for text in remarks(config, job):
+        print(f"note: {text}", file=stream, flush=True)
 
 
 class RunRestarts(RestartPolicy):
@@ -194,8 +218,11 @@ def _train(options: argparse.Namespace, device: str) -> int:
     check_profile(options, config)
     with join_watched(device, here, config.watch) as alarm:
         grid, config, reason = make_grid(config, device, options)
+        people = sys.stderr if options.print_config else output(options.json)
         if reason and grid.rank == 0:
-            print(reason, file=sys.stderr if options.print_config else output(options.json), flush=True)
+            print(reason, file=people, flush=True)
+        if grid.rank == 0 and not is_watched() and not options.print_config:  # else the launcher has printed them
+            print_remarks(config, device, here.world, people)
         raise_on_signals()  # only now: while a rank waited for others to join, a Python handler could not run
         if options.print_config:
             if grid.rank == 0:
@@ -228,8 +255,10 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
     memory = [MemorySink(before, start.step)] if options.json is not None else []
     profile = steps_to_profile(options.profile, start.step, asked=not again)
     trained = False
+    say = partial(print, file=stream, flush=True)
     while True:
-        run = prepare(Run(config, grid, out, profile=profile, alarm=alarm), start, stream, memory)
+        run = Run(config, grid, out, profile=profile, alarm=alarm, tell=say if grid.rank == 0 else lambda _: None)
+        prepare(run, start, stream, memory)
         try:
             with RankLog(out, grid), run.stop.listening():
                 run.train()
@@ -256,7 +285,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
     return 128 + run.stopped if run.stopped else 0
 
 
-def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink]) -> Run:
+def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink]) -> None:
     """Load the checkpoint of the start, open the sinks, and print what is about to run."""
     run.load(start)
     shown = progress(stream, run.config.train.steps, start.step)
@@ -276,7 +305,6 @@ def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink
         for text in greeting(run, start):
             for speaker in speakers:
                 speaker.say(text)
-    return run
 
 
 def farewell(run: Run, stream: IO[str]) -> None:
@@ -393,7 +421,13 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
         f"{grid.shape.world} rank{'s' if grid.shape.world > 1 else ''} ({grid}) on {grid.device.type}"
     )
     names = ", ".join(source.name for source in run.sources)
-    yield f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens per step{micro}"
+    read = config.train.steps * batch.tokens / tokens
+    yield (
+        f"{tokens / 1e6:.1f}M tokens of {names}, of which {config.train.steps:,} steps read "
+        f"{f'{read:.2g} epochs' if read > 1 else f'{read:.2%}'}; {batch.rows} x {batch.seq} tokens per step{micro}"
+    )
+    if read > MOST_EPOCHS:
+        yield f"note: the data is read {read:.0f} times and will be learned by heart; add data, or take fewer steps"
     yield run.kept_text
     yield f"peak of one device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:

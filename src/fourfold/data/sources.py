@@ -76,6 +76,12 @@ def open_source(
     return TokenFile(cached, name)
 
 
+def is_text(path: str) -> bool:
+    """Return whether a source is text, which a tokenizer must read, and not a file of tokens."""
+    found = Path(path).expanduser()
+    return path == STANDARD_LIBRARY or (found.exists() and found.suffix not in (".bin", ".idx", ".tokens"))
+
+
 def _open_tokens(path: Path, tokenizer: Tokenizer | None, eod: int | None) -> TokenSource | None:
     """Open a path that has tokens; return None for text. The prefix of a Megatron pair is not a file itself."""
     pair = path.with_suffix("") if path.suffix in (".bin", ".idx") else path

@@ -8,6 +8,7 @@ Colours need `rich`; without it, and in a pipe, the text is plain.
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from typing import Any
 
 from fourfold.axes import AXES
 from fourfold.grid import Shape
-from fourfold.report.units import DASH, aligned, count, duration, nbytes, percent
+from fourfold.report.units import DASH, aligned, count, duration, nbytes, percent, plural
 
 PlanDocument = Mapping[str, Any]
 """A plan as JSON, as `fourfold plan --json` writes it. It has at least one grid: a search in which none fits raises."""
@@ -129,8 +130,8 @@ def searched(document: PlanDocument) -> str:
     """Return how many grids and candidates the planner searched, and how long that took."""
     found = document["searched"]
     return (
-        f"{found['grids']:,} grids, {found['candidates']:,} candidates, {found['simulated']:,} of them simulated, "
-        f"in {duration(found['seconds'])}"
+        f"{plural(found['grids'], 'grid')}, {plural(found['candidates'], 'candidate')}, {found['simulated']:,} of them "
+        f"simulated, in {duration(found['seconds'])}"
     )
 
 
@@ -164,10 +165,30 @@ def named_policies(entry: PlannedGrid) -> list[str]:
     return [name for name, value in entry["policy"].items() if isinstance(value, str)]
 
 
-def command(document: PlanDocument) -> str:
-    """Return the command that trains the best grid once its config is saved."""
+def next_commands(document: PlanDocument, arguments: Sequence[str]) -> list[str]:
+    """Return what to run after `fourfold` with these arguments: another grid explained, the config, the training."""
+    second = next((entry["grid"] for entry in document["grids"][1:]), None)
+    asked = [] if second is None else ["--why", grid_name(second).replace(" ", ",")]
+    found = [shlex.join(["fourfold", *arguments, *asked])] if asked else []
+    if not document["config_toml"]:
+        return found  # a module of the user's own
+    config = config_name(document)
+    if "--config" in arguments:
+        config = arguments[list(arguments).index("--config") + 1]
+    else:
+        found.append(shlex.join(["fourfold", *arguments, "--config", config]))
+    return [*found, command(document, config)]
+
+
+def config_name(document: PlanDocument) -> str:
+    """Return the name under which the page saves the config of the best grid."""
+    return f"{document['model']['name']}.toml"
+
+
+def command(document: PlanDocument, config: str | None = None) -> str:
+    """Return the command that trains the best grid once its config is saved, under `config_name` or this name."""
     each, devices = document["machine"]["devices_per_node"], document["devices"]
-    train = f"train {document['model']['name']}.toml"
+    train = f"train {shlex.quote(config or config_name(document))}"
     if devices <= each:
         return f"fourfold {train}"
     # The fewest nodes among which the devices can be divided evenly: torchrun starts as many ranks on each node.
@@ -235,7 +256,7 @@ def _legend(document: PlanDocument, axes: Sequence[str]) -> list[str]:
     more = ""
     if refused:
         first = f"{grid_name(refused[0]['grid'])}: {refused[0]['reason']}"
-        more = f"; {len(refused):,} grids refused, such as {first}"
+        more = f"; {plural(len(refused), 'grid')} refused, such as {first}"
     lines = [f"{by_axis}order: fastest axis first. {policy}{keeps}", f"{searched(document)}{more}."]
     host = document["machine"].get("host")
     return [*lines, f"the host, {host}."] if host else lines

@@ -81,7 +81,7 @@ def run_page(run: RunData, plotly_js: str, beside: Path) -> str:
     notes += _thinned(run, beside)
     facts = [run.text("device"), _ranks(run), f"{count(run.number('parameters'))} parameters", *versions]
     body = [
-        page.header(f"Run {run.name}", run.text("model"), str(run.shape), facts),
+        page.header(f"Training run: {run.name}", run.text("model"), str(run.shape), facts),
         *(f'<p class="note">{escape(note)}</p>' for note in notes),
         '<noscript><p class="note">The figures need JavaScript; the numbers below do not.</p></noscript>',
         f'<dl class="cards">{"".join(key_figures(run))}</dl>',

@@ -20,6 +20,11 @@ def count(value: float | None) -> str:
     return _scaled(value, 1000, ("", "k", "M", "G", "T", "P", "E"))
 
 
+def plural(number: int, what: str) -> str:
+    """Return a number of things: `1 grid`, `1,024 grids`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def nbytes(value: float | None) -> str:
     """Return a size in bytes: 1234567 -> `1.18 MiB`."""
     return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Event, Thread
 
 import torch.distributed as dist
@@ -29,35 +28,37 @@ class Arrivals:
 
     def __init__(self, ranks: int, seconds: float) -> None:
         self._ranks, self._seconds = ranks, seconds
+        self.processes: dict[int, int] = {}
+        """The process of each rank; whoever starts a rank adds it."""
         self._memory = HostMemory.read()
         self._over = Event()
         self._named: dict[int, str] = {}
 
     def watch(self, store: dist.TCPStore) -> None:
         """Watch the store that the ranks are about to join; whoever serves it calls this before they start."""
-        Thread(target=self._look, args=(store.clone(), store.port), daemon=True).start()  # type: ignore[attr-defined]
+        Thread(target=self._look, args=(store.clone(),), daemon=True).start()  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Stop watching: the ranks have ended."""
         self._over.set()
 
-    def _look(self, store: dist.Store, port: int) -> None:
+    def _look(self, store: dist.Store) -> None:
         clock, began = AwakeClock(), time.monotonic()
         pause = min(PAUSE, self._seconds / 5)
         with suppress(RuntimeError):  # the store is closed with the launcher
             while (missing := set(range(self._ranks)) - arrived(store, self._ranks)) and not self._over.wait(pause):
                 clock.tick(pause)
                 if clock.since(began) > self._seconds:
-                    self._end(missing, dict(processes_of(port)))
+                    self._end(missing)
                     return
 
-    def _end(self, missing: set[int], processes: dict[int, int]) -> None:
+    def _end(self, missing: set[int]) -> None:
         """Name the ranks that have not joined, and kill them; the agent ends the others when it sees that."""
-        named = "; ".join(f"rank {rank} {_whereabouts(processes.get(rank))}" for rank in sorted(missing))
+        named = "; ".join(f"rank {rank} {_whereabouts(self.processes.get(rank))}" for rank in sorted(missing))
         self._named = dict.fromkeys(missing, f"not joined {self._seconds:g} s after the start (watch.start): {named}")
-        for rank in missing & processes.keys():
+        for rank in missing & self.processes.keys():
             with suppress(ProcessLookupError):
-                os.kill(processes[rank], signal.SIGKILL)  # a stopped process does not react to SIGTERM
+                os.kill(self.processes[rank], signal.SIGKILL)  # a stopped process does not react to SIGTERM
 
     def explain(self, ends: Sequence[RankEnd]) -> list[RankEnd]:
         """Return the ends of the ranks with what this launcher knows about those that were killed."""
@@ -82,15 +83,3 @@ def _whereabouts(process: int | None) -> str:
     state = process_state(process)
     runs = f"is still {Phase.IMPORTING} or reading its config"
     return f"(process {process}) {runs if state is ProcessState.RUNS else state.text(process)}"
-
-
-def processes_of(port: int) -> Iterator[tuple[int, int]]:
-    """Yield rank and process of the ranks on this machine whose job has its store at this port.
-
-    A rank's own children inherit its environment. The rank is older, so it comes last.
-    """
-    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: -int(path.name)):
-        with suppress(OSError, ValueError):  # of another user, or gone meanwhile
-            found = dict(word.split("=", 1) for word in (folder / "environ").read_text().split("\0") if "=" in word)
-            if found.get("MASTER_PORT") == str(port) and "RANK" in found:
-                yield int(found["RANK"]), int(folder.name)

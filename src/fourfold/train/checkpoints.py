@@ -111,7 +111,7 @@ class RunSaver:
     @property
     def overdue(self) -> bool:
         """Whether the last checkpoint, or the start, is too long ago by the clock of this rank."""
-        return time.monotonic() - self._last_saved >= 60 * self.config.checkpoint.minutes > 0
+        return time.monotonic() - self._last_saved >= 60 * (self.config.checkpoint.minutes or 0) > 0
 
     def put_off(self) -> bool:
         """Save after the next good step, because the present one was skipped; return whether this is new."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -28,7 +29,7 @@ from fourfold.models.config import MODEL_FIELDS
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
 from fourfold.parse import parse_toml
-from fourfold.policy import Overlap, Policy
+from fourfold.policy import LEFT_OPEN, Overlap, Policy
 from fourfold.train.schema import parse, to_table, to_toml
 
 AUTO = "auto"
@@ -115,10 +116,11 @@ axes in which consecutive ranks differ, fastest-varying first; the planner may c
 POLICY_KEYS = {
     field.name: field.default
     for field in fields(Policy)
-    if field.name not in ("overlap", "compute_dtype", "reduce_dtype", "compile", "check_inputs")
+    if field.name not in ("overlap", "compute_dtype", "reduce_dtype", "compile", "check_inputs", *LEFT_OPEN)
 }
 """The fields of `Policy` that the config gives as they are, with their defaults. The others have a section of their own
-(overlap), another spelling (dtypes, compile), or are for debugging a model by hand (check_inputs)."""
+(overlap), another spelling (dtypes, compile), may be `auto` (LEFT_OPEN), or are for debugging a model by hand
+(check_inputs)."""
 
 
 class PolicyKeys:
@@ -133,15 +135,18 @@ class PolicyKeys:
         """The dtype of the parameters."""
         return torch.float64 if self.dtype == "fp64" else torch.float32
 
-    def build(self, overlap: Overlap) -> Policy:
-        """Return the policy of these keys."""
-        return Policy(
+    def candidates(self, overlap: Overlap) -> list[Policy]:
+        """Return the policies that these keys leave open, the one that needs no reason first."""
+        policy = Policy(
             overlap=overlap,
             compute_dtype=DTYPES[self.dtype],
             reduce_dtype=None if self.reduce_dtype is None else DTYPES[self.reduce_dtype],
             compile=self.compile is True,
             **{name: getattr(self, name) for name in POLICY_KEYS},
         )
+        given = {name: getattr(self, name) for name in LEFT_OPEN}
+        values = [LEFT_OPEN[name] if value == AUTO else (value,) for name, value in given.items()]
+        return [replace(policy, **dict(zip(given, chosen, strict=True))) for chosen in product(*values)]
 
 
 PolicySection = make_dataclass(
@@ -150,14 +155,15 @@ PolicySection = make_dataclass(
         ("dtype", Literal["auto", "fp32", "bf16", "fp64"], "auto"),
         ("reduce_dtype", Dtype | None, None),
         *((name, get_type_hints(Policy)[name], default) for name, default in POLICY_KEYS.items()),
+        *((name, Literal["auto"] | get_type_hints(Policy)[name], AUTO) for name in LEFT_OPEN),
         ("compile", Literal["auto"] | bool, "auto"),
     ],
     bases=(PolicyKeys,),
     frozen=True,
 )
 """What is sharded, kept, recomputed and cast; `Policy` explains the fields. Matrix products and messages have
-`dtype`: auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64 with fp64. `compile` auto compiles on a
-GPU."""
+`dtype`: auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64 with fp64. `compile` auto
+compiles on a GPU. What else is auto the planner chooses on a GPU, where memory may be short."""
 
 # Before Python 3.12 make_dataclass says "types", where pickle does not find the classes.
 ModelSection.__module__ = GridSection.__module__ = PolicySection.__module__ = __name__
@@ -206,15 +212,17 @@ class DataSection:
 class BatchSection:
     """The size of a step."""
 
-    rows: int = 16
-    """Sequences per step, over all ranks and micro-batches."""
-    seq: int = 128
-    micro_steps: int = 1
-    """Micro-batches per step. They run one after another, and their gradients accumulate."""
+    rows: int = 0
+    """Sequences per step, over all ranks and micro-batches. 0 chooses them by the size of the model and the device."""
+    seq: int = 0
+    """Tokens per sequence. 0 stands for as many as the model was made for, on the CPU for 128 at most."""
+    micro_steps: int = 0
+    """Micro-batches per step. They run one after another, and their gradients accumulate. 0 lets the planner choose as
+    many as the memory of a GPU asks for, on the CPU 1."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, rows=1, seq=1, micro_steps=1)
-        if self.rows % self.micro_steps:
+        require_at_least(self, rows=0, seq=0, micro_steps=0)
+        if self.micro_steps and self.rows % self.micro_steps:
             near = -(-self.rows // self.micro_steps) * self.micro_steps
             raise ValueError(
                 f"rows={self.rows} cannot be split into micro_steps={self.micro_steps} equal parts; use {near} rows"
@@ -229,9 +237,10 @@ class BatchSection:
 class OptimizerSection:
     """AdamW and its schedule."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float | None = None
+    """The highest learning rate; by default it follows from the number of parameters."""
     warmup: int | None = None
-    """Steps of linear warmup; by default 10, or all steps if the run has fewer."""
+    """Steps of linear warmup; by default one in fifty, but at least 10 and at most 2000."""
     schedule: Decay = "cosine"
     decay: float = 0.2
     """The share of the steps, at the end, in which a stable schedule decays."""
@@ -282,8 +291,9 @@ class CheckpointSection:
 
     save: bool = True
     """Whether to save at intervals and when the run ends, also after Ctrl-C, SIGTERM and SIGHUP."""
-    minutes: float = 30.0
-    """Minutes between checkpoints; 0 saves only at the end and after every so many steps, if `every` is set."""
+    minutes: float | None = None
+    """Minutes between checkpoints; 0 saves only at the end and after every so many steps, if `every` is set. By default
+    30, and fewer on so many devices that one of them fails often."""
     every: int = 0
     """Steps between checkpoints; 0 sets no number of steps."""
     keep_last: int = 2
@@ -359,8 +369,9 @@ class PlanSection:
 
     machine: str = AUTO
     """A packaged machine or the path of a machine file; auto is the packaged machine most like this one."""
-    compare: bool = True
-    """Whether to predict the step time at the start, and compare it with the first measured steps."""
+    compare: Literal["auto"] | bool = "auto"
+    """Whether to predict the step time at the start, and compare it with the first measured steps. auto does so if
+    `machine` is a file, such as `fourfold calibrate` writes: a packaged machine is not the one at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,10 +395,12 @@ class TrainConfig:
     def schedule(self) -> Schedule:
         """The schedule of the learning rate."""
         section = self.optimizer
+        if section.learning_rate is None or section.warmup is None:
+            raise RuntimeError("this config is not resolved; `planning.resolve` fills in learning rate and warm-up")
         return Schedule(
             section.learning_rate,
             self.train.steps,
-            warmup=min(10, self.train.steps) if section.warmup is None else section.warmup,
+            warmup=section.warmup,
             shape=section.schedule,
             decay=section.decay,
             floor=section.floor,
@@ -397,7 +410,7 @@ class TrainConfig:
 
     def build_policy(self) -> Policy:
         """Return the policy that the model takes: the sections policy and overlap together."""
-        return self.policy.build(self.overlap)
+        return self.policy.candidates(self.overlap)[0]
 
     def toml(self) -> str:
         """Return the config as the text of a TOML file."""

@@ -31,6 +31,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fourfold.atomic import write_json
@@ -46,6 +47,7 @@ from fourfold.environment import (
 )
 from fourfold.errors import Failure
 from fourfold.job import START_SECONDS
+from fourfold.train import fork_server
 from fourfold.train.arrivals import Arrivals
 from fourfold.train.console import drain_output, write_now
 from fourfold.train.rendezvous import LOCAL, WATCH
@@ -181,7 +183,8 @@ def _launch(
             **timeout,
         )
         try:
-            elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
+            with ranks_forked(arguments, arrivals):
+                elastic_launch(config, sys.executable)("-u", "-c", RANK, *arguments)
             return 0
         except ChildFailedError as failed:
             ends = arrivals.explain([_end(rank, failure) for rank, failure in failed.failures.items()])
@@ -212,6 +215,23 @@ def _launch(
         print(f"fourfold: {said}", file=errors, flush=True)
         policy.note("restarted", said)
         time.sleep(pause)
+
+
+@contextmanager
+def ranks_forked(arguments: Sequence[str], arrivals: Arrivals) -> Iterator[None]:
+    """Inside, the elastic agent's processes are forked by this launcher's server, if it has one."""
+    new_process = SubprocessHandler._popen
+
+    def start(handler: SubprocessHandler, args: tuple, env: dict[str, str]) -> Any:
+        started = fork_server.fork_rank(arguments, env) or new_process(handler, args, env)
+        arrivals.processes[int(env["RANK"])] = started.pid
+        return started
+
+    SubprocessHandler._popen = start  # type: ignore[method-assign]  # torch has no public way to start a rank
+    try:
+        yield
+    finally:
+        SubprocessHandler._popen = new_process  # type: ignore[method-assign]
 
 
 def _end(rank: int, failure: ProcessFailure) -> RankEnd:

@@ -92,11 +92,12 @@ class Run:
         *,
         profile: range = range(0),
         alarm: NoAlarm | None = None,
+        tell: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self.config, self.grid, self.out = config, grid, out
+        """`alarm` watches over the ranks of the job already. `tell` gets what the run does before its first step."""
+        self.config, self.grid, self.out, self._tell = config, grid, out, tell
         self.alarm = alarm or NoAlarm()
-        """The alarm that watches over the ranks of the job already."""
-        self.alarm.enter(Phase.DATA)
+        self._enter(Phase.DATA)
         self.model_config = config.model.build()
         self.policy = config.build_policy()
         self.sources = open_sources(config, grid, out / "data")
@@ -112,12 +113,12 @@ class Run:
         if config.train.evaluate_every and data.held_out:
             batches = config.train.evaluate_batches * batch.micro_steps
             self.evaluation = Evaluation(self.sources, grid, rows=rows, batches=batches, **common)
-        self.alarm.enter(Phase.MODEL)
+        self._enter(Phase.MODEL)
         self.model = build(self.model_config, grid, policy=self.policy, seed=seed, dtype=config.policy.parameters)
         section = config.optimizer
         self.optimizer = AdamW(
             self.model,
-            section.learning_rate,
+            config.schedule.learning_rate,
             betas=(section.beta1, section.beta2),
             eps=section.eps,
             weight_decay=section.weight_decay,
@@ -156,6 +157,11 @@ class Run:
         self._lock: FolderLock | None = None
         self._prediction_check: PredictionCheck | None = None
         self._in_flight: deque[StepInFlight] = deque()
+
+    def _enter(self, phase: Phase) -> None:
+        """Note that this rank begins a phase of its start."""
+        self.alarm.enter(phase)
+        self._tell(phase)
 
     @cached_property
     def kept_bytes(self) -> dict[str, int]:
@@ -204,7 +210,8 @@ class Run:
 
     def load(self, start: Start) -> None:
         """Load the checkpoint that the run resumes from, before the first step."""
-        self.alarm.enter(Phase.CHECKPOINT)
+        if start.resumes:
+            self._enter(Phase.CHECKPOINT)
         accept = self.config.data.changed == "accept"
         state, self._load_notes = restore(start, self.model, self.optimizer, self.loader, accept_changes=accept)
         self.step_judge.restore(state)
@@ -277,6 +284,7 @@ class Run:
             stack.enter_context(nullcontext() if self.step_graph is None else self.step_graph.on_stream())
             self.optimizer.make_state()
             self.meter.begin()
+            self._tell("running the first step" + (", which compiles the model" if self.policy.compile else ""))
             for step in range(self.step + 1, self.config.train.steps + 1):
                 self._run_step(step)
                 self._after_step(step, last=step == self.config.train.steps)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +24,8 @@ import torch
 
 from fourfold.atomic import write_json
 from fourfold.axes import AXES, BATCH
+from fourfold.data.sources import is_text
+from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import Environment
 from fourfold.grid import Grid, Shape
 from fourfold.planner.machine import DTYPES as DTYPE_NAMES
@@ -41,8 +44,10 @@ from fourfold.planner.price import (
 from fourfold.planner.program import LaunchOp, MatmulOp, Work
 from fourfold.planner.search import Space, search
 from fourfold.planner.transformer import step_program
+from fourfold.policy import LEFT_OPEN, Policy
 from fourfold.report.units import duration
 from fourfold.train.config import AUTO, DTYPES, GridSection, TrainConfig, naming
+from fourfold.train.defaults import fill_in
 from fourfold.train.launch import cores
 from fourfold.train.run_folder import RunEvent
 
@@ -60,6 +65,10 @@ STEP = "step"
 """The track of a timeline that shows the step as a whole."""
 PREDICTED = "predicted.json"
 """The file of the predicted timeline, beside the traces of ranks."""
+USED_VOCABULARY = 0.9
+"""A vocabulary is worth a remark if a smaller share of it are ids of the tokenizer; models pad theirs by a few."""
+LONG_SECONDS = 3600.0
+"""A run of more seconds is worth a remark before it starts."""
 WHOLE_PROCESS = "on the CPU the measured memory is the whole process, including torch itself"
 
 
@@ -167,11 +176,15 @@ def resolve(
     dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
     compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
     with naming("model"):
+        config = fill_in(config, ranks, on_gpu=on_gpu)
         model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
-    with naming("optimizer"):
-        optimizer = replace(config.optimizer, warmup=config.schedule.warmup)
     policy = replace(config.policy, dtype=dtype, compile=compiled)
-    config = replace(config, policy=policy, model=model, optimizer=optimizer)
+    compare = config.plan.machine not in (AUTO, *machine_names())
+    if config.plan.compare != AUTO:
+        compare = config.plan.compare is True
+    config = replace(config, policy=policy, model=model, plan=replace(config.plan, compare=compare))
+    with naming("optimizer"):
+        _ = config.schedule  # checks the keys against each other
     with naming("policy"):
         built = config.build_policy()
     if model.build().positions == "learned" and config.batch.seq > model.build().seq:
@@ -179,13 +192,14 @@ def resolve(
             f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
             "increase model.seq or decrease batch.seq"
         )
-    if config.grid.auto:
-        shape = Shape(order=config.grid.order)
-        if ranks > 1:
-            # only now, because the planner needs the dtype and the sequence length that were filled in above
-            shape, reason = find_grid(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
-            say(reason)
-        config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
+    if not on_gpu:
+        config = with_memory_choices(config, config.batch.micro_steps or 1, built)
+    if config.grid.auto and ranks == 1:
+        config = replace(config, grid=GridSection(**Shape().sizes, order=config.grid.order))
+    if config.grid.auto or not config.batch.micro_steps or len(config.policy.candidates(config.overlap)) > 1:
+        # only now, because the planner needs the dtype and the sequence length that were filled in above
+        config, reason = ask_planner(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
+        say(reason)
     shape = config.grid.shape
     model.build().check(shape, built)
     places, rows = shape.places, config.batch.rows // config.batch.micro_steps
@@ -198,30 +212,67 @@ def resolve(
     return config
 
 
-def find_grid(config: TrainConfig, job: Hardware) -> tuple[Shape, str]:
-    """Return the fastest grid for the job under the config's policy, and the reason for it in one line.
+def with_memory_choices(config: TrainConfig, micro_steps: int, policy: Policy) -> TrainConfig:
+    """Return the config with what decides about the memory of activations: micro-batches, and what it left open."""
+    section = replace(config.policy, **{name: getattr(policy, name) for name in LEFT_OPEN})
+    return replace(config, batch=replace(config.batch, micro_steps=micro_steps), policy=section)
 
-    A given order of the axes is kept; with the default order the planner also chooses the order.
+
+def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
+    """Return the config with the fastest of what it leaves open, and the reason for the choice in one line.
+
+    The planner chooses the grid, the number of micro-batches and what is `auto` in the config's policy, each if it is
+    open. A given order of the axes is kept; with the default order the planner also chooses the order. If a given
+    grid seems not to fit, the run takes the least memory: it is tried all the same, because memory is an estimate.
     """
     task, notes = _task(config, job)
-    order = tuple(config.grid.order)
+    given, order, policies = config.grid.shape, tuple(config.grid.order), config.policy.candidates(config.overlap)
     space = Space(
-        policies=(config.build_policy(),),
-        micro_steps=(config.batch.micro_steps,),
-        orders=None if order == AXES else (order,),
+        shapes=None if config.grid.auto else (given,),
+        policies=tuple(policies),
+        micro_steps=(config.batch.micro_steps,) if config.batch.micro_steps else None,
+        orders=None if config.grid.auto and order == AXES else (order,),
     )
     try:
         plan = search(task, job.ranks, space=space)
     except ValueError as error:
-        raise ValueError(f"--grid auto: {error}; or give a grid, such as --grid z={job.ranks}") from error
+        if config.grid.auto:
+            raise ValueError(f"--grid auto: {error}; or give a grid, such as --grid z={job.ranks}") from error
+        most = max(1, config.batch.rows // given.places)  # one row at a time
+        frugal = with_memory_choices(config, config.batch.micro_steps or most, policies[-1])
+        return frugal, f"as little memory as possible, because the planner expects too little for {given}: {error}"
     best, *others = plan.ranked
-    said = f"grid {best.candidate.shape} by the planner: {duration(best.seconds)} per step on {task.machine.name}"
+    found, shape = best.candidate, best.candidate.shape
+    chosen = [f"grid {shape}"] if config.grid.auto else []
+    if not config.batch.micro_steps:
+        chosen.append(f"{found.micro_steps} micro-batch{'es' if found.micro_steps > 1 else ''}")
+    chosen += [f"{name} {getattr(found.policy, name)}" for name in LEFT_OPEN if getattr(config.policy, name) == AUTO]
+    said = f"{', '.join(chosen)} by the planner: {duration(best.seconds)} per step on {task.machine.name}"
     if others:
         grids = len(plan.ranked) + len(plan.waiting)
-        said += f"; next of {grids} that fit, {others[0].candidate.shape}: {_slower(others[0], best)}"
-    else:
-        said += "; no other fits"
-    return best.candidate.shape, f"{said} ({'; '.join(notes)})" if notes else said
+        said += f"; next of {grids} grids that fit, {others[0].candidate.shape}: {_slower(others[0], best)}"
+    elif config.grid.auto:
+        said += "; no other grid fits"
+    config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
+    config = with_memory_choices(config, found.micro_steps, found.policy)
+    return config, f"{said} ({'; '.join(notes)})" if notes else said
+
+
+def remarks(config: TrainConfig, job: Hardware) -> list[str]:
+    """Return what somebody should know about a resolved config before it runs: ids that no token has, hours to wait."""
+    said = []
+    vocab, reads_text = config.model.build().vocab, any(is_text(source.path) for source in config.data.sources)
+    if reads_text and (known := load_tokenizer(config.data.tokenizer, config.data.eod).vocab) < USED_VOCABULARY * vocab:
+        said.append(
+            f"the tokenizer {config.data.tokenizer} has {known:,} ids and the model {vocab:,}: the others are never "
+            f"trained; set data.tokenizer to the model's tokenizer.json, or model.vocab={known}"
+        )
+    with suppress(ValueError, OSError):  # what cannot be priced is trained all the same
+        seconds = predict(config, job).price.seconds * config.train.steps
+        if seconds > LONG_SECONDS:
+            steps = f"{config.train.steps:,} steps"
+            said.append(f"{steps} will take about {duration(seconds)}, by the planner's estimate; --steps sets fewer")
+    return said
 
 
 def _slower(other: Price, best: Price) -> str:

@@ -107,7 +107,7 @@ class PlainProgress:
 
 
 class ProgressBar(PlainProgress):
-    """Shows rich's progress bar; messages appear above it."""
+    """Shows rich's progress bar, below the lines of `PlainProgress`."""
 
     def __init__(self, stream: IO[str], steps: int, done: int = 0) -> None:
         super().__init__(stream, steps, done)
@@ -124,6 +124,7 @@ class ProgressBar(PlainProgress):
         self._console.print(text, markup=False, highlight=False)  # brackets in a text are no markup
 
     def _show(self, event: RunEvent) -> None:
+        super()._show(event)  # these lines stay when the bar has gone
         self._progress.start()  # the first step starts the bar; afterwards this does nothing
         loss, speed = f"{event['loss']:.4f}", f"{event['tokens_per_second']:.0f}"
         self._progress.update(self._task, completed=event["step"], loss=loss, speed=speed, mfu=percent(event["mfu"]))

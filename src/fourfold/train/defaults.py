@@ -1,0 +1,106 @@
+"""What a config leaves open about the batch, the optimizer and checkpoints: values for the model's size and the device.
+
+`fourfold plan` and `fourfold train` take their defaults from here, so a plan is about the run that follows it. The
+values for GPUs are those of published runs, interpolated by the number of parameters; on the CPU a step must end while
+somebody watches, so its batch is small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log2, sqrt
+
+from fourfold.models.config import ModelConfig
+from fourfold.train.config import TrainConfig
+
+REFERENCE_PARAMETERS = 125e6
+"""The size from which batch and learning rate are interpolated: the smallest GPT-3 (arXiv 2005.14165, table 2.1)."""
+REFERENCE_TOKENS = 1 << 19
+"""Tokens per step of that model: 0.5 million."""
+REFERENCE_RATE = 6e-4
+"""The highest learning rate of that model."""
+MOST_RATE = 1e-3
+"""The highest learning rate by default; the formula would give models below 27 million parameters more."""
+CPU_TOKENS, CPU_SEQ = 16 * 128, 128
+"""Tokens per step on the CPU, and the most tokens of a sequence there."""
+LEAST_WARMUP, MOST_WARMUP = 10, 2000
+"""Bounds of the steps of warm-up. Between them it is one step in fifty."""
+DEVICE_HOURS = 50_000
+"""Hours between two failures of one device, with all that belongs to it: Llama 3 was interrupted 419 times in 54 days
+on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
+STAGING_BYTES_PER_SECOND = 5e9
+"""The speed at which a rank copies its part of the state to host memory, while training waits."""
+LEAST_MINUTES, MOST_MINUTES = 5.0, 30.0
+"""Bounds of the minutes between checkpoints: nobody wants to lose more than half an hour."""
+STATE_BYTES = 12
+"""Bytes of a checkpoint per parameter: the weight and AdamW's two moments in fp32."""
+
+
+def sequence(model: ModelConfig, *, on_gpu: bool) -> int:
+    """Return the tokens of a sequence: as many as the model was made for, on the CPU fewer."""
+    return model.seq if on_gpu else min(model.seq, CPU_SEQ)
+
+
+def batch_tokens(model: ModelConfig, *, on_gpu: bool) -> int:
+    """Return the tokens of a step: a power of two that grows with the fourth root of the number of parameters.
+
+    0.5 M for 125 M parameters, 1 M for 1.4 B, 2 M for 8 B; GPT-3 used 0.5 M for 125 M, 1 M for 1.3 B, 2 M for 13 B.
+    """
+    if not on_gpu:
+        return CPU_TOKENS
+    return 2 ** round(log2(REFERENCE_TOKENS * (model.parameters / REFERENCE_PARAMETERS) ** 0.25))
+
+
+def learning_rate(model: ModelConfig) -> float:
+    """Return the highest learning rate, with two digits: it falls with the cube root of the number of parameters.
+
+    6e-4 for 125 M parameters, 1.5e-4 for 8 B; GPT-3 used 6e-4 for 125 M, 1.2e-4 for 6.7 B and 0.6e-4 for 175 B.
+    """
+    rate = REFERENCE_RATE * (model.parameters / REFERENCE_PARAMETERS) ** (-1 / 3)
+    return float(f"{min(MOST_RATE, rate):.1e}")
+
+
+def warmup(steps: int) -> int:
+    """Return the steps in which the learning rate rises."""
+    return min(steps, max(LEAST_WARMUP, min(MOST_WARMUP, steps // 50)))
+
+
+def checkpoint_minutes(model: ModelConfig, devices: int) -> float:
+    """Return the minutes between checkpoints that lose the least time: sqrt(2 d f), by Young's formula.
+
+    d is the time that a save makes training wait, f the time between two failures of the job.
+    """
+    waits = model.parameters * STATE_BYTES / devices / STAGING_BYTES_PER_SECOND
+    best = sqrt(2 * waits * DEVICE_HOURS * 3600 / devices) / 60
+    return float(round(max(LEAST_MINUTES, min(MOST_MINUTES, best))))
+
+
+def rows_near(tokens: float, seq: int, devices: int) -> int:
+    """Return the sequences of a batch with about this many tokens: within 5%, the number that most grids divide."""
+    rows = max(1, round(tokens / seq))
+    steps = [devices << power for power in range(12, -1, -1)]  # up to 4096 sequences per device
+    steps += [step for step in range(devices - 1, 0, -1) if devices % step == 0]
+    return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
+
+
+def fill_in(config: TrainConfig, ranks: int, *, on_gpu: bool) -> TrainConfig:
+    """Return the config with sequence length, rows, learning rate, warm-up and checkpoint interval, where it has none.
+
+    Rows are a multiple of what a given grid needs; without one, of the number of ranks, if there are enough of them.
+    """
+    model, batch, shape = config.model.build(), config.batch, config.grid.shape
+    seq = batch.seq or sequence(model, on_gpu=on_gpu)
+    rows = batch.rows
+    if not rows:
+        rows = rows_near(batch_tokens(model, on_gpu=on_gpu), seq, ranks)
+        places = (ranks if ranks <= rows else 1) if config.grid.auto else shape.places
+        unit = places * (batch.micro_steps or 1)
+        rows = max(1, round(rows / unit)) * unit
+    optimizer, checkpoint = config.optimizer, config.checkpoint
+    if optimizer.learning_rate is None:
+        optimizer = replace(optimizer, learning_rate=learning_rate(model))
+    if optimizer.warmup is None:
+        optimizer = replace(optimizer, warmup=warmup(config.train.steps))
+    if checkpoint.minutes is None:
+        checkpoint = replace(checkpoint, minutes=checkpoint_minutes(model, ranks))
+    return replace(config, batch=replace(batch, rows=rows, seq=seq), optimizer=optimizer, checkpoint=checkpoint)
