@@ -213,7 +213,7 @@ def command(case: str, folder: str, *arguments: str, cold: bool = False) -> int:
     """Run `fourfold` with these arguments and the fault."""
     from fourfold.cli import main
     from fourfold.commands import train
-    from fourfold.train import launch
+    from fourfold.train import fork_server, launch
 
     tempfile.tempdir = None  # the process that this one was forked from had another folder
     if DEVICE == "cuda":  # all ranks share the first GPU
@@ -221,6 +221,8 @@ def command(case: str, folder: str, *arguments: str, cold: bool = False) -> int:
     os.environ |= {CASE: case, FOLDER: folder, LAUNCHER: str(os.getpid())}
     # after the rank has decided about Ctrl-C
     launch.RANK = launch.RANK.replace("\nfrom fourfold.cli", "\nimport faults\nfaults.install()\nfrom fourfold.cli")
+    become_rank = fork_server._become_rank
+    fork_server._become_rank = lambda *given: (become_rank(*given), install())  # type: ignore[assignment]
     if cold:
         return main(arguments)
     with warm.ranks():

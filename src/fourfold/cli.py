@@ -46,13 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(arguments)  # exits with code 2 if the arguments are wrong
     trains = options.run == TRAIN
-    if trains and not inside_a_job():
-        starting(options)
-        if may_start_ranks(options) and (forked := fork_server.begin(module_of(options.run))) is not None:
+    launches = trains and not inside_a_job()
+    if launches and may_start_ranks(options):
+        forked = fork_server.begin(module_of(options.run))
+        if forked is not None:
             return main(forked)  # this process is a rank now
     # before torch is imported, because its log handlers keep the stream that they find
     with unblocked_output() if trains else nullcontext():
-        return _run(options, arguments, trains=trains)
+        if launches:
+            starting(options)
+        try:
+            return _run(options, arguments, trains=trains)
+        finally:
+            fork_server.close()
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str], *, trains: bool) -> int:

@@ -384,7 +384,7 @@ def test_runs_whose_readers_leave_or_stop_reading_finish(tmp_path: Path) -> None
         arguments = train_arguments(texts, tmp_path / name, *more)
         jobs[name] = warm.Process(warm.command, *arguments, stdout=path, stderr=path)
     try:
-        assert "starting" in read_within(readers["left"], 60, "\n")
+        assert "starting" in read_within(readers["left"], 60, "2 ranks (z=2)")  # when the ranks have opened the pipe
         os.close(readers["left"])
         for name, job in jobs.items():
             assert job.wait(60) == 0

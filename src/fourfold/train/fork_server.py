@@ -41,8 +41,8 @@ ADOPTED_SECONDS = 10.0
 HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 """Signals to the whole group of processes that the server leaves to its launcher."""
 
-_connections: list[socket.socket] = []
-"""The connection to the server of this process, if it has one."""
+_servers: list[tuple[int, socket.socket]] = []
+"""The server of this process, if it has one: its process id, and the connection to it."""
 
 
 def begin(module: str) -> Sequence[str] | None:
@@ -62,9 +62,9 @@ def begin(module: str) -> Sequence[str] | None:
             with suppress(OSError, ValueError):
                 stream.flush()  # else the server would print it again
     launcher, (ours, theirs) = os.getpid(), socket.socketpair()
-    if os.fork():
+    if server := os.fork():
         theirs.close()
-        _connections.append(ours)
+        _servers.append((server, ours))
         return None
     ours.close()
     return _serve(theirs, module, launcher)
@@ -72,15 +72,19 @@ def begin(module: str) -> Sequence[str] | None:
 
 def close() -> None:
     """End the server, if there is one: no rank will be forked."""
-    while _connections:
-        _connections.pop().close()
+    while _servers:
+        server, connection = _servers.pop()
+        connection.close()
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(server, signal.SIGKILL)  # it may be importing still
+            os.waitpid(server, 0)
 
 
 def fork_rank(arguments: Sequence[str], env: Mapping[str, str]) -> ForkedRank | None:
     """Return a new rank with these arguments of `fourfold` in this environment; None if there is no server."""
-    if not _connections:
+    if not _servers:
         return None
-    (server,) = _connections
+    ((_, server),) = _servers
     try:
         server.sendall(json.dumps([list(arguments), dict(env)]).encode() + b"\n")
         answer = server.makefile("r").readline()
