@@ -1,4 +1,4 @@
-"""The wheel in virtual environments that have nothing else, with packages from the index that pip is set to.
+"""The wheel, then the source distribution, in an environment that has nothing else, with packages from the index that pip is set to.
 
 First torch alone: the core takes a step of training. Then the extras train and report: `fourfold train`, `report`.
 Times are printed; `make soak` runs it.
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from test_package import build
+from test_package import build, built
 
 STEP = """
 import torch, fourfold as ff
@@ -49,6 +49,9 @@ def main() -> None:
         timed("fourfold train", fourfold, *train, cwd=folder)
         timed("fourfold report", fourfold, "report", "run", cwd=folder)
         timed("fourfold completion bash", fourfold, "completion", "bash", cwd=folder)
+        sdist = built(folder / "source", "sdist")
+        timed("pip install the source distribution", *pip, "--force-reinstall", "--no-deps", sdist, cwd=folder)
+        timed("a step of it", venv / "bin" / "python", "-W", "ignore", "-c", STEP, cwd=folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, what it says of itself, and that it runs where it is all there is of Fourfold."""
+"""The wheel and the source distribution: what is in them, what they say, and that the wheel runs by itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -22,16 +23,25 @@ PARTS = ("src", "pyproject.toml", "README.md", "LICENSE")
 
 
 def build(folder: Path) -> Path:
-    """The wheel of the source as it is, made beside it lest anything of an earlier one gets in."""
+    """Return the wheel of the source as it is, made elsewhere lest anything of an earlier one gets in."""
+    copy_source(folder)
+    return built(folder, "wheel")
+
+
+def copy_source(folder: Path) -> None:
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
             shutil.copytree(source, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(source, folder / part)
-    code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+
+
+def built(folder: Path, kind: str) -> Path:
+    """Return the wheel or the sdist of the source in this folder."""
+    code = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"
     subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True, timeout=120)
-    (found,) = (folder / "dist").glob("*.whl")
+    (found,) = (folder / "dist").glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return found
 
 
@@ -47,6 +57,27 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> No
     assert names == {path.relative_to(PACKAGE.parent).as_posix() for path in files}
     for part in ("py.typed", "machines/perlmutter.toml", "report/run_page.js", "cli.py", "commands/options.py"):
         assert f"fourfold/{part}" in names
+
+
+def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    copy_source(tmp_path / "source")
+    sdist = built(tmp_path / "source", "sdist")
+    assert sdist.name == f"fourfold-{fourfold.__version__}.tar.gz"
+    with tarfile.open(sdist) as opened:
+        opened.extractall(tmp_path, filter="data")
+    folder = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert {"README.md", "LICENSE", "pyproject.toml", "PKG-INFO"} <= {path.name for path in folder.iterdir()}
+    again = built(folder, "wheel")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        same = [name for name in one.namelist() if not name.endswith("RECORD")]
+        assert sorted(one.namelist()) == sorted(other.namelist())
+        assert all(one.read(name) == other.read(name) for name in same)
+
+
+def test_the_newest_changes_are_those_of_this_version() -> None:
+    headings = re.findall(r"^## (\S+?),? ?(?:unreleased)?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == fourfold.__version__
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fourfold.wrap import explain, parallelize
     from fourfold.wrap.rows import whole_batch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Grid",
