@@ -1,4 +1,4 @@
-"""The wheel, then the source distribution, in an environment that has nothing else, with packages from the index that pip is set to.
+"""The wheel, then the source distribution, in an environment that has nothing else; packages come from pip's index.
 
 First torch alone: the core takes a step of training. Then the extras train and report: `fourfold train`, `report`.
 Times are printed; `make soak` runs it.
