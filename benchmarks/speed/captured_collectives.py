@@ -44,6 +44,8 @@ class CollectiveSequence:
     """Whether every second one is a reduce-scatter, on the other communicator of the axis."""
     multiplies: bool = False
     """Whether a product runs after each wait."""
+    tensors: int = 1
+    """The number of tensors of that size in each message; they are gathered and reduced together."""
 
 
 SEQUENCES = [
@@ -51,7 +53,9 @@ SEQUENCES = [
     CollectiveSequence("two ahead", ahead=2),
     CollectiveSequence("two ahead, both lanes", ahead=2, reduces=True),
     CollectiveSequence("two ahead, both lanes, products", ahead=2, reduces=True, multiplies=True),
+    CollectiveSequence("two ahead, both lanes, 12 tensors", ahead=2, reduces=True, tensors=12),
 ]
+"""What the last one takes more than the third is what 12 tensors in one message cost, as a block of a GPT has."""
 
 
 class CollectiveTimer(RankContext):
@@ -74,24 +78,25 @@ class CollectiveTimer(RankContext):
 
     def _make(self, which: CollectiveSequence, nbytes: int, count: int, *, captured: bool) -> Callable[[], Tensor]:
         device, world = self.line.device, self.world
-        shard = torch.zeros(nbytes // 4 // world, device=device)
-        whole = torch.zeros(nbytes // 4, device=device)
+        # each tensor is a part of the whole message, so that sequences with more of them send as many bytes
+        shards = [torch.zeros(nbytes // 4 // world // which.tensors, device=device) for _ in range(which.tensors)]
+        wholes = [torch.zeros(len(shard) * world, device=device) for shard in shards]
         factor = torch.zeros(SIDE, SIDE, device=device)
         done = torch.zeros((), device=device)
 
         def run(done: Tensor) -> Tensor:
-            pending: deque[comm.Pending[Tensor]] = deque()
+            pending: deque[comm.Pending[list[Tensor]]] = deque()
             for number in range(count):
                 if which.reduces and number % 2:
-                    pending.append(comm.reduce_scatter(whole, self.line, "z"))
+                    pending.append(comm.reduce_scatter_together(wholes, self.line, "z"))
                 else:
-                    pending.append(comm.all_gather(shard, self.line, "z"))
+                    pending.append(comm.all_gather_together(shards, self.line, "z"))
                 if len(pending) > which.ahead:
-                    done = done + pending.popleft().wait()[0]
+                    done = done + pending.popleft().wait()[0][0]
                     if which.multiplies:
                         done = done + (factor @ factor)[0, 0]
             while pending:
-                done = done + pending.popleft().wait()[0]
+                done = done + pending.popleft().wait()[0][0]
             return done
 
         if not captured:
