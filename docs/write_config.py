@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+from fourfold.synonyms import Synonym, synonyms
 from fourfold.train.config import TrainConfig
 from fourfold.train.schema import ConfigKey, keys_of, sections_of
 
@@ -30,6 +31,13 @@ key or a value of another type is an error that names the nearest key or the all
 framework, such as `--set lr=3e-4`, is answered with the key of the same meaning;
 [coming from elsewhere](from_elsewhere.md) compares them.
 """
+ELSEWHERE = """\
+## Names elsewhere
+
+What torchtitan, Megatron-LM, Hugging Face's Trainer, accelerate, Lightning and DeepSpeed call these keys. Whoever
+writes one of these names, in a config, after `--set` or as an option, gets an error with the name and value to write
+here.
+"""
 
 
 def page() -> str:
@@ -40,7 +48,19 @@ def page() -> str:
         parts.append(f"## {section}\n\n{about[section]}\n")
         rows = [row(key) for key in keys]
         parts.append("\n".join(["| key | meaning | values | default |", "|---|---|---|---|", *rows]) + "\n")
+    parts.append(ELSEWHERE)
+    lines = [elsewhere(synonym) for synonym in {id(found): found for found in synonyms().values()}.values()]
+    parts.append("\n".join(["| elsewhere | here |", "|---|---|", *lines]) + "\n")
     return "\n".join(parts)
+
+
+def elsewhere(synonym: Synonym) -> str:
+    """Return the line of names that other frameworks have for one thing."""
+    here = f"`{synonym.key or synonym.option}`" if synonym.key or synonym.option else ""
+    translated = [(theirs, str(ours).lower()) for theirs, ours in synonym.values.items()]
+    values = ", ".join(f"{theirs} is {ours}" for theirs, ours in translated if theirs != ours)
+    said = ": ".join(filter(None, [here, synonym.how or values]))
+    return f"| {', '.join(f'`{word}`' for word in synonym.words)} | {said} |"
 
 
 def row(key: ConfigKey) -> str:

@@ -192,7 +192,7 @@ def test_a_misspelt_key_is_named_with_its_nearest_spelling(key: str) -> None:
 
 def test_an_unknown_section_is_named_and_the_others_listed() -> None:
     with pytest.raises(ValueError, match=r"unknown key optimiser \(did you mean 'optimizer'\?\); it has model, grid"):
-        parse(TrainConfig, {"optimiser": {"learning_rate": 1.0}})
+        parse(TrainConfig, {"optimiser": {"eps": 1.0}})
     with pytest.raises(ValueError, match=r"'batsh.rows' is not a key \(did you mean 'batch'\?\).*sections are model,"):
         read_config(None, [("batsh.rows", 4)])
     for key in ("rows", "batch"):

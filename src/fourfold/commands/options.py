@@ -14,6 +14,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from fourfold import __version__
 from fourfold.axes import AXES
 from fourfold.errors import nearest
 from fourfold.parse import parse_toml
+from fourfold.synonyms import explain_axis, explain_synonym
 
 RANKS = "number of local ranks to start; default: the size of the grid, else the number of GPUs, else 1"
 DEVICE = "device of the ranks; default: cuda if there is a GPU, else cpu"
@@ -76,19 +78,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # a misspelled option often causes the error that argparse found, such as a required option that is missing
-        if unknown := self._unknown():
-            message = f"there is no option {unknown}{nearest(unknown, list(self._option_string_actions))}"
+        name, value = self._unknown()
+        if name:
+            message = f"there is no option {name}{nearest(name, list(self._option_string_actions))}"
+            # the keys of a config are given with --set, so a command without it has none
+            if "--set" in self._option_string_actions and (answer := explain_synonym(name, value)):
+                message = f"there is no option {name}; {answer}"
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` shows options and examples\n")
 
-    def _unknown(self) -> str:
-        """Return the first given option that neither exists nor abbreviates one that does; empty if there is none."""
-        for word in self._given:
-            name = word.partition("=")[0]
+    def _unknown(self) -> tuple[str, Any]:
+        """Return the first given option that neither exists nor abbreviates one that does, and its value, if any."""
+        for word, after in zip_longest(self._given, self._given[1:], fillvalue="--"):
+            name, equals, value = word.partition("=")
             if name == "--" or (not name.startswith("-") and self._subparsers is not None):
-                return ""  # the remaining words belong to a subcommand or are positional
+                break  # the remaining words belong to a subcommand or are positional
             if re.match(r"--?[a-z]", name) and not any(each.startswith(name) for each in self._option_string_actions):
-                return name
-        return ""
+                if equals or not after.startswith("--"):
+                    return name, _toml_value(value if equals else after)
+                return name, True  # an option without a value is turned on
+        return "", None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -158,11 +166,17 @@ def setting(text: str) -> tuple[str, Any]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} has no value; write section.key=value, such as batch.rows=32")
     try:
-        return key, parse_toml(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
+        return key, _toml_value(value)
     except ValueError as error:  # it is TOML, of a kind that nobody can mean
         raise argparse.ArgumentTypeError(f"{key}: {error}") from error
+
+
+def _toml_value(text: str) -> Any:
+    """Return the value of a text in TOML's notation; any other text stands for itself."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def grid(text: str) -> dict[str, int]:
@@ -172,6 +186,8 @@ def grid(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
+        if axis not in AXES and (answer := explain_axis(axis, _toml_value(size))):
+            raise argparse.ArgumentTypeError(answer)
         if axis not in AXES or not size.isdigit() or int(size) < 1 or axis in sizes:
             raise argparse.ArgumentTypeError(
                 f"{part!r} is not an axis with a size; write auto, or for example x=2,z=2, with each of the axes "

@@ -29,6 +29,7 @@ from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
 from fourfold.parse import parse_toml
 from fourfold.policy import Overlap, Policy
+from fourfold.synonyms import explain_synonym
 from fourfold.train.schema import MEANING, OWNER, comments_of, parse, to_table, to_toml
 
 AUTO = "auto"
@@ -508,6 +509,9 @@ def table_of(section: str) -> list[str]:
 def _put(table: dict[str, Any], key: str, value: Any) -> None:
     sections = [section.name for section in fields(TrainConfig)]
     section, dot, name = key.partition(".")
+    unknown = section not in sections or name not in table_of(section)
+    if unknown and (answer := explain_synonym(key, value)):
+        raise ValueError(answer)
     if not dot or section not in sections:
         near = nearest(section, sections)
         if homes := [each for each in sections if not dot and key in table_of(each)]:

@@ -1,6 +1,7 @@
 """Conversion of nested tables to dataclasses and back. Every key and type is checked, and nothing is ignored.
 
-An error names the key by its full path, the value, what is allowed, and the nearest spelling.
+An error names the key by its full path, the value, what is allowed, and the nearest spelling; or our key, if the name
+is the one that another framework has for it.
 
 The meaning of a key is the docstring under its field, and stands nowhere else: `keys_of` reads it from the source, for
 the comments of `fourfold train --print-config` and for docs/config.md.
@@ -20,6 +21,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fourfold.errors import nearest
+from fourfold.synonyms import Writing, explain_synonym
 
 T = TypeVar("T")
 
@@ -38,10 +40,12 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
     hints = get_type_hints(kind)  # the fields themselves have their types as text
     keys = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [key.name for key in keys]
-    for key in table:
-        if key not in names:
-            known = f"{path or 'it'} has {', '.join(names)}"
-            raise ValueError(f"unknown key {_join(path, key)}{nearest(key, names)}; {known}")
+    unknown = {_join(path, key): value for key, value in table.items() if key not in names}
+    if answers := [answer for key, value in unknown.items() for answer in _from_elsewhere(key, value)]:
+        raise ValueError("; ".join(answers))
+    for key in unknown:
+        known = f"{path or 'it'} has {', '.join(names)}"
+        raise ValueError(f"unknown key {key}{nearest(key.rpartition('.')[2], names)}; {known}")
     needed = [key.name for key in keys if key.default is key.default_factory is dataclasses.MISSING]
     for name in needed:
         if name not in table:
@@ -51,6 +55,14 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(_join(path, str(error))) from error  # the error begins with the name of the key
+
+
+def _from_elsewhere(path: str, value: Any) -> list[str]:
+    """Return what an unknown key, or each key of an unknown section, is called here, if another framework has it."""
+    if isinstance(value, Mapping):
+        return [answer for key, below in value.items() for answer in _from_elsewhere(_join(path, key), below)]
+    answer = explain_synonym(path, value, Writing.CONFIG)
+    return [answer] if answer else []
 
 
 def _value(kind: Any, value: Any, path: str) -> Any:
