@@ -23,7 +23,7 @@ line a key is changed with `--set section.key=value`. Keys that are left out hav
 
 ```bash
 fourfold train --model gpt-tiny --print-config > run.toml
-fourfold train run.toml --set optimizer.learning_rate=3e-4 --set batch.rows=32 --steps 2 --out runs/one
+fourfold train run.toml --set optimizer.learning_rate=3e-4 --set batch.rows=32 --steps 10 --out runs/one
 ```
 
 The first command writes the whole config of a run, resolved for this machine, with these texts as comments. An unknown

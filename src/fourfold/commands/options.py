@@ -214,8 +214,8 @@ def number(text: str) -> float:
 
 
 def quantity(text: str) -> float:
-    """Parse a number of tokens such as `16.8M`, `4096` or `1.5e6`."""
-    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}.get(text[-1:].lower(), 1.0)
+    """Parse a number of tokens such as `16.8M`, `15T`, `4096` or `1.5e6`."""
+    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         value = float(text if scale == 1.0 else text[:-1]) * scale
     except ValueError:
@@ -286,6 +286,7 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     Examples:
       fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M
       fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --why x=4,data=256
+      fourfold plan --model llama-3-8b --machine dgx-h100 --devices 64 --batch-tokens 4M --tokens 300G --price 2.5
       fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html
       fourfold plan --model package.module:function --seq 2048 --machine here.toml --devices 8 --batch-tokens 64k
     """
@@ -299,6 +300,10 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     option(asked, "--seq", "tokens per sequence; default: the model's", whole)
     dtype = "dtype of matrix products; default: bf16 if the machine file lists it, else fp32"
     option(asked, "--dtype", dtype, choices=("bf16", "fp32"))
+    total = "tokens of the whole training, such as 300G or 15T; shows how many hours it takes; default: one step"
+    option(asked, "--tokens", total, quantity, "N")
+    price = "price of one device for one hour, in any currency; with --tokens shows the cost; default: none"
+    option(asked, "--price", price, number, "PRICE")
     shown = command.add_argument_group("the answer")
     option(shown, "--top", "number of grids to show", whole, default=8)
     option(shown, "--why", "explain why this grid, such as x=8,z=4, is slower than the best one", grid, "GRID")
