@@ -19,6 +19,7 @@ PACKAGE = ROOT / "src" / "fourfold"
 
 ORDER = [
     "axes",
+    "synonyms",
     "shape",
     "errors",
     "parse",
@@ -167,7 +168,7 @@ def test_neither_import_nor_help_waits_for_torch(before: str, after: str) -> Non
     code = LAZY.format(before=before, after=after)
     left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     loaded = left.stdout.splitlines()[-1].split() if left.stdout.strip() else []
-    torch_free = {"fourfold.axes", "fourfold.environment", "fourfold.errors", "fourfold.parse"}
+    torch_free = {f"fourfold.{name}" for name in ("axes", "environment", "errors", "parse", "synonyms")}
     commands = ("fourfold.cli", "fourfold.commands", "fourfold.train")
     assert not [name for name in loaded if not name.startswith(commands) and name not in torch_free]
     torch_free_train = {f"fourfold.train{name}" for name in ("", ".console", ".fork_server", ".signals")}

@@ -7,6 +7,14 @@ AXES = ("x", "y", "z", "data")
 """Every axis, outermost cut of a tensor first. A grid has one rank along each axis that nobody names. To add an axis,
 begin here; docs/extending.md lists the other files that an axis touches."""
 
+AXIS_MEANINGS = {
+    "x": "tensor parallelism: the number of ranks that share the width inside sublayers, such as heads",
+    "y": "tensor parallelism, second dim: the number of ranks that share the width of the residual stream",
+    "z": "FSDP: the number of ranks that share the stored weights and the rows of a batch",
+    "data": "DDP: the number of replicas of the model, each with rows of its own",
+}
+"""The meaning of each axis: first the name by which people know it, then what the size of the axis counts."""
+
 BATCH = ("data", "z")
 """The axes that cut the rows of a batch, outermost cut first. A place is a coordinate of these: its ranks hold the same
 rows."""

@@ -25,14 +25,14 @@ class Overlap:
     wgrad_behind_messages: bool = True
     """In backward compute a weight gradient while the collective that the input gradient needs is in flight."""
     halves: int | None = None
-    """Number of parts of the local batch that take turns, so that the collectives of one over x and y overlap with the
-    products of the other. None chooses 2 if that pays off, else 1."""
+    """Number of parts, 1 or 2, of the local batch that take turns, so that the collectives of one over x and y overlap
+    with the products of the other. By default 2 if that pays off, else 1."""
     reduce_early: bool = True
     """Sum gradients over data as soon as they are final, and with a sharded optimizer gather the stepped parameters
     behind the next forward. Reading such a parameter waits for it; tensors taken from it before the step do not."""
     bytes_in_flight: int | None = None
-    """Bound on the bytes of prefetched weights, and on those of gradients being reduced. None stands for twice the
-    largest message."""
+    """Bound on the bytes of prefetched weights, and on those of gradients being reduced; by default twice the largest
+    message."""
     joint_bytes: int = 16 << 20
     """With `prefetch`, weights over z that are used one after another are gathered in one message until it has this
     many bytes, or half of what may be in flight; with `defer` their gradients are reduced so. Latency decides about
@@ -101,21 +101,21 @@ class Policy:
     keep_weights: bool = False
     """Keep weights gathered over z from forward to backward, instead of gathering them again."""
     keep_casts: bool = True
-    """Keep this rank's shards in `compute_dtype` where it differs from the parameters' dtype, and cast them once in a
-    pass instead of before every use. None are kept where the dtypes are equal."""
+    """Keep this rank's shards in the dtype of the products where it differs from the parameters' dtype, and cast them
+    once in a pass instead of before every use. Nothing is kept where the dtypes are equal."""
     recompute: Recompute = "none"
     """What backward computes again instead of keeping it: nothing, the inside of attention, or whole blocks."""
     compute_dtype: torch.dtype | None = None
-    """Dtype of gathered weights, activations and their messages; None stands for that of the parameters."""
+    """Dtype of gathered weights, activations and their messages; by default that of the parameters."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which weight gradients are reduced over z; None stands for that of the parameters."""
+    """Dtype in which weight gradients are reduced over z; by default that of the parameters."""
     loss_chunk: int = 0
     """Number of tokens per place whose logits exist at the same time; 0 stands for all. Limits the memory that a large
     vocabulary needs."""
     shard_optimizer: bool = False
     """Shard gradients and optimizer state over data as well (ZeRO-1); `optim.AdamW` then gathers parameters."""
     bucket_bytes: int = 25 << 20
-    """About the size of the messages in which gradients are summed; 25 MiB as in torch's DDP."""
+    """About the size in bytes of the messages in which gradients are summed; by default 25 MiB, as in torch's DDP."""
     compile: bool = False
     """Compile the computation between collectives: region by region, and where nothing travels inside a block (x, y and
     z are 1) all of it as one function."""

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fourfold.axes import AXES, BATCH
+from fourfold.synonyms import explain_axis
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +144,10 @@ def sizes_by_axis(sizes: Sequence[int], named: Mapping[str, int]) -> dict[str, i
     given = dict(zip(AXES, sizes, strict=False))
     unknown = [name for name in named if name not in AXES]
     if unknown or len(sizes) > len(AXES) or given.keys() & named.keys():
-        raise TypeError(f"a grid has the axes {', '.join(AXES)}, each given once; got {sizes} and {dict(named)}")
+        answers = "".join(f"{answer}; " for name in unknown if (answer := explain_axis(name, named[name])))
+        raise TypeError(
+            f"{answers}a grid has the axes {', '.join(AXES)}, each given once; got {sizes} and {dict(named)}"
+        )
     return dict.fromkeys(AXES, 1) | given | dict(named)
 
 

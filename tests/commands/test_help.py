@@ -169,6 +169,8 @@ def test_without_a_command_the_help_is_shown(words: list[str], capsys: pytest.Ca
             "plan PLAN --json absent/plan.json",
             "--json absent/plan.json: the folder absent does not exist; make it first",
         ),
+        ("plan PLAN --price 2.5", "--price 2.5 needs the length of the training; give --tokens, such as 300G"),
+        ("plan PLAN --tokens 1G --price 0", "--price 0: it must be above 0"),
         (
             "plan PLAN --why x=4",
             "that grid has 4 ranks, but the plan has 8 devices; give sizes with the product 8, or",

@@ -147,7 +147,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     names = {"--json": "plan.json", "--html": "plan.html", "--trace": "trace.json", "--config": "run.toml"}
     written = [part for option, name in names.items() for part in (option, str(folder / name))]
-    assert main([*PLAN, "--top", "5", "--why", "x=2,y=2,z=4", *written]) == 0
+    whole = ["--tokens", "1G", "--price", "2.5"]
+    assert main([*PLAN, *whole, "--top", "5", "--why", "x=2,y=2,z=4", *written]) == 0
     return folder
 
 
@@ -159,6 +160,9 @@ def test_command_writes_a_plan(planned: Path) -> None:
     assert best["compute_seconds"] + sum(best["exposed_seconds"].values()) <= 1.02 * best["seconds"]
     assert sum(best["memory_bytes"].values()) == best["peak_bytes"] <= document["machine"]["usable_bytes"]
     assert document["why"]["lines"]
+    assert document["training"] == {"tokens": 1e9, "steps": 7630, "price": 2.5}  # of 64 x 2048 tokens
+    cost = best["seconds"] * 7630 / 3600 * 16 * 2.5
+    assert best["training"]["cost"] == pytest.approx(cost)
     assert {event["track"] for event in document["timeline"]} >= {"compute", "z"}
     assert "gpt-5b" in (planned / "plan.html").read_text()
 

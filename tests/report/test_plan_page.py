@@ -17,6 +17,7 @@ import pytest
 from browser import attribute, opened
 from fourfold import cli
 from fourfold.axes import AXES
+from fourfold.planner.explain import add_training
 from fourfold.report import plan_text
 from fourfold.report.plan_page import (
     BARS,
@@ -30,7 +31,8 @@ from fourfold.report.plan_page import (
     whereabouts,
     write_plan_page,
 )
-from fourfold.report.plan_text import command, grid_name, plan_table, reasons_it_wins, why_text
+from fourfold.report.plan_text import asked_pair, command, grid_name, plan_table, reasons_it_wins, why_text
+from fourfold.report.units import money
 from fourfold.shape import Shape, shapes_of
 from fourfold.train.config import read_config
 
@@ -256,6 +258,34 @@ def test_a_table_fits_its_width_and_loses_nothing(width: int) -> None:
     for row in rows:
         assert all(word in text.split() for word in row), row
     assert "44.24" in text and "2.3/10.4" in text and "32.3 GiB" in text
+
+
+@pytest.mark.parametrize("price", [None, 2.5])
+def test_a_training_has_hours_and_with_a_price_a_cost(price: float | None) -> None:
+    document = plan()
+    tokens, first = 1000 * document["batch_tokens"] - 1, document["grids"][0]
+    add_training(document, tokens, price)
+    hours = 1000 * first["seconds"] / 3600  # a part of a step is a step
+    assert document["training"] == {"tokens": tokens, "steps": 1000, "price": price}
+    assert first["training"]["hours"] == pytest.approx(hours)
+    assert first["training"]["device_hours"] == pytest.approx(hours * document["devices"])
+    for width in (None, 160, 100, 70):
+        text = plan_table(document, 10, width=width, colour=False)
+        assert f"{hours:,.1f}" in text.split()
+        assert ("cost" in text.split()) == (price is not None)
+        assert width is None or max(map(len, text.splitlines())) <= width
+    (said,) = [line for line in plan_table(document, 10).splitlines() if "1,000 steps" in line]
+    assert said in reasons_it_wins(document)
+    labels = [label for label, *_ in cards(document, first)]
+    document["why"] = {"grid": document["grids"][1]["grid"], "against": first["grid"], "lines": []}
+    compared = [row[0] for row in asked_pair(document)]
+    if price is None:
+        assert "cost" not in said and "Cost" not in labels and compared[-1] == "training"
+        return
+    paid = money(price * hours * document["devices"])
+    assert f", which cost {paid} at 2.5 each" in said
+    assert ("Cost", paid, f"{hours * document['devices']:,.0f} device-hours at 2.5") in cards(document, first)
+    assert compared[-2:] == ["training", "cost"]
 
 
 def test_colours_change_no_letter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from fourfold.train.config import (
     read_config,
 )
 from fourfold.train.planning import Hardware, predict, resolve
-from fourfold.train.schema import parse, to_table
+from fourfold.train.schema import keys_of, parse, sections_of, to_table
 
 SECTIONS = {field.name: type(getattr(TrainConfig(), field.name)) for field in dataclasses.fields(TrainConfig)}
 SOURCE = "data.sources[0]"
@@ -131,6 +132,37 @@ def test_the_table_above_has_every_key() -> None:
     assert keys == set(KEYS)
 
 
+UNITS = re.compile(
+    r"\b(seconds|minutes|steps|tokens|sequences|batches|rows|bytes|features|FLOP/s|number|share|probability|norm|id|"
+    r"how many|deviations)\b",
+    re.IGNORECASE,
+)
+"""Words that say what a number counts or measures."""
+
+
+def test_every_key_has_a_meaning_and_every_number_a_unit() -> None:
+    """Both from the docstrings of fields: those of the sections, of the model's config and of the policies."""
+    found = {key.path: key for key in keys_of(TrainConfig)}
+    assert {path.replace("data.sources.", f"{SOURCE}.") for path in found} == set(KEYS)
+    for path, key in found.items():
+        assert re.match(r"[A-Z`]|auto ", key.meaning) and key.meaning.endswith("."), path
+        assert "None" not in key.meaning.split(), f"{path}: a config has no None"
+        if {"a whole number", "a number"} & set(key.allowed.split(", ")):
+            assert UNITS.search(key.meaning), f"{path}: {key.meaning}"
+    assert all(text.endswith(".") for text in sections_of(TrainConfig).values())
+    assert list(sections_of(TrainConfig)) == list(SECTIONS)
+
+
+def test_meanings_come_from_where_a_key_is_defined() -> None:
+    found = {key.path: key for key in keys_of(TrainConfig)}
+    assert found["model.kv_heads"].meaning.startswith("Number of key-value heads; fewer ")  # `ModelConfig`
+    assert found["policy.shard_optimizer"].meaning.startswith("Shard gradients and optimizer state")  # `Policy`
+    assert found["grid.z"].meaning.startswith("FSDP: the number of ranks ")  # the axes
+    assert (found["train.graph"].allowed, found["train.graph"].default) == ('"auto", "off"', '"auto"')
+    assert (found["data.eod"].allowed, found["data.eod"].default) == ("a text, a whole number", "not set")
+    assert found["data.sources.path"].default == "none, it must be given"
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_a_key_takes_what_is_right_and_names_what_is_not(key: str) -> None:
     right, wrong, allowed = KEYS[key]
@@ -160,7 +192,7 @@ def test_a_misspelt_key_is_named_with_its_nearest_spelling(key: str) -> None:
 
 def test_an_unknown_section_is_named_and_the_others_listed() -> None:
     with pytest.raises(ValueError, match=r"unknown key optimiser \(did you mean 'optimizer'\?\); it has model, grid"):
-        parse(TrainConfig, {"optimiser": {"learning_rate": 1.0}})
+        parse(TrainConfig, {"optimiser": {"eps": 1.0}})
     with pytest.raises(ValueError, match=r"'batsh.rows' is not a key \(did you mean 'batch'\?\).*sections are model,"):
         read_config(None, [("batsh.rows", 4)])
     for key in ("rows", "batch"):
@@ -282,7 +314,8 @@ def random_config(draw: random.Random) -> TrainConfig:
 @pytest.mark.parametrize("seed", range(40))
 def test_toml_reads_back_as_it_was(seed: int) -> None:
     config = random_config(random.Random(seed))
-    assert parse(TrainConfig, tomllib.loads(config.toml())) == config
+    for explained in (False, True):
+        assert parse(TrainConfig, tomllib.loads(config.toml(explained=explained))) == config
     assert parse(TrainConfig, to_table(config)) == config
 
 

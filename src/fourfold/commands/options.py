@@ -14,6 +14,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from fourfold import __version__
 from fourfold.axes import AXES
 from fourfold.errors import nearest
 from fourfold.parse import parse_toml
+from fourfold.synonyms import explain_axis, explain_synonym
 
 RANKS = "number of local ranks to start; default: the size of the grid, else the number of GPUs, else 1"
 DEVICE = "device of the ranks; default: cuda if there is a GPU, else cpu"
@@ -96,19 +98,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # a misspelled option often causes the error that argparse found, such as a required option that is missing
-        if unknown := self._unknown():
-            message = f"there is no option {unknown}{nearest(unknown, list(self._option_string_actions))}"
+        name, value = self._unknown()
+        if name:
+            message = f"there is no option {name}{nearest(name, list(self._option_string_actions))}"
+            # the keys of a config are given with --set, so a command without it has none
+            if "--set" in self._option_string_actions and (answer := explain_synonym(name, value)):
+                message = f"there is no option {name}; {answer}"
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` shows options and examples\n")
 
-    def _unknown(self) -> str:
-        """Return the first given option that neither exists nor abbreviates one that does; empty if there is none."""
-        for word in self._given:
-            name = word.partition("=")[0]
+    def _unknown(self) -> tuple[str, Any]:
+        """Return the first given option that neither exists nor abbreviates one that does, and its value, if any."""
+        for word, after in zip_longest(self._given, self._given[1:], fillvalue="--"):
+            name, equals, value = word.partition("=")
             if name == "--" or (not name.startswith("-") and self._subparsers is not None):
-                return ""  # the remaining words belong to a subcommand or are positional
+                break  # the remaining words belong to a subcommand or are positional
             if re.match(r"--?[a-z]", name) and not any(each.startswith(name) for each in self._option_string_actions):
-                return name
-        return ""
+                if equals or not after.startswith("--"):
+                    return name, _toml_value(value if equals else after)
+                return name, True  # an option without a value is turned on
+        return "", None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -178,11 +186,17 @@ def setting(text: str) -> tuple[str, Any]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r} has no value; write section.key=value, such as batch.rows=32")
     try:
-        return key, parse_toml(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
+        return key, _toml_value(value)
     except ValueError as error:  # it is TOML, of a kind that nobody can mean
         raise argparse.ArgumentTypeError(f"{key}: {error}") from error
+
+
+def _toml_value(text: str) -> Any:
+    """Return the value of a text in TOML's notation; any other text stands for itself."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def grid(text: str) -> dict[str, int]:
@@ -192,6 +206,8 @@ def grid(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
+        if axis not in AXES and (answer := explain_axis(axis, _toml_value(size))):
+            raise argparse.ArgumentTypeError(answer)
         if axis not in AXES or not size.isdigit() or int(size) < 1 or axis in sizes:
             raise argparse.ArgumentTypeError(
                 f"{part!r} is not an axis with a size; write auto, or for example x=2,z=2, with each of the axes "
@@ -218,8 +234,8 @@ def number(text: str) -> float:
 
 
 def quantity(text: str) -> float:
-    """Parse a number of tokens such as `16.8M`, `4096` or `1.5e6`."""
-    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}.get(text[-1:].lower(), 1.0)
+    """Parse a number of tokens such as `16.8M`, `15T`, `4096` or `1.5e6`."""
+    scale = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         value = float(text if scale == 1.0 else text[:-1]) * scale
     except ValueError:
@@ -290,6 +306,7 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     Examples:
       fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M
       fourfold plan --model gpt-80b --machine perlmutter --devices 1024 --batch-tokens 16.8M --why x=4,data=256
+      fourfold plan --model llama-3-8b --machine dgx-h100 --devices 64 --batch-tokens 4M --tokens 300G --price 2.5
       fourfold plan --model my/config.json --machine here.toml --devices 64 --batch-tokens 4M --html plan.html
       fourfold plan --model package.module:function --seq 2048 --machine here.toml --devices 8 --batch-tokens 64k
     """
@@ -304,6 +321,10 @@ def plan_options(command: argparse.ArgumentParser) -> None:
     option(asked, "--seq", "tokens per sequence; default: the model's", whole)
     dtype = "dtype of matrix products; default: bf16 if the machine file lists it, else fp32"
     option(asked, "--dtype", dtype, choices=("bf16", "fp32"))
+    total = "tokens of the whole training, such as 300G or 15T; shows how many hours it takes; default: one step"
+    option(asked, "--tokens", total, quantity, "N")
+    price = "price of one device for one hour, in any currency; with --tokens shows the cost; default: none"
+    option(asked, "--price", price, number, "PRICE")
     shown = command.add_argument_group("the answer")
     option(shown, "--top", "number of grids to show", whole, default=8)
     option(shown, "--why", "explain why this grid, such as x=8,z=4, is slower than the best one", grid, "GRID")

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fourfold.grid import Shape
 from fourfold.models.config import ModelConfig
 from fourfold.models.open import ModelBuilder, open_model, why_data_only
 from fourfold.models.sizes import SIZES
-from fourfold.planner.explain import model_facts, plan_document, reasons
+from fourfold.planner.explain import add_training, model_facts, plan_document, reasons
 from fourfold.planner.machine import DTYPES, Machine, load_machine
 from fourfold.planner.price import Price, Task, chrome_trace
 from fourfold.planner.search import GridPlan, Space, search, search_built
@@ -48,6 +49,8 @@ def plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         facts = {"name": options.model, "parameters": found.best.parameters}
     asked = None if options.why is None else why(found, Shape(**options.why))
     document = plan_document(found, facts, others=bool(options.json or options.html))
+    if options.tokens is not None:
+        add_training(document, options.tokens, options.price)
     document["why"] = asked
     if isinstance(found.best, Price):
         document["config_toml"] = run_config(found.best, options.model, options.machine).toml()
@@ -60,6 +63,10 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: it must be at least 1")
+    if options.price is not None and not 0 < options.price < inf:
+        raise ValueError(f"--price {options.price:g}: it must be above 0")
+    if options.price is not None and options.tokens is None:
+        raise ValueError(f"--price {options.price:g} needs the length of the training; give --tokens, such as 300G")
     if options.why == {}:
         raise ValueError("--why auto: name the grid to explain, such as --why x=8,z=4")
     if options.why is not None and (asked := Shape(**options.why)).world != options.devices:

@@ -114,7 +114,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     config = resolved(ranks)
     if options.print_config:
-        write_data(config.toml())
+        write_data(config.toml(explained=True))
         return 0
     restarts = wanted_restarts(config, options.restarts, ranks)
     if ranks == 1 and not restarts:
@@ -226,7 +226,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
         raise_on_signals()  # only now: while a rank waited for others to join, a Python handler could not run
         if options.print_config:
             if grid.rank == 0:
-                write_data(config.toml())
+                write_data(config.toml(explained=True))
             return 0
         if options.compare_serial is not None:
             if options.json is not None:

@@ -17,27 +17,41 @@ class ModelConfig:
     """The sizes and choices of a decoder-only transformer."""
 
     layers: int
+    """Number of blocks, each with attention and an MLP."""
     hidden: int
-    """Width of the residual stream."""
+    """Width of the residual stream, in features."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key-value heads; fewer than query heads is grouped-query attention."""
     head_dim: int
+    """Width of a head, in features."""
     mlp_hidden: int
+    """Width inside the MLP, in features."""
     vocab: int
+    """Number of tokens that the model knows."""
     seq: int
-    """Longest sequence that learned positions allow; rotary positions allow any length."""
+    """Longest sequence, in tokens, that learned positions allow; rotary positions allow any length."""
     norm: Literal["layer", "rms"] = "layer"
+    """Kind of all norms: LayerNorm or RMSNorm."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
+    """Kind of the MLP: two products around a GELU, or three with SwiGLU."""
     positions: Literal["learned", "rope"] = "learned"
+    """How attention knows positions: a learned table, or rotary positions (RoPE)."""
     rope_theta: float = 10000.0
+    """Base of the rotary positions' wavelengths, a number without unit."""
     bias: bool = True
+    """Whether linear layers and LayerNorms have biases."""
     tied: bool = True
-    """The head uses the weight of the embedding."""
+    """Whether the head uses the weight of the embedding."""
     qk_norm: bool = False
+    """Whether queries and keys are normalised, head by head."""
     dropout: float = 0.0
+    """Probability with which an activation of the residual stream is dropped in training."""
     attention_dropout: float | None = None
-    """Dropout of attention weights; None stands for `dropout`."""
+    """Probability with which an attention weight is dropped in training; by default `dropout`."""
     norm_eps: float = 1e-5
+    """Number that norms add to the variance, against division by zero."""
 
     def __post_init__(self) -> None:
         for name, kind in MODEL_FIELDS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 from fourfold.axes import AXES
@@ -20,7 +21,7 @@ def model_facts(config: ModelConfig, name: str) -> dict[str, Any]:
 
 
 def plan_document(plan: GridPlan, model: dict[str, Any], *, others: bool = True) -> dict[str, Any]:
-    """Return everything that is shown of a plan, as JSON; the caller adds `why` and `config_toml`.
+    """Return everything that is shown of a plan, as JSON; the caller adds `training`, `why` and `config_toml`.
 
     With `others`, the document also has the estimates of grids that were not ranked.
     """
@@ -59,10 +60,25 @@ def plan_document(plan: GridPlan, model: dict[str, Any], *, others: bool = True)
         ],
         "refused": [{"grid": refused.shape.sizes, "reason": refused.reason} for refused in plan.refused],
         "timeline": planned_timeline(plan.best),
+        "training": None,
         "why": None,
         "config_toml": "",
         "assumptions": assumptions(plan),
     }
+
+
+def add_training(document: dict[str, Any], tokens: float, price: float | None) -> None:
+    """Add to a plan what a training of so many tokens takes: hours, device-hours and, with a price of one, money.
+
+    The numbers hold for a run that never stops: evaluation, checkpoints and restarts come on top.
+    """
+    steps = ceil(tokens / document["batch_tokens"])
+    document["training"] = {"tokens": tokens, "steps": steps, "price": price}
+    for found in document["grids"]:
+        hours = steps * found["seconds"] / 3600
+        device_hours = hours * document["devices"]
+        cost = None if price is None else price * device_hours
+        found["training"] = {"hours": hours, "device_hours": device_hours, "cost": cost}
 
 
 def entry(found: Price, best: Price, rank: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from fourfold.report.plan_text import (
     searched,
     why_title,
 )
-from fourfold.report.units import DASH, count, duration, nbytes, percent
+from fourfold.report.units import DASH, count, duration, money, nbytes, percent
 
 PLAN_POLICY = page.POLICY.replace("script-src 'unsafe-inline'", "script-src 'unsafe-inline' 'unsafe-eval'")
 """The policy of a report plus eval: plotly compiles the drawing code of `scattergl` on the page. Nothing is loaded."""
@@ -196,6 +196,13 @@ def view(document: PlanDocument, entry: PlannedGrid) -> dict[str, Any]:
 def cards(document: PlanDocument, entry: PlannedGrid) -> list[tuple[str, str, str]]:
     """Return the key figures of a grid: label, value, detail."""
     exposed, usable = sum(entry["exposed_seconds"].values()), document["machine"]["usable_bytes"]
+    whole = []
+    if document.get("training"):
+        asked, takes = document["training"], entry["training"]
+        whole.append(("Training", duration(3600 * takes["hours"]), f"{count(asked['tokens'])} tokens"))
+        if asked["price"] is not None:
+            paid = f"{takes['device_hours']:,.0f} device-hours at {asked['price']:g}"
+            whole.append(("Cost", money(takes["cost"]), paid))
     return [
         ("Step", duration(entry["seconds"]), f"{duration(entry['compute_seconds'])} of computation"),
         ("Tokens per second", count(entry["tokens_per_second"]), "all devices"),
@@ -203,6 +210,7 @@ def cards(document: PlanDocument, entry: PlannedGrid) -> list[tuple[str, str, st
         ("HFU", percent(entry["hfu"]), "counts recomputed work too"),
         ("Exposed", duration(exposed), f"{percent(exposed / entry['seconds'])} of the step"),
         ("Peak memory", nbytes(entry["peak_bytes"]), f"{percent(entry['peak_bytes'] / usable)} of {nbytes(usable)}"),
+        *whole,
     ]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from fourfold.axes import AXES
 from fourfold.grid import Shape
-from fourfold.report.units import DASH, aligned, count, duration, nbytes, percent, plural
+from fourfold.report.units import DASH, aligned, count, duration, money, nbytes, percent, plural
 
 PlanDocument = Mapping[str, Any]
 """A plan as JSON, as `fourfold plan --json` writes it. It has at least one grid: a search in which none fits raises."""
@@ -36,10 +36,10 @@ SHORT = {"sharded": "shard", "replicated": "repl", "attention": "attn"}
 LEFT = ("grid", "order", "policy", "keeps")
 """Columns of text, aligned to the left; all others are numbers, aligned to the right."""
 
-MAIN = ("#", "grid", "policy", "micro", "s/step", "tokens/s", "MFU", "HFU", "compute", "peak")
+MAIN = ("#", "grid", "policy", "micro", "s/step", "tokens/s", "hours", "cost", "MFU", "HFU", "compute", "peak")
 """Columns of the first line of a grid on a terminal that is too narrow for all columns."""
 
-FEW = ("#", "grid", "s/step", "tokens/s", "MFU", "peak")
+FEW = ("#", "grid", "s/step", "tokens/s", "hours", "MFU", "peak")
 """Columns of the first line on a terminal that is too narrow even for `MAIN`."""
 
 UNLIMITED = 10**6
@@ -57,10 +57,12 @@ def plan_table(document: PlanDocument, top: int, *, width: int | None = None, co
     width = _terminal_width() if width is None else width
     shown = document["grids"][:top]
     axes = [axis for axis in AXES if any(axis in entry["link_seconds"] for entry in shown)]
-    head, rows = _fitted(shown, axes, width)
+    head, rows = _fitted(shown, axes, document.get("training"), width)
     lines = [*((line, "bold") for line in _wrapped([headline(document)], width)), ("", ""), (head, "bold")]
     for place, (first, *rest) in enumerate(rows):
         lines += [(first, "" if place else "green"), *((line, "dim") for line in rest)]
+    if whole := _wrapped(training_text(document), width):
+        lines += [("", ""), *((line, "bold") for line in whole)]
     lines += [("", ""), *((line, "dim") for line in _wrapped(_legend(document, axes), width))]
     if colour is None:
         colour = sys.stdout.isatty()
@@ -95,6 +97,11 @@ def asked_pair(document: PlanDocument) -> list[tuple[str, str, str, str]]:
         *([("waiting for the host", *hosts, duration)] if any(hosts) else []),
         ("peak memory", one["peak_bytes"], other["peak_bytes"], nbytes),
     ]
+    if document.get("training"):
+        mine, theirs = one["training"], other["training"]
+        pairs.append(("training", 3600 * mine["hours"], 3600 * theirs["hours"], duration))
+        if mine["cost"] is not None:
+            pairs.append(("cost", mine["cost"], theirs["cost"], money))
     rows = [("", grid_name(one["grid"]), grid_name(other["grid"]), "difference")]
     for name, mine, theirs, shown in pairs:
         sign = "+" if theirs > mine else "-" if theirs < mine else ""
@@ -157,7 +164,22 @@ def reasons_it_wins(document: PlanDocument) -> list[str]:
         said.append(f"The next best, {grid_name(others[0]['grid'])}, {takes}{f': {reason}' if reason else ''}.")
     usable = document["machine"]["usable_bytes"]
     said.append(f"A device needs {nbytes(best['peak_bytes'])} of the {nbytes(usable)} that it can use.")
-    return said
+    return [*said, *training_text(document)]
+
+
+def training_text(document: PlanDocument) -> list[str]:
+    """Return a sentence about the whole training on the best grid; none if the plan is about one step only."""
+    asked = document.get("training")
+    if not asked:
+        return []
+    best = document["grids"][0]["training"]
+    said = (
+        f"{count(asked['tokens'])} tokens are {asked['steps']:,} steps: {duration(3600 * best['hours'])} "
+        f"({best['hours'] / 24:.3g} days) on {document['devices']:,} devices, {best['device_hours']:,.0f} device-hours"
+    )
+    if asked["price"] is not None:
+        said += f", which cost {money(best['cost'])} at {asked['price']:g} each"
+    return [f"{said}; evaluation, checkpoints and restarts come on top."]
 
 
 def named_policies(entry: PlannedGrid) -> list[str]:
@@ -197,8 +219,11 @@ def command(document: PlanDocument, config: str | None = None) -> str:
     return f"torchrun {ranks} --rdzv-backend fourfold --rdzv-endpoint node0:29400 -m fourfold.cli {train}"
 
 
-def _columns(axes: Sequence[str], scale: float) -> dict[str, Callable[[PlannedGrid], str]]:
-    """Return the columns of the table, name by name, as functions that write the cell of a grid."""
+def _columns(axes: Sequence[str], scale: float, training: Any) -> dict[str, Callable[[PlannedGrid], str]]:
+    """Return the columns of the table, name by name, as functions that write the cell of a grid.
+
+    `training` is what the plan's document says about the whole training, if it does.
+    """
     # Show three digits of the fastest step, whose seconds are `scale`: smaller differences decide nothing.
     places = max(1, 2 - math.floor(math.log10(scale))) if scale > 0 else 1
 
@@ -212,6 +237,12 @@ def _columns(axes: Sequence[str], scale: float) -> dict[str, Callable[[PlannedGr
     def policy(entry: PlannedGrid) -> str:
         return "/".join(SHORT.get(entry["policy"][name], entry["policy"][name]) for name in named_policies(entry))
 
+    whole: dict[str, Callable[[PlannedGrid], str]] = {}
+    if training:
+        whole["hours"] = lambda entry: f"{entry['training']['hours']:,.1f}"
+        if training["price"] is not None:
+            whole["cost"] = lambda entry: money(entry["training"]["cost"])
+
     return {
         "#": lambda entry: str(entry["rank"]),
         "grid": lambda entry: grid_name(entry["grid"]),
@@ -221,6 +252,7 @@ def _columns(axes: Sequence[str], scale: float) -> dict[str, Callable[[PlannedGr
         "micro": lambda entry: str(entry["micro_steps"]),
         "s/step": lambda entry: f"{entry['seconds']:.{places + 1}f}",
         "tokens/s": lambda entry: count(entry["tokens_per_second"]),
+        **whole,
         "MFU": lambda entry: f"{entry['mfu']:.1%}",
         "HFU": lambda entry: f"{entry['hfu']:.1%}",
         "compute": lambda entry: f"{entry['compute_seconds']:.{places}f}",
@@ -229,10 +261,13 @@ def _columns(axes: Sequence[str], scale: float) -> dict[str, Callable[[PlannedGr
     }
 
 
-def _fitted(shown: Sequence[PlannedGrid], axes: Sequence[str], width: int | None) -> tuple[str, list[list[str]]]:
+def _fitted(
+    shown: Sequence[PlannedGrid], axes: Sequence[str], training: Any, width: int | None
+) -> tuple[str, list[list[str]]]:
     """Return the heading and the lines of each grid, with as many columns side by side as fit."""
-    columns = _columns(axes, shown[0]["seconds"])
-    for beside in (list(columns), MAIN, FEW):
+    columns = _columns(axes, shown[0]["seconds"], training)
+    for names in (columns, MAIN, FEW):
+        beside = [name for name in names if name in columns]
         cells = [beside, *([columns[name](entry) for name in beside] for entry in shown)]
         head, *lines = aligned(cells, [place for place, name in enumerate(beside) if name not in LEFT])
         if width is None or max(map(len, (head, *lines))) <= width:

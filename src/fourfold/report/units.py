@@ -46,6 +46,11 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
+def money(value: float | None) -> str:
+    """Return an amount of money without its currency: 1234567.8 -> `1,234,568`."""
+    return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}") if known(value) else DASH
+
+
 def known(value: float | None) -> TypeGuard[float]:
     """Return whether a number exists and is finite."""
     return value is not None and math.isfinite(value)

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from fourfold import models
-from fourfold.axes import AXES
+from fourfold.axes import AXES, AXIS_MEANINGS
 from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.job import START_SECONDS
@@ -30,7 +30,8 @@ from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
 from fourfold.parse import parse_toml
 from fourfold.policy import LEFT_OPEN, Overlap, Policy
-from fourfold.train.schema import parse, to_table, to_toml
+from fourfold.synonyms import explain_synonym
+from fourfold.train.schema import MEANING, OWNER, comments_of, parse, to_table, to_toml
 
 AUTO = "auto"
 """The value of keys that `planning.resolve` fills in."""
@@ -57,10 +58,20 @@ def naming(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}" if where else str(error)) from error
 
 
+def field_of(owner: type, default: Any = None) -> Any:
+    """Return a dataclass field whose meaning is the docstring of the field of that name in another class."""
+    return field(default=default, metadata={OWNER: owner})
+
+
 class ModelKeys:
-    """The methods of `ModelSection`."""
+    """The model: a published size with some keys changed, or a model of another name with all its keys.
+
+    These are the methods of `ModelSection`, and the one key that is no field of `models.ModelConfig`.
+    """
 
     name: str
+    """A published size, such as gpt-125m or llama-3-8b; or a name of your own, which needs the keys from layers to seq.
+    Keys that are not set have the value of the published size."""
 
     def build(self) -> models.ModelConfig:
         """Return the model's config: the published size with the given keys changed, or a model of only these keys."""
@@ -80,17 +91,29 @@ class ModelKeys:
 
 ModelSection = make_dataclass(
     "ModelSection",
-    [("name", str, "gpt-tiny"), *((name, kind | None, None) for name, kind in MODEL_FIELDS.items())],
+    [
+        ("name", str, "gpt-tiny"),
+        *((name, kind | None, field_of(models.ModelConfig)) for name, kind in MODEL_FIELDS.items()),
+    ],
     bases=(ModelKeys,),
+    namespace={"__doc__": ModelKeys.__doc__},
     frozen=True,
 )
-"""A published size and the fields of `models.ModelConfig` to change in it, or another name and all required fields."""
+
+
+def _axis_text(axis: str) -> str:
+    meaning = AXIS_MEANINGS.get(axis)
+    return "" if meaning is None else f"{meaning[0].upper()}{meaning[1:]}."
 
 
 class GridKeys:
-    """The methods of `GridSection`."""
+    """Sizes of the axes. If none is given, the planner finds the fastest grid for the number of ranks.
+
+    These are the methods of `GridSection`, and the one key that is not the size of an axis.
+    """
 
     order: tuple[str, ...]
+    """The axes in which consecutive ranks differ, fastest-varying first. The planner may change the default order."""
 
     def __post_init__(self) -> None:
         require_at_least(self, **dict.fromkeys(AXES, 1))
@@ -106,12 +129,14 @@ class GridKeys:
 
 GridSection = make_dataclass(
     "GridSection",
-    [*((axis, int | None, None) for axis in AXES), ("order", tuple[Literal[AXES], ...], AXES)],  # type: ignore[valid-type]
+    [
+        *((axis, int | None, field(default=None, metadata={MEANING: _axis_text(axis)})) for axis in AXES),
+        ("order", tuple[Literal[AXES], ...], AXES),  # type: ignore[valid-type]
+    ],
     bases=(GridKeys,),
+    namespace={"__doc__": GridKeys.__doc__},
     frozen=True,
 )
-"""Sizes of the axes; if none is given, the planner finds the fastest grid for the number of ranks. `order` lists the
-axes in which consecutive ranks differ, fastest-varying first; the planner may change the default order."""
 
 POLICY_KEYS = {
     field.name: field.default
@@ -124,11 +149,17 @@ POLICY_KEYS = {
 
 
 class PolicyKeys:
-    """The methods of `PolicySection`."""
+    """What is sharded, kept, recomputed, cast and compiled.
+
+    These are the methods of `PolicySection`, and the keys with another spelling than in `Policy`.
+    """
 
     dtype: str
+    """Dtype of matrix products, activations and messages; auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32,
+    or fp64 with fp64."""
     reduce_dtype: str | None
     compile: str | bool
+    """Whether to compile the computation between collectives; auto compiles on a GPU."""
 
     @property
     def parameters(self) -> torch.dtype:
@@ -153,17 +184,15 @@ PolicySection = make_dataclass(
     "PolicySection",
     [
         ("dtype", Literal["auto", "fp32", "bf16", "fp64"], "auto"),
-        ("reduce_dtype", Dtype | None, None),
-        *((name, get_type_hints(Policy)[name], default) for name, default in POLICY_KEYS.items()),
-        *((name, Literal["auto"] | get_type_hints(Policy)[name], AUTO) for name in LEFT_OPEN),
+        ("reduce_dtype", Dtype | None, field_of(Policy)),
+        *((name, get_type_hints(Policy)[name], field_of(Policy, default)) for name, default in POLICY_KEYS.items()),
+        *((name, Literal["auto"] | get_type_hints(Policy)[name], field_of(Policy, AUTO)) for name in LEFT_OPEN),
         ("compile", Literal["auto"] | bool, "auto"),
     ],
     bases=(PolicyKeys,),
+    namespace={"__doc__": PolicyKeys.__doc__},
     frozen=True,
 )
-"""What is sharded, kept, recomputed and cast; `Policy` explains the fields. Matrix products and messages have
-`dtype`: auto is bf16 on a GPU and fp32 on the CPU. Weights are fp32, or fp64 with fp64. `compile` auto
-compiles on a GPU. What else is auto the planner chooses on a GPU, where memory may be short."""
 
 # Before Python 3.12 make_dataclass says "types", where pickle does not find the classes.
 ModelSection.__module__ = GridSection.__module__ = PolicySection.__module__ = __name__
@@ -176,6 +205,7 @@ class SourceSection:
     path: str
     """`standard-library`, a text file or folder, a .tokens file, a Megatron or nanoGPT .bin file."""
     weight: float = 1.0
+    """Share of the samples, as a number in proportion to the weights of the other sources."""
     eod: int | None = None
     """The id that ends a document, if the file does not name one."""
 
@@ -189,10 +219,11 @@ class DataSection:
     """What the run trains and evaluates on."""
 
     sources: tuple[SourceSection, ...] = (SourceSection("standard-library"),)
+    """The texts or token files to train on."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a Hugging Face tokenizer.json."""
     eod: str | int | None = None
-    """The token that ends a document, if the tokenizer.json has an unusual name for it."""
+    """The token that ends a document, or its id, if the tokenizer.json has an unusual name for it."""
     documents: bool = False
     """Whether attention stays inside each of the documents that share a row."""
     held_out: float = 0.01
@@ -242,16 +273,22 @@ class OptimizerSection:
     warmup: int | None = None
     """Steps of linear warmup; by default one in fifty, but at least 10 and at most 2000."""
     schedule: Decay = "cosine"
+    """The learning rate after warmup: cosine decays until the last step, stable keeps it and decays linearly at the
+    end (WSD), constant keeps it."""
     decay: float = 0.2
     """The share of the steps, at the end, in which a stable schedule decays."""
     floor: float = 0.1
-    """The learning rate of the last step, as a share of the highest."""
+    """The learning rate of the last step, as a share of the highest; a constant schedule has none."""
     base_rows: int | None = None
     """The batch.rows for which the learning rate is meant. With more rows the learning rate grows linearly."""
     beta1: float = 0.9
+    """AdamW's share of the old mean in each new mean of gradients."""
     beta2: float = 0.95
+    """AdamW's share of the old mean in each new mean of squared gradients."""
     eps: float = 1e-8
+    """Number that AdamW adds to the root of the mean square, against division by zero."""
     weight_decay: float = 0.1
+    """Share of a weight that a step removes, times the learning rate; applies to matrices, not to biases and norms."""
     clip: float = 1.0
     """Gradients with a larger norm are scaled down to this norm; inf turns clipping off."""
 
@@ -269,12 +306,15 @@ class TrainSection:
     """How long the run trains, where it writes, and how often it evaluates."""
 
     steps: int = 100
+    """Optimizer steps of the whole run."""
     seed: int = 0
+    """Whole number from which initial weights, dropout and the order of the data follow."""
     out: str | None = None
     """The run's folder; by default runs/MODEL-DATE-TIME."""
     evaluate_every: int = 50
     """Steps between evaluations on the held-out data; the last step is also followed by one. 0 never evaluates."""
     evaluate_batches: int = 8
+    """Batches of batch.rows sequences per evaluation."""
     max_skipped: int = 5
     """The run stops after this many skipped steps in a row; see watch.not_finite and watch.spikes."""
     graph: Literal["auto", "off"] = "auto"
@@ -412,9 +452,9 @@ class TrainConfig:
         """Return the policy that the model takes: the sections policy and overlap together."""
         return self.policy.candidates(self.overlap)[0]
 
-    def toml(self) -> str:
-        """Return the config as the text of a TOML file."""
-        return to_toml(to_table(self))
+    def toml(self, *, explained: bool = False) -> str:
+        """Return the config as the text of a TOML file, with the meaning of every key above it if `explained`."""
+        return to_toml(to_table(self), comments_of(TrainConfig) if explained else {})
 
     def stored(self, folder: Path) -> TrainConfig:
         """Return the config as the run's folder keeps it.
@@ -480,6 +520,9 @@ def table_of(section: str) -> list[str]:
 def _put(table: dict[str, Any], key: str, value: Any) -> None:
     sections = [section.name for section in fields(TrainConfig)]
     section, dot, name = key.partition(".")
+    unknown = section not in sections or name not in table_of(section)
+    if unknown and (answer := explain_synonym(key, value)):
+        raise ValueError(answer)
     if not dot or section not in sections:
         near = nearest(section, sections)
         if homes := [each for each in sections if not dot and key in table_of(each)]:

@@ -1,19 +1,36 @@
 """Conversion of nested tables to dataclasses and back. Every key and type is checked, and nothing is ignored.
 
-An error names the key by its full path, the value, what is allowed, and the nearest spelling.
+An error names the key by its full path, the value, what is allowed, and the nearest spelling; or our key, if the name
+is the one that another framework has for it.
+
+The meaning of a key is the docstring under its field, and stands nowhere else: `keys_of` reads it from the source, for
+the comments of `fourfold train --print-config` and for docs/config.md.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fourfold.errors import nearest
+from fourfold.synonyms import Writing, explain_synonym
 
 T = TypeVar("T")
+
+MEANING, OWNER = "meaning", "owner"
+"""Keys of a dataclass field's metadata: its meaning as a text, or the class in which the field has its docstring."""
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+"""The plain types of values, as errors and comments name them."""
+COMMENT_WIDTH = 100
+"""Columns of a comment in a TOML text; longer lines are hard to read."""
 
 
 def parse(kind: type[T], table: Any, path: str = "") -> T:
@@ -23,10 +40,12 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
     hints = get_type_hints(kind)  # the fields themselves have their types as text
     keys = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = [key.name for key in keys]
-    for key in table:
-        if key not in names:
-            known = f"{path or 'it'} has {', '.join(names)}"
-            raise ValueError(f"unknown key {_join(path, key)}{nearest(key, names)}; {known}")
+    unknown = {_join(path, key): value for key, value in table.items() if key not in names}
+    if answers := [answer for key, value in unknown.items() for answer in _from_elsewhere(key, value)]:
+        raise ValueError("; ".join(answers))
+    for key in unknown:
+        known = f"{path or 'it'} has {', '.join(names)}"
+        raise ValueError(f"unknown key {key}{nearest(key.rpartition('.')[2], names)}; {known}")
     needed = [key.name for key in keys if key.default is key.default_factory is dataclasses.MISSING]
     for name in needed:
         if name not in table:
@@ -36,6 +55,14 @@ def parse(kind: type[T], table: Any, path: str = "") -> T:
         return kind(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(_join(path, str(error))) from error  # the error begins with the name of the key
+
+
+def _from_elsewhere(path: str, value: Any) -> list[str]:
+    """Return what an unknown key, or each key of an unknown section, is called here, if another framework has it."""
+    if isinstance(value, Mapping):
+        return [answer for key, below in value.items() for answer in _from_elsewhere(_join(path, key), below)]
+    answer = explain_synonym(path, value, Writing.CONFIG)
+    return [answer] if answer else []
 
 
 def _value(kind: Any, value: Any, path: str) -> Any:
@@ -76,8 +103,7 @@ def _plain(kind: type, value: Any, path: str) -> Any:
     if kind is float and type(value) is int:
         return float(value)  # 1 in TOML is a fine value for a number
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # True is an int too
-        words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-        raise ValueError(f"{path} = {_shown(value)}; it must be {words[kind]}")
+        raise ValueError(f"{path} = {_shown(value)}; it must be {WORDS[kind]}")
     return value
 
 
@@ -90,17 +116,29 @@ def to_table(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config, dict_factory=table)
 
 
-def to_toml(table: Mapping[str, Any], path: str = "") -> str:
-    """Return nested tables as TOML text. A key without a value becomes a comment, because TOML has no null."""
+def to_toml(table: Mapping[str, Any], comments: Mapping[str, str], path: str = "") -> str:
+    """Return nested tables as TOML text. A key without a value becomes a comment, because TOML has no null.
+
+    `comments` are texts to write above keys and tables, by their full path.
+    """
     lines, below = [], []
     for key, value in table.items():
+        full = _join(path, key)
+        comment = "".join(f"{line}\n" for line in _comment_lines(comments.get(full, "")))
         if isinstance(value, Mapping):
-            below.append(f"\n[{_join(path, key)}]\n{to_toml(value, _join(path, key))}")
+            below.append(f"\n{comment}[{full}]\n{to_toml(value, comments, full)}")
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            below += [f"\n[[{_join(path, key)}]]\n{to_toml(item, _join(path, key))}" for item in value]
+            first, *others = value
+            below.append(f"\n{comment}[[{full}]]\n{to_toml(first, comments, full)}")
+            below += [f"\n[[{full}]]\n{to_toml(item, {}, full)}" for item in others]  # explained above
         else:
-            lines.append(f"# {key} is not set\n" if value is None else f"{key} = {_shown(value)}\n")
+            line = f"# {key} is not set\n" if value is None else f"{key} = {_shown(value)}\n"
+            lines.append(f"\n{comment}{line}" if comment else line)
     return "".join(lines + below).lstrip("\n")
+
+
+def _comment_lines(text: str) -> list[str]:
+    return textwrap.wrap(text, COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 def _shown(value: Any) -> str:
@@ -109,6 +147,99 @@ def _shown(value: Any) -> str:
         return "inf" if value > 0 else "-inf"
     # TOML wants DEL escaped, which JSON leaves as it is
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
+
+
+# --- what keys mean
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigKey:
+    """A key of a config, as a reader wants to know it."""
+
+    path: str
+    """Its full path, such as `batch.rows`."""
+    meaning: str
+    """The docstring of its field, in one line."""
+    allowed: str
+    """The values that it takes, in words: `a whole number`, `"auto", true or false`."""
+    default: str
+    """Its default in TOML's notation, or `not set`."""
+
+
+def keys_of(kind: type, path: str = "") -> Iterator[ConfigKey]:
+    """Yield every key of a config whose sections are the fields of this dataclass, in their order."""
+    hints = get_type_hints(kind)
+    for key in dataclasses.fields(kind):
+        hint, full = hints[key.name], _join(path, key.name)
+        if dataclasses.is_dataclass(hint):
+            yield from keys_of(hint, full)  # type: ignore[arg-type]
+            continue
+        yield ConfigKey(full, _meaning(kind, key), _allowed(hint), _default(key))
+        if get_origin(hint) is tuple and dataclasses.is_dataclass(inner := get_args(hint)[0]):
+            yield from keys_of(inner, full)
+
+
+def sections_of(kind: type) -> dict[str, str]:
+    """Return the name of every section of a config, with the first paragraph of its docstring in one line."""
+    return {
+        name: " ".join((inspect.getdoc(hint) or "").partition("\n\n")[0].split())
+        for name, hint in get_type_hints(kind).items()
+    }
+
+
+def comments_of(kind: type) -> dict[str, str]:
+    """Return the comment that explains each section and key of a config, by its path."""
+    keys = {key.path: f"{key.meaning} ({key.allowed}; default: {key.default})" for key in keys_of(kind)}
+    return sections_of(kind) | keys
+
+
+def _meaning(kind: type, key: dataclasses.Field[Any]) -> str:
+    """Return the docstring of a field of this dataclass, or of the class that the field comes from."""
+    if MEANING in key.metadata:
+        return key.metadata[MEANING]
+    owners = key.metadata[OWNER].__mro__ if OWNER in key.metadata else kind.__mro__
+    return next((text for owner in owners if (text := _field_docstrings(owner).get(key.name))), "")
+
+
+@cache
+def _field_docstrings(owner: type) -> dict[str, str]:
+    """Return the docstring under each field of a class, in one line; Python itself does not keep them."""
+    try:
+        source = inspect.getsource(owner)
+    except (OSError, TypeError):  # a class that is built in, or made by a function such as make_dataclass
+        return {}
+    (definition,) = ast.parse(textwrap.dedent(source)).body
+    found = {}
+    for statement, after in pairwise(getattr(definition, "body", ())):
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if isinstance(statement, ast.AnnAssign) and isinstance(text, str):
+            found[ast.unparse(statement.target)] = " ".join(text.split())
+    return found
+
+
+def _allowed(hint: Any) -> str:
+    """Return the values of a type in words."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return ", ".join(_allowed(kind) for kind in inner if kind is not NoneType)
+    if origin is Literal:
+        return ", ".join(_shown(choice) for choice in inner)
+    if origin is tuple:
+        return "a list of tables" if dataclasses.is_dataclass(inner[0]) else f"a list of {_allowed(inner[0])}"
+    return WORDS[hint]
+
+
+def _default(key: dataclasses.Field[Any]) -> str:
+    if key.default is dataclasses.MISSING:
+        return "none, it must be given"
+    if isinstance(key.default, tuple):
+        items = [to_table(item) if dataclasses.is_dataclass(item) else item for item in key.default]
+        return _shown([_without_none(item) for item in items])
+    return "not set" if key.default is None else _shown(key.default)
+
+
+def _without_none(item: Any) -> Any:
+    return {name: value for name, value in item.items() if value is not None} if isinstance(item, dict) else item
 
 
 def _join(path: str, key: str) -> str:
