@@ -149,7 +149,8 @@ POLICY_KEYS = {
 
 
 class PolicyKeys:
-    """What is sharded, kept, recomputed, cast and compiled.
+    """What is sharded, kept, recomputed, cast and compiled. A key that is auto is chosen for the device, and where the
+    memory of a GPU matters, by the planner.
 
     These are the methods of `PolicySection`, and the keys with another spelling than in `Policy`.
     """
