@@ -48,6 +48,8 @@ class End(StrEnum):
     """How a run ended. A run that a signal stopped has `stopped by` and its name instead, one that failed its error."""
 
     FINISHED = "finished"
+    OUT_OF_TIME = "train.minutes are over"
+    """As finished, before the last step: with an evaluation and a checkpoint."""
     INTERRUPTED = "interrupted"
     """Ctrl-C twice: without a last checkpoint."""
 

@@ -105,7 +105,7 @@ def explain(folder: Path) -> Iterator[str]:
         yield from found.read_text().rstrip().splitlines()
     if not tapes:
         yield "\nits ranks left no tapes"
-    elif end is None or end["reason"] != End.FINISHED:
+    elif end is None or end["reason"] not in (End.FINISHED, End.OUT_OF_TIME):
         yield "\nthe tapes of its ranks:"
         # the ranks' own diagnosis is better if it is from this start: it knows which rank did not answer
         if found_at < max(tape.who.began for tape in tapes.values()):

@@ -317,6 +317,9 @@ def train_options(command: argparse.ArgumentParser) -> None:
     )
     option(what, "--data", data, metavar="PATH", action="append")
     option(what, "--steps", "number of optimizer steps; default: 100", whole)
+    option(what, "--epochs", "passes over the training data, in place of --steps; default: none", number, "N")
+    minutes = "end the run after this many minutes, with an evaluation and a checkpoint; default: no limit"
+    option(what, "--minutes", minutes, number, "N")
     dtype = "dtype of matrix products and messages; default: bf16 on GPUs, fp32 on the CPU"
     option(what, "--dtype", dtype, choices=("fp32", "bf16", "fp64"))
     option(what, "--out", "the run's folder; default: runs/MODEL-DATE-TIME", metavar="RUN")

@@ -36,7 +36,7 @@ from fourfold.commands.local_ranks import (
 from fourfold.commands.probe import versions
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
-from fourfold.environment import Environment, inside_a_job, is_watched
+from fourfold.environment import Environment, command_began, inside_a_job, is_watched
 from fourfold.errors import FailedElsewhereError, Failure, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
@@ -58,8 +58,8 @@ from fourfold.train.checkpoints import (
 from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.console import write_data
 from fourfold.train.launch import RestartPolicy, launch, share_cores, wait_after_restart
-from fourfold.train.loop import Run, open_sources
-from fourfold.train.planning import memory_bytes, resolve
+from fourfold.train.loop import Run, open_sources, open_sources_here
+from fourfold.train.planning import count_steps, memory_bytes, resolve
 from fourfold.train.progress import PlainProgress, ProgressBar, RankLog, RunLog, note, output, predicted, progress
 from fourfold.train.run_folder import (
     KINDS,
@@ -94,7 +94,8 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if inside_a_job():
         return _train(options, device)
     asked = requested(options, options.ranks)
-    check_profile(options, asked)
+    if asked.train.epochs is None:
+        check_profile(options, asked)
     ranks = wanted_ranks(asked, options.ranks, device)
     people = sys.stderr if options.print_config else output(options.json)
 
@@ -109,7 +110,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     config = resolved(ranks)
     if options.print_config:
-        write_data(config.toml())
+        write_data(count_steps_here(config).toml())
         return 0
     restarts = wanted_restarts(config, options.restarts, ranks)
     if ranks == 1 and not restarts:
@@ -121,7 +122,8 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.resume is not None:
         require_unowned(options.resume)
         start = start_at(options.resume, config, options.step)
-        if is_done(start, config, options.resume, people):
+        # with epochs the ranks find out, because only they open the data
+        if config.train.epochs is None and is_done(start, config, options.resume, people):
             return 0
 
     def rank_arguments(config: TrainConfig) -> list[str]:
@@ -191,7 +193,8 @@ def _train(options: argparse.Namespace, device: str) -> int:
     here = Environment.read()
     require_world(options.ranks, here.world)
     config = requested(options, here.world)
-    check_profile(options, config)
+    if config.train.epochs is None:
+        check_profile(options, config)
     with join_watched(device, here, config.watch) as alarm:
         grid, config, reason = make_grid(config, device, options)
         if reason and grid.rank == 0:
@@ -199,7 +202,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
         raise_on_signals()  # only now: while a rank waited for others to join, a Python handler could not run
         if options.print_config:
             if grid.rank == 0:
-                write_data(config.toml())
+                write_data(count_steps_here(config).toml())
             return 0
         if options.compare_serial is not None:
             if options.json is not None:
@@ -210,6 +213,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
 
 def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: NoAlarm) -> int:
     """Train the run, again after each rollback, and return the exit code."""
+    began = command_began()
     alarm.enter(Phase.FOLDER)
     stream = output(options.json)
     require_named_folder(config.train.out)
@@ -218,6 +222,12 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
     again = any_restarted(grid)
     resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
+    if config.train.epochs is not None:
+        alarm.enter(Phase.DATA)
+        config = count_steps(config, open_sources(config, grid, out / "data"))
+        grid.agree("the number of steps", str(config.train.steps))
+        check_profile(options, config)
+        alarm.enter(Phase.FOLDER)
     step = options.step if not again or still_to_rewind(grid, out, options.step) else None
     start = find_start(grid, out, config, step) if resumes else Start()
     if is_done(start, config, out, stream if grid.rank == 0 else None):
@@ -229,7 +239,7 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
     profile = steps_to_profile(options.profile, start.step, asked=not again)
     trained = False
     while True:
-        run = prepare(Run(config, grid, out, profile=profile, alarm=alarm), start, stream, memory)
+        run = prepare(Run(config, grid, out, profile=profile, alarm=alarm, began=began), start, stream, memory)
         try:
             with RankLog(out, grid), run.stop.listening():
                 run.train()
@@ -287,6 +297,10 @@ def farewell(run: Run, stream: IO[str]) -> None:
             said = f"stopped by {NAMES[run.stopped]}; {what_is_saved(out)}"
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
         return
+    if run.out_of_time:
+        train = run.config.train
+        over = f"train.minutes={train.minutes:g} are over after step {run.step} of {train.steps}"
+        print(f"{over}; {what_is_saved(out)}", file=stream)
     print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)
     print(f"  fourfold report {shlex.quote(str(out))}", file=stream)
     if saved:
@@ -394,6 +408,8 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
     )
     names = ", ".join(source.name for source in run.sources)
     yield f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens per step{micro}"
+    if config.train.epochs is not None:
+        yield f"{config.train.steps} steps, which are {config.train.epochs:g} epochs"
     yield run.kept_text
     yield f"peak of one device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:
@@ -440,6 +456,8 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise if options contradict each other."""
+    if options.profile and options.compare_serial is not None:
+        raise ValueError("--compare-serial does not train, so it has no steps to --profile; leave one of them out")
     if options.resume is not None:
         if options.out is not None and Path(options.out) != options.resume:
             raise ValueError(
@@ -470,11 +488,21 @@ def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
     given = {
         "model.name": options.model,
         "train.steps": options.steps,
+        "train.epochs": options.epochs,
+        "train.minutes": options.minutes,
         "policy.dtype": options.dtype,
         "train.out": options.out if options.resume is None else str(options.resume),
         "plan.machine": options.machine,
     }
     changes += [(key, value) for key, value in given.items() if value is not None]
+    changed = dict(changes)
+    if "train.steps" in changed:
+        if changed.get("train.epochs") is not None:
+            raise ValueError(
+                f"train.epochs={changed['train.epochs']} decides the number of steps, and train.steps="
+                f"{changed['train.steps']} does too; give one of them"
+            )
+        changes.append(("train.epochs", None))  # the command line wins over the epochs of a file or of a stored run
     config = read_config(source, changes, forget_grid=options.grid is not None)
     if options.resume is None or options.grid or config.grid.auto:
         return config
@@ -484,12 +512,18 @@ def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
     return read_config(source, [("grid.order", list(AXES)), *changes], forget_grid=True)
 
 
+def count_steps_here(config: TrainConfig) -> TrainConfig:
+    """Return a resolved config with the steps that its epochs take, to be printed: text is prepared and forgotten."""
+    if config.train.epochs is None:
+        return config
+    with tempfile.TemporaryDirectory() as cache:
+        return count_steps(config, open_sources_here(config, Path(cache)))
+
+
 def check_profile(options: argparse.Namespace, config: TrainConfig) -> None:
     """Raise if --profile names steps that the run does not have."""
     if not options.profile:
         return
-    if options.compare_serial is not None:
-        raise ValueError("--compare-serial does not train, so it has no steps to --profile; leave one of them out")
     first, last, steps = options.profile[0], options.profile[-1], config.train.steps
     if last > steps:
         asked = first if first == last else f"{first}-{last}"

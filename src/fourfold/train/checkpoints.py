@@ -476,9 +476,8 @@ def is_done(start: Start, config: TrainConfig, out: Path, stream: IO[str] | None
     if stream is not None:
         if start.step == config.train.steps and not start.newer and (out / "metrics.jsonl").exists():
             finish(out / "metrics.jsonl", start.step)
-        print(
-            f"{out} has reached step {start.step} of {config.train.steps}; give more --steps to continue", file=stream
-        )
+        more = "--steps" if config.train.epochs is None else "--epochs"
+        print(f"{out} has reached step {start.step} of {config.train.steps}; give more {more} to continue", file=stream)
     return True
 
 

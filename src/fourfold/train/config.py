@@ -260,6 +260,13 @@ class TrainSection:
     """How long the run trains, where it writes, and how often it evaluates."""
 
     steps: int = 100
+    """Optimizer steps of the run. The schedule of the learning rate ends with the last of them."""
+    epochs: float | None = None
+    """Passes over the training data, in place of steps: steps becomes as many as they take, rounded up."""
+    minutes: float | None = None
+    """Minutes of wall time after which the run ends as if its steps were over, with an evaluation and a checkpoint;
+    by default it has no limit. Time counts from the start of the command, including restarts of its ranks; a run that
+    is resumed has all its minutes again."""
     seed: int = 0
     out: str | None = None
     """The run's folder; by default runs/MODEL-DATE-TIME."""
@@ -274,6 +281,10 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         require_at_least(self, steps=1, evaluate_every=0, evaluate_batches=1, max_skipped=1)
+        for name in ("epochs", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ValueError(f"{name}={value} must be above 0 and finite; leave it out for no such limit")
 
 
 @dataclass(frozen=True, slots=True)

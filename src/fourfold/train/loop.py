@@ -12,6 +12,7 @@ never makes the device wait. Work between steps (evaluation, comparing replicas,
 from __future__ import annotations
 
 import platform
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -92,8 +93,11 @@ class Run:
         *,
         profile: range = range(0),
         alarm: NoAlarm | None = None,
+        began: float | None = None,
     ) -> None:
         self.config, self.grid, self.out = config, grid, out
+        self._began = time.time() if began is None else began
+        """When the command began, from which `train.minutes` count, in seconds by the wall clock."""
         self.alarm = alarm or NoAlarm()
         """The alarm that watches over the ranks of the job already."""
         self.alarm.enter(Phase.DATA)
@@ -141,6 +145,8 @@ class Run:
         self.stop = Stop(grid, config.watch.grace)
         self.stopped = 0
         """The signal that stopped the run before its last step, 0 if none did."""
+        self.out_of_time = False
+        """Whether `train.minutes` ended the run before its last step."""
         self.step = 0
         """The last step that was read."""
         self._good: GoodStep | None = GoodStep(0, self.loader.state(), self.step_judge.state())
@@ -283,6 +289,9 @@ class Run:
                 if self.stopped:
                     reason = f"stopped by {NAMES[self.stopped]}"
                     break
+                if self.out_of_time:
+                    reason = End.OUT_OF_TIME
+                    break
             self._read_steps()
             if self._prediction_check is not None:
                 self._record_comparison(self._prediction_check.finish())
@@ -302,18 +311,22 @@ class Run:
     def _after_step(self, step: int, *, last: bool) -> None:
         """Evaluate, ask whether to stop, compare replicas, and save, as far as each is due after this step."""
         self._record_saved()
-        if self.evaluation is not None and (last or _due(step, self.config.train.evaluate_every)):
-            with self._between_steps("evaluating", "evaluation"):
-                self._record({"event": "evaluation", "step": step, **self.evaluate()})
+        evaluated = last or _due(step, self.config.train.evaluate_every)
+        if evaluated:
+            self._evaluate_after(step)
         self.guard.doing("asking the others whether to stop", Waits.RANKS)
-        verdict = self.stop.after(step, save=self.saving is not None and self.saving.overdue) if not last else Verdict()
+        overdue = self.saving is not None and self.saving.overdue
+        verdict = self.stop.after(step, save=overdue, late=self._is_late) if not last else Verdict()
         self.stopped = verdict.signal
+        self.out_of_time = verdict.late and not self.stopped
         self.guard.doing("between steps")
         if self.stop.met_after == step:  # all ranks were here just now, so exchanging times waits for nobody
             for one in self.guard.stragglers():
                 facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
                 self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
-        ends = last or self.stopped > 0
+        if self.out_of_time and not evaluated:
+            self._evaluate_after(step)
+        ends = last or self.stopped > 0 or self.out_of_time
         saves = self.saving is not None and (ends or verdict.save or self.saving.due(step))
         if saves or ends or _due(step, self.config.watch.replicas_every):
             with self._between_steps("comparing replicas", "replicas"):
@@ -325,6 +338,18 @@ class Run:
                     self._describe_again()
                 self._save(self.saving, step, ends=ends)
                 self._record_saved()
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether `train.minutes` are over by the clock of this rank."""
+        minutes = self.config.train.minutes
+        return minutes is not None and time.time() - self._began >= 60 * minutes
+
+    def _evaluate_after(self, step: int) -> None:
+        """Evaluate after this step, if the run has held-out data."""
+        if self.evaluation is not None:
+            with self._between_steps("evaluating", "evaluation"):
+                self._record({"event": "evaluation", "step": step, **self.evaluate()})
 
     def _describe_again(self) -> None:
         """Write the files without which nobody can resume the run, after somebody has moved or removed its folder."""
@@ -538,7 +563,8 @@ class Run:
         self.loader.close()
         self.profile.close()
         # A sink that fails now, for example because the disk is full, must not hide why the run ended.
-        with nullcontext() if reason == End.FINISHED else suppress(OSError), ExitStack() as stack:
+        ended_well = reason in (End.FINISHED, End.OUT_OF_TIME)
+        with nullcontext() if ended_well else suppress(OSError), ExitStack() as stack:
             if self._lock is not None:
                 stack.callback(self._lock.release)
             for sink in self.sinks:
@@ -563,12 +589,13 @@ def _kept_text(step: int) -> str:
 
 def open_sources(config: TrainConfig, grid: Grid, cache: Path) -> list[TokenSource]:
     """Open the sources of a run on every rank. Rank 0 opens them first, because it may have to prepare text once."""
+    found = grid.run_together("opening the data", lambda: open_sources_here(config, cache) if grid.rank == 0 else [])
+    return grid.run_together("opening the data", lambda: found or open_sources_here(config, cache))
+
+
+def open_sources_here(config: TrainConfig, cache: Path) -> list[TokenSource]:
+    """Open the sources of a run in this process; text is prepared into the folder `cache`."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-
-    def opened() -> list[TokenSource]:
-        return [
-            open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
-        ]
-
-    found = grid.run_together("opening the data", lambda: opened() if grid.rank == 0 else [])
-    return grid.run_together("opening the data", lambda: found or opened())
+    return [
+        open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
+    ]

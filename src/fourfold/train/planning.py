@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +25,8 @@ import torch
 
 from fourfold.atomic import write_json
 from fourfold.axes import AXES, BATCH
+from fourfold.data.sampling import cut_windows
+from fourfold.data.token_files import TokenSource
 from fourfold.environment import Environment
 from fourfold.grid import Grid, Shape
 from fourfold.planner.machine import DTYPES as DTYPE_NAMES
@@ -168,10 +172,10 @@ def resolve(
     compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
     with naming("model"):
         model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
-    with naming("optimizer"):
-        optimizer = replace(config.optimizer, warmup=config.schedule.warmup)
     policy = replace(config.policy, dtype=dtype, compile=compiled)
-    config = replace(config, policy=policy, model=model, optimizer=optimizer)
+    config = replace(config, policy=policy, model=model)
+    if config.train.epochs is None:  # otherwise the steps are known once the data is open: `count_steps` goes on then
+        config = fill_schedule(config)
     with naming("policy"):
         built = config.build_policy()
     if model.build().positions == "learned" and config.batch.seq > model.build().seq:
@@ -196,6 +200,27 @@ def resolve(
             f"divisible by {'*'.join(BATCH)} = {sizes}; use a multiple of {places * config.batch.micro_steps} rows"
         )
     return config
+
+
+def fill_schedule(config: TrainConfig) -> TrainConfig:
+    """Return the config with the keys of the schedule that follow from the number of steps."""
+    with naming("optimizer"):
+        return replace(config, optimizer=replace(config.optimizer, warmup=config.schedule.warmup))
+
+
+def count_steps(config: TrainConfig, sources: Sequence[TokenSource]) -> TrainConfig:
+    """Return a resolved config with the steps that its epochs over these sources take, rounded up.
+
+    An epoch has as many samples as all sources together have training windows. Sources take turns by their weights, so
+    with several of them one may be passed through more often than another. A config without epochs stays as it is.
+    """
+    if config.train.epochs is None:
+        return config
+    seq, held_out = config.batch.seq, config.data.held_out
+    windows = sum(cut_windows(source.name, source.tokens, seq, held_out).train for source in sources)
+    # exact arithmetic on the decimal that was written, so that every machine counts the same steps
+    steps = max(1, ceil(Fraction(str(config.train.epochs)) * windows / config.batch.rows))
+    return fill_schedule(replace(config, train=replace(config.train, steps=steps)))
 
 
 def find_grid(config: TrainConfig, job: Hardware) -> tuple[Shape, str]:
