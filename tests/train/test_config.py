@@ -78,6 +78,8 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     f"{SOURCE}.eod": (0, 0.5, WHOLE),
     **{f"batch.{name}": (4, 4.5, WHOLE) for name in ("rows", "seq")},
     "batch.micro_steps": (4, True, WHOLE),
+    "optimizer.name": ("sgd", 1, TEXT),
+    "optimizer.options": ({}, [0.9], "a table"),
     "optimizer.learning_rate": (1e-4, "1e-4", NUMBER),
     "optimizer.warmup": (0, 0.1, WHOLE),
     "optimizer.schedule": ("stable", "stabel", '"cosine", "stable", "constant"'),
@@ -213,6 +215,8 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("model.seq", 0, "seq=0"),
     ("optimizer.base_rows", 0, "base_rows"),
     ("optimizer.beta1", 2.0, "beta1"),
+    ("optimizer.name", "adam", r"name='adam' is no optimizer \(did you mean 'adamw'\?\)"),
+    ("optimizer.options", {"momentum": 0.9}, "are for other optimizers; adamw has the keys beta1"),
     ("optimizer.clip", 0.0, "clip=0.0 must be above 0"),
     ("optimizer.clip", float("nan"), "clip=nan must be above 0"),
     ("optimizer.decay", 0.0, "decay=0.0 must be above 0"),
@@ -271,7 +275,8 @@ def random_value(draw: random.Random, key: str) -> Any:
 def random_config(draw: random.Random) -> TrainConfig:
     table: dict[str, Any] = {}
     for key in KEYS:
-        if draw.random() < 0.5 and not key.startswith("data.sources") and key != "batch.micro_steps":
+        alone = key.startswith("data.sources") or key in ("batch.micro_steps", "optimizer.name")  # others must fit them
+        if draw.random() < 0.5 and not alone:
             section, _, name = key.partition(".")
             table.setdefault(section, {})[name] = random_value(draw, key)
     table.setdefault("data", {})["held_out"] = draw.choice([0.0, 1e-08, 0.999])

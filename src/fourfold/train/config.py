@@ -227,8 +227,13 @@ class BatchSection:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSection:
-    """AdamW and its schedule."""
+    """The optimizer and the schedule of its learning rate."""
 
+    name: str = "adamw"
+    """`adamw`, `sgd` with a momentum of 0.9, or `package.module:Class`: an optimizer of torch's interface that takes
+    parameters and lr, and treats each element of a parameter by itself."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for sgd or another class, such as momentum; AdamW has keys of its own."""
     learning_rate: float = 1e-3
     warmup: int | None = None
     """Steps of linear warmup; by default 10, or all steps if the run has fewer."""
@@ -240,9 +245,13 @@ class OptimizerSection:
     base_rows: int | None = None
     """The batch.rows for which the learning rate is meant. With more rows the learning rate grows linearly."""
     beta1: float = 0.9
+    """AdamW's decay of the mean of gradients."""
     beta2: float = 0.95
+    """AdamW's decay of the mean of squared gradients."""
     eps: float = 1e-8
+    """What AdamW adds to the root of the mean of squared gradients."""
     weight_decay: float = 0.1
+    """The weight decay of matrices; biases, norms and other vectors have none."""
     clip: float = 1.0
     """Gradients with a larger norm are scaled down to this norm; inf turns clipping off."""
 
@@ -250,6 +259,17 @@ class OptimizerSection:
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0; inf turns clipping off")
         require_at_least(self, learning_rate=0, eps=0, weight_decay=0, base_rows=1)
+        if self.name not in ("adamw", "sgd") and ":" not in self.name:
+            near = nearest(self.name, ["adamw", "sgd"])
+            raise ValueError(f"name={self.name!r} is no optimizer{near}; give adamw, sgd or package.module:Class")
+        if self.name == "adamw" and self.options:
+            raise ValueError(
+                f"options={self.options} are for other optimizers; adamw has the keys beta1, beta2, eps, weight_decay"
+            )
+        defaults = {each.name: each.default for each in fields(OptimizerSection)}
+        for name in ("beta1", "beta2", "eps"):
+            if self.name != "adamw" and getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name}={getattr(self, name)} is a key of adamw; give {self.name} its own in options")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")

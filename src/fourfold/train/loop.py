@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fourfold
 from fourfold.atomic import write_json, write_text
 from fourfold.checkpoint.load import remove_checkpoint, set_aside
-from fourfold.checkpoint.training_state import training_shards
+from fourfold.checkpoint.training_state import new_optimizer_shards, training_shards
 from fourfold.data.loader import Evaluation, Loader, TokenBatch, unigram_entropy
 from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
@@ -48,12 +48,13 @@ from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
 from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
-from fourfold.optim import AdamW, Clipped
+from fourfold.optim import SGD, AdamW, Clipped, ShardedOptimizer, on_shards
+from fourfold.parse import import_object
 from fourfold.planner.trace import kept_bytes
 from fourfold.planner.transformer import flops_per_token
 from fourfold.step_graph import StepGraph
 from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
-from fourfold.train.config import DTYPES, TrainConfig
+from fourfold.train.config import DTYPES, OptimizerSection, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
@@ -118,17 +119,12 @@ class Run:
             self.evaluation = Evaluation(self.sources, grid, rows=rows, batches=batches, **common)
         self.alarm.enter(Phase.MODEL)
         self.model = build(self.model_config, grid, policy=self.policy, seed=seed, dtype=config.policy.parameters)
-        section = config.optimizer
-        self.optimizer = AdamW(
-            self.model,
-            section.learning_rate,
-            betas=(section.beta1, section.beta2),
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-        )
+        self.optimizer = make_optimizer(self.model, config.optimizer)
         self.schedule = config.schedule
         records = config.train.graph == "auto" and grid.device.type == "cuda"
-        self.step_graph = StepGraph(self._compute, self.model) if records else None
+        self._not_replayed = self.optimizer.not_recordable if records else ""
+        """Why steps are not replayed as a CUDA graph, though they should be."""
+        self.step_graph = StepGraph(self._compute, self.model) if records and not self._not_replayed else None
         self._told_reason = False
         """Whether it was recorded why steps are not replayed."""
         self._gradient_names: tuple[str, ...] = ()
@@ -407,9 +403,11 @@ class Run:
         # A traced step runs eagerly: a trace of a replay would name neither layers nor collectives.
         graph = None if step in self.profile.steps else self.step_graph
         loss, norm, shards = (self._compute if graph is None else graph)(batches, skip_above)
-        if graph is not None and graph.reason and not self._told_reason:
+        if graph is not None:
+            self._not_replayed = graph.reason
+        if self._not_replayed and not self._told_reason:
             self._told_reason = True
-            self._note(f"steps are not replayed as a CUDA graph: {graph.reason}")
+            self._note(f"steps are not replayed as a CUDA graph: {self._not_replayed}")
         clipped = Clipped(norm, self.grid, self._gradient_names, shards)
         data = self.loader.state()
         # Copied now: reading them later from the device would wait for the next step, which is launched before.
@@ -575,6 +573,30 @@ class Run:
                 self.saving.wait_for_own_part(hurried=hurried)
                 self._record_saved()
             self._record({"event": "end", "step": self.step, "reason": reason})
+
+
+def make_optimizer(model: nn.Module, section: OptimizerSection) -> ShardedOptimizer:
+    """Return the optimizer that the config names, on the shards of the model."""
+    rate, decay = section.learning_rate, section.weight_decay
+    if section.name == "adamw":
+        return AdamW(model, rate, betas=(section.beta1, section.beta2), eps=section.eps, weight_decay=decay)
+    kind: type[ShardedOptimizer] = SGD
+    if section.name != "sgd":
+        found = import_object(section.name, "package.module:Class")
+        if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+            raise ValueError(f"optimizer.name={section.name} is no subclass of torch.optim.Optimizer; give one that is")
+        kind = on_shards(found)
+    try:
+        made = kind(model, rate, weight_decay=decay, **section.options)
+    except TypeError as error:
+        raise ValueError(f"optimizer.options={section.options}: {section.name} does not take them: {error}") from error
+    if decay and "weight_decay" not in made.defaults:
+        raise ValueError(
+            f"optimizer.weight_decay={decay}, but {section.name} has no weight decay; set optimizer.weight_decay=0"
+        )
+    # state that no checkpoint can hold is refused now, and not when the first one is due
+    new_optimizer_shards(made, set({part.dim(): name for name, part in made.parts.items()}.values()))
+    return made
 
 
 def _due(step: int, every: int) -> bool:

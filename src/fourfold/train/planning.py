@@ -264,6 +264,8 @@ def _task(config: TrainConfig, job: Hardware) -> tuple[Task, list[str]]:
     """Return what the planner is to price: the model and batch of a config on its machine; and notes on the machine."""
     compute = DTYPES[config.policy.dtype]
     machine, notes = locate(config.plan.machine, job, compute)
+    if config.optimizer.name != "adamw":
+        notes.append(f"the memory and time of {config.optimizer.name} are those of adamw")
     batch = config.batch
     captured = config.train.graph == "auto"
     return Task(
