@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 
 class CountingSGD(torch.optim.Optimizer):
@@ -34,3 +36,54 @@ class RowSGD(torch.optim.SGD):
             for parameter in group["params"]:
                 self.state[parameter]["rows"] = parameter.new_zeros(len(parameter), 1)
         return super().step(closure)
+
+
+class Tower(nn.Module):
+    """A language model of one layer that returns logits."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(257, width), nn.Linear(width, 257)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        a = self.table(tokens)
+        return self.head(a + self.down(functional.gelu(self.dropout(self.up(a)))))
+
+
+class TowerWithLoss(Tower):
+    """The same with a loss of its own, returned beside the logits as many people do."""
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        logits = super().forward(idx)
+        if targets is None:
+            return logits, None
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class TowerWithMean(Tower):
+    """The same with a mean by hand, which is that of one place's rows."""
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:  # type: ignore[override]
+        logits = super().forward(tokens)
+        return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").mean()
+
+
+class TowerOfRows(Tower):
+    """A module that returns one number for each row, which is neither logits nor a loss."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).mean((1, 2))
+
+
+def llama() -> nn.Module:
+    """Return a tiny model of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1, vocab_size=257)
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def nothing() -> str:
+    return "no module"

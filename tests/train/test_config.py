@@ -37,6 +37,7 @@ DTYPES = '"fp32", "bf16", "fp64"'
 
 KEYS: dict[str, tuple[Any, Any, str]] = {
     "model.name": ("llama-tiny", 7, TEXT),
+    "model.options": ({}, 7, "a table"),
     **{
         f"model.{name}": (12, 1.5, WHOLE)
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp_hidden", "vocab", "seq")
@@ -176,7 +177,7 @@ def test_an_unknown_section_is_named_and_the_others_listed() -> None:
 
 def test_model_has_the_fields_of_the_models_and_a_name() -> None:
     ours = [field.name for field in dataclasses.fields(SECTIONS["model"])]
-    assert ours == ["name", *(field.name for field in dataclasses.fields(models.ModelConfig))]
+    assert ours == ["name", *(field.name for field in dataclasses.fields(models.ModelConfig)), "options"]
     assert parse(TrainConfig, {"model": {"name": "llama-tiny", "layers": 5}}).model.build() == models.config(
         "llama-tiny", layers=5
     )
@@ -213,6 +214,7 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("model.layers", 0, "layers=0 must be at least 1"),
     ("model.name", "gpt-tinny", r"no model 'gpt-tinny' \(did you mean 'gpt-tiny'\?\)"),
     ("model.seq", 0, "seq=0"),
+    ("model.options", {"width": 8}, "model.options={'width': 8} are for a function, package.module:function"),
     ("optimizer.base_rows", 0, "base_rows"),
     ("optimizer.beta1", 2.0, "beta1"),
     ("optimizer.name", "adam", r"name='adam' is no optimizer \(did you mean 'adamw'\?\)"),

@@ -308,7 +308,10 @@ class Preflight:
         needs = Needs(
             folder=folder,
             saves=section.save,
-            checkpoint=STATES * config.policy.parameters.itemsize * config.model.build().parameters,
+            # how large a model of the user is, only building it would tell
+            checkpoint=0
+            if config.model.is_own
+            else STATES * config.policy.parameters.itemsize * config.model.build().parameters,
             kept=most_kept(
                 config.train.steps,
                 section.every,

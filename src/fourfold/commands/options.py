@@ -310,7 +310,8 @@ def train_options(command: argparse.ArgumentParser) -> None:
     option(command, "config", config, Path, "CONFIG.toml", nargs="?")
 
     what = command.add_argument_group("what to train")
-    option(what, "--model", "a published size, such as gpt-125m; default: gpt-tiny", metavar="NAME")
+    model = "a published size, such as gpt-125m, or package.module:function, which returns a module; default: gpt-tiny"
+    option(what, "--model", model, metavar="NAME")
     data = (
         "a text file, a folder of text files, a .tokens file, or a Megatron or nanoGPT .bin; may be repeated; "
         "default: standard-library, the source of Python's own modules"

@@ -40,7 +40,6 @@ from fourfold.environment import Environment, command_began, inside_a_job, is_wa
 from fourfold.errors import FailedElsewhereError, Failure, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
-from fourfold.models.transformer import build
 from fourfold.train.checkpoints import (
     Start,
     any_restarted,
@@ -57,6 +56,7 @@ from fourfold.train.checkpoints import (
 )
 from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.console import write_data
+from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.launch import RestartPolicy, launch, share_cores, wait_after_restart
 from fourfold.train.loop import Run, open_sources, open_sources_here
 from fourfold.train.planning import count_steps, memory_bytes, resolve
@@ -303,7 +303,7 @@ def farewell(run: Run, stream: IO[str]) -> None:
         print(f"{over}; {what_is_saved(out)}", file=stream)
     print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)
     print(f"  fourfold report {shlex.quote(str(out))}", file=stream)
-    if saved:
+    if saved and not run.config.model.is_own:
         print(f"  fourfold sample {shlex.quote(str(out))} --prompt 'import '", file=stream)
 
 
@@ -403,14 +403,14 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
     tokens = sum(source.tokens for source in run.sources)
     micro = f" in {batch.micro_steps} micro-batches" if batch.micro_steps > 1 else ""
     yield (
-        f"{config.model.name}: {run.model_config.parameters / 1e6:.1f}M parameters, {policy.dtype}, "
+        f"{config.model.name}: {run.language_model.parameters / 1e6:.1f}M parameters, {policy.dtype}, "
         f"{grid.shape.world} rank{'s' if grid.shape.world > 1 else ''} ({grid}) on {grid.device.type}"
     )
     names = ", ".join(source.name for source in run.sources)
     yield f"{tokens / 1e6:.1f}M tokens of {names}; {batch.rows} x {batch.seq} tokens per step{micro}"
     if config.train.epochs is not None:
         yield f"{config.train.steps} steps, which are {config.train.epochs:g} epochs"
-    yield run.kept_text
+    yield from run.language_model.notes()
     yield f"peak of one device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:
         yield predicted(run.stored["predicted"])
@@ -427,7 +427,7 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
             f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, "
             "with data.documents=false"
         )
-    model, policy, seed = config.model.build(), config.build_policy(), config.train.seed
+    seed = config.train.seed
     with tempfile.TemporaryDirectory() as cache:
         loader = Loader(
             open_sources(config, grid, Path(cache)),
@@ -435,7 +435,7 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
             Grid.alone(grid.device),  # reads whole batches
             rows=config.batch.rows,
             seq=config.batch.seq,
-            vocab=model.vocab,
+            vocab=vocab_of(config),
             seed=seed,
             held_out=config.data.held_out,
             device=torch.device("cpu"),
@@ -443,7 +443,7 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
         with loader:
             batches = [loader.next()[0][:2] for _ in range(steps)]
     found = compare_serial(
-        lambda place: build(model, place, policy=policy, seed=seed, dtype=config.policy.parameters),
+        lambda place: build_model(config, place).module,
         batches,
         grid,
         max_norm=config.optimizer.clip,

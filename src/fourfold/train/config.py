@@ -60,9 +60,32 @@ class ModelKeys:
     """The methods of `ModelSection`."""
 
     name: str
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if not self.is_own:
+            if self.options:
+                raise ValueError(f"options={self.options} are for a function, package.module:function, not {self.name}")
+            return
+        given = [key for key in MODEL_FIELDS if getattr(self, key) is not None and key != "vocab"]
+        if given:
+            raise ValueError(
+                f"{given[0]}={getattr(self, given[0])} is a key of reference models; give {self.name} its arguments in "
+                "model.options"
+            )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the name is that of a function of the user, `package.module:function`."""
+        return ":" in self.name
 
     def build(self) -> models.ModelConfig:
         """Return the model's config: the published size with the given keys changed, or a model of only these keys."""
+        if self.is_own:
+            raise ValueError(
+                f"{self.name} builds a model of your own; the planner, fourfold sample and fourfold export know "
+                "reference models only"
+            )
         changes = {key: getattr(self, key) for key in MODEL_FIELDS if getattr(self, key) is not None}
         required = [field.name for field in fields(models.ModelConfig) if field.default is MISSING]
         missing = [name for name in required if name not in changes]
@@ -79,11 +102,17 @@ class ModelKeys:
 
 ModelSection = make_dataclass(
     "ModelSection",
-    [("name", str, "gpt-tiny"), *((name, kind | None, None) for name, kind in MODEL_FIELDS.items())],
+    [
+        ("name", str, "gpt-tiny"),
+        *((name, kind | None, None) for name, kind in MODEL_FIELDS.items()),
+        ("options", dict[str, Any], field(default_factory=dict)),
+    ],
     bases=(ModelKeys,),
     frozen=True,
 )
-"""A published size and the fields of `models.ModelConfig` to change in it, or another name and all required fields."""
+"""A published size and the fields of `models.ModelConfig` to change in it, or another name and all required fields.
+Or `package.module:function`: a function that returns an nn.Module, with `options`, the table of its arguments, and
+`vocab`, the number of ids that the module knows, by default those of the tokenizer."""
 
 
 class GridKeys:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +45,15 @@ from fourfold.errors import (
 )
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
-from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
 from fourfold.optim import SGD, AdamW, Clipped, ShardedOptimizer, on_shards
 from fourfold.parse import import_object
-from fourfold.planner.trace import kept_bytes
-from fourfold.planner.transformer import flops_per_token
 from fourfold.step_graph import StepGraph
 from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
 from fourfold.train.config import DTYPES, OptimizerSection, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
+from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
 from fourfold.train.run_folder import FolderLock, RunEvent, Sink, check_folder, make_folder, rewind, strict
@@ -102,12 +99,10 @@ class Run:
         self.alarm = alarm or NoAlarm()
         """The alarm that watches over the ranks of the job already."""
         self.alarm.enter(Phase.DATA)
-        self.model_config = config.model.build()
-        self.policy = config.build_policy()
         self.sources = open_sources(config, grid, out / "data")
         batch, data, seed = config.batch, config.data, config.train.seed
         weights = [source.weight for source in data.sources]
-        vocab = self.model_config.vocab
+        vocab = vocab_of(config)
         rows = batch.rows // batch.micro_steps
         common: dict[str, Any] = dict(seq=batch.seq, vocab=vocab, held_out=data.held_out, documents=data.documents)
         self.loader = Loader(
@@ -118,7 +113,8 @@ class Run:
             batches = config.train.evaluate_batches * batch.micro_steps
             self.evaluation = Evaluation(self.sources, grid, rows=rows, batches=batches, **common)
         self.alarm.enter(Phase.MODEL)
-        self.model = build(self.model_config, grid, policy=self.policy, seed=seed, dtype=config.policy.parameters)
+        self.language_model = build_model(config, grid)
+        self.model = self.language_model.module
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.schedule = config.schedule
         records = config.train.graph == "auto" and grid.device.type == "cuda"
@@ -128,13 +124,11 @@ class Run:
         self._told_reason = False
         """Whether it was recorded why steps are not replayed."""
         self._gradient_names: tuple[str, ...] = ()
-        self.flops = flops_per_token(self.model_config, batch.seq, self.policy)
         self.peak = peak_of(grid, DTYPES[config.policy.dtype], config.log.peak_flops)
         self.entropy = sum(
             weight / sum(weights) * unigram_entropy(source, vocab, held_out=data.held_out, seq=batch.seq)
             for weight, source in zip(weights, self.sources, strict=True)
         )
-        self.local_rows = rows // grid.shape.places
         self.meter = Meter(grid)
         self.profile = StepProfiler(profile, grid, out / "profile")
         self.step_judge = StepJudge(config.watch, config.train.max_skipped)
@@ -159,28 +153,9 @@ class Run:
         self._prediction_check: PredictionCheck | None = None
         self._in_flight: deque[StepInFlight] = deque()
 
-    @cached_property
-    def kept_bytes(self) -> dict[str, int]:
-        """Bytes that one rank keeps for backward, by kind of recompute."""
-        return kept_bytes(
-            self.model_config,
-            self.grid,
-            self.policy,
-            self.local_rows,
-            self.config.batch.seq,
-            dtype=self.config.policy.parameters,
-            documents=self.config.data.documents,
-        )
-
-    @property
-    def kept_text(self) -> str:
-        """`kept_bytes` and this run's choice, in a sentence."""
-        sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in self.kept_bytes.items())
-        return f"kept for backward on each rank, by kind of recompute: {sizes}; this run uses {self.policy.recompute}"
-
     def facts(self) -> RunEvent:
         """Return the description of the run for run.json."""
-        shape, device = self.grid.shape, self.grid.device
+        shape, device, flops = self.grid.shape, self.grid.device, self.language_model.flops
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
         return {
             "fourfold": fourfold.__version__,
@@ -191,15 +166,13 @@ class Run:
             "order": list(shape.order),
             "ranks": shape.world,
             "model": self.config.model.name,
-            "parameters": self.model_config.parameters,
-            "flops_per_token": {"model": self.flops.model, "hardware": self.flops.hardware},
+            "parameters": self.language_model.parameters,
+            "flops_per_token": {} if flops is None else {"model": flops.model, "hardware": flops.hardware},
             "peak_flops": self.peak.flops,
             "peak_flops_from": self.peak.origin,
             "unigram_entropy": self.entropy,
             "tokens": sum(source.tokens for source in self.sources),
-            "kept_bytes": self.kept_bytes,
-            "recompute": self.policy.recompute,
-            "halves": self.model.halves(self.local_rows, self.config.batch.seq)._asdict(),
+            **self.language_model.facts(),
             "tokens_per_step": self.config.batch.tokens,
             "steps": self.config.train.steps,
         }
@@ -391,8 +364,8 @@ class Run:
 
     def _launch(self, step: int) -> None:
         """Launch forward, backward and the optimizer of a step, without waiting for the device."""
-        model, optimizer = self.model, self.optimizer
-        model.clock.begin_step(step)
+        optimizer = self.optimizer
+        self.language_model.clock.begin_step(step)
         self.guard.begin_step(step)
         learning_rate = self.schedule.apply(optimizer, step)
         batches = self.loader.next()
@@ -426,11 +399,11 @@ class Run:
         if len(batches) > 1:
             count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
         loss = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        self.model.gradients.begin_step(len(batches))
-        for tokens, targets, positions in batches:
-            share = self.model(tokens, targets, positions=positions, count=count)
+        self.optimizer.gradients.begin_step(len(batches))
+        for batch in batches:
+            share = self.language_model.loss(batch, count)
             share.backward()
-            loss += share.detach()  # each micro-batch returns its share of the mean over the whole batch
+            loss += self.language_model.value(share)  # its share of the mean over the whole batch
         clipped = self.optimizer.clip_and_step(self.config.optimizer.clip, unless=loss > skip_above)
         self.optimizer.zero_grad()
         self._gradient_names = clipped.names
@@ -461,7 +434,7 @@ class Run:
         elif not bad.in_a_row:
             self._good = None  # a spike that was not skipped: the parameters hold it now
         tokens_per_second = self.config.batch.tokens / metrics.seconds
-        mfu, hfu = self.peak.utilization(self.flops, tokens_per_second, self.grid.shape.world)
+        mfu, hfu = self.peak.utilization(self.language_model.flops, tokens_per_second, self.grid.shape.world)
         self.step = done.step
         event: RunEvent = {
             "event": "step",
@@ -522,9 +495,10 @@ class Run:
             raise ValueError("there is no held-out data; set data.held_out and train.evaluate_every above 0")
         total, count = (torch.zeros((), dtype=torch.float64, device=self.grid.device) for _ in range(2))
         with evaluating(self.model):
-            for tokens, targets, positions in self.evaluation:
-                targets_in_batch = count_targets(targets, self.grid)
-                total += self.model(tokens, targets, positions=positions, count=targets_in_batch) * targets_in_batch
+            for batch in self.evaluation:
+                targets_in_batch = count_targets(batch.targets, self.grid)
+                loss = self.language_model.value(self.language_model.loss(batch, targets_in_batch))
+                total += loss * targets_in_batch
                 count += targets_in_batch
         return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
 

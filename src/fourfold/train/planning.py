@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fractions import Fraction
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -170,28 +170,29 @@ def resolve(
     """
     dtype = ("bf16" if on_gpu else "fp32") if config.policy.dtype == "auto" else config.policy.dtype
     compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
-    with naming("model"):
-        model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
-    policy = replace(config.policy, dtype=dtype, compile=compiled)
-    config = replace(config, policy=policy, model=model)
+    config = replace(config, policy=replace(config.policy, dtype=dtype, compile=compiled))
+    if not config.model.is_own:
+        with naming("model"):
+            seq = config.model.seq or max(config.batch.seq, config.model.build().seq)
+            config = replace(config, model=replace(config.model, seq=seq))
     if config.train.epochs is None:  # otherwise the steps are known once the data is open: `count_steps` goes on then
         config = fill_schedule(config)
     with naming("policy"):
         built = config.build_policy()
-    if model.build().positions == "learned" and config.batch.seq > model.build().seq:
-        raise ValueError(
-            f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
-            "increase model.seq or decrease batch.seq"
-        )
+        if config.model.is_own:
+            built.require_any_module()
+    _check_length(config)
     if config.grid.auto:
         shape = Shape(order=config.grid.order)
         if ranks > 1:
             # only now, because the planner needs the dtype and the sequence length that were filled in above
-            shape, reason = find_grid(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
+            job = Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes)
+            shape, reason = grid_for_own_model(config, ranks) if config.model.is_own else find_grid(config, job)
             say(reason)
         config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
     shape = config.grid.shape
-    model.build().check(shape, built)
+    if not config.model.is_own:
+        config.model.build().check(shape, built)
     places, rows = shape.places, config.batch.rows // config.batch.micro_steps
     if rows % places:
         sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
@@ -200,6 +201,34 @@ def resolve(
             f"divisible by {'*'.join(BATCH)} = {sizes}; use a multiple of {places * config.batch.micro_steps} rows"
         )
     return config
+
+
+def _check_length(config: TrainConfig) -> None:
+    """Raise if the model cannot take the rows of the batch."""
+    if config.model.is_own:
+        if config.data.documents:
+            raise ValueError(
+                f"data.documents=true needs a model that takes positions; {config.model.name} takes tokens and targets"
+            )
+        return
+    model = config.model.build()
+    if model.positions == "learned" and config.batch.seq > model.seq:
+        raise ValueError(
+            f"batch.seq={config.batch.seq} is longer than the {model.seq} learned positions of the model; "
+            "increase model.seq or decrease batch.seq"
+        )
+
+
+def grid_for_own_model(config: TrainConfig, ranks: int) -> tuple[Shape, str]:
+    """Return a grid for a module that the planner cannot price, and the reason for it in one line.
+
+    Each rank holds a part of every weight and computes rows of its own: right for any module, and lean in memory. Ranks
+    that the rows cannot be divided among share rows, along x.
+    """
+    z = gcd(config.batch.rows // config.batch.micro_steps, ranks)
+    shape = Shape(x=ranks // z, z=z, order=config.grid.order)
+    why = f"the planner cannot price {config.model.name}, so weights are cut over ranks that train on rows of their own"
+    return shape, f"grid {shape}: {why}; --grid changes it"
 
 
 def fill_schedule(config: TrainConfig) -> TrainConfig:
