@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,3 +89,55 @@ def llama() -> nn.Module:
 
 def nothing() -> str:
     return "no module"
+
+
+class Diary:
+    """A callback that writes down every call."""
+
+    def on_start(self, folder: Path, config: dict[str, Any]) -> None:
+        self.path = folder / "diary.jsonl"
+        self._write("start", str(folder), config["train"]["steps"])
+
+    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
+        self._write("step", step, metrics.pop("loss"))
+
+    def on_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        self._write("evaluation", step, metrics["loss"])
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        self._write("checkpoint", step, (folder / "checkpoint.json").is_file())
+
+    def on_end(self, step: int, reason: str) -> None:
+        self._write("end", step, reason)
+
+    def _write(self, *what: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+
+class Broken:
+    """A callback that fails after the second step, and again when the run ends."""
+
+    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
+        if step == 2:
+            raise KeyError(sorted(metrics)[0])
+
+    def on_end(self, step: int, reason: str) -> None:
+        raise RuntimeError(f"{step} {reason}")
+
+
+class BrokenEnd:
+    """A callback that fails when the run ends."""
+
+    def on_end(self, step: int, reason: str) -> None:
+        raise RuntimeError(f"{step} {reason}")
+
+
+class Misspelt:
+    def on_steps(self, step: int, metrics: dict[str, Any]) -> None:
+        """Is never called."""
+
+
+class Needy(Diary):
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)

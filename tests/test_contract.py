@@ -82,7 +82,7 @@ INSIDE = {
     "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
         "__init__", "console", "signals", "rendezvous", "arrivals", "launch", "schema", "config", "run_folder",
-        "planning", "language_model", "metrics", "progress", "guard", "checkpoints", "loop",
+        "planning", "callbacks", "language_model", "metrics", "progress", "guard", "checkpoints", "loop",
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",

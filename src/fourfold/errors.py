@@ -113,6 +113,10 @@ class ReplicasDifferError(RuntimeError):
     """Parameters that must be equal on several ranks are not; the message names the ranks."""
 
 
+class CallbackError(RuntimeError):
+    """A callback of the user raised an error; the message names the callback."""
+
+
 class BadStepsError(RuntimeError):
     """The run cannot continue with such losses or gradients."""
 
@@ -129,7 +133,7 @@ class RollBackError(BadStepsError):
         self.step, self.data = step, data
 
 
-USERS = (ValueError, OSError, ImportError, FailedElsewhereError, BadStepsError, ReplicasDifferError)
+USERS = (ValueError, OSError, ImportError, FailedElsewhereError, BadStepsError, CallbackError, ReplicasDifferError)
 """Errors that tell the user what to change; every other exception shows its traceback."""
 
 

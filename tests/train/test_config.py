@@ -94,6 +94,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "train.seed": (3, 3.0, WHOLE),
     "train.out": ("runs/a", 5, TEXT),
     **{f"train.{name}": (1, [1], WHOLE) for name in ("evaluate_every", "evaluate_batches", "max_skipped")},
+    "train.callbacks": (["package.module:Class"], "package.module:Class", "a list"),
     "train.graph": ("off", "never", 'one of "auto", "off"'),
     **{f"checkpoint.{name}": (False, "no", FLAG) for name in ("save", "asynchronous")},
     **{f"checkpoint.{name}": (3, 3.0, WHOLE) for name in ("every", "keep_last", "keep_every")},

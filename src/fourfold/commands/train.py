@@ -40,6 +40,7 @@ from fourfold.environment import Environment, command_began, inside_a_job, is_wa
 from fourfold.errors import FailedElsewhereError, Failure, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
+from fourfold.train.callbacks import Callbacks
 from fourfold.train.checkpoints import (
     Start,
     any_restarted,
@@ -279,7 +280,8 @@ def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink
     def sinks() -> list[Sink]:
         opened = open_sinks(run.config.log, run.out, run.config, resumed_after)
         speakers.append(RunLog(run.out, run.config.train.steps, start.step))
-        return [*opened, *speakers, *memory]
+        # last: everything is recorded before a callback of the user may fail
+        return [*opened, *speakers, *memory, Callbacks(run.config.train.callbacks, run.out, run.config)]
 
     run.begin(sinks, start)
     if run.grid.rank == 0:

@@ -324,6 +324,9 @@ class TrainSection:
     evaluate_batches: int = 8
     max_skipped: int = 5
     """The run stops after this many skipped steps in a row; see watch.not_finite and watch.spikes."""
+    callbacks: tuple[str, ...] = ()
+    """Classes, each `package.module:Class`, with methods that rank 0 calls after steps, evaluations, checkpoints and at
+    the end; `callbacks.py` lists them."""
     graph: Literal["auto", "off"] = "auto"
     """Whether steps on a GPU are recorded as a CUDA graph and replayed; auto does it unless something forbids it or
     replays are slower, and then says what."""

@@ -35,6 +35,7 @@ from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import is_watched
 from fourfold.errors import (
     BadStepsError,
+    CallbackError,
     CollectiveError,
     End,
     LostPeerError,
@@ -534,9 +535,9 @@ class Run:
             self.step_graph.release()
         self.loader.close()
         self.profile.close()
-        # A sink that fails now, for example because the disk is full, must not hide why the run ended.
+        # A sink that fails now, because the disk is full or a callback raises, must not hide why the run ended.
         ended_well = reason in (End.FINISHED, End.OUT_OF_TIME)
-        with nullcontext() if ended_well else suppress(OSError), ExitStack() as stack:
+        with nullcontext() if ended_well else suppress(OSError, CallbackError), ExitStack() as stack:
             if self._lock is not None:
                 stack.callback(self._lock.release)
             for sink in self.sinks:
