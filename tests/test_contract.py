@@ -83,7 +83,8 @@ INSIDE = {
     "report": ["__init__", "units", "page", "run_data", "run_page", "plan_text", "plan_page"],
     "train": [
         "__init__", "console", "signals", "fork_server", "rendezvous", "arrivals", "launch", "schema", "config",
-        "defaults", "run_folder", "planning", "metrics", "progress", "guard", "checkpoints", "loop",
+        "defaults", "run_folder", "planning", "callbacks", "language_model", "metrics", "progress", "guard",
+        "checkpoints", "loop",
     ],
     "commands": [
         "__init__", "options", "completion", "local_ranks", "probe", "doctor", "train", "sample",

@@ -167,6 +167,15 @@ def job_began() -> float:
     return int(boot) + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def command_began() -> float:
+    """Return when the command that this process belongs to began, in seconds by the wall clock.
+
+    Ranks that were restarted belong to the command that started them first. A process that no launcher of ours started
+    may have a parent that is much older, such as a shell, so for it the command begins now.
+    """
+    return (job_began() if BEGAN in os.environ or was_restarted() else 0.0) or time.time()
+
+
 def process_stat(process: int) -> tuple[str, int]:
     """Return the kernel's letter for the state of a process, and when it began in ticks since the machine started."""
     try:

@@ -48,6 +48,8 @@ class End(StrEnum):
     """How a run ended. A run that a signal stopped has `stopped by` and its name instead, one that failed its error."""
 
     FINISHED = "finished"
+    OUT_OF_TIME = "train.minutes are over"
+    """As finished, before the last step: with an evaluation and a checkpoint."""
     INTERRUPTED = "interrupted"
     """Ctrl-C twice: without a last checkpoint."""
 
@@ -111,6 +113,10 @@ class ReplicasDifferError(RuntimeError):
     """Parameters that must be equal on several ranks are not; the message names the ranks."""
 
 
+class CallbackError(RuntimeError):
+    """A callback of the user raised an error; the message names the callback."""
+
+
 class BadStepsError(RuntimeError):
     """The run cannot continue with such losses or gradients."""
 
@@ -127,7 +133,7 @@ class RollBackError(BadStepsError):
         self.step, self.data = step, data
 
 
-USERS = (ValueError, OSError, ImportError, FailedElsewhereError, BadStepsError, ReplicasDifferError)
+USERS = (ValueError, OSError, ImportError, FailedElsewhereError, BadStepsError, CallbackError, ReplicasDifferError)
 """Errors that tell the user what to change; every other exception shows its traceback."""
 
 

@@ -1,8 +1,12 @@
-"""AdamW over the shards of a model, with optimizer state optionally sharded over the data axis (ZeRO-1).
+"""Optimizers over the shards of a model, with their state optionally sharded over the data axis (ZeRO-1).
 
-torch's own AdamW steps this rank's rows as plain tensors, without DTensor's dispatch. With
+torch's own optimizers step this rank's rows as plain tensors, without DTensor's dispatch. With
 `Policy(shard_optimizer=True)` each replica keeps optimizer state for its own rows only: gradients are reduce-scattered
 over data, and the stepped rows are gathered over data, in the buckets of the gradients.
+
+`AdamW` and `SGD` are fused: one kernel scales gradients and steps, unless the device has found that the step must be
+skipped. Any other optimizer that treats each element by itself is put on shards by `on_shards`; the host decides about
+its steps.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import cos, inf, pi
 from typing import Any, Literal, get_args
 
@@ -24,6 +29,7 @@ from fourfold.gradients import Bucket, gradients_of
 from fourfold.grid import Grid
 from fourfold.params import local_of, restore, wait_on_use
 from fourfold.recording import Recording
+from fourfold.torch_hooks import ELEMENTWISE, unfit_kind
 
 Decay = Literal["cosine", "stable", "constant"]
 
@@ -49,29 +55,27 @@ class Clipped:
         return next((name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag), None)
 
 
-def fresh_state(part: Tensor) -> dict[str, Tensor]:
-    """Return the state that torch's fused AdamW gives a parameter in its first step."""
-    moments = {name: torch.zeros_like(part, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), dtype=torch.float32, device=part.device), **moments}
+ParameterState = dict[str, Tensor | float | None]
+"""An optimizer's state of one parameter: tensors of its shape, and scalars."""
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW with weight decay on matrices only, not on biases, norms and other vectors.
+class ShardedOptimizer(torch.optim.Optimizer):
+    """The methods of an optimizer over a model's shards; a subclass also derives from the optimizer of torch.
 
-    `param_groups` hold this rank's rows of the parameters; torch's learning-rate schedulers work with them.
+    `param_groups` hold this rank's rows of the parameters; torch's learning-rate schedulers work with them. Weight
+    decay applies to matrices only, not to biases, norms and other vectors.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-    ) -> None:
+    fused = False
+    """Whether torch's kernel scales the gradients, and skips a step that the device finds to be bad."""
+    not_recordable = "the host decides whether to skip a step of this optimizer"
+    """Why a step of this optimizer cannot be part of a CUDA graph; empty if it can."""
+
+    def __init__(self, model: nn.Module, lr: float, *, weight_decay: float, **options: Any) -> None:
+        """Make the optimizer of torch with these options on the rows of the model's parameters that this rank steps."""
         if not isinstance(model, nn.Module):
-            raise TypeError(f"AdamW takes the model itself, not its parameters: {type(model).__name__} was given")
+            name = type(self).__name__
+            raise TypeError(f"{name} takes the model itself, not its parameters: {type(model).__name__} was given")
         self.gradients = gradients_of(model)
         self.parts: dict[str, nn.Parameter] = {}
         decayed: list[nn.Parameter] = []
@@ -84,7 +88,7 @@ class AdamW(torch.optim.AdamW):
                 self.parts[name] = part
                 (decayed if part.dim() > 1 else others).append(part)
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        super().__init__([group for group in groups if group["params"]], lr, betas=betas, eps=eps, fused=True)
+        super().__init__([group for group in groups if group["params"]], lr=lr, **options)  # type: ignore[call-arg]
         # what recorded steps read; fp32, which is what torch's fused kernels take
         self._rates = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
 
@@ -95,8 +99,12 @@ class AdamW(torch.optim.AdamW):
         that a step which is recorded later can neither use nor give back.
         """
         for part in self.parts.values():
-            if not self.state[part]:
-                self.state[part] = fresh_state(part)
+            if self.fused and not self.state[part]:
+                self.state[part] = self.fresh_state(part)
+
+    def fresh_state(self, part: Tensor) -> ParameterState:
+        """Return state with the keys, shapes and dtypes that a step gives a parameter; its numbers mean nothing yet."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -138,6 +146,12 @@ class AdamW(torch.optim.AdamW):
         parameters = [self.gradients.parameters[name][0] for name in names]
         norm, shards = measure_norms(parameters)
         bad = ~norm.isfinite() if unless is None else ~norm.isfinite() | unless
+        if not self.fused:
+            scale_gradients(parameters, norm, max_norm)
+            # The host waits for the device here: a plain optimizer has no way to skip a step by itself.
+            if not bad.item():
+                self.step()
+            return Clipped(norm, self.gradients.grid, tuple(names), shards)
         self.found_inf = bad.float()
         if torch.float64 in [parameter.dtype for parameter in parameters]:
             scale_gradients(parameters, norm, max_norm)
@@ -157,8 +171,8 @@ class AdamW(torch.optim.AdamW):
         def write_rates() -> None:
             if self._fixed() != fixed:
                 raise RuntimeError(
-                    "since the step was recorded, betas, eps or weight_decay were changed, the state of the optimizer "
-                    "was loaded, or the model was moved; replays would not see it: make a new StepGraph"
+                    "since the step was recorded, an option of the optimizer other than lr was changed, its state was "
+                    "loaded, or the model was moved; replays would not see it: make a new StepGraph"
                 )
             for group, rate in zip(self.param_groups, self._rates, strict=True):
                 rate.fill_(group["lr"])
@@ -168,7 +182,8 @@ class AdamW(torch.optim.AdamW):
 
     def _fixed(self) -> tuple[object, ...]:
         """Return what a recorded step keeps as it was: the options of the groups, and which memory it works on."""
-        options = [(group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+        changing = ("params", "lr", "capturable")
+        options = [{key: group[key] for key in group if key not in changing} for group in self.param_groups]
         states = [tensor.data_ptr() for part in self.parts.values() for tensor in self.state[part].values()]
         return options, states, [local_of(self.gradients.parameters[name][0]).data_ptr() for name in self.parts]
 
@@ -179,14 +194,16 @@ class AdamW(torch.optim.AdamW):
     @contextmanager
     def _recordable(self) -> Iterator[None]:
         """Let torch's step read the learning rates from the device inside the block."""
-        rates = [group["lr"] for group in self.param_groups]
+        before = [dict(group) for group in self.param_groups]
         for group, rate in zip(self.param_groups, self._rates, strict=True):
-            group["lr"], group["capturable"] = rate, True
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
         try:
             yield
         finally:
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"], group["capturable"] = rate, False
+            for group, options in zip(self.param_groups, before, strict=True):
+                group.update(options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -215,10 +232,96 @@ class AdamW(torch.optim.AdamW):
             arrival.wait()
 
 
+class AdamW(ShardedOptimizer, torch.optim.AdamW):
+    """AdamW with weight decay on matrices only, not on biases, norms and other vectors.
+
+    `param_groups` hold this rank's rows of the parameters; torch's learning-rate schedulers work with them.
+    """
+
+    fused = True
+    not_recordable = ""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(model, lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=True)
+
+    def fresh_state(self, part: Tensor) -> ParameterState:
+        """Return the state that torch's fused AdamW gives a parameter in its first step."""
+        moments = {name: torch.zeros_like(part, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), dtype=torch.float32, device=part.device), **moments}
+
+
+class SGD(ShardedOptimizer, torch.optim.SGD):
+    """SGD, by default with momentum and without weight decay; weight decay is added to the gradients of matrices.
+
+    The momentum of the first step starts from zero, also with dampening: a first step that is skipped must leave
+    nothing behind.
+    """
+
+    fused = True
+    not_recordable = ""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        options = dict(momentum=momentum, dampening=dampening, nesterov=nesterov, fused=True)
+        super().__init__(model, lr, weight_decay=weight_decay, **options)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        self.make_state()  # torch's kernel would leave new momentum without values if the first step is skipped
+        return super().step(closure)
+
+    def fresh_state(self, part: Tensor) -> ParameterState:
+        """Return momentum of zero, or no state without momentum."""
+        return {"momentum_buffer": torch.zeros_like(part, requires_grad=False)} if self.defaults["momentum"] else {}
+
+
+@cache
+def on_shards(kind: type[torch.optim.Optimizer]) -> type[ShardedOptimizer]:
+    """Return the optimizer class for shards of a model: `on_shards(torch.optim.Adam)(model, 1e-3, weight_decay=0.1)`.
+
+    It must treat each element of a parameter by itself; those of torch and transformers that do not are refused. Its
+    options are keyword arguments of the class.
+    """
+    if unfit := unfit_kind(kind):
+        raise ValueError(f"{unfit.__name__} cannot step parameters that are cut over a grid; {ELEMENTWISE}")
+
+    def fresh_state(self: ShardedOptimizer, part: Tensor) -> ParameterState:
+        """Return the state of a step without gradients, made on a small parameter and given the size of this one."""
+        small = nn.Parameter(torch.zeros([2] * part.dim(), dtype=part.dtype, device=part.device))
+        small.grad = torch.zeros_like(small)
+        trial = kind([small], **{key: value for key, value in self.param_groups[0].items() if key in self.defaults})
+        with torch.enable_grad():
+            trial.step()
+        return {
+            key: torch.zeros_like(part, dtype=value.dtype, device=value.device, requires_grad=False)
+            if isinstance(value, Tensor) and value.dim() and value.shape == small.shape
+            else value
+            for key, value in trial.state[small].items()
+        }
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "fresh_state": fresh_state}
+    return type(kind.__name__, (ShardedOptimizer, kind), names)
+
+
 class Arrival:
     """The gather over data of a bucket's stepped rows, in flight."""
 
-    def __init__(self, optimizer: AdamW, bucket: Bucket) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, bucket: Bucket) -> None:
         gradients = optimizer.gradients
         self.parameters = [gradients.parameters[name][0] for name in bucket.names]
         self.wholes = [local_of(parameter) for parameter in self.parameters]

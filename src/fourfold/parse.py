@@ -1,4 +1,4 @@
-"""Parses JSON and TOML that somebody else may have written. Imports no torch.
+"""Parses JSON, TOML and the names of Python objects that somebody else may have written. Imports no torch.
 
 Whatever is wrong with a text, one kind of error says so: `ValueError`. Python's own parsers also raise RecursionError
 for brackets in brackets, which is no bug of the program, and which a reader of files would not expect.
@@ -6,9 +6,12 @@ for brackets in brackets, which is no bug of the program, and which a reader of 
 
 from __future__ import annotations
 
+import importlib
 import json
 import tomllib
 from typing import Any
+
+from fourfold.errors import nearest
 
 MAX_DEPTH = 100
 """The deepest nesting that is accepted. Real files have fewer than ten levels, and whoever walks or prints a table of
@@ -31,6 +34,20 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     return _shallow(text, found)
+
+
+def import_object(text: str, form: str) -> Any:
+    """Return the object of a name such as `package.module:function`; `form` is how errors write the name."""
+    where, _, name = text.rpartition(":")
+    try:
+        module = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+            raise  # the module exists; something that it imports does not
+        raise ValueError(f"{text}: there is no module {error.name!r}; install it, or set PYTHONPATH=.") from error
+    if not hasattr(module, name):
+        raise ValueError(f"{text}: {where} has no {name!r}{nearest(name, dir(module))}; give {form}")
+    return getattr(module, name)
 
 
 _TOO_DEEP = f"its values are nested more than {MAX_DEPTH} deep"

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from fourfold.gradients import gradients_of
-from fourfold.optim import AdamW
+from fourfold.optim import ShardedOptimizer
 from fourfold.params import local_of
 from fourfold.recording import Recording
 
@@ -333,9 +333,10 @@ class OptimizerSteps:
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse an optimizer whose learning rate the graph would keep for ever."""
         self._any = True
-        if not isinstance(optimizer, AdamW) and any(
-            not isinstance(group["lr"], Tensor) for group in optimizer.param_groups
-        ):
+        if isinstance(optimizer, ShardedOptimizer):
+            if optimizer.not_recordable:
+                raise TypeError(f"{type(optimizer).__name__}: {optimizer.not_recordable}")
+        elif any(not isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
             raise TypeError(
                 f"{type(optimizer).__name__} has its learning rate on the host, where a replay does not see it change; "
                 "give it lr=torch.tensor(...) on the device and capturable=True, or use ff.optim.AdamW"

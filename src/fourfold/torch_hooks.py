@@ -34,6 +34,10 @@ REFUSED = ("Adafactor", "LBFGS", "Muon", "Rprop")
 place, which torch does not support."""
 HOMES = ("torch", "transformers")
 """The packages whose classes `REFUSED` names."""
+ELEMENTWISE = (
+    "use an optimizer that treats each element by itself, such as torch.optim.AdamW, SGD, RMSprop, Adagrad or RAdam"
+)
+"""The way out of errors about optimizers that cannot step shards."""
 
 
 @functools.cache
@@ -79,11 +83,14 @@ def _refuse_unfit(optimizer: Optimizer, *_: Any) -> None:
             "this optimizer was made before ff.parallelize and steps parameters that the model no longer has; make it "
             "after, from model.parameters()"
         )
-    kinds = [kind for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED]
-    if not any(kind.__module__.partition(".")[0] in HOMES for kind in kinds):
+    unfit = unfit_kind(type(optimizer))
+    if unfit is None:
         return
     if any(isinstance(each, DTensor) and hasattr(each.device_mesh, GRID) for each in parameters):
-        raise TypeError(
-            f"{kinds[0].__name__} cannot step parameters that are sharded over a grid; use an optimizer that treats "
-            "each element by itself, such as torch.optim.AdamW, SGD, RMSprop, Adagrad or RAdam"
-        )
+        raise TypeError(f"{unfit.__name__} cannot step parameters that are sharded over a grid; {ELEMENTWISE}")
+
+
+def unfit_kind(kind: type[Optimizer]) -> type | None:
+    """Return the optimizer that cannot step shards, if this class is or derives from one; else None."""
+    kinds = [each for each in kind.__mro__ if each.__name__ in REFUSED]
+    return kinds[0] if any(each.__module__.partition(".")[0] in HOMES for each in kinds) else None

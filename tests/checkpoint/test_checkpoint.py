@@ -157,7 +157,9 @@ def test_changes_beside_the_optimizers_step_fail_the_save_or_keep_the_order(tmp_
 def test_an_optimizer_of_torchs_is_refused_with_the_way_out(tmp_path: Path) -> None:
     model, _ = made("gpt-tiny", alone(), sharded=False)
     theirs = torch.optim.AdamW(model.parameters())
-    with pytest.raises(TypeError, match=r"knows the state of ff.optim.AdamW, not of torch.optim.adamw.AdamW; torch"):
+    with pytest.raises(
+        TypeError, match=r"knows the state of the optimizers of ff.optim, not of torch.optim.adamw.AdamW; torch"
+    ):
         Saver(model.grid, tmp_path).save(1, model, theirs, {})  # type: ignore[arg-type]
 
 

@@ -38,6 +38,7 @@ DTYPES = '"fp32", "bf16", "fp64"'
 
 KEYS: dict[str, tuple[Any, Any, str]] = {
     "model.name": ("llama-tiny", 7, TEXT),
+    "model.options": ({}, 7, "a table"),
     **{
         f"model.{name}": (12, 1.5, WHOLE)
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp_hidden", "vocab", "seq")
@@ -79,6 +80,8 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     f"{SOURCE}.eod": (0, 0.5, WHOLE),
     **{f"batch.{name}": (4, 4.5, WHOLE) for name in ("rows", "seq")},
     "batch.micro_steps": (4, True, WHOLE),
+    "optimizer.name": ("sgd", 1, TEXT),
+    "optimizer.options": ({}, [0.9], "a table"),
     "optimizer.learning_rate": (1e-4, "1e-4", NUMBER),
     "optimizer.warmup": (0, 0.1, WHOLE),
     "optimizer.schedule": ("stable", "stabel", '"cosine", "stable", "constant"'),
@@ -87,9 +90,12 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     "optimizer.clip": (float("inf"), "inf", NUMBER),
     "optimizer.base_rows": (256, 2.5, WHOLE),
     "train.steps": (7, "7", WHOLE),
+    "train.epochs": (1.5, "1", NUMBER),
+    "train.minutes": (90, "90", NUMBER),
     "train.seed": (3, 3.0, WHOLE),
     "train.out": ("runs/a", 5, TEXT),
     **{f"train.{name}": (1, [1], WHOLE) for name in ("evaluate_every", "evaluate_batches", "max_skipped")},
+    "train.callbacks": (["package.module:Class"], "package.module:Class", "a list"),
     "train.graph": ("off", "never", 'one of "auto", "off"'),
     **{f"checkpoint.{name}": (False, "no", FLAG) for name in ("save", "asynchronous")},
     **{f"checkpoint.{name}": (3, 3.0, WHOLE) for name in ("every", "keep_last", "keep_every")},
@@ -204,7 +210,7 @@ def test_an_unknown_section_is_named_and_the_others_listed() -> None:
 
 def test_model_has_the_fields_of_the_models_and_a_name() -> None:
     ours = [field.name for field in dataclasses.fields(SECTIONS["model"])]
-    assert ours == ["name", *(field.name for field in dataclasses.fields(models.ModelConfig))]
+    assert ours == ["name", *(field.name for field in dataclasses.fields(models.ModelConfig)), "options"]
     assert parse(TrainConfig, {"model": {"name": "llama-tiny", "layers": 5}}).model.build() == models.config(
         "llama-tiny", layers=5
     )
@@ -241,8 +247,11 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("model.layers", 0, "layers=0 must be at least 1"),
     ("model.name", "gpt-tinny", r"no model 'gpt-tinny' \(did you mean 'gpt-tiny'\?\)"),
     ("model.seq", 0, "seq=0"),
+    ("model.options", {"width": 8}, "model.options={'width': 8} are for a function, package.module:function"),
     ("optimizer.base_rows", 0, "base_rows"),
     ("optimizer.beta1", 2.0, "beta1"),
+    ("optimizer.name", "adam", r"name='adam' is no optimizer \(did you mean 'adamw'\?\)"),
+    ("optimizer.options", {"momentum": 0.9}, "are for other optimizers; adamw has the keys beta1"),
     ("optimizer.clip", 0.0, "clip=0.0 must be above 0"),
     ("optimizer.clip", float("nan"), "clip=nan must be above 0"),
     ("optimizer.decay", 0.0, "decay=0.0 must be above 0"),
@@ -261,6 +270,8 @@ SENSELESS: list[tuple[str, Any, str]] = [
     ("train.evaluate_every", -1, "evaluate_every=-1 must be at least 0"),
     ("train.max_skipped", 0, "max_skipped=0 must be at least 1"),
     ("train.steps", 0, "steps=0 must be at least 1"),
+    ("train.epochs", 0.0, "epochs=0.0 must be above 0 and finite"),
+    ("train.minutes", float("inf"), "minutes=inf must be above 0 and finite"),
     ("watch.deadline", 0.0, "deadline=0.0 must be above 0"),
     ("watch.start", float("nan"), "start=nan must be above 0; inf waits forever"),
     ("watch.grace", -1.0, "grace=-1.0 must be above 0"),
@@ -299,7 +310,8 @@ def random_value(draw: random.Random, key: str) -> Any:
 def random_config(draw: random.Random) -> TrainConfig:
     table: dict[str, Any] = {}
     for key in KEYS:
-        if draw.random() < 0.5 and not key.startswith("data.sources") and key != "batch.micro_steps":
+        alone = key.startswith("data.sources") or key in ("batch.micro_steps", "optimizer.name")  # others must fit them
+        if draw.random() < 0.5 and not alone:
             section, _, name = key.partition(".")
             table.setdefault(section, {})[name] = random_value(draw, key)
     table.setdefault("data", {})["held_out"] = draw.choice([0.0, 1e-08, 0.999])

@@ -49,7 +49,7 @@ from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, Unre
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid
 from fourfold.layout import Box, boxed, overlap
-from fourfold.optim import AdamW
+from fourfold.optim import ShardedOptimizer
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder in a run."""
@@ -207,7 +207,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 
 
 def load_training(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: AdamW, *, verified: bool = False
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer, *, verified: bool = False
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, and return its `state`; all ranks call it.
 

@@ -39,7 +39,7 @@ from fourfold.checkpoint.training_state import LocalShards, model_shards, traini
 from fourfold.gradients import gradients_of
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Layout
-from fourfold.optim import AdamW
+from fourfold.optim import ShardedOptimizer
 
 SLOWEST_RANK_SECONDS = 1800.0
 """Seconds that rank 0 waits for the slowest rank's file once its own is written. Ranks share a file system and write
@@ -88,7 +88,7 @@ class Saver:
         self._staging = StagingMemory() if asynchronous else None
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # kept when it is complete: the next one writes the same parts
-        self._hooked: AdamW | None = None
+        self._hooked: ShardedOptimizer | None = None
         self._not_removed: list[str] = []
         grid.run_on_rank0("clearing unfinished checkpoints", self._clear)
 
@@ -103,7 +103,7 @@ class Saver:
         """What rank 0 could not remove when it last tried, and why. This is no failure: it tries after every save."""
         return self._not_removed
 
-    def save(self, step: int, model: nn.Module, optimizer: AdamW, state: dict[str, Any]) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
         """Write everything that is needed to resume after this step.
 
         When asynchronous it returns at once: the copy is taken beside forward and backward, and the optimizer's next

@@ -1,8 +1,9 @@
 """The state of training as named tensors, each rank with its own shards.
 
     model/NAME                 parameters and persistent buffers, under the names of the unsharded model
-    optimizer/exp_avg/NAME     AdamW's moments, cut like the parameter, with the sharded optimizer over data too
-    optimizer/step/NAME        the number of steps that AdamW took
+    optimizer/KEY/NAME         the optimizer's state, such as AdamW's exp_avg, exp_avg_sq and step: tensors of the
+                               parameter's shape are cut like it, with the sharded optimizer over data too; scalars
+                               are not cut
     random/cpu, random/cuda    the states of torch's random generators, one row per rank
 
 Names and global shapes do not depend on the grid, which is why any grid loads what any other has saved.
@@ -22,13 +23,9 @@ from fourfold.checkpoint.format import MODEL, OPTIMIZER, RANDOM, TensorInfo
 from fourfold.grid import Grid
 from fourfold.layout import Box, Layout
 from fourfold.nn.layer import specs_of
-from fourfold.optim import AdamW, fresh_state
+from fourfold.optim import ParameterState, ShardedOptimizer
 from fourfold.params import local_of
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments, as torch names them in the state of an optimizer."""
-COUNT = "step"
-"""The key of AdamW's number of steps, as torch names it."""
 ROW_PER_RANK = Layout.along(0, AXES)
 """The layout of a tensor with one row for each rank of the grid."""
 
@@ -69,7 +66,7 @@ LocalShards = Mapping[str, LocalShard]
 """Shards of this rank by the names of their tensors."""
 
 
-def training_shards(model: nn.Module, optimizer: AdamW) -> dict[str, LocalShard]:
+def training_shards(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, LocalShard]:
     """Return this rank's shards of all tensors that are needed to resume training."""
     return {**model_shards(model), **optimizer_shards(optimizer), **random_states(optimizer.gradients.grid)}
 
@@ -109,53 +106,73 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, LocalShard]]:
             yield f"{prefix}.{name}".lstrip("."), shard
 
 
-def optimizer_shards(optimizer: AdamW) -> dict[str, LocalShard]:
+def optimizer_shards(optimizer: ShardedOptimizer) -> dict[str, LocalShard]:
     """Return this rank's shards of the optimizer's state; a parameter that never had a gradient has none."""
-    _require_adamw(optimizer)
+    _require_sharded(optimizer)
     found: dict[str, LocalShard] = {}
     for name, part in optimizer.parts.items():
         if state := optimizer.state.get(part):
-            found |= _state_shards(optimizer, name, {key: state[key] for key in (*MOMENTS, COUNT)})
+            found |= _state_shards(optimizer, name, state)
     return found
 
 
-def new_optimizer_shards(optimizer: AdamW, names: set[str]) -> dict[str, LocalShard]:
+def new_optimizer_shards(optimizer: ShardedOptimizer, names: set[str]) -> dict[str, LocalShard]:
     """Allocate the state of these parameters, to be filled; the optimizer's own state does not change."""
-    _require_adamw(optimizer)
+    _require_sharded(optimizer)
     found: dict[str, LocalShard] = {}
     for name, part in optimizer.parts.items():
         if name in names:
-            found |= _state_shards(optimizer, name, fresh_state(part))
+            found |= _state_shards(optimizer, name, optimizer.fresh_state(part))
     return found
 
 
-def set_optimizer_state(optimizer: AdamW, shards: LocalShards) -> None:
+def set_optimizer_state(optimizer: ShardedOptimizer, shards: LocalShards) -> None:
     """Replace the optimizer's whole state by these shards."""
     for name, part in optimizer.parts.items():
-        keys = [key for key in (*MOMENTS, COUNT) if f"{OPTIMIZER}{key}/{name}" in shards]
         optimizer.state.pop(part, None)
-        if keys:
-            optimizer.state[part] = {key: shards[f"{OPTIMIZER}{key}/{name}"].local for key in keys}
+        kinds = optimizer.fresh_state(part.detach()[:0] if part.dim() else part.detach())  # without its memory
+        found = {key: shards.get(f"{OPTIMIZER}{key}/{name}") for key in kinds}
+        if any(found.values()):
+            optimizer.state[part] = {
+                key: None if shard is None else shard.local if isinstance(kinds[key], Tensor) else shard.local.item()
+                for key, shard in found.items()
+            }
 
 
-def _require_adamw(optimizer: object) -> None:
-    if not isinstance(optimizer, AdamW):
+def _require_sharded(optimizer: object) -> None:
+    if not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
-            f"a checkpoint knows the state of ff.optim.AdamW, not of {type(optimizer).__module__}."
+            f"a checkpoint knows the state of the optimizers of ff.optim, not of {type(optimizer).__module__}."
             f"{type(optimizer).__name__}; torch.distributed.checkpoint saves the state of torch's optimizers"
         )
 
 
-def _state_shards(optimizer: AdamW, name: str, state: dict[str, Tensor]) -> dict[str, LocalShard]:
-    """Return the shards of one parameter's state: moments are cut like the parameter, the count is not cut."""
-    _, spec = optimizer.gradients.parameters[name]
+def _state_shards(optimizer: ShardedOptimizer, name: str, state: ParameterState) -> dict[str, LocalShard]:
+    """Return the shards of one parameter's state: what has its shape is cut like it, scalars are not cut."""
+    part, (_, spec) = optimizer.parts[name], optimizer.gradients.parameters[name]
     cuts = spec.storage.cuts
     if optimizer.gradients.policy.shard_optimizer:
         cuts = (*cuts, (REPLICA, 0))
-    found = {
-        f"{OPTIMIZER}{key}/{name}": LocalShard(state[key], spec.shape, Layout(cuts), finite=True) for key in MOMENTS
-    }
-    return {**found, f"{OPTIMIZER}{COUNT}/{name}": LocalShard(state[COUNT], (), Layout(), finite=True)}
+    found: dict[str, LocalShard] = {}
+    for key, value in state.items():
+        if value is None:
+            continue  # a key that this optimizer does not use with its options
+        try:
+            local = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            local = torch.empty(0, 0)
+        if local.shape == part.shape:
+            shard = LocalShard(local, spec.shape, Layout(cuts), finite=True)
+        elif not local.shape:
+            shard = LocalShard(local, (), Layout(), finite=True)
+        else:
+            shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"the state {key!r} of {type(optimizer).__name__} for {name} is of {shown}, and a checkpoint holds "
+                f"tensors of the parameter's shape {tuple(part.shape)} and scalars; use another optimizer"
+            )
+        found[f"{OPTIMIZER}{key}/{name}"] = shard
+    return found
 
 
 def random_states(grid: Grid) -> dict[str, LocalShard]:

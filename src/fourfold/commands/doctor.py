@@ -105,7 +105,7 @@ def explain(folder: Path) -> Iterator[str]:
         yield from found.read_text().rstrip().splitlines()
     if not tapes:
         yield "\nits ranks left no tapes"
-    elif end is None or end["reason"] != End.FINISHED:
+    elif end is None or end["reason"] not in (End.FINISHED, End.OUT_OF_TIME):
         yield "\nthe tapes of its ranks:"
         # the ranks' own diagnosis is better if it is from this start: it knows which rank did not answer
         if found_at < max(tape.who.began for tape in tapes.values()):
@@ -308,7 +308,10 @@ class Preflight:
         needs = Needs(
             folder=folder,
             saves=section.save,
-            checkpoint=STATES * config.policy.parameters.itemsize * config.model.build().parameters,
+            # how large a model of the user is, only building it would tell
+            checkpoint=0
+            if config.model.is_own
+            else STATES * config.policy.parameters.itemsize * config.model.build().parameters,
             kept=most_kept(
                 config.train.steps,
                 section.every,

@@ -102,7 +102,7 @@ def grid_options(shape: Shape) -> list[str]:
 
 def default_folder(config: TrainConfig) -> str:
     """Return the folder for a run that does not name one."""
-    return f"runs/{Path(config.model.name).name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return f"runs/{Path(config.model.name).name.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def put_json(document: dict[str, Any], path: str) -> None:

@@ -352,13 +352,17 @@ def train_options(command: argparse.ArgumentParser) -> None:
     option(command, "config", config, Path, "CONFIG.toml", nargs="?")
 
     what = command.add_argument_group("what to train")
-    option(what, "--model", "a published size, such as gpt-125m; default: gpt-tiny", metavar="NAME")
+    model = "a published size, such as gpt-125m, or package.module:function, which returns a module; default: gpt-tiny"
+    option(what, "--model", model, metavar="NAME")
     data = (
         "a text file, a folder of text files, a .tokens file, or a Megatron or nanoGPT .bin; may be repeated; "
         "default: standard-library, the source of Python's own modules"
     )
     option(what, "--data", data, metavar="PATH", action="append")
     option(what, "--steps", "number of optimizer steps; default: 100", whole)
+    option(what, "--epochs", "passes over the training data, in place of --steps; default: none", number, "N")
+    minutes = "end the run after this many minutes, with an evaluation and a checkpoint; default: no limit"
+    option(what, "--minutes", minutes, number, "N")
     dtype = "dtype of matrix products and messages; default: bf16 on GPUs, fp32 on the CPU"
     option(what, "--dtype", dtype, choices=("fp32", "bf16", "fp64"))
     option(what, "--out", "the run's folder; default: runs/MODEL-DATE-TIME", metavar="RUN")

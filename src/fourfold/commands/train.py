@@ -38,12 +38,12 @@ from fourfold.commands.local_ranks import (
 from fourfold.commands.probe import versions
 from fourfold.compare import compare_serial
 from fourfold.data.loader import Loader
-from fourfold.environment import Environment, inside_a_job, is_watched
+from fourfold.environment import Environment, command_began, inside_a_job, is_watched
 from fourfold.errors import FailedElsewhereError, Failure, RollBackError
 from fourfold.grid import Grid
 from fourfold.job import Channel, agree_on_facts
-from fourfold.models.transformer import build
 from fourfold.train import fork_server
+from fourfold.train.callbacks import Callbacks
 from fourfold.train.checkpoints import (
     Start,
     any_restarted,
@@ -60,9 +60,10 @@ from fourfold.train.checkpoints import (
 )
 from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.console import write_data
+from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.launch import RestartPolicy, launch, share_cores, wait_after_restart
-from fourfold.train.loop import Run, open_sources
-from fourfold.train.planning import Hardware, memory_bytes, remarks, resolve
+from fourfold.train.loop import Run, open_sources, open_sources_here
+from fourfold.train.planning import Hardware, count_steps, memory_bytes, remarks, resolve
 from fourfold.train.progress import PlainProgress, ProgressBar, RankLog, RunLog, note, output, predicted, progress
 from fourfold.train.run_folder import (
     KINDS,
@@ -99,7 +100,8 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if inside_a_job():
         return _train(options, device)
     asked = requested(options, options.ranks)
-    check_profile(options, asked)
+    if asked.train.epochs is None:
+        check_profile(options, asked)
     ranks = wanted_ranks(asked, options.ranks, device)
     people = sys.stderr if options.print_config else output(options.json)
 
@@ -114,7 +116,7 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     config = resolved(ranks)
     if options.print_config:
-        write_data(config.toml(explained=True))
+        write_data(count_steps_here(config).toml(explained=True))
         return 0
     restarts = wanted_restarts(config, options.restarts, ranks)
     if ranks == 1 and not restarts:
@@ -127,7 +129,8 @@ def train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.resume is not None:
         require_unowned(options.resume)
         start = start_at(options.resume, config, options.step)
-        if is_done(start, config, options.resume, people):
+        # with epochs the ranks find out, because only they open the data
+        if config.train.epochs is None and is_done(start, config, options.resume, people):
             return 0
 
     def rank_arguments(config: TrainConfig) -> list[str]:
@@ -215,7 +218,8 @@ def _train(options: argparse.Namespace, device: str) -> int:
     here = Environment.read()
     require_world(options.ranks, here.world)
     config = requested(options, here.world)
-    check_profile(options, config)
+    if config.train.epochs is None:
+        check_profile(options, config)
     with join_watched(device, here, config.watch) as alarm:
         grid, config, reason = make_grid(config, device, options)
         people = sys.stderr if options.print_config else output(options.json)
@@ -226,7 +230,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
         raise_on_signals()  # only now: while a rank waited for others to join, a Python handler could not run
         if options.print_config:
             if grid.rank == 0:
-                write_data(config.toml(explained=True))
+                write_data(count_steps_here(config).toml(explained=True))
             return 0
         if options.compare_serial is not None:
             if options.json is not None:
@@ -237,6 +241,7 @@ def _train(options: argparse.Namespace, device: str) -> int:
 
 def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: NoAlarm) -> int:
     """Train the run, again after each rollback, and return the exit code."""
+    began = command_began()
     alarm.enter(Phase.FOLDER)
     stream = output(options.json)
     require_named_folder(config.train.out)
@@ -245,6 +250,12 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
     again = any_restarted(grid)
     resumes = options.resume is not None or again
     check_outputs(grid, out, config, options.json, resumes=resumes)
+    if config.train.epochs is not None:
+        alarm.enter(Phase.DATA)
+        config = count_steps(config, open_sources(config, grid, out / "data"))
+        grid.agree("the number of steps", str(config.train.steps))
+        check_profile(options, config)
+        alarm.enter(Phase.FOLDER)
     step = options.step if not again or still_to_rewind(grid, out, options.step) else None
     start = find_start(grid, out, config, step) if resumes else Start()
     if is_done(start, config, out, stream if grid.rank == 0 else None):
@@ -257,7 +268,8 @@ def _run(config: TrainConfig, grid: Grid, options: argparse.Namespace, alarm: No
     trained = False
     say = partial(print, file=stream, flush=True)
     while True:
-        run = Run(config, grid, out, profile=profile, alarm=alarm, tell=say if grid.rank == 0 else lambda _: None)
+        tell = say if grid.rank == 0 else lambda _: None
+        run = Run(config, grid, out, profile=profile, alarm=alarm, began=began, tell=tell)
         prepare(run, start, stream, memory)
         try:
             with RankLog(out, grid), run.stop.listening():
@@ -298,7 +310,8 @@ def prepare(run: Run, start: Start, stream: IO[str], memory: Sequence[MemorySink
     def sinks() -> list[Sink]:
         opened = open_sinks(run.config.log, run.out, run.config, resumed_after)
         speakers.append(RunLog(run.out, run.config.train.steps, start.step))
-        return [*opened, *speakers, *memory]
+        # last: everything is recorded before a callback of the user may fail
+        return [*opened, *speakers, *memory, Callbacks(run.config.train.callbacks, run.out, run.config)]
 
     run.begin(sinks, start)
     if run.grid.rank == 0:
@@ -315,9 +328,13 @@ def farewell(run: Run, stream: IO[str]) -> None:
             said = f"stopped by {NAMES[run.stopped]}; {what_is_saved(out)}"
             print(f"fourfold: {said}", file=sys.stderr, flush=True)
         return
+    if run.out_of_time:
+        train = run.config.train
+        over = f"train.minutes={train.minutes:g} are over after step {run.step} of {train.steps}"
+        print(f"{over}; {what_is_saved(out)}", file=stream)
     print(f"\n{out}: config, metrics{', checkpoints' if saved else ''}.", file=stream)
     print(f"  fourfold report {shlex.quote(str(out))}", file=stream)
-    if saved:
+    if saved and not run.config.model.is_own:
         print(f"  fourfold sample {shlex.quote(str(out))} --prompt 'import '", file=stream)
 
 
@@ -417,7 +434,7 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
     tokens = sum(source.tokens for source in run.sources)
     micro = f" in {batch.micro_steps} micro-batches" if batch.micro_steps > 1 else ""
     yield (
-        f"{config.model.name}: {run.model_config.parameters / 1e6:.1f}M parameters, {policy.dtype}, "
+        f"{config.model.name}: {run.language_model.parameters / 1e6:.1f}M parameters, {policy.dtype}, "
         f"{grid.shape.world} rank{'s' if grid.shape.world > 1 else ''} ({grid}) on {grid.device.type}"
     )
     names = ", ".join(source.name for source in run.sources)
@@ -428,7 +445,7 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
     )
     if read > MOST_EPOCHS:
         yield f"note: the data is read {read:.0f} times and will be learned by heart; add data, or take fewer steps"
-    yield run.kept_text
+    yield from run.language_model.notes()
     yield f"peak of one device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:
         yield predicted(run.stored["predicted"])
@@ -445,7 +462,7 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
             f"--compare-serial {steps} with data.documents={config.data.documents}: compare at least one step, "
             "with data.documents=false"
         )
-    model, policy, seed = config.model.build(), config.build_policy(), config.train.seed
+    seed = config.train.seed
     with tempfile.TemporaryDirectory() as cache:
         loader = Loader(
             open_sources(config, grid, Path(cache)),
@@ -453,7 +470,7 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
             Grid.alone(grid.device),  # reads whole batches
             rows=config.batch.rows,
             seq=config.batch.seq,
-            vocab=model.vocab,
+            vocab=vocab_of(config),
             seed=seed,
             held_out=config.data.held_out,
             device=torch.device("cpu"),
@@ -461,7 +478,7 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
         with loader:
             batches = [loader.next()[0][:2] for _ in range(steps)]
     found = compare_serial(
-        lambda place: build(model, place, policy=policy, seed=seed, dtype=config.policy.parameters),
+        lambda place: build_model(config, place).module,
         batches,
         grid,
         max_norm=config.optimizer.clip,
@@ -474,6 +491,8 @@ def _compare(config: TrainConfig, grid: Grid, steps: int) -> int:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise if options contradict each other."""
+    if options.profile and options.compare_serial is not None:
+        raise ValueError("--compare-serial does not train, so it has no steps to --profile; leave one of them out")
     if options.resume is not None:
         if options.out is not None and Path(options.out) != options.resume:
             raise ValueError(
@@ -504,11 +523,21 @@ def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
     given = {
         "model.name": options.model,
         "train.steps": options.steps,
+        "train.epochs": options.epochs,
+        "train.minutes": options.minutes,
         "policy.dtype": options.dtype,
         "train.out": options.out if options.resume is None else str(options.resume),
         "plan.machine": options.machine,
     }
     changes += [(key, value) for key, value in given.items() if value is not None]
+    changed = dict(changes)
+    if "train.steps" in changed:
+        if changed.get("train.epochs") is not None:
+            raise ValueError(
+                f"train.epochs={changed['train.epochs']} decides the number of steps, and train.steps="
+                f"{changed['train.steps']} does too; give one of them"
+            )
+        changes.append(("train.epochs", None))  # the command line wins over the epochs of a file or of a stored run
     config = read_config(source, changes, forget_grid=options.grid is not None)
     if options.resume is None or options.grid or config.grid.auto:
         return config
@@ -518,12 +547,18 @@ def requested(options: argparse.Namespace, ranks: int | None) -> TrainConfig:
     return read_config(source, [("grid.order", list(AXES)), *changes], forget_grid=True)
 
 
+def count_steps_here(config: TrainConfig) -> TrainConfig:
+    """Return a resolved config with the steps that its epochs take, to be printed: text is prepared and forgotten."""
+    if config.train.epochs is None:
+        return config
+    with tempfile.TemporaryDirectory() as cache:
+        return count_steps(config, open_sources_here(config, Path(cache)))
+
+
 def check_profile(options: argparse.Namespace, config: TrainConfig) -> None:
     """Raise if --profile names steps that the run does not have."""
     if not options.profile:
         return
-    if options.compare_serial is not None:
-        raise ValueError("--compare-serial does not train, so it has no steps to --profile; leave one of them out")
     first, last, steps = options.profile[0], options.profile[-1], config.train.steps
     if last > steps:
         asked = first if first == last else f"{first}-{last}"

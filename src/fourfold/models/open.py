@@ -13,7 +13,6 @@ express is refused with the reason, never approximated. Keys that do not change 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from fourfold.models.hugging_face import read_config_json
 from fourfold.models.sizes import SIZES
 from fourfold.models.transformer import build
 from fourfold.nn.layer import SPECS, Layer
-from fourfold.parse import parse_toml
+from fourfold.parse import import_object, parse_toml
 from fourfold.policy import Policy
 
 ModelBuilder = Callable[..., nn.Module]
@@ -176,16 +175,7 @@ def _make_config(fields: Mapping[str, Any], source: str) -> ModelConfig:
 
 
 def _import_function(text: str) -> ModelBuilder:
-    where, _, name = text.rpartition(":")
-    try:
-        module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-            raise  # the module exists; something that it imports does not
-        raise ValueError(f"{text}: there is no module {error.name!r}; install it, or set PYTHONPATH=.") from error
-    if not hasattr(module, name):
-        raise ValueError(f"{text}: {where} has no {name!r}{nearest(name, dir(module))}; give package.module:function")
-    function = getattr(module, name)
+    function = import_object(text, "package.module:function")
     if not callable(function):
         raise ValueError(
             f"{text} is {type(function).__name__}, not a function that builds a model; give package.module:function"

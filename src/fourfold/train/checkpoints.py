@@ -44,7 +44,7 @@ from fourfold.errors import (
     is_damaged,
 )
 from fourfold.grid import Grid
-from fourfold.optim import AdamW, Schedule
+from fourfold.optim import Schedule, ShardedOptimizer
 from fourfold.parse import parse_json
 from fourfold.train.config import ModelSection, TrainConfig
 from fourfold.train.run_folder import RunEvent, finish, holds_run, last_good_step, strict
@@ -55,8 +55,11 @@ LAST_SAVE_SECONDS = 30.0
 parts take, short compared with the restart that follows."""
 LAST_SAVE_SECONDS_IN_A_HURRY = 5.0
 """The same if somebody waits for the end, or if another rank is gone, so that the checkpoint will never be complete."""
-FIXED = (("train", "seed"), ("batch", "rows"))
-"""Keys of the config that a resumed run cannot change: they determine which samples a step has."""
+FIXED = (("train", "seed"), ("batch", "rows"), ("optimizer", "name"))
+"""Keys of the config that a resumed run cannot change: they determine which samples a step has, and what the state of
+the optimizer means."""
+BEFORE = {("optimizer", "name"): "adamw"}
+"""Values of those keys for checkpoints that were saved before the key existed."""
 MAY_CHANGE = ("name", "seq", "dropout", "attention_dropout")
 """Fields of the model that do not change what its weights compute."""
 OF_THE_SCHEDULE = {("optimizer", field.name) for field in fields(Schedule)}
@@ -118,7 +121,7 @@ class RunSaver:
         before, self._put_off = self._put_off, True
         return not before
 
-    def save(self, good: GoodStep, model: nn.Module, optimizer: AdamW, *, last: bool) -> None:
+    def save(self, good: GoodStep, model: nn.Module, optimizer: ShardedOptimizer, *, last: bool) -> None:
         """Save a step, unless it is saved already; at the end of the run wait until the checkpoint is complete.
 
         Model and optimizer must be those of the step: it is the last one that was not skipped.
@@ -130,7 +133,7 @@ class RunSaver:
             with self._naming_the_newest():
                 self._wait()
 
-    def _save(self, good: GoodStep, model: nn.Module, optimizer: AdamW, *, wait: bool) -> None:
+    def _save(self, good: GoodStep, model: nn.Module, optimizer: ShardedOptimizer, *, wait: bool) -> None:
         state = {
             "config": strict(to_table(self.config)),
             "data": good.data,
@@ -381,12 +384,14 @@ def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) 
             raise DamagedCheckpointError(
                 f"{checkpoint}: its config has {written!r} for the section {section}; copy it again"
             )
-        saved = written.get(key)
+        saved = written.get(key, BEFORE.get((section, key)))
         if saved != now[section][key]:
             raise ValueError(
                 f"{section}.{key} was {saved} in {checkpoint} and is {now[section][key]}; a resumed run keeps it, take "
                 "another --out to train with another"
             )
+    if config.model.is_own:
+        return  # the tensors are compared when they are loaded
     try:
         model = asdict(parse(ModelSection, before["model"]).build())
     except (KeyError, TypeError, ValueError):
@@ -416,7 +421,7 @@ def changed_keys(config: TrainConfig, before: dict[str, Any]) -> tuple[str, ...]
 
 
 def restore(
-    start: Start, model: nn.Module, optimizer: AdamW, loader: Loader, *, accept_changes: bool = False
+    start: Start, model: nn.Module, optimizer: ShardedOptimizer, loader: Loader, *, accept_changes: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Load the checkpoint into model, optimizer and loader; return its whole state, {} if the run starts at 0.
 
@@ -476,9 +481,8 @@ def is_done(start: Start, config: TrainConfig, out: Path, stream: IO[str] | None
     if stream is not None:
         if start.step == config.train.steps and not start.newer and (out / "metrics.jsonl").exists():
             finish(out / "metrics.jsonl", start.step)
-        print(
-            f"{out} has reached step {start.step} of {config.train.steps}; give more --steps to continue", file=stream
-        )
+        more = "--steps" if config.train.epochs is None else "--epochs"
+        print(f"{out} has reached step {start.step} of {config.train.steps}; give more {more} to continue", file=stream)
     return True
 
 

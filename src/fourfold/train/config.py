@@ -71,10 +71,36 @@ class ModelKeys:
 
     name: str
     """A published size, such as gpt-125m or llama-3-8b; or a name of your own, which needs the keys from layers to seq.
-    Keys that are not set have the value of the published size."""
+    Keys that are not set have the value of the published size. Or package.module:function, which returns an
+    nn.Module."""
+    options: dict[str, Any]
+    """Arguments of that function. Of the other keys it may have `vocab`, the number of ids that the module knows; by
+    default it is that of the tokenizer."""
+
+    def __post_init__(self) -> None:
+        if not self.is_own:
+            if self.options:
+                raise ValueError(f"options={self.options} are for a function, package.module:function, not {self.name}")
+            return
+        given = [key for key in MODEL_FIELDS if getattr(self, key) is not None and key != "vocab"]
+        if given:
+            raise ValueError(
+                f"{given[0]}={getattr(self, given[0])} is a key of reference models; give {self.name} its arguments in "
+                "model.options"
+            )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the name is that of a function of the user, `package.module:function`."""
+        return ":" in self.name
 
     def build(self) -> models.ModelConfig:
         """Return the model's config: the published size with the given keys changed, or a model of only these keys."""
+        if self.is_own:
+            raise ValueError(
+                f"{self.name} builds a model of your own; the planner, fourfold sample and fourfold export know "
+                "reference models only"
+            )
         changes = {key: getattr(self, key) for key in MODEL_FIELDS if getattr(self, key) is not None}
         required = [field.name for field in fields(models.ModelConfig) if field.default is MISSING]
         missing = [name for name in required if name not in changes]
@@ -94,6 +120,7 @@ ModelSection = make_dataclass(
     [
         ("name", str, "gpt-tiny"),
         *((name, kind | None, field_of(models.ModelConfig)) for name, kind in MODEL_FIELDS.items()),
+        ("options", dict[str, Any], field(default_factory=dict)),
     ],
     bases=(ModelKeys,),
     namespace={"__doc__": ModelKeys.__doc__},
@@ -267,8 +294,13 @@ class BatchSection:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSection:
-    """AdamW and its schedule."""
+    """The optimizer and the schedule of its learning rate."""
 
+    name: str = "adamw"
+    """`adamw`, `sgd` with a momentum of 0.9, or `package.module:Class`: an optimizer of torch's interface that takes
+    parameters and lr, and treats each element of a parameter by itself."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for sgd or another class, such as momentum; AdamW has keys of its own."""
     learning_rate: float | None = None
     """The highest learning rate; by default it follows from the number of parameters."""
     warmup: int | None = None
@@ -297,6 +329,17 @@ class OptimizerSection:
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip} must be above 0; inf turns clipping off")
         require_at_least(self, learning_rate=0, eps=0, weight_decay=0, base_rows=1)
+        if self.name not in ("adamw", "sgd") and ":" not in self.name:
+            near = nearest(self.name, ["adamw", "sgd"])
+            raise ValueError(f"name={self.name!r} is no optimizer{near}; give adamw, sgd or package.module:Class")
+        if self.name == "adamw" and self.options:
+            raise ValueError(
+                f"options={self.options} are for other optimizers; adamw has the keys beta1, beta2, eps, weight_decay"
+            )
+        defaults = {each.name: each.default for each in fields(OptimizerSection)}
+        for name in ("beta1", "beta2", "eps"):
+            if self.name != "adamw" and getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name}={getattr(self, name)} is a key of adamw; give {self.name} its own in options")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
@@ -307,7 +350,13 @@ class TrainSection:
     """How long the run trains, where it writes, and how often it evaluates."""
 
     steps: int = 100
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. The schedule of the learning rate ends with the last of them."""
+    epochs: float | None = None
+    """Passes over the training data, in place of steps: steps becomes as many as they take, rounded up."""
+    minutes: float | None = None
+    """Minutes of wall time after which the run ends as if its steps were over, with an evaluation and a checkpoint;
+    by default it has no limit. Time counts from the start of the command, including restarts of its ranks; a run that
+    is resumed has all its minutes again."""
     seed: int = 0
     """Whole number from which initial weights, dropout and the order of the data follow."""
     out: str | None = None
@@ -318,12 +367,19 @@ class TrainSection:
     """Batches of batch.rows sequences per evaluation."""
     max_skipped: int = 5
     """The run stops after this many skipped steps in a row; see watch.not_finite and watch.spikes."""
+    callbacks: tuple[str, ...] = ()
+    """Classes, each `package.module:Class`, with methods that rank 0 calls after steps, evaluations, checkpoints and at
+    the end; `callbacks.py` lists them."""
     graph: Literal["auto", "off"] = "auto"
     """Whether steps on a GPU are recorded as a CUDA graph and replayed; auto does it unless something forbids it or
     replays are slower, and then says what."""
 
     def __post_init__(self) -> None:
         require_at_least(self, steps=1, evaluate_every=0, evaluate_batches=1, max_skipped=1)
+        for name in ("epochs", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < inf:
+                raise ValueError(f"{name}={value} must be above 0 and finite; leave it out for no such limit")
 
 
 @dataclass(frozen=True, slots=True)

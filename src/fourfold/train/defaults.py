@@ -23,6 +23,8 @@ MOST_RATE = 1e-3
 """The highest learning rate by default; the formula would give models below 27 million parameters more."""
 CPU_TOKENS, CPU_SEQ = 16 * 128, 128
 """Tokens per step on the CPU, and the most tokens of a sequence there."""
+OWN_TOKENS, OWN_SEQ, OWN_RATE = 8192, 1024, 3e-4
+"""Tokens of a rank's batch, tokens of a sequence, and learning rate on a GPU for a module of the user."""
 LEAST_WARMUP, MOST_WARMUP = 10, 2000
 """Bounds of the steps of warm-up. Between them it is one step in fifty."""
 DEVICE_HOURS = 50_000
@@ -36,9 +38,10 @@ STATE_BYTES = 12
 """Bytes of a checkpoint per parameter: the weight and AdamW's two moments in fp32."""
 
 
-def sequence(model: ModelConfig, *, on_gpu: bool) -> int:
+def sequence(model: ModelConfig | None, *, on_gpu: bool) -> int:
     """Return the tokens of a sequence: as many as the model was made for, on the CPU fewer."""
-    return model.seq if on_gpu else min(model.seq, CPU_SEQ)
+    most = OWN_SEQ if model is None else model.seq
+    return most if on_gpu else min(most, CPU_SEQ)
 
 
 def batch_tokens(model: ModelConfig, *, on_gpu: bool) -> int:
@@ -83,24 +86,29 @@ def rows_near(tokens: float, seq: int, devices: int) -> int:
     return next(near for step in steps if abs((near := round(rows / step) * step) - rows) <= 0.05 * rows)
 
 
+def _own_tokens(ranks: int, *, on_gpu: bool) -> int:
+    return ranks * OWN_TOKENS if on_gpu else CPU_TOKENS
+
+
 def fill_in(config: TrainConfig, ranks: int, *, on_gpu: bool) -> TrainConfig:
-    """Return the config with sequence length, rows, learning rate, warm-up and checkpoint interval, where it has none.
+    """Return the config with sequence length, rows, learning rate and checkpoint interval, where it has none.
 
     Rows are a multiple of what a given grid needs; without one, of the number of ranks, if there are enough of them.
+    Nobody knows the size of a module of the user, which gets the `OWN_` values.
     """
-    model, batch, shape = config.model.build(), config.batch, config.grid.shape
+    model, batch, shape = None if config.model.is_own else config.model.build(), config.batch, config.grid.shape
     seq = batch.seq or sequence(model, on_gpu=on_gpu)
     rows = batch.rows
     if not rows:
-        rows = rows_near(batch_tokens(model, on_gpu=on_gpu), seq, ranks)
+        tokens = _own_tokens(ranks, on_gpu=on_gpu) if model is None else batch_tokens(model, on_gpu=on_gpu)
+        rows = rows_near(tokens, seq, ranks)
         places = (ranks if ranks <= rows else 1) if config.grid.auto else shape.places
         unit = places * (batch.micro_steps or 1)
         rows = max(1, round(rows / unit)) * unit
     optimizer, checkpoint = config.optimizer, config.checkpoint
     if optimizer.learning_rate is None:
-        optimizer = replace(optimizer, learning_rate=learning_rate(model))
-    if optimizer.warmup is None:
-        optimizer = replace(optimizer, warmup=warmup(config.train.steps))
+        optimizer = replace(optimizer, learning_rate=OWN_RATE if model is None else learning_rate(model))
     if checkpoint.minutes is None:
-        checkpoint = replace(checkpoint, minutes=checkpoint_minutes(model, ranks))
+        minutes = MOST_MINUTES if model is None else checkpoint_minutes(model, ranks)
+        checkpoint = replace(checkpoint, minutes=minutes)
     return replace(config, batch=replace(batch, rows=rows, seq=seq), optimizer=optimizer, checkpoint=checkpoint)

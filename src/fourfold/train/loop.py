@@ -12,22 +12,22 @@ never makes the device wait. Work between steps (evaluation, comparing replicas,
 from __future__ import annotations
 
 import platform
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fourfold
 from fourfold.atomic import write_json, write_text
 from fourfold.checkpoint.load import remove_checkpoint, set_aside
-from fourfold.checkpoint.training_state import training_shards
+from fourfold.checkpoint.training_state import new_optimizer_shards, training_shards
 from fourfold.data.loader import Evaluation, Loader, TokenBatch, unigram_entropy
 from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
@@ -35,6 +35,7 @@ from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import is_watched
 from fourfold.errors import (
     BadStepsError,
+    CallbackError,
     CollectiveError,
     End,
     LostPeerError,
@@ -45,16 +46,15 @@ from fourfold.errors import (
 )
 from fourfold.grid import Grid
 from fourfold.models.generate import evaluating
-from fourfold.models.transformer import build
 from fourfold.nn.loss import count_targets
-from fourfold.optim import AdamW, Clipped
-from fourfold.planner.trace import kept_bytes
-from fourfold.planner.transformer import flops_per_token
+from fourfold.optim import SGD, AdamW, Clipped, ShardedOptimizer, on_shards
+from fourfold.parse import import_object
 from fourfold.step_graph import StepGraph
 from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
 from fourfold.train.config import DTYPES, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
+from fourfold.train.language_model import build_model, vocab_of
 from fourfold.train.metrics import Meter, StepMetrics, StepProfiler, peak_of
 from fourfold.train.planning import PredictionCheck, predict_run
 from fourfold.train.run_folder import FolderLock, RunEvent, Sink, check_folder, make_folder, rewind, strict
@@ -92,18 +92,21 @@ class Run:
         *,
         profile: range = range(0),
         alarm: NoAlarm | None = None,
+        began: float | None = None,
         tell: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """`alarm` watches over the ranks of the job already. `tell` gets what the run does before its first step."""
+        """`alarm` watches over the ranks of the job already. `tell` gets what the run does before its first step.
+
+        `began` is when the command began, from which `train.minutes` count, in seconds by the wall clock.
+        """
         self.config, self.grid, self.out, self._tell = config, grid, out, tell
+        self._began = time.time() if began is None else began
         self.alarm = alarm or NoAlarm()
         self._enter(Phase.DATA)
-        self.model_config = config.model.build()
-        self.policy = config.build_policy()
         self.sources = open_sources(config, grid, out / "data")
         batch, data, seed = config.batch, config.data, config.train.seed
         weights = [source.weight for source in data.sources]
-        vocab = self.model_config.vocab
+        vocab = vocab_of(config)
         rows = batch.rows // batch.micro_steps
         common: dict[str, Any] = dict(seq=batch.seq, vocab=vocab, held_out=data.held_out, documents=data.documents)
         self.loader = Loader(
@@ -114,34 +117,30 @@ class Run:
             batches = config.train.evaluate_batches * batch.micro_steps
             self.evaluation = Evaluation(self.sources, grid, rows=rows, batches=batches, **common)
         self._enter(Phase.MODEL)
-        self.model = build(self.model_config, grid, policy=self.policy, seed=seed, dtype=config.policy.parameters)
-        section = config.optimizer
-        self.optimizer = AdamW(
-            self.model,
-            config.schedule.learning_rate,
-            betas=(section.beta1, section.beta2),
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-        )
+        self.language_model = build_model(config, grid)
+        self.model = self.language_model.module
+        self.optimizer = make_optimizer(self.model, config)
         self.schedule = config.schedule
         records = config.train.graph == "auto" and grid.device.type == "cuda"
-        self.step_graph = StepGraph(self._compute, self.model) if records else None
+        self._not_replayed = self.optimizer.not_recordable if records else ""
+        """Why steps are not replayed as a CUDA graph, though they should be."""
+        self.step_graph = StepGraph(self._compute, self.model) if records and not self._not_replayed else None
         self._told_reason = False
         """Whether it was recorded why steps are not replayed."""
         self._gradient_names: tuple[str, ...] = ()
-        self.flops = flops_per_token(self.model_config, batch.seq, self.policy)
         self.peak = peak_of(grid, DTYPES[config.policy.dtype], config.log.peak_flops)
         self.entropy = sum(
             weight / sum(weights) * unigram_entropy(source, vocab, held_out=data.held_out, seq=batch.seq)
             for weight, source in zip(weights, self.sources, strict=True)
         )
-        self.local_rows = rows // grid.shape.places
         self.meter = Meter(grid)
         self.profile = StepProfiler(profile, grid, out / "profile")
         self.step_judge = StepJudge(config.watch, config.train.max_skipped)
         self.stop = Stop(grid, config.watch.grace)
         self.stopped = 0
         """The signal that stopped the run before its last step, 0 if none did."""
+        self.out_of_time = False
+        """Whether `train.minutes` ended the run before its last step."""
         self.step = 0
         """The last step that was read."""
         self._good: GoodStep | None = GoodStep(0, self.loader.state(), self.step_judge.state())
@@ -163,28 +162,9 @@ class Run:
         self.alarm.enter(phase)
         self._tell(phase)
 
-    @cached_property
-    def kept_bytes(self) -> dict[str, int]:
-        """Bytes that one rank keeps for backward, by kind of recompute."""
-        return kept_bytes(
-            self.model_config,
-            self.grid,
-            self.policy,
-            self.local_rows,
-            self.config.batch.seq,
-            dtype=self.config.policy.parameters,
-            documents=self.config.data.documents,
-        )
-
-    @property
-    def kept_text(self) -> str:
-        """`kept_bytes` and this run's choice, in a sentence."""
-        sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in self.kept_bytes.items())
-        return f"kept for backward on each rank, by kind of recompute: {sizes}; this run uses {self.policy.recompute}"
-
     def facts(self) -> RunEvent:
         """Return the description of the run for run.json."""
-        shape, device = self.grid.shape, self.grid.device
+        shape, device, flops = self.grid.shape, self.grid.device, self.language_model.flops
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu: {platform.machine()}"
         return {
             "fourfold": fourfold.__version__,
@@ -195,15 +175,13 @@ class Run:
             "order": list(shape.order),
             "ranks": shape.world,
             "model": self.config.model.name,
-            "parameters": self.model_config.parameters,
-            "flops_per_token": {"model": self.flops.model, "hardware": self.flops.hardware},
+            "parameters": self.language_model.parameters,
+            "flops_per_token": {} if flops is None else {"model": flops.model, "hardware": flops.hardware},
             "peak_flops": self.peak.flops,
             "peak_flops_from": self.peak.origin,
             "unigram_entropy": self.entropy,
             "tokens": sum(source.tokens for source in self.sources),
-            "kept_bytes": self.kept_bytes,
-            "recompute": self.policy.recompute,
-            "halves": self.model.halves(self.local_rows, self.config.batch.seq)._asdict(),
+            **self.language_model.facts(),
             "tokens_per_step": self.config.batch.tokens,
             "steps": self.config.train.steps,
         }
@@ -284,12 +262,17 @@ class Run:
             stack.enter_context(nullcontext() if self.step_graph is None else self.step_graph.on_stream())
             self.optimizer.make_state()
             self.meter.begin()
-            self._tell("running the first step" + (", which compiles the model" if self.policy.compile else ""))
+            self._tell(
+                "running the first step" + (", which compiles the model" if self.config.policy.compile is True else "")
+            )
             for step in range(self.step + 1, self.config.train.steps + 1):
                 self._run_step(step)
                 self._after_step(step, last=step == self.config.train.steps)
                 if self.stopped:
                     reason = f"stopped by {NAMES[self.stopped]}"
+                    break
+                if self.out_of_time:
+                    reason = End.OUT_OF_TIME
                     break
             self._read_steps()
             if self._prediction_check is not None:
@@ -310,18 +293,22 @@ class Run:
     def _after_step(self, step: int, *, last: bool) -> None:
         """Evaluate, ask whether to stop, compare replicas, and save, as far as each is due after this step."""
         self._record_saved()
-        if self.evaluation is not None and (last or _due(step, self.config.train.evaluate_every)):
-            with self._between_steps("evaluating", "evaluation"):
-                self._record({"event": "evaluation", "step": step, **self.evaluate()})
+        evaluated = last or _due(step, self.config.train.evaluate_every)
+        if evaluated:
+            self._evaluate_after(step)
         self.guard.doing("asking the others whether to stop", Waits.RANKS)
-        verdict = self.stop.after(step, save=self.saving is not None and self.saving.overdue) if not last else Verdict()
+        overdue = self.saving is not None and self.saving.overdue
+        verdict = self.stop.after(step, save=overdue, late=self._is_late) if not last else Verdict()
         self.stopped = verdict.signal
+        self.out_of_time = verdict.late and not self.stopped
         self.guard.doing("between steps")
         if self.stop.met_after == step:  # all ranks were here just now, so exchanging times waits for nobody
             for one in self.guard.stragglers():
                 facts = {"kind": one.kind, "ranks": list(one.ranks), "seconds": one.seconds, "peers": one.peers}
                 self._record({"event": "straggler", "step": step, **facts, "said": str(one)})
-        ends = last or self.stopped > 0
+        if self.out_of_time and not evaluated:
+            self._evaluate_after(step)
+        ends = last or self.stopped > 0 or self.out_of_time
         saves = self.saving is not None and (ends or verdict.save or self.saving.due(step))
         if saves or ends or _due(step, self.config.watch.replicas_every):
             with self._between_steps("comparing replicas", "replicas"):
@@ -333,6 +320,18 @@ class Run:
                     self._describe_again()
                 self._save(self.saving, step, ends=ends)
                 self._record_saved()
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether `train.minutes` are over by the clock of this rank."""
+        minutes = self.config.train.minutes
+        return minutes is not None and time.time() - self._began >= 60 * minutes
+
+    def _evaluate_after(self, step: int) -> None:
+        """Evaluate after this step, if the run has held-out data."""
+        if self.evaluation is not None:
+            with self._between_steps("evaluating", "evaluation"):
+                self._record({"event": "evaluation", "step": step, **self.evaluate()})
 
     def _describe_again(self) -> None:
         """Write the files without which nobody can resume the run, after somebody has moved or removed its folder."""
@@ -378,8 +377,8 @@ class Run:
 
     def _launch(self, step: int) -> None:
         """Launch forward, backward and the optimizer of a step, without waiting for the device."""
-        model, optimizer = self.model, self.optimizer
-        model.clock.begin_step(step)
+        optimizer = self.optimizer
+        self.language_model.clock.begin_step(step)
         self.guard.begin_step(step)
         learning_rate = self.schedule.apply(optimizer, step)
         batches = self.loader.next()
@@ -390,9 +389,11 @@ class Run:
         # A traced step runs eagerly: a trace of a replay would name neither layers nor collectives.
         graph = None if step in self.profile.steps else self.step_graph
         loss, norm, shards = (self._compute if graph is None else graph)(batches, skip_above)
-        if graph is not None and graph.reason and not self._told_reason:
+        if graph is not None:
+            self._not_replayed = graph.reason
+        if self._not_replayed and not self._told_reason:
             self._told_reason = True
-            self._note(f"steps are not replayed as a CUDA graph: {graph.reason}")
+            self._note(f"steps are not replayed as a CUDA graph: {self._not_replayed}")
         clipped = Clipped(norm, self.grid, self._gradient_names, shards)
         data = self.loader.state()
         # Copied now: reading them later from the device would wait for the next step, which is launched before.
@@ -411,11 +412,11 @@ class Run:
         if len(batches) > 1:
             count = count_targets(torch.stack([targets for _, targets, _ in batches]), self.grid)
         loss = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        self.model.gradients.begin_step(len(batches))
-        for tokens, targets, positions in batches:
-            share = self.model(tokens, targets, positions=positions, count=count)
+        self.optimizer.gradients.begin_step(len(batches))
+        for batch in batches:
+            share = self.language_model.loss(batch, count)
             share.backward()
-            loss += share.detach()  # each micro-batch returns its share of the mean over the whole batch
+            loss += self.language_model.value(share)  # its share of the mean over the whole batch
         clipped = self.optimizer.clip_and_step(self.config.optimizer.clip, unless=loss > skip_above)
         self.optimizer.zero_grad()
         self._gradient_names = clipped.names
@@ -446,7 +447,7 @@ class Run:
         elif not bad.in_a_row:
             self._good = None  # a spike that was not skipped: the parameters hold it now
         tokens_per_second = self.config.batch.tokens / metrics.seconds
-        mfu, hfu = self.peak.utilization(self.flops, tokens_per_second, self.grid.shape.world)
+        mfu, hfu = self.peak.utilization(self.language_model.flops, tokens_per_second, self.grid.shape.world)
         self.step = done.step
         event: RunEvent = {
             "event": "step",
@@ -507,9 +508,10 @@ class Run:
             raise ValueError("there is no held-out data; set data.held_out and train.evaluate_every above 0")
         total, count = (torch.zeros((), dtype=torch.float64, device=self.grid.device) for _ in range(2))
         with evaluating(self.model):
-            for tokens, targets, positions in self.evaluation:
-                targets_in_batch = count_targets(targets, self.grid)
-                total += self.model(tokens, targets, positions=positions, count=targets_in_batch) * targets_in_batch
+            for batch in self.evaluation:
+                targets_in_batch = count_targets(batch.targets, self.grid)
+                loss = self.language_model.value(self.language_model.loss(batch, targets_in_batch))
+                total += loss * targets_in_batch
                 count += targets_in_batch
         return {"loss": (total / count).item(), "unigram_entropy": self.entropy}
 
@@ -545,8 +547,9 @@ class Run:
             self.step_graph.release()
         self.loader.close()
         self.profile.close()
-        # A sink that fails now, for example because the disk is full, must not hide why the run ended.
-        with nullcontext() if reason == End.FINISHED else suppress(OSError), ExitStack() as stack:
+        # A sink that fails now, because the disk is full or a callback raises, must not hide why the run ended.
+        ended_well = reason in (End.FINISHED, End.OUT_OF_TIME)
+        with nullcontext() if ended_well else suppress(OSError, CallbackError), ExitStack() as stack:
             if self._lock is not None:
                 stack.callback(self._lock.release)
             for sink in self.sinks:
@@ -557,6 +560,31 @@ class Run:
                 self.saving.wait_for_own_part(hurried=hurried)
                 self._record_saved()
             self._record({"event": "end", "step": self.step, "reason": reason})
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> ShardedOptimizer:
+    """Return the optimizer that the config names, on the shards of the model."""
+    section = config.optimizer
+    rate, decay = config.schedule.learning_rate, section.weight_decay
+    if section.name == "adamw":
+        return AdamW(model, rate, betas=(section.beta1, section.beta2), eps=section.eps, weight_decay=decay)
+    kind: type[ShardedOptimizer] = SGD
+    if section.name != "sgd":
+        found = import_object(section.name, "package.module:Class")
+        if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+            raise ValueError(f"optimizer.name={section.name} is no subclass of torch.optim.Optimizer; give one that is")
+        kind = on_shards(found)
+    try:
+        made = kind(model, rate, weight_decay=decay, **section.options)
+    except TypeError as error:
+        raise ValueError(f"optimizer.options={section.options}: {section.name} does not take them: {error}") from error
+    if decay and "weight_decay" not in made.defaults:
+        raise ValueError(
+            f"optimizer.weight_decay={decay}, but {section.name} has no weight decay; set optimizer.weight_decay=0"
+        )
+    # state that no checkpoint can hold is refused now, and not when the first one is due
+    new_optimizer_shards(made, set({part.dim(): name for name, part in made.parts.items()}.values()))
+    return made
 
 
 def _due(step: int, every: int) -> bool:
@@ -571,12 +599,13 @@ def _kept_text(step: int) -> str:
 
 def open_sources(config: TrainConfig, grid: Grid, cache: Path) -> list[TokenSource]:
     """Open the sources of a run on every rank. Rank 0 opens them first, because it may have to prepare text once."""
+    found = grid.run_together("opening the data", lambda: open_sources_here(config, cache) if grid.rank == 0 else [])
+    return grid.run_together("opening the data", lambda: found or open_sources_here(config, cache))
+
+
+def open_sources_here(config: TrainConfig, cache: Path) -> list[TokenSource]:
+    """Open the sources of a run in this process; text is prepared into the folder `cache`."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
-
-    def opened() -> list[TokenSource]:
-        return [
-            open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
-        ]
-
-    found = grid.run_together("opening the data", lambda: opened() if grid.rank == 0 else [])
-    return grid.run_together("opening the data", lambda: found or opened())
+    return [
+        open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
+    ]

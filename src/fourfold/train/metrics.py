@@ -137,9 +137,11 @@ class PeakFlops:
     flops: float
     origin: str
 
-    def utilization(self, flops: Flops, tokens_per_second: float, ranks: int) -> tuple[float | None, float | None]:
-        """Return MFU and HFU, or None if the peak is unknown."""
-        if not self.flops:
+    def utilization(
+        self, flops: Flops | None, tokens_per_second: float, ranks: int
+    ) -> tuple[float | None, float | None]:
+        """Return MFU and HFU, or None if the peak or the model's FLOPs are unknown."""
+        if not self.flops or flops is None:
             return None, None
         share = tokens_per_second / (ranks * self.flops)
         return flops.model * share, flops.hardware * share

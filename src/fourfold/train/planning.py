@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from fractions import Fraction
+from math import ceil, gcd
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +26,9 @@ import torch
 
 from fourfold.atomic import write_json
 from fourfold.axes import AXES, BATCH
+from fourfold.data.sampling import cut_windows
 from fourfold.data.sources import is_text
+from fourfold.data.token_files import TokenSource
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import Environment
 from fourfold.grid import Grid, Shape
@@ -47,7 +51,7 @@ from fourfold.planner.transformer import step_program
 from fourfold.policy import LEFT_OPEN, Policy
 from fourfold.report.units import duration
 from fourfold.train.config import AUTO, DTYPES, GridSection, TrainConfig, naming
-from fourfold.train.defaults import fill_in
+from fourfold.train.defaults import fill_in, warmup
 from fourfold.train.launch import cores
 from fourfold.train.run_folder import RunEvent
 
@@ -177,31 +181,26 @@ def resolve(
     compiled = on_gpu if config.policy.compile == "auto" else config.policy.compile
     with naming("model"):
         config = fill_in(config, ranks, on_gpu=on_gpu)
-        model = replace(config.model, seq=config.model.seq or max(config.batch.seq, config.model.build().seq))
-    policy = replace(config.policy, dtype=dtype, compile=compiled)
+        if not config.model.is_own:
+            seq = config.model.seq or max(config.batch.seq, config.model.build().seq)
+            config = replace(config, model=replace(config.model, seq=seq))
     compare = config.plan.machine not in (AUTO, *machine_names())
     if config.plan.compare != AUTO:
         compare = config.plan.compare is True
-    config = replace(config, policy=policy, model=model, plan=replace(config.plan, compare=compare))
-    with naming("optimizer"):
-        _ = config.schedule  # checks the keys against each other
+    policy = replace(config.policy, dtype=dtype, compile=compiled)
+    config = replace(config, policy=policy, plan=replace(config.plan, compare=compare))
+    if config.train.epochs is None:  # otherwise the steps are known once the data is open: `count_steps` goes on then
+        config = fill_schedule(config)
     with naming("policy"):
         built = config.build_policy()
-    if model.build().positions == "learned" and config.batch.seq > model.build().seq:
-        raise ValueError(
-            f"batch.seq={config.batch.seq} is longer than the {model.build().seq} learned positions of the model; "
-            "increase model.seq or decrease batch.seq"
-        )
-    if not on_gpu:
-        config = with_memory_choices(config, config.batch.micro_steps or 1, built)
-    if config.grid.auto and ranks == 1:
-        config = replace(config, grid=GridSection(**Shape().sizes, order=config.grid.order))
-    if config.grid.auto or not config.batch.micro_steps or len(config.policy.candidates(config.overlap)) > 1:
-        # only now, because the planner needs the dtype and the sequence length that were filled in above
-        config, reason = ask_planner(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes))
-        say(reason)
+        if config.model.is_own:
+            built.require_any_module()
+    _check_length(config)
+    # only now, because the planner needs the dtype and the sequence length that were filled in above
+    config = choose(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes), say)
     shape = config.grid.shape
-    model.build().check(shape, built)
+    if not config.model.is_own:
+        config.model.build().check(shape, built)
     places, rows = shape.places, config.batch.rows // config.batch.micro_steps
     if rows % places:
         sizes = "*".join(str(shape.sizes[axis]) for axis in BATCH)
@@ -210,6 +209,74 @@ def resolve(
             f"divisible by {'*'.join(BATCH)} = {sizes}; use a multiple of {places * config.batch.micro_steps} rows"
         )
     return config
+
+
+def choose(config: TrainConfig, job: Hardware, say: Callable[[str], object]) -> TrainConfig:
+    """Return the config with a grid, micro-batches and a whole policy; `say` receives the reason for a choice."""
+    if job.device == "cpu" or config.model.is_own:
+        config = with_memory_choices(config, config.batch.micro_steps or 1, config.build_policy())
+    if config.grid.auto and job.ranks == 1:
+        config = replace(config, grid=GridSection(**Shape().sizes, order=config.grid.order))
+    if config.grid.auto and config.model.is_own:
+        shape, reason = grid_for_own_model(config, job.ranks)
+        config = replace(config, grid=GridSection(**shape.sizes, order=shape.order))
+        say(reason)
+    elif config.grid.auto or not config.batch.micro_steps or len(config.policy.candidates(config.overlap)) > 1:
+        config, reason = ask_planner(config, job)
+        say(reason)
+    return config
+
+
+def _check_length(config: TrainConfig) -> None:
+    """Raise if the model cannot take the rows of the batch."""
+    if config.model.is_own:
+        if config.data.documents:
+            raise ValueError(
+                f"data.documents=true needs a model that takes positions; {config.model.name} takes tokens and targets"
+            )
+        return
+    model = config.model.build()
+    if model.positions == "learned" and config.batch.seq > model.seq:
+        raise ValueError(
+            f"batch.seq={config.batch.seq} is longer than the {model.seq} learned positions of the model; "
+            "increase model.seq or decrease batch.seq"
+        )
+
+
+def grid_for_own_model(config: TrainConfig, ranks: int) -> tuple[Shape, str]:
+    """Return a grid for a module that the planner cannot price, and the reason for it in one line.
+
+    Each rank holds a part of every weight and computes rows of its own: right for any module, and lean in memory. Ranks
+    that the rows cannot be divided among share rows, along x.
+    """
+    z = gcd(config.batch.rows // config.batch.micro_steps, ranks)
+    shape = Shape(x=ranks // z, z=z, order=config.grid.order)
+    why = f"the planner cannot price {config.model.name}, so weights are cut over ranks that train on rows of their own"
+    return shape, f"grid {shape}: {why}; --grid changes it"
+
+
+def fill_schedule(config: TrainConfig) -> TrainConfig:
+    """Return the config with the warm-up that follows from the number of steps, if it has none."""
+    with naming("optimizer"):
+        if config.optimizer.warmup is None:
+            config = replace(config, optimizer=replace(config.optimizer, warmup=warmup(config.train.steps)))
+        _ = config.schedule  # checks the keys against each other
+    return config
+
+
+def count_steps(config: TrainConfig, sources: Sequence[TokenSource]) -> TrainConfig:
+    """Return a resolved config with the steps that its epochs over these sources take, rounded up.
+
+    An epoch has as many samples as all sources together have training windows. Sources take turns by their weights, so
+    with several of them one may be passed through more often than another. A config without epochs stays as it is.
+    """
+    if config.train.epochs is None:
+        return config
+    seq, held_out = config.batch.seq, config.data.held_out
+    windows = sum(cut_windows(source.name, source.tokens, seq, held_out).train for source in sources)
+    # exact arithmetic on the decimal that was written, so that every machine counts the same steps
+    steps = max(1, ceil(Fraction(str(config.train.epochs)) * windows / config.batch.rows))
+    return fill_schedule(replace(config, train=replace(config.train, steps=steps)))
 
 
 def with_memory_choices(config: TrainConfig, micro_steps: int, policy: Policy) -> TrainConfig:
@@ -260,6 +327,8 @@ def ask_planner(config: TrainConfig, job: Hardware) -> tuple[TrainConfig, str]:
 
 def remarks(config: TrainConfig, job: Hardware) -> list[str]:
     """Return what somebody should know about a resolved config before it runs: ids that no token has, hours to wait."""
+    if config.model.is_own:
+        return []  # nobody knows its size
     said = []
     vocab, reads_text = config.model.build().vocab, any(is_text(source.path) for source in config.data.sources)
     if reads_text and (known := load_tokenizer(config.data.tokenizer, config.data.eod).vocab) < USED_VOCABULARY * vocab:
@@ -268,6 +337,8 @@ def remarks(config: TrainConfig, job: Hardware) -> list[str]:
             f"trained; set data.tokenizer to the model's tokenizer.json, or model.vocab={known}"
         )
     with suppress(ValueError, OSError):  # what cannot be priced is trained all the same
+        if config.train.epochs is not None:
+            return said  # its steps are counted when the data is open
         seconds = predict(config, job).price.seconds * config.train.steps
         if seconds > LONG_SECONDS:
             steps = f"{config.train.steps:,} steps"
@@ -290,6 +361,8 @@ def _task(config: TrainConfig, job: Hardware) -> tuple[Task, list[str]]:
     """Return what the planner is to price: the model and batch of a config on its machine; and notes on the machine."""
     compute = DTYPES[config.policy.dtype]
     machine, notes = locate(config.plan.machine, job, compute)
+    if config.optimizer.name != "adamw":
+        notes.append(f"the memory and time of {config.optimizer.name} are those of adamw")
     batch = config.batch
     captured = config.train.graph == "auto"
     return Task(

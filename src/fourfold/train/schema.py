@@ -82,6 +82,10 @@ def _value(kind: Any, value: Any, path: str) -> Any:
             near = nearest(str(value), [str(choice) for choice in allowed])
             raise ValueError(f"{path} = {_shown(value)}{near}; it is one of {choices}")
         return value
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path} = {_shown(value)}; it must be a table")
+        return dict(value)  # of anything: whoever takes the table knows its keys
     if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError(f"{path} = {_shown(value)}; it must be a list")

@@ -134,6 +134,8 @@ class Verdict(NamedTuple):
     """The signal by which a rank was asked to stop, 0 to go on."""
     save: bool = False
     """Whether a rank wants a checkpoint now."""
+    late: bool = False
+    """Whether the time of the run is over by the clock of a rank."""
 
 
 class Stop:
@@ -199,9 +201,12 @@ class Stop:
         drain_output()
         os._exit(128 + self._request.signal)  # the main thread may never return from where it waits
 
-    def after(self, step: int, *, save: bool = False) -> Verdict:
-        """Return what to do after this step, the same on all ranks; `save` says that this rank wants a checkpoint."""
-        mine = Verdict(self._request.signal, save)
+    def after(self, step: int, *, save: bool = False, late: bool = False) -> Verdict:
+        """Return what to do after this step, the same on all ranks.
+
+        `save` says that this rank wants a checkpoint, `late` that the time of the run is over by its clock.
+        """
+        mine = Verdict(self._request.signal, save, late)
         if len(self._channel.ranks) == 1:
             self._decided = bool(mine.signal)
             return mine
@@ -211,13 +216,14 @@ class Stop:
 
         def judge(texts: Sequence[str]) -> str:
             # This runs on the last rank to arrive, so the time since `began` is the cost of asking, without any wait.
-            signals, saves = zip(*(map(int, text.split()) for text in texts), strict=True)
-            return f"{max(signals)} {max(saves)} {step + self._pause(step, began)}"
+            signals, saves, lates = zip(*(map(int, text.split()) for text in texts), strict=True)
+            return f"{max(signals)} {max(saves)} {max(lates)} {step + self._pause(step, began)}"
 
-        number, saves, following = map(int, self._channel.decide(f"{mine.signal:d} {save:d}", judge).split())
+        asked = f"{mine.signal:d} {save:d} {late:d}"
+        number, saves, lates, following = map(int, self._channel.decide(asked, judge).split())
         self._last, self._next = (step, time.monotonic()), following
         self._decided = bool(number)
-        return Verdict(number, bool(saves))
+        return Verdict(number, bool(saves), bool(lates))
 
     def _pause(self, step: int, began: float) -> int:
         """Return the number of steps until the ranks ask each other the next time."""

@@ -1,0 +1,229 @@
+"""The model that a run trains: a reference model, or a module that a function of the user returns.
+
+    model.name = "gpt-125m"                  a reference model, which the planner can price
+    model.name = "package.module:function"   `function(**model.options)` returns an nn.Module
+
+A module of the user is put on the grid by `parallelize` and trained as a language model. Its forward takes tokens
+[rows, seq] and returns logits [rows, seq, vocab], or it also takes targets and returns the loss. Results of
+transformers, with `.logits` or `.loss`, and a pair of logits and loss are understood as well. A target of -100 does not
+count, as in torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fourfold import comm
+from fourfold.axes import AXES
+from fourfold.data.loader import TokenBatch
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.grid import Grid
+from fourfold.models.transformer import build
+from fourfold.nn.loss import count_targets
+from fourfold.nn.rng import StepRng
+from fourfold.parse import import_object
+from fourfold.planner.trace import kept_bytes
+from fourfold.planner.transformer import Flops, flops_per_token
+from fourfold.train.config import TrainConfig
+from fourfold.train.run_folder import RunEvent
+from fourfold.wrap import parallelize
+
+CONTRACT = (
+    "it must take tokens and return logits of shape [rows, seq, vocab], or take tokens and targets and return the loss"
+)
+"""What the forward of a user's module must do, for errors."""
+
+
+class LanguageModel(ABC):
+    """A model on the grid, with the loss that a run minimises and what the run's folder says about it."""
+
+    module: nn.Module
+    flops: Flops | None = None
+    """FLOPs per token; None if nobody counts them."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> int:
+        """The number of parameters of the whole model."""
+
+    @abstractmethod
+    def loss(self, batch: TokenBatch, count: Tensor | None) -> Tensor:
+        """Return the loss of a micro-batch, to call backward on.
+
+        It is the micro-batch's share of the mean over `count` targets; if that is None, it is the mean over its own.
+        """
+
+    def value(self, loss: Tensor) -> Tensor:
+        """Return the value of a loss for records, equal bit for bit on all ranks."""
+        return loss.detach()
+
+    @property
+    def clock(self) -> StepRng:
+        """The clock of the model's random numbers."""
+        return self.module.clock  # type: ignore[return-value]
+
+    def notes(self) -> list[str]:
+        """Return lines about the model that people read before the first step."""
+        return []
+
+    def facts(self) -> RunEvent:
+        """Return what run.json says about the model besides its size."""
+        return {}
+
+
+class ReferenceModel(LanguageModel):
+    """A GPT or Llama of `fourfold.models`."""
+
+    def __init__(self, config: TrainConfig, grid: Grid) -> None:
+        self._run, self._grid, self._policy = config, grid, config.build_policy()
+        self.config = config.model.build()
+        dtype, seed = config.policy.parameters, config.train.seed
+        self.module = build(self.config, grid, policy=self._policy, seed=seed, dtype=dtype)
+        self.flops = flops_per_token(self.config, config.batch.seq, self._policy)
+        batch = config.batch
+        self._local_rows = batch.rows // batch.micro_steps // grid.shape.places
+
+    @property
+    def parameters(self) -> int:
+        return self.config.parameters
+
+    def loss(self, batch: TokenBatch, count: Tensor | None) -> Tensor:
+        return self.module(batch.tokens, batch.targets, positions=batch.positions, count=count)
+
+    @cached_property
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes that one rank keeps for backward, by kind of recompute."""
+        batch, documents = self._run.batch, self._run.data.documents
+        sizes = self._local_rows, batch.seq
+        dtype = self._run.policy.parameters
+        return kept_bytes(self.config, self._grid, self._policy, *sizes, dtype=dtype, documents=documents)
+
+    def facts(self) -> RunEvent:
+        halves = self.module.halves(self._local_rows, self._run.batch.seq)  # type: ignore[operator]
+        return {"kept_bytes": self.kept_bytes, "recompute": self._policy.recompute, "halves": halves._asdict()}
+
+    def notes(self) -> list[str]:
+        sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in self.kept_bytes.items())
+        kept = f"kept for backward on each rank, by kind of recompute: {sizes}; this run uses {self._policy.recompute}"
+        return [kept]
+
+
+class OwnModel(LanguageModel):
+    """A module of the user on the grid."""
+
+    def __init__(self, config: TrainConfig, grid: Grid) -> None:
+        self._grid = grid
+        plain = make_module(config)
+        self._parameters = sum(parameter.numel() for parameter in plain.parameters())
+        self.module = put_on_grid(plain, config, grid)
+
+    @property
+    def parameters(self) -> int:
+        return self._parameters
+
+    def loss(self, batch: TokenBatch, count: Tensor | None) -> Tensor:
+        loss = self.module(batch.tokens, batch.targets)
+        if count is None:
+            return loss
+        return loss * (count_targets(batch.targets, self._grid) / count).to(loss.dtype)
+
+    def value(self, loss: Tensor) -> Tensor:
+        # A mean that the module computes by itself is that of one place; the run records the mean over places.
+        mean = loss.detach().double()
+        for axis in AXES:
+            mean = comm.all_reduce(mean, self._grid, axis, label="loss").wait()
+        return mean / self._grid.shape.world
+
+
+def build_model(config: TrainConfig, grid: Grid) -> LanguageModel:
+    """Build the model of a resolved config on the grid."""
+    return OwnModel(config, grid) if config.model.is_own else ReferenceModel(config, grid)
+
+
+def vocab_of(config: TrainConfig) -> int:
+    """Return the number of ids that the model knows; a user's module knows those of the tokenizer by default."""
+    if config.model.is_own:
+        return config.model.vocab or load_tokenizer(config.data.tokenizer, config.data.eod).vocab
+    return config.model.build().vocab
+
+
+def make_module(config: TrainConfig) -> nn.Module:
+    """Call the user's function, with the same random numbers on all ranks, and return its module."""
+    name, options = config.model.name, config.model.options
+    function = import_object(name, "package.module:function")
+    if not callable(function):
+        raise ValueError(f"{name} is {type(function).__name__}; give package.module:function")
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"model.options={options}: {name} does not take them: {error}") from error
+    with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay where they are
+        torch.manual_seed(config.train.seed)
+        module = function(**options)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{name} returned {type(module).__name__}; it must return an nn.Module")
+    return module.to(config.policy.parameters)
+
+
+def put_on_grid(plain: nn.Module, config: TrainConfig, grid: Grid) -> nn.Module:
+    """Put a user's module on the grid, with a forward that takes tokens and targets and returns the loss."""
+    _compute_loss(plain, config.model.name)
+    return parallelize(plain, grid, policy=config.build_policy(), seed=config.train.seed)
+
+
+def _compute_loss(module: nn.Module, name: str) -> None:
+    """Give the module a subclass of its class, of the same name, whose forward returns the loss.
+
+    The loss is computed inside of the module's forward. So on a grid logits stay cut over the vocabulary, and the loss
+    is the mean over the whole batch.
+    """
+    kind = type(module)
+    takes_targets = _takes_targets(kind, name)
+
+    def forward(self: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        result = kind.forward(self, tokens, targets) if takes_targets else kind.forward(self, tokens)
+        found = _loss_in(result) if takes_targets else _logits_in(result)
+        if found is None:
+            given = "(tokens, targets)" if takes_targets else "(tokens)"
+            raise ValueError(f"{name}: forward{given} returned {_shown(result)}; {CONTRACT}")
+        return found if takes_targets else functional.cross_entropy(found.flatten(0, 1), targets.flatten())
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
+    module.__class__ = type(kind.__name__, (kind,), names)
+
+
+def _takes_targets(kind: type[nn.Module], name: str) -> bool:
+    """Return whether the forward of a class takes targets as its second argument."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    _, *arguments = inspect.signature(kind.forward).parameters.values()  # without self
+    taken = [argument for argument in arguments if argument.kind in positional]
+    needed = [argument.name for argument in taken if argument.default is argument.empty]
+    if len(needed) > 2:
+        raise ValueError(f"{name}: forward needs {', '.join(needed)}; {CONTRACT}")
+    return len(needed) == 2 or [argument.name for argument in taken[1:2]] == ["targets"]
+
+
+def _loss_in(result: Any) -> Tensor | None:
+    """Return the loss in what a forward with targets has returned: itself, its `.loss`, or the scalar of a tuple."""
+    if isinstance(result, tuple) and not hasattr(result, "loss"):
+        scalars = [value for value in result if isinstance(value, Tensor) and value.dim() == 0]
+        result = scalars[0] if len(scalars) == 1 else None
+    found = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
+def _logits_in(result: Any) -> Tensor | None:
+    """Return the logits in what a forward without targets has returned: itself, or its `.logits`."""
+    found = result if isinstance(result, Tensor) else getattr(result, "logits", None)
+    return found if isinstance(found, Tensor) and found.dim() == 3 else None
+
+
+def _shown(result: Any) -> str:
+    return f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
