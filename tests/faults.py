@@ -131,7 +131,7 @@ def install() -> None:
 HOOKS = {
     "rendezvous": ("fourfold.commands.train.join_watched", 1),
     "reading": ("fourfold.train.loop.open_sources", 1),
-    "building": ("fourfold.train.loop.build", 1),
+    "building": ("fourfold.train.loop.build_model", 1),
     "evaluation": ("fourfold.train.loop.Run.evaluate", 1),
     # the second save: there is a checkpoint before it
     "save": ("fourfold.checkpoint.save.PendingSave._write_file", 2),

@@ -66,8 +66,8 @@ def on_grid(name: str, shape: Shape, policy: Policy) -> dict[str, Tensor]:
     """A job: the parameters after two good steps, with a bad step before each of them."""
     grid = grid_of(shape)
     model = ff.models.build(CONFIG, grid, policy=policy, dtype=torch.float64)
-    section = OptimizerSection(name, KINDS[name][1], learning_rate=1e-2, weight_decay=0.3)
-    optimizer = make_optimizer(model, section)
+    section = OptimizerSection(name, KINDS[name][1], weight_decay=0.3)
+    optimizer = make_optimizer(model, section, 1e-2)
     for step, bad in ((7, True), (0, False), (8, True), (1, False)):
         tokens = ff.local_rows(whole_batch(step), grid)
         model(tokens, tokens).backward()
@@ -172,7 +172,18 @@ def test_a_resumed_run_keeps_its_optimizer(one: Ranks, tokens: str, tmp_path: Pa
     folder = tmp_path / "run"
     (left,) = one.run(cli, *train_arguments(tokens, folder, steps=1))
     assert (left.code, left.err) == (0, "")
-    (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", "2", "--set", "optimizer.name=sgd")
+    (left,) = one.run(
+        cli,
+        "train",
+        "--resume",
+        str(folder),
+        "--steps",
+        "2",
+        "--set",
+        "optimizer.name=sgd",
+        "--set",
+        "plan.compare=true",
+    )
     assert_error(left, "optimizer.name was adamw in", "and is sgd; a resumed run keeps it")
 
 
@@ -180,13 +191,13 @@ def test_only_optimizers_that_the_device_can_skip_are_recorded() -> None:
     model = ff.models.build(CONFIG, Grid.alone("cpu"))
     steps = OptimizerSteps()
     for name in ("adamw", "sgd"):
-        steps(make_optimizer(model, OptimizerSection(name)))
+        steps(make_optimizer(model, OptimizerSection(name), 1e-3))
     with pytest.raises(TypeError, match="RMSprop: the host decides whether to skip a step"):
         steps(on_shards(torch.optim.RMSprop)(model, 1e-3, weight_decay=0.0))
 
 
 def test_the_prediction_says_that_it_is_one_for_adamw(one: Ranks, tokens: str, tmp_path: Path) -> None:
     arguments = ["train", *SMALL, "--data", tokens, "--steps", "1", "--out", str(tmp_path / "run")]
-    (left,) = one.run(cli, *arguments, "--set", "optimizer.name=sgd")
+    (left,) = one.run(cli, *arguments, "--set", "optimizer.name=sgd", "--set", "plan.compare=true")
     assert (left.code, left.err) == (0, "")
     assert "the memory and time of sgd are those of adamw" in left.out

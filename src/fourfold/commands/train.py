@@ -445,6 +445,8 @@ def greeting(run: Run, start: Start) -> Iterator[str]:
     )
     if read > MOST_EPOCHS:
         yield f"note: the data is read {read:.0f} times and will be learned by heart; add data, or take fewer steps"
+    if config.train.epochs is not None:
+        yield f"{config.train.steps} steps, which are {config.train.epochs:g} epochs"
     yield from run.language_model.notes()
     yield f"peak of one device: {run.peak.flops / 1e12:.3g} TFLOP/s ({run.peak.origin})"
     if "predicted" in run.stored:

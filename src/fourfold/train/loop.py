@@ -51,7 +51,7 @@ from fourfold.optim import SGD, AdamW, Clipped, ShardedOptimizer, on_shards
 from fourfold.parse import import_object
 from fourfold.step_graph import StepGraph
 from fourfold.train.checkpoints import GoodStep, RunSaver, Start, earlier_parts, restore
-from fourfold.train.config import DTYPES, TrainConfig
+from fourfold.train.config import DTYPES, OptimizerSection, TrainConfig
 from fourfold.train.console import warn
 from fourfold.train.guard import BadStep, Guard, NoGuard, StepJudge
 from fourfold.train.language_model import build_model, vocab_of
@@ -119,7 +119,7 @@ class Run:
         self._enter(Phase.MODEL)
         self.language_model = build_model(config, grid)
         self.model = self.language_model.module
-        self.optimizer = make_optimizer(self.model, config)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.schedule.learning_rate)
         self.schedule = config.schedule
         records = config.train.graph == "auto" and grid.device.type == "cuda"
         self._not_replayed = self.optimizer.not_recordable if records else ""
@@ -262,9 +262,8 @@ class Run:
             stack.enter_context(nullcontext() if self.step_graph is None else self.step_graph.on_stream())
             self.optimizer.make_state()
             self.meter.begin()
-            self._tell(
-                "running the first step" + (", which compiles the model" if self.config.policy.compile is True else "")
-            )
+            compiles = ", which compiles the model" if self.config.policy.compile is True else ""
+            self._tell(f"running the first step{compiles}")
             for step in range(self.step + 1, self.config.train.steps + 1):
                 self._run_step(step)
                 self._after_step(step, last=step == self.config.train.steps)
@@ -562,10 +561,9 @@ class Run:
             self._record({"event": "end", "step": self.step, "reason": reason})
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> ShardedOptimizer:
-    """Return the optimizer that the config names, on the shards of the model."""
-    section = config.optimizer
-    rate, decay = config.schedule.learning_rate, section.weight_decay
+def make_optimizer(model: nn.Module, section: OptimizerSection, rate: float) -> ShardedOptimizer:
+    """Return the optimizer that the config names, on the shards of the model, with this learning rate."""
+    decay = section.weight_decay
     if section.name == "adamw":
         return AdamW(model, rate, betas=(section.beta1, section.beta2), eps=section.eps, weight_decay=decay)
     kind: type[ShardedOptimizer] = SGD

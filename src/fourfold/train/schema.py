@@ -230,10 +230,12 @@ def _allowed(hint: Any) -> str:
         return ", ".join(_shown(choice) for choice in inner)
     if origin is tuple:
         return "a list of tables" if dataclasses.is_dataclass(inner[0]) else f"a list of {_allowed(inner[0])}"
-    return WORDS[hint]
+    return "a table" if origin is dict else WORDS[hint]
 
 
 def _default(key: dataclasses.Field[Any]) -> str:
+    if key.default_factory is not dataclasses.MISSING:
+        return _shown(key.default_factory())
     if key.default is dataclasses.MISSING:
         return "none, it must be given"
     if isinstance(key.default, tuple):
