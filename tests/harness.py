@@ -16,8 +16,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,21 @@ def _serve(pipe: Connection, rank: int, world: int, store: str) -> None:
             pipe.send((True, job(*args), ""))
         except Exception as error:
             pipe.send((False, error, traceback.format_exc()))
+
+
+@contextmanager
+def as_torchrun() -> Iterator[None]:
+    """The environment that torchrun gives, which the libraries read."""
+    before = dict(os.environ)
+    world = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ |= dict(RANK=os.environ["LOCAL_RANK"], WORLD_SIZE=world, GROUP_RANK="0", GROUP_WORLD_SIZE="1")
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test")
+    os.environ |= dict(OMP_NUM_THREADS="1")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 KEPT_GRIDS = 6 if DEVICE == "cpu" else 1  # on a GPU the communicators of a grid hold its memory

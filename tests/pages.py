@@ -9,6 +9,8 @@
   (`warm.py`), others in a shell; what needs more than one machine has is checked as far as one machine can (`CHECKS`).
   A command with `# fails` behind it must.
 - `text` blocks are what commands print, and are not looked at.
+- `<!-- not run -->` before a `python` block: it is code for another framework, and is compiled only.
+- `<!-- run if: hasattr(ff, "save") -->` before one: where this is false, it is compiled only.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import warm
-from harness import PRELOAD, Ranks, _context
+from harness import PRELOAD, Ranks, _context, as_torchrun
 
 ROOT = Path(__file__).parent.parent
 CLONE = ("benchmarks", "docs", "examples", "src", "tests", "Makefile", "README.md", "pyproject.toml")
 FENCE = re.compile(r"^( *)```(\S*).*?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+MARK = re.compile(r"<!-- (not run|run if: (.+?)) -->\s*\Z")
+"""What stands before a block that is not always run, and the condition, if it has one."""
 FILE = re.compile(r"# ([\w./-]+\.\w+)\n")
 SECONDS = 200.0
 
@@ -42,6 +46,8 @@ class Block:
     language: str
     text: str
     line: int
+    condition: str = "True"
+    """A Python expression: whether the block is run."""
 
     @property
     def file(self) -> str | None:
@@ -59,7 +65,10 @@ def blocks_of(page: Path) -> Iterator[Block]:
     for found in FENCE.finditer(text):
         indent, language, code = found.groups()
         lines = [line.removeprefix(indent) for line in code.splitlines()]
-        yield Block(language, "\n".join(lines) + "\n", text[: found.start()].count("\n") + 2)
+        before = text[: found.start()]
+        mark = MARK.search(before)
+        condition = (mark[2] or "False") if mark else "True"
+        yield Block(language, "\n".join(lines) + "\n", before.count("\n") + 2, condition)
 
 
 def commands_of(block: Block) -> Iterator[tuple[int, str]]:
@@ -100,7 +109,7 @@ def _follow(page: Path, block: Block, folder: Path, ranks: Ranks, in_shell: bool
         path.write_text(block.text)
     elif block.language == "python":
         try:
-            ranks.run(run_python, str(page), block.text, block.line, str(folder), timeout=SECONDS)
+            ranks.run(run_python, str(page), block, str(folder), timeout=SECONDS)
         except Exception as error:
             raise PageError(f"{where}: {error}") from error
     elif block.language == "bash":
@@ -113,12 +122,14 @@ def _follow(page: Path, block: Block, folder: Path, ranks: Ranks, in_shell: bool
 _namespace: dict[str, object] = {"__name__": "__main__"}
 
 
-def run_python(page: str, code: str, line: int, folder: str) -> None:
+def run_python(page: str, block: Block, folder: str) -> None:
     """A job: the block, after those before it."""
     os.chdir(folder)
-    with warnings.catch_warnings():
+    code = compile("\n" * (block.line - 1) + block.text, page, "exec")
+    with warnings.catch_warnings(), as_torchrun():
         warnings.simplefilter("error")
-        exec(compile("\n" * (line - 1) + code, page, "exec"), _namespace)
+        if eval(block.condition, _namespace):
+            exec(code, _namespace)
 
 
 def run_command(where: str, text: str, folder: Path, in_shell: bool) -> None:

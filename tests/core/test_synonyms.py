@@ -146,6 +146,12 @@ def test_a_config_from_elsewhere_is_answered_key_by_key(tmp_path: Path) -> None:
         read_config(path)
 
 
+def test_a_model_of_other_words_is_answered_too() -> None:
+    for given, ours in (("num_hidden_layers", "layers"), ("n_embd", "hidden"), ("layer", "layers")):
+        with pytest.raises(ValueError, match=rf"a model has no '{given}' \(did you mean '{ours}'\?\)"):
+            ff.models.config("gpt-tiny", **{given: 3})
+
+
 def test_an_unknown_word_is_not_answered() -> None:
     assert explain_synonym("learning_rat") == ""
 

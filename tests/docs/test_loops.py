@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from fourfold.data.sampling import place_sampler
 from fourfold.grid import Shape
-from harness import grid_of
+from harness import as_torchrun, grid_of
 
 pytestmark = pytest.mark.slow
 
@@ -47,20 +45,6 @@ def example(name: str) -> ModuleType:
     if name in CLIPPED:
         module.LlamaConfig = one_layer  # type: ignore[attr-defined]
     return module
-
-
-@contextmanager
-def as_torchrun() -> Iterator[None]:
-    """The environment that torchrun gives, which the libraries read."""
-    before = dict(os.environ)
-    world = os.environ["LOCAL_WORLD_SIZE"]
-    os.environ |= dict(RANK=os.environ["LOCAL_RANK"], WORLD_SIZE=world, GROUP_RANK="0", GROUP_WORLD_SIZE="1")
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="test")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def on_ranks(name: str, shape: Shape, *args: Any) -> Any:

@@ -35,6 +35,8 @@ def test_every_command_of_a_page_is_understood(page: Path) -> None:
     [
         ("```\nls\n```", "test.md:2: a block is python, bash, text, or a file"),
         ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```", r"test.md:6: (.|\n)*line 6.*(.|\n)*AssertionError"),
+        ("<!-- not run -->\n\n```python\nimport (\n```", r"test.md:4: (.|\n)*SyntaxError"),
+        ("<!-- run if: 1 < 2 -->\n\n```python\nassert 3 < 2\n```", r"test.md:4: (.|\n)*AssertionError"),
         ("```bash\nfourfold plan --modle gpt-tiny\n```", r"test.md:2: fourfold plan --modle gpt-tiny ended with 2"),
         ("```bash\nls  # fails\n```", "test.md:2: ls ended with 0"),
         ("```bash\ntorchrun --nnodes 2 -m fourfold.cli trian\n```", "ended with 2"),
@@ -61,6 +63,15 @@ def test_a_block_with_the_name_of_a_file_is_that_file(tmp_path: Path, monkeypatc
     folder.mkdir()
     follow(page, folder)
     assert (folder / "run.toml").read_text() == "# run.toml\n[model]\n"
+
+
+def test_a_block_for_another_framework_is_compiled_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pages.ROOT", tmp_path)
+    page, folder = tmp_path / "test.md", tmp_path / "there"
+    marks = ("<!-- not run -->", "<!-- run if: 2 < 1 -->")
+    page.write_text("".join(f"{mark}\n\n```python\nimport nowhere\n```\n\n" for mark in marks) + "<!-- ranks: 1 -->\n")
+    folder.mkdir()
+    follow(page, folder)
 
 
 def test_commands_go_on_over_lines() -> None:

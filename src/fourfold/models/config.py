@@ -10,6 +10,7 @@ from fourfold.errors import nearest
 from fourfold.models.sizes import SIZES
 from fourfold.policy import Halves, Policy, choose_halves
 from fourfold.shape import Shape, shapes_of
+from fourfold.synonyms import find_synonym
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,9 @@ def require_fields(names: Iterable[str], where: str = "") -> None:
     """Raise an error if one of these names is no field of a model; the error begins with `where`."""
     for name in names:
         if name not in MODEL_FIELDS:
-            near = nearest(name, list(MODEL_FIELDS))
+            near, synonym = nearest(name, list(MODEL_FIELDS)), find_synonym(name)
+            if synonym is not None and synonym.key is not None and synonym.key.startswith("model."):
+                near = f" (did you mean {synonym.key.removeprefix('model.')!r}?)"
             raise ValueError(f"{where}a model has no {name!r}{near}; it has {', '.join(MODEL_FIELDS)}")
 
 
