@@ -9,7 +9,7 @@ import pytest
 
 from pages import ROOT, Block, PageError, blocks_of, commands_of, follow, understood
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_every_command_of_a_page_is_understood(page: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("```\nls\n```", "test.md:2: a block is python, bash, text, or a file"),
+        ("```\nls\n```", "test.md:2: a block is python, bash, text, math, or a file"),
         ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```", r"test.md:6: (.|\n)*line 6.*(.|\n)*AssertionError"),
         ("```bash\nfourfold plan --modle gpt-tiny\n```", r"test.md:2: fourfold plan --modle gpt-tiny ended with 2"),
         ("```bash\nls  # fails\n```", "test.md:2: ls ended with 0"),
@@ -71,4 +71,4 @@ def test_commands_go_on_over_lines() -> None:
 def test_every_block_of_every_page_has_a_kind() -> None:
     for page in PAGES:
         for block in blocks_of(page):
-            assert block.file or block.language in ("python", "bash", "text"), f"{page}:{block.line}"
+            assert block.file or block.language in ("python", "bash", "text", "math"), f"{page}:{block.line}"
