@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from fourfold.commands.options import setting
+from fourfold.train.config import read_config
 from pages import ROOT, Block, PageError, blocks_of, commands_of, follow, understood
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
@@ -28,6 +31,22 @@ def test_every_command_of_a_page_is_understood(page: Path) -> None:
                 words = shlex.split(command, comments=True)
                 if words[0] == "fourfold" and not command.endswith("# fails") and ">" not in words:
                     assert understood(*words[1:]) == 0
+
+
+def test_every_setting_of_a_page_is_understood() -> None:
+    """Values stand without quotes of their own; a list needs those of the shell."""
+    shown = [
+        (page.name, option.strip("'"))
+        for page in PAGES
+        for line in re.sub(r"(?<=--set)\n|\\\n", " ", page.read_text()).splitlines()
+        if "# fails" not in line and page.name != "log.md"
+        for option in re.findall(r"--set +('[^']*'|[^\s`,;]+)", line)
+    ]
+    assert len(shown) >= 30
+    for page, option in shown:
+        key, value = setting(option)
+        assert not re.fullmatch(r"[^=]+=['\"].*", option), (page, option)
+        read_config(None, [(key, value)])
 
 
 @pytest.mark.parametrize(
