@@ -40,7 +40,7 @@ TYPE = """<script>
 addEventListener("load", async () => {
     const box = document.querySelector("[data-md-component=search-query]"), results = ".md-search-result__link";
     box.focus();
-    box.value = "agarwal";
+    box.value = WORDS;
     box.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
     for (let i = 0; i < 100 && !document.querySelector(results); i++) await new Promise(done => setTimeout(done, 100));
     document.documentElement.dataset.found = JSON.stringify({
@@ -138,10 +138,17 @@ def test_every_page_is_in_the_navigation_and_in_the_search_or_in_neither(site: P
         assert f"{page}.html" not in navigation
 
 
-def test_the_search_works_from_a_folder(site: Path) -> None:
-    """Somebody types a word on the first page; what the page has loaded by then lies in the folder."""
-    page = site / "typed.html"
-    page.write_text((site / "index.html").read_text().replace("<head>", "<head>" + LISTEN.decode() + TYPE, 1))
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("agarwal", "math.html?h=agarwal#the-product"),
+        ("policy.recompute", "api/grid.html?h=recompute#fourfold.policy.Policy.recompute"),
+    ],
+)
+def test_the_search_works_from_a_folder(site: Path, words: str, expected: str) -> None:
+    """Somebody types on the first page; what the page has loaded by then lies in the folder."""
+    page, script = site / "typed.html", LISTEN.decode() + TYPE.replace("WORDS", json.dumps(words))
+    page.write_text((site / "index.html").read_text().replace("<head>", f"<head>{script}", 1))
     try:
         typed = browser.opened(page, seconds=20)
     finally:
@@ -150,7 +157,7 @@ def test_the_search_works_from_a_folder(site: Path) -> None:
     assert found is not None, typed[-2000:]
     shown = json.loads(found)
     assert shown["faults"] == []
-    assert f"{site.as_uri()}/math.html?h=agarwal#the-product" in shown["results"]
+    assert f"{site.as_uri()}/{expected}" in shown["results"]
     assert not [address for address in shown["loaded"] if not address.startswith((site.as_uri(), "data:"))]
 
 
