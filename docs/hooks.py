@@ -1,8 +1,8 @@
 """Files outside of docs/ that a page links to become pages of the site: there is no other address to send readers to.
 
 Markdown is taken as it is, with what it links to in turn; pictures and JSON as files; anything else as a page with the
-file as a block of code, which the search leaves out. A link to a file that is not there stays as it is written, and
-mkdocs warns of it.
+file as a block of code. A link to a file that is not there stays as it is written, and mkdocs warns of it. Pages that
+are not in the navigation (these files, results of benchmarks, the log) are not in the search either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Links as they are in the repository, to where their files stand in the site."""
+    """Turn links as they are in the repository into links to where their files stand in the site."""
+    if page.file.inclusion.is_not_in_nav():
+        page.meta["search"] = {"exclude": True}
     uri = page.file.src_uri
     source = (ROOT if page.file.generated_by else DOCS) / uri
 
@@ -73,6 +75,6 @@ def _take_in(path: Path, files: Files, config: MkDocsConfig, waiting: list[Path]
         waiting += [path] * (path.suffix == ".md")
         return
     name, kind = path.relative_to(ROOT).as_posix(), {".py": "python", ".toml": "toml"}.get(path.suffix, "text")
-    head = f"---\ntitle: {path.name}\nsearch:\n  exclude: true\n---\n# `{name}`\n\n"
+    head = f"---\ntitle: {path.name}\n---\n# `{name}`\n\n"
     block = f"{'`' * 12}{kind}\n{path.read_text()}\n{'`' * 12}\n"
     files.append(File.generated(config, uri, content=head + block, inclusion=InclusionLevel.NOT_IN_NAV))

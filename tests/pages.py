@@ -8,7 +8,7 @@
 - `bash` blocks are commands, one a line. Those of Fourfold run in processes that have imported torch already
   (`warm.py`), others in a shell; what needs more than one machine has is checked as far as one machine can (`CHECKS`).
   A command with `# fails` behind it must.
-- `text` blocks are what commands print, and are not looked at.
+- `text` blocks are what commands print, `math` blocks are formulas; neither is looked at.
 - `<!-- not run -->` before a `python` block: it is code for another framework, and is compiled only.
 - `<!-- run if: hasattr(ff, "save") -->` before one: where this is false, it is compiled only.
 """
@@ -115,8 +115,8 @@ def _follow(page: Path, block: Block, folder: Path, ranks: Ranks, in_shell: bool
     elif block.language == "bash":
         for line, command in commands_of(block):
             run_command(f"{page.relative_to(ROOT)}:{line}", command, folder, in_shell)
-    elif block.language != "text":
-        raise PageError(f"{where}: a block is python, bash, text, or a file that its first line names")
+    elif block.language not in ("text", "math"):
+        raise PageError(f"{where}: a block is python, bash, text, math, or a file that its first line names")
 
 
 _namespace: dict[str, object] = {"__name__": "__main__"}

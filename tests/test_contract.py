@@ -6,13 +6,16 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import fourfold
+from fourfold import models, nn, wrap
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "fourfold"
@@ -288,11 +291,20 @@ def test_ruff_bans_collectives_outside_wire() -> None:
         assert "TID251" not in ruff(code, "wire.py")
 
 
-def test_the_api_page_names_what_exists() -> None:
-    """Every public name has an entry, and every entry and member is there."""
-    page = (ROOT / "docs" / "api.md").read_text()
-    assert not [name for name in fourfold.__all__ if f"ff.{name}" not in page]
-    for entry in re.split(r"^::: ", page, flags=re.MULTILINE)[1:]:
+def test_the_api_pages_name_what_exists() -> None:
+    """Every public name has an entry on one page and a line in the index, and every entry and member is there."""
+    pages = {path.name: path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")}
+    index = pages.pop("index.md")
+    assert not [name for name in pages if f"]({name}" not in index]
+    assert not [name for name in fourfold.__all__ if f"[`ff.{name}`]" not in index]
+    entries = [entry for page in pages.values() for entry in re.split(r"^::: ", page, flags=re.MULTILINE)[1:]]
+    shown = Counter(re.findall(r'heading: "(.*)"', "".join(entries)))
+    assert set(shown.values()) == {1}
+    for prefix, package in {"ff": fourfold, "ff.models": models, "ff.nn": nn, "fourfold.wrap": wrap}.items():
+        again = fourfold.__all__ if package is not fourfold else ()
+        names = [name for name in package.__all__ if not isinstance(getattr(package, name), ModuleType)]
+        assert {f"{prefix}.{name}" for name in names if name not in again} <= shown.keys()
+    for entry in entries:
         home, _, name = entry.split()[0].rpartition(".")
         try:
             found = getattr(import_module(home), name)

@@ -311,7 +311,7 @@ def schemes() -> Drawing:
         drawing.rect(x, y, 282, 182, rx=8, fill="#ffffff", stroke=FAINT, stroke_width=1.5)
         drawing.text(x + 14, y + 29, name, 20, font_weight="bold")
         drawing.text(x + 268, y + 29, sizes, 17 if len(axes) < 3 else 15, GREY, anchor="end")
-        drawing.text(x + 14, y + 168, f"a device holds {holds}", 17)
+        drawing.text(x + 14, y + 168, f"each holds {holds}", 16)
         if len(axes) < 3:
             lattice(drawing, (x + (32 if len(axes) == 1 else 48), y + (98 if len(axes) == 1 else 76)), axes)
             continue

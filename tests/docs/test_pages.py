@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from fourfold.commands.options import setting
+from fourfold.train.config import read_config
 from pages import ROOT, Block, PageError, blocks_of, commands_of, follow, understood
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 
 
 @pytest.mark.slow
@@ -30,10 +33,26 @@ def test_every_command_of_a_page_is_understood(page: Path) -> None:
                     assert understood(*words[1:]) == 0
 
 
+def test_every_setting_of_a_page_is_understood() -> None:
+    """Values stand without quotes of their own; a list needs those of the shell."""
+    shown = [
+        (page.name, option.strip("'"))
+        for page in PAGES
+        for line in re.sub(r"(?<=--set)\n|\\\n", " ", page.read_text()).splitlines()
+        if "# fails" not in line and page.name != "log.md"
+        for option in re.findall(r"--set +('[^']*'|[^\s`,;]+)", line)
+    ]
+    assert len(shown) >= 30
+    for page, option in shown:
+        key, value = setting(option)
+        assert not re.fullmatch(r"[^=]+=['\"].*", option), (page, option)
+        read_config(None, [(key, value)])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("```\nls\n```", "test.md:2: a block is python, bash, text, or a file"),
+        ("```\nls\n```", "test.md:2: a block is python, bash, text, math, or a file"),
         ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```", r"test.md:6: (.|\n)*line 6.*(.|\n)*AssertionError"),
         ("<!-- not run -->\n\n```python\nimport (\n```", r"test.md:4: (.|\n)*SyntaxError"),
         ("<!-- run if: 1 < 2 -->\n\n```python\nassert 3 < 2\n```", r"test.md:4: (.|\n)*AssertionError"),
@@ -82,4 +101,4 @@ def test_commands_go_on_over_lines() -> None:
 def test_every_block_of_every_page_has_a_kind() -> None:
     for page in PAGES:
         for block in blocks_of(page):
-            assert block.file or block.language in ("python", "bash", "text"), f"{page}:{block.line}"
+            assert block.file or block.language in ("python", "bash", "text", "math"), f"{page}:{block.line}"

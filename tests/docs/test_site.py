@@ -1,5 +1,5 @@
-"""The documentation as a site: it builds without a warning, loads nothing from elsewhere, and opens without a fault in
-a browser as wide as a screen and in one as narrow as a telephone."""
+"""The documentation as a site: it builds without a warning, loads nothing from elsewhere, opens without a fault in a
+browser as wide as a screen and in one as narrow as a telephone, and can be searched, also from a folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from urllib.parse import urlsplit
 import pytest
 
 import browser
+from pages import blocks_of
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+PAGES = sorted(path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+BESIDE_THE_NAVIGATION = {"log"}
+"""Pages that are read by those whom a link leads there: neither the navigation nor the search shows them."""
 WIDTHS = (1280, 390)
 
 LISTEN = b"""<script>
@@ -32,6 +35,21 @@ addEventListener("error", e => faults.push(e.message || "cannot load " + (e.targ
 addEventListener("unhandledrejection", e => faults.push(String(e.reason)));
 </script>"""
 """In front of all that a page runs."""
+
+TYPE = """<script>
+addEventListener("load", async () => {
+    const box = document.querySelector("[data-md-component=search-query]"), results = ".md-search-result__link";
+    box.focus();
+    box.value = WORDS;
+    box.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
+    for (let i = 0; i < 100 && !document.querySelector(results); i++) await new Promise(done => setTimeout(done, 100));
+    document.documentElement.dataset.found = JSON.stringify({
+        faults,
+        results: [...document.querySelectorAll(results)].map(link => link.href),
+        loaded: [...document.querySelectorAll("[src], link[href]")].map(element => element.src ?? element.href),
+    });
+});
+</script>"""
 
 LOOK = """<!doctype html><script>
 async function look(path) {
@@ -76,18 +94,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loaded(HTMLParser):
-    """What a page loads, and what it links to."""
+    """What a page loads, and what its navigation links to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.loads: list[str] = []
-        self.links: list[str] = []
+        self.navigation: list[str] = []
+        self.navs = 0
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.loads += filter(None, [given.get("src"), given.get("href") if tag == "link" else None])
-        self.links += filter(None, [given.get("href") if tag == "a" else None])
+        self.navs += tag == "nav"
+        self.navigation += filter(None, [given.get("href") if tag == "a" and self.navs else None])
+
+    def handle_endtag(self, tag: str) -> None:
+        self.navs -= tag == "nav"
 
 
 def pages(site: Path) -> list[Path]:
@@ -103,9 +126,39 @@ def to_open(site: Path) -> list[Path]:
     return [page for page in pages(site) if page not in results[1:]]
 
 
-def test_every_page_is_in_the_navigation(site: Path) -> None:
-    links = set(Loaded(site / "index.html").links)
-    assert [page for page in PAGES if page != "index" and f"{page}.html" not in links] == []
+def test_every_page_is_in_the_navigation_and_in_the_search_or_in_neither(site: Path) -> None:
+    navigation = set(Loaded(site / "index.html").navigation)
+    entries = json.loads((site / "search/search_index.json").read_text())["docs"]
+    found = {entry["location"].partition("#")[0] for entry in entries}
+    shown = {f"{page}.html" for page in PAGES if page not in BESIDE_THE_NAVIGATION} | {"examples/index.html"}
+    assert shown - {"index.html"} <= navigation
+    assert found == shown
+    for page in BESIDE_THE_NAVIGATION:
+        assert (site / f"{page}.html").is_file()
+        assert f"{page}.html" not in navigation
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("agarwal", "math.html?h=agarwal#the-product"),
+        ("policy.recompute", "api/grid.html?h=recompute#fourfold.policy.Policy.recompute"),
+    ],
+)
+def test_the_search_works_from_a_folder(site: Path, words: str, expected: str) -> None:
+    """Somebody types on the first page; what the page has loaded by then lies in the folder."""
+    page, script = site / "typed.html", LISTEN.decode() + TYPE.replace("WORDS", json.dumps(words))
+    page.write_text((site / "index.html").read_text().replace("<head>", f"<head>{script}", 1))
+    try:
+        typed = browser.opened(page, seconds=20)
+    finally:
+        page.unlink()
+    found = browser.attribute(typed, "found")
+    assert found is not None, typed[-2000:]
+    shown = json.loads(found)
+    assert shown["faults"] == []
+    assert f"{site.as_uri()}/{expected}" in shown["results"]
+    assert not [address for address in shown["loaded"] if not address.startswith((site.as_uri(), "data:"))]
 
 
 def test_nothing_is_loaded_from_elsewhere_and_all_of_it_is_there(site: Path) -> None:
@@ -120,9 +173,10 @@ def test_nothing_is_loaded_from_elsewhere_and_all_of_it_is_there(site: Path) -> 
 
 def test_blocks_of_code_are_blocks_of_code(site: Path) -> None:
     for page in PAGES:
-        fences = re.findall(r"^ *```", (ROOT / f"docs/{page}.md").read_text(), flags=re.MULTILINE)
-        shown = (site / f"{page}.html").read_text().count("<pre>")
-        assert shown >= len(fences) / 2, f"{page}: {shown} of {len(fences) / 2} blocks"
+        written = [block.language for block in blocks_of(ROOT / f"docs/{page}.md")]
+        html = (site / f"{page}.html").read_text()
+        assert html.count("<pre>") >= len(written) - written.count("math"), page
+        assert html.count('<div class="formula">') == written.count("math"), page
 
 
 def test_lists_are_lists(site: Path) -> None:

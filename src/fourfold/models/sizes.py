@@ -39,3 +39,4 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672),
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248),
 }
+"""The published sizes by name, as fields of `ModelConfig`."""
