@@ -24,7 +24,6 @@ from fourfold import cli
 from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.hf_weights import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
-from fourfold.checkpoint.save import save_weights
 from fourfold.commands.import_export import export_model, import_model
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
@@ -248,7 +247,7 @@ def test_the_newest_checkpoint_that_of_a_step_or_one_folder(tmp_path: Path) -> N
     grid = Grid.alone(DEVICE)
     run = write_run(tmp_path / "run", OURS["gpt2"], grid, step=7)
     last = tmp_path / "run/checkpoints/step-00000009"
-    save_weights(ff.models.build(OURS["gpt2"], grid), last)
+    ff.save(last, ff.models.build(OURS["gpt2"], grid))
     paths = {"newest": (run, None), "seven": (run, 7), "folder": (last, None)}
     for name, (source, step) in paths.items():
         export_model(source, tmp_path / name, step=step)

@@ -131,6 +131,22 @@ class StepRng:
             # in place: a recorded step of a model that never advances reads this tensor
             self._position.copy_(self._counter)
 
+    def state(self) -> dict[str, int]:
+        """Return what the next draws depend on; replays count on the device alone, so the counts are read there."""
+        step, micro_step = (self.step, self.micro_step) if self._counter is None else self._counter.tolist()
+        return {"seed": self.seed, "step": step, "micro_step": micro_step}
+
+    def restore(self, seed: int, step: int, micro_step: int) -> None:
+        """Draw from here on what a clock with this state would draw."""
+        if seed != self.seed:
+            self.seed = seed
+            self._keys.clear()
+        self.begin_step(step)
+        self.micro_step = micro_step
+        if self._counter is not None and self._position is not None:
+            self._counter[1:].fill_(micro_step)
+            self._position.copy_(self._counter)
+
     def position(self, device: torch.device) -> Tensor:
         """Return [step, micro-step] on the device."""
         if self._position is None or self._position.device != device:
