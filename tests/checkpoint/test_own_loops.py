@@ -400,6 +400,8 @@ def test_the_trainers_saver_takes_any_optimizer(tmp_path: Path) -> None:
     saver.save(1, model, optimizer, {"told": "by the test"})
     expected = take(model, None, optimizer, 2)  # while it is written
     saver.wait()
+    with pytest.raises(ValueError, match="the key 'training' of the state belongs to the checkpoint"):
+        saver.save(2, model, optimizer, {"training": 3})
     folder = find_checkpoint(tmp_path / "run")
     assert main(["checkpoint", "verify", str(folder)]) == main(["checkpoint", "inspect", str(folder)]) == 0
     to_dcp(folder, tmp_path / "dcp")

@@ -38,7 +38,6 @@ from fourfold.checkpoint.format import (
     unpack_json,
 )
 from fourfold.checkpoint.training_state import (
-    TRAINING,
     LocalShard,
     LocalShards,
     SavedOptimizer,
@@ -49,6 +48,7 @@ from fourfold.checkpoint.training_state import (
     set_random_states,
     stepped_parameters,
     stored_otherwise,
+    training_table_of,
 )
 from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError, name_some
 from fourfold.grid import Grid
@@ -270,7 +270,7 @@ def load_training(
         saved.set_state(stepped_parameters(model, optimizer), optimizer, chosen)
         if not keep_options:
             saved.set_options(optimizer)
-            restore_clock(model, record.state)
+            restore_clock(model, record)
     set_random_states(chosen, grid)
     return record.state
 
@@ -317,7 +317,7 @@ def require_stored_alike(model: nn.Module, record: Record, folder: object) -> No
     Records of earlier versions do not say how weights are stored; they are of models on a grid.
     """
     here = stored_otherwise(model)
-    there = record.state.get(TRAINING, {}).get("stored", here)
+    there = training_table_of(record).get("stored", here)
     if differing := sorted({*here} ^ {*there}):
         raise ValueError(
             f"{folder} and this {type(model).__name__} hold {name_some(differing)} in different forms: a parallelised "

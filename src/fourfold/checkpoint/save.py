@@ -39,6 +39,7 @@ from fourfold.checkpoint.format import (
 )
 from fourfold.checkpoint.load import Checkpoints
 from fourfold.checkpoint.training_state import (
+    TRAINING,
     LocalShards,
     grid_of,
     model_shards,
@@ -140,6 +141,8 @@ class Saver:
         self.wait()
 
         def collect() -> tuple[LocalShards, dict[str, Any]]:
+            if TRAINING in state:
+                raise ValueError(f"the key {TRAINING!r} of the state belongs to the checkpoint; choose another")
             packed = {**state, "step": step, **training_table(model, optimizer), **_origin()}
             return training_shards(model, optimizer), packed
 

@@ -104,9 +104,15 @@ def training_table(model: nn.Module, optimizer: Optimizer | None) -> dict[str, A
     return {TRAINING: table}
 
 
-def restore_clock(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Let dropout draw what it would have drawn next when this state was saved."""
-    clock, saved = clock_of(model), state.get(TRAINING, {}).get("clock")
+def training_table_of(record: Record) -> Mapping[str, Any]:
+    """Return the table of a record; it is empty in those of earlier versions."""
+    table = record.state.get(TRAINING)
+    return table if isinstance(table, Mapping) else {}
+
+
+def restore_clock(model: nn.Module, record: Record) -> None:
+    """Let dropout draw what it would have drawn next when this record was saved."""
+    clock, saved = clock_of(model), training_table_of(record).get("clock")
     if clock is not None and saved is not None:
         clock.restore(**saved)
 
@@ -404,11 +410,10 @@ class SavedOptimizer:
         for full in record.names(OPTIMIZER):
             key, _, name = full.removeprefix(OPTIMIZER).partition("/")
             keys.setdefault(name, {})[key] = record.tensors[full]
-        training = record.state.get(TRAINING, {})
+        table = training_table_of(record).get("optimizer")
+        if table is None:  # earlier versions saved this optimizer alone
+            return cls(f"{AdamW.__module__}.{AdamW.__qualname__}", keys, None, {}, {}) if keys else None
         try:
-            table = training.get("optimizer")
-            if table is None:  # earlier versions saved this optimizer alone
-                return cls(f"{AdamW.__module__}.{AdamW.__qualname__}", keys, None, {}, {}) if keys else None
             groups = tuple(
                 SavedGroup(tuple(group["names"]), {key: unpack_json(value) for key, value in group["options"].items()})
                 for group in table["groups"]
