@@ -68,8 +68,9 @@ def take(model: nn.Module, grid: Grid | None, optimizer: Optimizer, step: int) -
     rows = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(5, (ROWS,), generator=generator)
     if grid is not None:
-        rows, labels = ff.local_rows(rows, grid).to(grid.device), ff.local_rows(labels, grid).to(grid.device)
-    loss = model(rows, labels)
+        rows, labels = ff.local_rows(rows, grid), ff.local_rows(labels, grid)
+    device = next(model.parameters()).device
+    loss = model(rows.to(device), labels.to(device))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -246,7 +247,7 @@ def test_a_run_of_the_trainer_goes_on_with_torchs_adamw(ranks, tmp_path: Path) -
     assert [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups] == [(0.1, 1e-2), (0.0, 1e-2)]
     losses = []
     for step in (2, 3):
-        tokens = torch.randint(0, 53, (8, 9), generator=torch.Generator().manual_seed(step), device=DEVICE)
+        tokens = torch.randint(0, 53, (8, 9), generator=torch.Generator().manual_seed(step)).to(DEVICE)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         ff.clip_grad_norm_(model.parameters(), 1.0)
@@ -341,6 +342,23 @@ def test_options_come_back_in_their_own_form(tmp_path: Path) -> None:
     take(model, None, optimizer, 2)
     for one, two in zip(whole(model).values(), whole(other).values(), strict=True):
         assert torch.allclose(one, two, rtol=1e-12)
+
+
+class Wrapped(Optimizer):
+    """As accelerate wraps an optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups  # type: ignore[assignment]
+
+
+def test_a_wrapper_around_the_optimizer_does_not_matter(tmp_path: Path) -> None:
+    model, optimizer = alone()
+    take(model, None, optimizer, 1)
+    ff.save(tmp_path / "last", model, Wrapped(optimizer))
+    other, fresh = alone(seed=1)
+    ff.load(tmp_path / "last", other, fresh)
+    assert take(other, None, fresh, 2) == take(model, None, optimizer, 2)
 
 
 def test_schedulers_and_scalers_fit_in_extra(tmp_path: Path) -> None:

@@ -308,6 +308,10 @@ def stepped_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Step
 
 
 def _class_name(optimizer: Optimizer) -> str:
+    """Return the class of an optimizer, without the wrapper that accelerate or Fabric may have put around it."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):
+        return _class_name(inner)
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
@@ -320,8 +324,8 @@ def _entries(
     """
     stepped = stepped_parameters(model, optimizer)
     known = {id(parameter.tensor) for parameter in stepped.values()}
-    for stranger in optimizer.state:
-        if id(stranger) not in known:
+    for stranger, state in optimizer.state.items():
+        if id(stranger) not in known and state != {}:
             what = f"a tensor of shape {tuple(stranger.shape)}" if isinstance(stranger, Tensor) else repr(stranger)
             raise _unfit(optimizer, f"the entry {what}", "belongs to no parameter of its groups")
     for name, parameter in stepped.items():
@@ -426,7 +430,7 @@ class SavedOptimizer:
 
     def require_class(self, optimizer: Optimizer, folder: object) -> None:
         """Raise unless the optimizer is of the class that was saved, whichever package has it."""
-        if self.kind.rpartition(".")[2] != type(optimizer).__name__:
+        if self.kind.rpartition(".")[2] != _class_name(optimizer).rpartition(".")[2]:
             keys = sorted({key for held in (*self.keys.values(), *self.values.values()) for key in held})
             raise ValueError(
                 f"{folder} holds the state of {self.kind} ({', '.join(keys) or 'before its first step'}), and this "
