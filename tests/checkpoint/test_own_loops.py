@@ -206,27 +206,31 @@ def test_a_plain_loop_goes_on_on_a_grid(ranks, tmp_path: Path) -> None:
 
 
 def draw(folder: Path, resumes: bool) -> list[float]:
-    """Train a GPT with dropout, perhaps from the middle on, with another seed then."""
+    """Train a GPT with dropout and, in the same process or with another seed, once more from the middle on."""
     config = ff.models.config("gpt-tiny", layers=1, vocab=53, dropout=0.3, attention_dropout=0.3)
     model = ff.models.build(config, grid_of(SAVING), seed=int(resumes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    first = 1 + ff.load(folder, model, optimizer)["step"] if resumes else 1
-    losses = []
-    for step in range(first, STEPS + 1):
-        rows = ff.local_rows(torch.randint(53, (4, 9), generator=torch.Generator().manual_seed(step)), grid_of(SAVING))
-        loss = model(rows[:, :-1].to(DEVICE), rows[:, 1:].to(DEVICE))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step == SAVE_AT and not resumes:
-            ff.save(folder, model, optimizer, extra={"step": step})
+    losses: list[float] = []
+    for first in (1, SAVE_AT + 1)[int(resumes) :]:
+        if first > 1:
+            assert ff.load(folder, model, optimizer) == SAVE_AT
+        for step in range(first, STEPS + 1):
+            batch = torch.randint(53, (4, 9), generator=torch.Generator().manual_seed(step))
+            rows = ff.local_rows(batch, grid_of(SAVING)).to(DEVICE)
+            loss = model(rows[:, :-1], rows[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if (first, step) == (1, SAVE_AT):
+                ff.save(folder, model, optimizer, extra=step)
     return losses
 
 
 def test_dropout_draws_the_masks_that_it_would_have_drawn(ranks, tmp_path: Path) -> None:
     first = ranks(4).run(draw, tmp_path / "last", False)[0]
-    assert ranks(4).run(draw, tmp_path / "last", True)[0] == first[SAVE_AT:]
+    assert first[STEPS:] == first[SAVE_AT:STEPS]
+    assert ranks(4).run(draw, tmp_path / "last", True)[0] == first[SAVE_AT:STEPS]
 
 
 def sharded(folder: Path) -> list[float]:

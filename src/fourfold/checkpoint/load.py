@@ -38,9 +38,11 @@ from fourfold.checkpoint.format import (
     unpack_json,
 )
 from fourfold.checkpoint.training_state import (
+    CLOCK,
     LocalShard,
     LocalShards,
     SavedOptimizer,
+    clock_shards,
     grid_of,
     model_shards,
     random_states,
@@ -255,6 +257,7 @@ def load_training(
             saved.require_class(optimizer, folder)
             if not keep_options:
                 saved.require_groups(stepped, optimizer, folder)
+                chosen.update(clock_shards(model) if CLOCK in record.tensors else {})
             chosen.update(saved.allocate(stepped, folder))
         elif require_optimizer:
             raise ValueError(
@@ -270,7 +273,7 @@ def load_training(
         saved.set_state(stepped_parameters(model, optimizer), optimizer, chosen)
         if not keep_options:
             saved.set_options(optimizer)
-            restore_clock(model, record)
+            restore_clock(model, record, chosen)
     set_random_states(chosen, grid)
     return record.state
 

@@ -3,6 +3,7 @@
     model/NAME                 parameters and persistent buffers, under the names of the unsharded model
     optimizer/KEY/NAME         the optimizer's state, KEY as torch names it: exp_avg, momentum_buffer, step, ...
     random/cpu, random/cuda    the states of torch's random generators, one row per rank
+    random/clock               step and micro-step, on which the next dropout masks depend
 
 Names and global shapes do not depend on the grid, which is why any grid loads what any other has saved. So state of the
 shape of its parameter is cut like the parameter, with the sharded optimizer over data too, and a scalar is not cut.
@@ -11,7 +12,7 @@ State of any other shape, such as the moments of rows and columns that Adafactor
 The table, `training` in the state of a record, has what torch keeps outside of tensors:
 
     {"stored": ["c_attn.weight_0", ...],                     parameters that the plain module holds in another form
-     "clock": {"seed": 0, "step": 0, "micro_step": 12},      where in the sequence of dropout masks the model is
+     "seed": 0,                                              the seed of dropout masks
      "optimizer": {"class": "torch.optim.adamw.AdamW",
                    "groups": [{"names": ["head.weight", ...], "options": {"lr": 0.001, ...}}],
                    "kinds": {"optimizer/exp_avg/NAME": "local"},       where `StateKind.usual` is not the kind
@@ -49,6 +50,8 @@ COUNT = "step"
 NOT_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Keys of a parameter group that are no hyperparameters: the parameters, and how a step is computed. The latter is up
 to whoever makes the optimizer, since not every device can compute a step in every way."""
+CLOCK = f"{RANDOM}clock"
+"""The name of the counts of a model's `StepRng`."""
 ROW_PER_RANK = Layout.along(0, AXES)
 """The layout of a tensor with one row for each rank of the grid."""
 
@@ -91,16 +94,21 @@ LocalShards = Mapping[str, LocalShard]
 
 def training_shards(model: nn.Module, optimizer: Optimizer) -> dict[str, LocalShard]:
     """Return this rank's shards of all tensors that are needed to resume training."""
-    return {**model_shards(model), **optimizer_shards(model, optimizer), **random_states(grid_of(model))}
+    return {
+        **model_shards(model),
+        **optimizer_shards(model, optimizer),
+        **random_states(grid_of(model)),
+        **clock_shards(model),
+    }
 
 
 def training_table(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return what is needed beside the tensors, under the key of a record's state."""
     table: dict[str, Any] = {"stored": stored_otherwise(model)}
     if optimizer is not None:
-        clock = clock_of(model)
-        table |= {} if clock is None else {"clock": clock.state()}
-        table |= {"optimizer": describe_optimizer(model, optimizer)}
+        table["optimizer"] = describe_optimizer(model, optimizer)
+        if (clock := clock_of(model)) is not None:
+            table["seed"] = clock.seed
     return {TRAINING: table}
 
 
@@ -108,13 +116,6 @@ def training_table_of(record: Record) -> Mapping[str, Any]:
     """Return the table of a record; it is empty in those of earlier versions."""
     table = record.state.get(TRAINING)
     return table if isinstance(table, Mapping) else {}
-
-
-def restore_clock(model: nn.Module, record: Record) -> None:
-    """Let dropout draw what it would have drawn next when this record was saved."""
-    clock, saved = clock_of(model), training_table_of(record).get("clock")
-    if clock is not None and saved is not None:
-        clock.restore(**saved)
 
 
 # The model
@@ -146,12 +147,6 @@ def stored_otherwise(model: nn.Module) -> list[str]:
         for name, part in vars(module).get(PLAIN_SLICES, {}).items()
         if not part.is_all
     ]
-
-
-def clock_of(model: nn.Module) -> StepRng | None:
-    """Return what a model on a grid draws its dropout masks from."""
-    clocks = (getattr(module, "clock", None) for module in model.modules())
-    return next((clock for clock in clocks if isinstance(clock, StepRng)), None)
 
 
 def model_shards(model: nn.Module) -> dict[str, LocalShard]:
@@ -529,3 +524,22 @@ def set_random_states(shards: LocalShards, grid: Grid) -> None:
         torch.set_rng_state(shards[f"{RANDOM}cpu"].local[0])
     if f"{RANDOM}cuda" in shards:
         torch.cuda.set_rng_state(shards[f"{RANDOM}cuda"].local[0], grid.device)
+
+
+def clock_of(model: nn.Module) -> StepRng | None:
+    """Return what a model on a grid draws its dropout masks from."""
+    clocks = (getattr(module, "clock", None) for module in model.modules())
+    return next((clock for clock in clocks if isinstance(clock, StepRng)), None)
+
+
+def clock_shards(model: nn.Module) -> dict[str, LocalShard]:
+    """Return a copy of the counts on which the next dropout masks of a model depend; nobody waits for the device."""
+    clock = clock_of(model)
+    return {} if clock is None else {CLOCK: LocalShard(clock.counts(), (2,), Layout())}
+
+
+def restore_clock(model: nn.Module, record: Record, shards: LocalShards) -> None:
+    """Let dropout draw what it would have drawn next when this record was saved."""
+    clock, seed = clock_of(model), training_table_of(record).get("seed")
+    if clock is not None and CLOCK in shards and isinstance(seed, int):
+        clock.restore(seed, *shards[CLOCK].local.tolist())

@@ -131,13 +131,12 @@ class StepRng:
             # in place: a recorded step of a model that never advances reads this tensor
             self._position.copy_(self._counter)
 
-    def state(self) -> dict[str, int]:
-        """Return what the next draws depend on; replays count on the device alone, so the counts are read there."""
-        step, micro_step = (self.step, self.micro_step) if self._counter is None else self._counter.tolist()
-        return {"seed": self.seed, "step": step, "micro_step": micro_step}
+    def counts(self) -> Tensor:
+        """Return a copy of [step, micro-step]: of those on the device if they are there, since replays count there."""
+        return torch.tensor([self.step, self.micro_step]) if self._counter is None else self._counter.clone()
 
     def restore(self, seed: int, step: int, micro_step: int) -> None:
-        """Draw from here on what a clock with this state would draw."""
+        """Draw from here on what a clock with this seed would draw at these counts."""
         if seed != self.seed:
             self.seed = seed
             self._keys.clear()
