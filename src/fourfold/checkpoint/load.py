@@ -340,7 +340,6 @@ def require_same_names(wanted: Sequence[str], found: Sequence[str], folder: obje
 
 def show_names(missing: Sequence[str], unknown: Sequence[str], wanted: Sequence[str]) -> str:
     """Say which tensors a folder lacks and which others it holds, each with the nearest spelling on the other side."""
-
     faults = [f"it lacks {name_some(missing, unknown)}"] if missing else []
     faults += [f"it also holds {name_some(unknown, missing or wanted)}"] if unknown else []
     return "; ".join(faults)

@@ -527,9 +527,9 @@ def set_random_states(shards: LocalShards, grid: Grid) -> None:
 
 
 def clock_of(model: nn.Module) -> StepRng | None:
-    """Return what a model on a grid draws its dropout masks from."""
+    """Return what a model on a grid draws its dropout masks from, unless a trainer tells it every step."""
     clocks = (getattr(module, "clock", None) for module in model.modules())
-    return next((clock for clock in clocks if isinstance(clock, StepRng)), None)
+    return next((clock for clock in clocks if isinstance(clock, StepRng) and not clock.announced), None)
 
 
 def clock_shards(model: nn.Module) -> dict[str, LocalShard]:
