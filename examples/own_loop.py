@@ -1,7 +1,11 @@
 """Your own module and your own loop, on a 4D grid.
 
-torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/own_loop.py
+    torchrun --rdzv-backend fourfold --nproc-per-node 4 examples/own_loop.py
+
+It saves every other step. Started again with a larger `STEPS`, on any grid and any number of ranks, it resumes.
 """
+
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +14,8 @@ from torch.nn import functional
 import fourfold as ff
 
 FEATURES, CLASSES, STEPS = 32, 7, 4
+LAST = Path("runs/own-loop")
+"""The folder of the last checkpoint."""
 
 
 class Block(nn.Module):
@@ -45,11 +51,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return images, images[:, :CLASSES].argmax(1)
 
 
-def train(grid: ff.Grid) -> list[float]:
+def train(grid: ff.Grid, last: Path = LAST) -> list[float]:
+    """Train to the last step and return the losses of the steps taken now."""
     parallel = ff.parallelize(model(), grid)  # in place: parameters keep their names and become shards
+    # fused: torch derives for every operation on shards how it is cut, and a fused step is one instead of about ten
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, fused=True)
+    done = ff.load(last, parallel, optimizer)["step"] if last.exists() else 0
     losses = []
-    for step in range(STEPS):
+    for step in range(done, STEPS):
         images, labels = (ff.local_rows(part, grid).to(grid.device) for part in batch(step))
         loss = parallel(images, labels)
         loss.backward()  # gradients are fully reduced when this returns
@@ -57,6 +66,8 @@ def train(grid: ff.Grid) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        if step % 2 == 1:
+            ff.save(last, parallel, optimizer, extra={"step": step + 1})  # complete, or the one before stays
     return losses
 
 
@@ -65,4 +76,5 @@ if __name__ == "__main__":
     losses = train(grid)
     if grid.rank == 0:
         print(f"{grid}: losses", *(f"{loss:.4f}" for loss in losses))
+        print(f"checkpoint: {LAST}")
     grid.close()

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
-from fourfold.checkpoint.load import load_weights
-from fourfold.checkpoint.save import save_weights
 from fourfold.checkpoint.training_state import model_shards
 from fourfold.grid import Grid, Shape
 from fourfold.layout import boxed
@@ -35,7 +33,7 @@ def logits(run: Path, grid: Grid) -> Tensor:
     """Of the model of a run as it trains: fp32, each place all rows."""
     config = read_config(run / "config.toml").model.build()
     model = ff.models.build(config, grid, seed=3)
-    load_weights(model, run / "checkpoints" / "step-00000000")
+    ff.load(run / "checkpoints" / "step-00000000", model)
     with torch.no_grad(), evaluating(model):
         return model(TOKENS.to(grid.device)).cpu()
 
@@ -50,7 +48,7 @@ def write_run(folder: Path, config: ModelConfig, grid: Grid, step: int = 7) -> P
     for name, held in model_shards(model).items():
         box = held.storage.box(held.shape, grid.shape.sizes, grid.coords)
         held.local.copy_(boxed(whole(name, held.shape), box))
-    save_weights(model, folder / "checkpoints" / f"step-{step:08d}")
+    ff.save(folder / "checkpoints" / f"step-{step:08d}", model)
     if grid.rank == 0:
         section = ModelSection("mine", **dataclasses.asdict(config))
         (folder / "config.toml").write_text(RunConfig(model=section).toml())

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fourfold import models, nn, optim
+    from fourfold.checkpoint.load import load
+    from fourfold.checkpoint.save import save
     from fourfold.compare import compare_serial
     from fourfold.data.sampling import local_rows
     from fourfold.grad_norm import clip_grad_norm_
@@ -36,11 +38,13 @@ __all__ = [
     "count_targets",
     "explain",
     "global_mean",
+    "load",
     "local_rows",
     "models",
     "nn",
     "optim",
     "parallelize",
+    "save",
     "whole_batch",
 ]
 
@@ -56,8 +60,10 @@ _HOMES = {
     "count_targets": "nn.loss",
     "explain": "wrap",
     "global_mean": "nn.loss",
+    "load": "checkpoint.load",
     "local_rows": "data.sampling",
     "parallelize": "wrap",
+    "save": "checkpoint.save",
     "whole_batch": "wrap.rows",
 }
 """The module of each name; the others are modules themselves."""

@@ -1,11 +1,12 @@
 """Files and folders that appear complete or not at all. Imports no torch.
 
 Both are written under another name beside their place, and renamed: a rename is atomic inside one file system. What a
-process that died has left under the other name is never read, and the next process that writes there removes it.
+process that died has left unfinished is never read, and the next process that writes there removes it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -63,10 +64,23 @@ def write_json(path: Path, content: Any) -> None:
 
 # Folders
 
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Constants of Linux for `renameat2`: paths are relative to the working folder; two entries swap their names."""
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two folders in one step; return False if this system or file system cannot."""
+    swap = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux has it
+    return swap is not None and swap(AT_FDCWD, bytes(one), AT_FDCWD, bytes(other), RENAME_EXCHANGE) == 0
+
 
 @dataclass(frozen=True, slots=True)
 class AtomicFolder:
-    """A folder to write, and two names beside it: `partial` while it is written, `replaced` for the old one."""
+    """A folder to write, and two names beside it: `partial` while it is written, `replaced` for the old one.
+
+    The new folder takes the place of the old one in one step if the file system can exchange two names. Otherwise a
+    process may die between two renames, which leaves the old one as `replaced`.
+    """
 
     target: Path
     replaceable: re.Pattern[str] | None = None
@@ -80,10 +94,15 @@ class AtomicFolder:
     def replaced(self) -> Path:
         return self.target.with_name(f".{self.target.name}.replaced")
 
+    @property
+    def readable(self) -> Path:
+        """The path of the last complete folder: the target, unless a process died between two renames."""
+        return self.replaced if self.replaced.exists() and not self.target.exists() else self.target
+
     def prepare(self) -> None:
         """Make an empty folder to write in, and remove what a process that died has left."""
-        if self.replaced.exists() and not self.target.exists():
-            os.rename(self.replaced, self.target)  # it died between the two renames of `publish`
+        if self.readable == self.replaced:
+            os.rename(self.replaced, self.target)
         self._require_replaceable()
         for leftover in (self.partial, self.replaced):
             if leftover.exists():
@@ -110,6 +129,15 @@ class AtomicFolder:
     def publish(self) -> None:
         """Put the finished folder in the place of the old one."""
         flush(self.partial)  # the names of its files must be on the disk before its own name says that it is complete
+        old = self.replaced
+        if self.target.exists() and exchange(self.partial, self.target):
+            old = self.partial
+        else:
+            self._rename()
+        flush(self.target.parent)  # so that a power cut does not bring the old folder back after we said it is saved
+        shutil.rmtree(old, ignore_errors=True)  # the new one is there: a leftover is no failure
+
+    def _rename(self) -> None:
         if self.target.exists():
             os.rename(self.target, self.replaced)  # a rename does not replace a folder that has files
         try:
@@ -118,8 +146,6 @@ class AtomicFolder:
             if self.replaced.exists():
                 os.rename(self.replaced, self.target)
             raise
-        flush(self.target.parent)  # so that a power cut does not bring the old folder back after we said it is saved
-        shutil.rmtree(self.replaced, ignore_errors=True)  # the new one is there: a leftover is no failure
 
     @contextmanager
     def fill(self) -> Iterator[Path]:

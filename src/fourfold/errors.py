@@ -173,6 +173,18 @@ def is_damaged(error: BaseException) -> bool:
     return isinstance(error, DamagedCheckpointError)
 
 
+MOST_NAMES_SHOWN = 3
+"""How many missing or unknown names an error shows."""
+
+
+def name_some(names: Iterable[str], others: Iterable[str] = ()) -> str:
+    """Return the first few names, each with the nearest spelling among the others, and how many more there are."""
+    listed, known = list(names), list(others)
+    first = ", ".join(f"{name!r}{nearest(name, known)}" for name in listed[:MOST_NAMES_SHOWN])
+    left = len(listed) - MOST_NAMES_SHOWN
+    return f"{first} and {left} more" if left > 0 else first
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'train'?)`, or an empty text if no known word is near."""
     bare = {name.lstrip("-"): name for name in known}  # options are compared without their dashes

@@ -221,8 +221,9 @@ class Grid:
         """Refuse to be pickled; pickling any DTensor on the grid comes here, through its mesh."""
         raise TypeError(
             "torch.save and pickle would write this rank's shards alone, which fit nowhere else; on all ranks call "
-            "state = fourfold.wrap.whole_tensors(model, 'state') and save that on one of them (load_state_dict "
-            "takes it on any grid), or save model.state_dict() and the optimizer's with torch.distributed.checkpoint"
+            "ff.save(folder, model, optimizer), which ff.load reads on any grid, or state = "
+            "fourfold.wrap.whole_tensors(model, 'state') and save that on one of them (load_state_dict takes it on any "
+            "grid), or save model.state_dict() and the optimizer's with torch.distributed.checkpoint"
         )
 
     def size(self, axis: str) -> int:

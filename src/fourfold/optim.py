@@ -83,8 +83,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name, (parameter, _) in self.gradients.parameters.items():
             if parameter.requires_grad:
                 local = local_of(parameter).detach()
-                rows = self.gradients.own_rows(local)
-                part = nn.Parameter(local[rows.start : rows.stop])
+                if local.dim():  # a parameter without dims has no rows; it is never cut
+                    rows = self.gradients.own_rows(local)
+                    local = local[rows.start : rows.stop]
+                part = nn.Parameter(local)
                 self.parts[name] = part
                 (decayed if part.dim() > 1 else others).append(part)
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

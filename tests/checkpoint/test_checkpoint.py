@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import fourfold as ff
 from checkpoints import SHAPES, everything, made, resumed, take, trained
 from disks import small_disk
 from fourfold.atomic import AtomicFolder
@@ -27,7 +28,7 @@ from fourfold.checkpoint import load as loading
 from fourfold.checkpoint import save as saving
 from fourfold.checkpoint.format import TensorFile, TensorType, write_tensor_file
 from fourfold.checkpoint.load import Checkpoints, load_training, verify_checkpoint
-from fourfold.checkpoint.save import Saver, save_weights
+from fourfold.checkpoint.save import Saver
 from fourfold.checkpoint.training_state import training_shards
 from fourfold.errors import DamagedCheckpointError, Failure, NotFiniteError, failure_of
 from fourfold.grid import Grid, Shape
@@ -154,15 +155,6 @@ def test_changes_beside_the_optimizers_step_fail_the_save_or_keep_the_order(tmp_
     assert not other.norm.weight.full_tensor().any()
 
 
-def test_an_optimizer_of_torchs_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    model, _ = made("gpt-tiny", alone(), sharded=False)
-    theirs = torch.optim.AdamW(model.parameters())
-    with pytest.raises(
-        TypeError, match=r"knows the state of the optimizers of ff.optim, not of torch.optim.adamw.AdamW; torch"
-    ):
-        Saver(model.grid, tmp_path).save(1, model, theirs, {})  # type: ignore[arg-type]
-
-
 LEAVING = """
 import sys, torch, fourfold as ff
 from pathlib import Path
@@ -231,7 +223,7 @@ def test_numbers_that_are_not_finite_are_never_saved(
     assert names(tmp_path) == ["step-00000001"]
     verify_checkpoint(tmp_path / "step-00000001")
     with pytest.raises(NotFiniteError) if name.startswith("model/") else nullcontext():
-        save_weights(model, tmp_path / "weights")
+        ff.save(tmp_path / "weights", model)
 
 
 def test_one_ranks_nan_raises_on_all(ranks, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ import fourfold as ff
 from fourfold.checkpoint import dcp as module
 from fourfold.checkpoint.dcp import from_dcp, to_dcp
 from fourfold.checkpoint.format import TensorType, read_record
-from fourfold.checkpoint.load import load_training, load_weights, read_full_tensor
-from fourfold.checkpoint.save import Saver, save_weights, write_full_tensors
+from fourfold.checkpoint.load import load_training, read_full_tensor
+from fourfold.checkpoint.save import Saver, write_full_tensors
 from fourfold.grid import Shape
 from fourfold.optim import AdamW
 from harness import DEVICE, grid_of
@@ -135,8 +135,8 @@ def load_both(shape: Shape, run: Path, weights: Path, root: Path) -> dict[str, A
     """Load them, and save for the test to see what was loaded."""
     grid = grid_of(shape)
     model, optimizer = fresh(shape)
-    load_weights(model, weights)
-    save_weights(model, root / "weights")
+    ff.load(weights, model)
+    ff.save(root / "weights", model)
     model, optimizer = fresh(shape)
     state = load_training(run, model, optimizer)
     Saver(grid, root, asynchronous=False).save(1, model, optimizer, {})

@@ -24,8 +24,8 @@ from fourfold import cli
 from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.hf_weights import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
-from fourfold.checkpoint.save import save_weights
 from fourfold.commands.import_export import export_model, import_model
+from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
 from fourfold.train.config import read_config
@@ -248,7 +248,7 @@ def test_the_newest_checkpoint_that_of_a_step_or_one_folder(tmp_path: Path) -> N
     grid = Grid.alone(DEVICE)
     run = write_run(tmp_path / "run", OURS["gpt2"], grid, step=7)
     last = tmp_path / "run/checkpoints/step-00000009"
-    save_weights(ff.models.build(OURS["gpt2"], grid), last)
+    ff.save(last, ff.models.build(OURS["gpt2"], grid))
     paths = {"newest": (run, None), "seven": (run, 7), "folder": (last, None)}
     for name, (source, step) in paths.items():
         export_model(source, tmp_path / name, step=step)
@@ -322,6 +322,40 @@ def test_tokenizers_travel_along(gpt2: Path, tmp_path: Path, end: str) -> None:
     assert tokenizer("once upon a time")["input_ids"] == [1, 2, 3, 4]
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == (end, 5)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").eos_token_id == 5
+
+
+TEXTS = ["once upon", " a  , and\n\tb .\r\n", "grüße, 世界 🌍", "", "\x00\x7f\xad\u2028", "it 's", "a <|endoftext|> b"]
+
+
+def test_bytes_travel_along(tmp_path: Path) -> None:
+    """transformers encodes and decodes as the run does: every byte, broken UTF-8, and what ends a document."""
+    config = dataclasses.replace(OURS["gpt2"], vocab=257)
+    run, ours = write_run(tmp_path / "run", config, Grid.alone(DEVICE)), load_tokenizer("bytes")
+    assert export_model(run, tmp_path / "theirs").tokenizer
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    for text in TEXTS:
+        ids = ours.encode(text).tolist()
+        assert theirs(text)["input_ids"] == theirs.encode(text) == ids
+        assert theirs.decode(ids) == ours.decode(ids) == text
+        assert theirs.decode([*ids, ours.eod], skip_special_tokens=True) == text
+    assert (len(theirs), theirs.eos_token_id, theirs.model_max_length) == (ours.vocab, ours.eod, config.seq)
+    broken = [[byte] for byte in range(256)] + [[0xE4, 0xB8, 65], [0xF0, 0x9F, 0x8C], [0xFF, 0xC3, 0xBC, 0xC0, 0x80]]
+    for ids in broken:
+        assert theirs.decode(ids) == ours.decode(ids)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert model.config.eos_token_id == ours.eod
+    made = import_model(tmp_path / "theirs", tmp_path / "again")
+    again = load_tokenizer(tmp_path / "again" / made.config.data.tokenizer)
+    assert (again.vocab, again.eod) == (ours.vocab, ours.eod)
+    for text in TEXTS[:-1]:  # tokenizers themselves find special tokens in any text
+        assert torch.equal(again.encode(text), ours.encode(text))
+
+
+def test_bytes_that_a_model_does_not_know_are_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", OURS["gpt2"], Grid.alone(DEVICE))
+    made = export_model(run, tmp_path / "theirs")
+    assert not made.tokenizer and not (tmp_path / "theirs" / "tokenizer_config.json").exists()
+    assert "with ids up to 256, but the model only knows ids below 101, so the folder has no tokenizer" in made.notes[0]
 
 
 def test_the_end_of_documents_may_be_named(gpt2: Path, tmp_path: Path) -> None:

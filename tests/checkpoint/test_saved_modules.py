@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 import families
 import fourfold as ff
-from fourfold.checkpoint.load import load_weights
-from fourfold.checkpoint.save import save_weights
 from fourfold.grid import Shape
 from fourfold.params import local_of
 from harness import grid_of
@@ -31,7 +29,7 @@ def build(name: str) -> nn.Module:
 
 
 def saved(name: str, shape: Shape, folder: Path) -> None:
-    save_weights(ff.parallelize(build(name), grid_of(shape)), folder)
+    ff.save(folder, ff.parallelize(build(name), grid_of(shape)))
 
 
 def loaded(name: str, shape: Shape, folder: Path) -> dict[str, Tensor]:
@@ -39,7 +37,7 @@ def loaded(name: str, shape: Shape, folder: Path) -> dict[str, Tensor]:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             (local_of(tensor) if isinstance(tensor, DTensor) else tensor).zero_()
-    load_weights(model, folder)
+    ff.load(folder, model)
     state = model.state_dict()
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).numpy() for name, value in state.items()

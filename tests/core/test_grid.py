@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 import fourfold as ff
 from fourfold import comm
 from fourfold.axes import AXES
-from fourfold.checkpoint.load import load_weights
-from fourfold.checkpoint.save import save_weights
 from fourfold.environment import Environment, first_node, set_master_address
 from fourfold.grid import Grid, Shape, _fewest_cores
 from fourfold.layout import EXPAND_WEIGHT, PRODUCT, Init, Spec
@@ -291,9 +289,9 @@ def train_in_parts(parts: list[list[int]], folder: str) -> float | None:
 
     model, found = step(grid)
     folder = f"{folder}/{number}"
-    save_weights(model, folder)
+    ff.save(folder, model)
     other = ff.models.build("gpt-tiny", grid, dtype=torch.float64, seed=99)
-    load_weights(other, folder)
+    ff.load(folder, other)
     grid.agree("the part", str(number))  # would fail if it reached beyond the part
     _, expected = step(Grid.alone())
     found += wholes(other, grid)

@@ -76,15 +76,24 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("shape", [Shape(y=2, z=2), SHAPE], ids=str)
-def test_own_loop(ranks, shape: Shape) -> None:
+def test_own_loop(ranks, shape: Shape, tmp_path: Path) -> None:
+    """And once more from its checkpoint, with two steps more."""
     told = example("own_loop")
     model, found = told.model(), []
     optimizer = adamw(model)
-    for number in range(told.STEPS):
+    for number in range(told.STEPS + 2):
         loss = model(*told.batch(number))
         step(model, optimizer, [loss])
         found.append(loss.item())
-    check(ranks, "own_loop", shape, found)
+    check(ranks, "own_loop", shape, found[: told.STEPS], tmp_path / "last")
+    for losses in ranks(4).run(resumed_own_loop, SHAPE, tmp_path / "last", told.STEPS + 2):
+        assert losses == pytest.approx(found[told.STEPS :], rel=TOLERANCE)
+
+
+def resumed_own_loop(shape: Shape, last: Path, steps: int) -> list[float]:
+    told = example("own_loop")
+    told.STEPS = steps  # type: ignore[attr-defined]
+    return told.train(grid_of(shape), last)
 
 
 def test_accelerate_loop(ranks) -> None:

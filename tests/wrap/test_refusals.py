@@ -158,7 +158,10 @@ def call_functionally(grid: Grid) -> None:
 
 COMPILED = r"is compiled by torch.compile.*policy=ff.Policy\(compile=True\)"
 TRANSFORMED = "is called inside torch.vmap, torch.func.grad.*use loss.backward"
-PICKLED = r"torch.save and pickle would write.*whole_tensors\(model, 'state'\).*torch.distributed.checkpoint"
+PICKLED = (
+    r"torch.save and pickle would write.*ff.save\(folder.*"
+    r"whole_tensors\(model, 'state'\).*torch.distributed.checkpoint"
+)
 REFUSED: dict[str, tuple[str, Callable[[Grid], object]]] = {
     "autocast": (r"torch.autocast to torch.bfloat16 is on.*Policy\(compute_dtype=torch.bfloat16\)\)", under_autocast),
     "accelerate": (r"mixed_precision='bf16' .*is on.*Policy\(compute_dtype=torch.bfloat16\)\)", with_accelerate),

@@ -77,6 +77,13 @@ DTYPE_CODES = {
 _DTYPES_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
+EXTRA = "extra"
+"""The key in the state under which `ff.save` keeps what its caller gave."""
+PAIRS = "fourfold.pairs"
+"""The only key of a JSON object that stands for a table with keys that are not texts: a list of [key, value]."""
+MOST_LEVELS = 80
+"""How deeply values in the state may be nested, a little less than what `parse_json` accepts for the whole record."""
+
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 """The prefixes of the three groups of tensors; `training_state` describes them."""
 CHUNK_BYTES = 16 << 20
@@ -488,3 +495,41 @@ def _parse_tensor(name: str, found: Mapping[str, Any], ignored: list[str]) -> Te
     if not all(axis in AXES and type(dim) is int and 0 <= dim < len(shape) for axis, dim in cuts):
         raise ValueError(f"{name!r} of shape {shape} is cut by {cuts}")
     return TensorInfo(shape, _DTYPES_BY_NAME[found["dtype"]], Layout(cuts), found.get("finite") is True)
+
+
+# Values of others in the state of a record
+
+
+def pack_json(value: Any, name: str, level: int = 0) -> Any:
+    """Return a value in the form that JSON holds; `unpack_json` returns it equal, but with lists in place of tuples.
+
+    Raise TypeError if JSON cannot hold it; the error calls it `name`.
+    """
+    if level > MOST_LEVELS:
+        raise ValueError(f"{name} is nested more than {MOST_LEVELS} deep")
+    if isinstance(value, Mapping):
+        pairs = [(key, pack_json(inner, f"{name}[{key!r}]", level + 2)) for key, inner in value.items()]
+        if all(isinstance(key, str) for key in value) and PAIRS not in value:
+            return dict(pairs)
+        return {PAIRS: [[_plain(key, f"a key of {name}"), inner] for key, inner in pairs]}
+    if isinstance(value, (list, tuple)):
+        return [pack_json(inner, f"{name}[{index}]", level + 1) for index, inner in enumerate(value)]
+    return _plain(value, name)
+
+
+def _plain(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"{name} is of type {type(value).__name__}, which JSON cannot hold; give texts, numbers, lists and tables: "
+        "tensor.tolist() makes numbers of a tensor"
+    )
+
+
+def unpack_json(value: Any) -> Any:
+    """Return the value that `pack_json` packed."""
+    if isinstance(value, dict):
+        if value.keys() == {PAIRS}:
+            return {key: unpack_json(inner) for key, inner in value[PAIRS]}
+        return {key: unpack_json(inner) for key, inner in value.items()}
+    return [unpack_json(inner) for inner in value] if isinstance(value, list) else value

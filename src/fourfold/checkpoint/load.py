@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fourfold.atomic import AtomicFolder
 from fourfold.checkpoint.format import (
     CHECKPOINT_FILE,
+    EXTRA,
     MODEL,
-    OPTIMIZER,
-    RANDOM,
     RECORD,
     Record,
     TensorFile,
@@ -35,21 +35,26 @@ from fourfold.checkpoint.format import (
     rank_file,
     read_record,
     reading,
+    unpack_json,
 )
 from fourfold.checkpoint.training_state import (
+    CLOCK,
     LocalShard,
     LocalShards,
+    SavedOptimizer,
+    clock_shards,
+    grid_of,
     model_shards,
-    new_optimizer_shards,
     random_states,
-    set_optimizer_state,
+    restore_clock,
     set_random_states,
+    stepped_parameters,
+    stored_otherwise,
+    training_table_of,
 )
-from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError, nearest
-from fourfold.gradients import gradients_of
+from fourfold.errors import DamagedCheckpointError, MissingCheckpointError, UnreadableCheckpointError, name_some
 from fourfold.grid import Grid
 from fourfold.layout import Box, boxed, overlap
-from fourfold.optim import ShardedOptimizer
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder in a run."""
@@ -59,8 +64,6 @@ CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds its checkpoints."""
 WHAT_TO_GIVE = "give the folder of a run, or the folder of one checkpoint"
 """The way out in the errors of commands that take either of them."""
-MOST_NAMES_SHOWN = 3
-"""How many missing or unknown tensors an error names."""
 
 
 # The checkpoints of a run
@@ -206,56 +209,124 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 # Loading
 
 
+def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+    """Load a checkpoint into a model, and into its optimizer if one is given; return what was saved as `extra`.
+
+    All ranks call it; the grid, and the number of ranks, may differ from those of the save. The model is one of
+    `ff.models.build` or `ff.parallelize`, or, in a job of one process, a plain module. Everything is verified on all
+    ranks before anything changes, so that after an error model and optimizer are as they were.
+
+    The optimizer gets its whole state back: what a fresh one has not made yet, and the learning rate and the other
+    options of its parameter groups. Its class and its groups must be those that were saved; how it computes a step
+    (`fused`, `foreach`, `capturable`) need not be. The ranks also get back their random states if the grid is the one
+    that was saved. Without an optimizer only the weights are read, cast to the dtype of the model.
+    """
+    if optimizer is None:
+        return unpack_json(read_weights(folder, model).state.get(EXTRA))
+    return unpack_json(load_training(folder, model, optimizer, require_optimizer=True).get(EXTRA))
+
+
 def load_training(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer, *, verified: bool = False
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    verified: bool = False,
+    keep_options: bool = False,
+    require_optimizer: bool = False,
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, and return its `state`; all ranks call it.
 
     Everything is verified on all ranks before anything changes; `verified` says that `find_damage` has compared the
-    checksums already. A checkpoint without optimizer state (imported weights) may have another dtype and leaves the
-    optimizer fresh. The ranks get back their random states on the grid that wrote the checkpoint; on any other grid the
-    random states stay as they are.
+    checksums already. With `keep_options` the parameter groups keep their learning rates and other options, and dropout
+    its seed: the config of a run decides on them. A checkpoint without optimizer state (imported weights) may have
+    another dtype and leaves the optimizer as it is, or is refused with `require_optimizer`. The ranks get back their
+    random states on the grid that wrote the checkpoint; on any other grid the random states stay as they are.
     """
-    grid = optimizer.gradients.grid
+    grid = grid_of(model)
     chosen: dict[str, LocalShard] = {}
 
     def choose(record: Record) -> LocalShards:
-        with_state = {name.removeprefix(OPTIMIZER).partition("/")[2] for name in record.names(OPTIMIZER)}
+        require_stored_alike(model, record, folder)
         chosen.update(model_shards(model))
-        chosen.update(new_optimizer_shards(optimizer, with_state))
-        require_same_names(list(chosen), [name for name in record.tensors if not name.startswith(RANDOM)], folder)
-        for name, shard in chosen.items() if with_state else ():
-            if record.tensors[name].dtype != shard.local.dtype:
-                raise ValueError(
-                    f"{name!r} is {record.tensors[name].dtype} in {folder} and {shard.local.dtype} here; resume with "
-                    "the dtype of the saved run"
-                )
+        require_same_names(list(chosen), record.names(MODEL), folder)
+        saved = SavedOptimizer.of(record)
+        if saved is not None:
+            _require_same_dtypes(chosen, record, folder)
+            stepped = stepped_parameters(model, optimizer)
+            saved.require_class(optimizer, folder)
+            if not keep_options:
+                saved.require_groups(stepped, optimizer, folder)
+                chosen.update(clock_shards(model) if CLOCK in record.tensors else {})
+            chosen.update(saved.allocate(stepped, folder))
+        elif require_optimizer:
+            raise ValueError(
+                f"{folder} holds weights and no state of an optimizer; to begin with these weights, leave the "
+                "optimizer out: ff.load(folder, model)"
+            )
         if record.grid == grid.shape:
-            for name, state in random_states(grid).items():
-                # Another version of torch may have a state of another length.
-                if name in record.tensors and record.tensors[name].shape == state.shape:
-                    chosen[name] = state
+            chosen.update(_known_random_states(record, grid))
         return chosen
 
     record = read_shards(grid, folder, choose, verified=verified)
-    set_optimizer_state(optimizer, chosen)
+    if (saved := SavedOptimizer.of(record)) is not None:
+        saved.set_state(stepped_parameters(model, optimizer), optimizer, chosen)
+        if not keep_options:
+            saved.set_options(optimizer)
+            restore_clock(model, record, chosen)
     set_random_states(chosen, grid)
     return record.state
 
 
-def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Read the parameters of a model, in place, from weights or a checkpoint that any grid of any size has written.
+def _require_same_dtypes(shards: LocalShards, record: Record, folder: object) -> None:
+    """Raise unless these tensors were saved with the dtypes that they have here."""
+    for name, shard in shards.items():
+        if record.tensors[name].dtype != shard.local.dtype:
+            raise ValueError(
+                f"{name!r} is {record.tensors[name].dtype} in {folder} and {shard.local.dtype} here; resume with "
+                "the dtype of the saved run"
+            )
+
+
+def _known_random_states(record: Record, grid: Grid) -> dict[str, LocalShard]:
+    """Return the states of this rank's random generators that a record of the same grid can replace."""
+    # Another version of torch may have a state of another length.
+    return {
+        name: state
+        for name, state in random_states(grid).items()
+        if name in record.tensors and record.tensors[name].shape == state.shape
+    }
+
+
+def read_weights(folder: str | os.PathLike[str], model: nn.Module) -> Record:
+    """Read the parameters and buffers of a model, in place, and return the record of the folder.
 
     All ranks call it; each reads only its own shards, and values are cast to the dtype of the model. An error, such as
     a missing tensor or another shape, is raised on all ranks before any of them has changed a parameter.
     """
 
     def choose(record: Record) -> LocalShards:
+        require_stored_alike(model, record, folder)
         wanted = model_shards(model)
         require_same_names(list(wanted), record.names(MODEL), folder)
         return wanted
 
-    read_shards(gradients_of(model).grid, folder, choose)
+    return read_shards(grid_of(model), folder, choose)
+
+
+def require_stored_alike(model: nn.Module, record: Record, folder: object) -> None:
+    """Raise if a plain module and a parallelised one hold a weight in different forms, perhaps of the same shape.
+
+    Records of earlier versions do not say how weights are stored; they are of models on a grid.
+    """
+    here = stored_otherwise(model)
+    there = training_table_of(record).get("stored", here)
+    if differing := sorted({*here} ^ {*there}):
+        raise ValueError(
+            f"{folder} and this {type(model).__name__} hold {name_some(differing)} in different forms: a parallelised "
+            "module stores some weights transposed or in parts, the plain module does not; on one process load into "
+            "ff.parallelize(model, ff.Grid())"
+        )
 
 
 def require_same_names(wanted: Sequence[str], found: Sequence[str], folder: object) -> None:
@@ -269,14 +340,8 @@ def require_same_names(wanted: Sequence[str], found: Sequence[str], folder: obje
 
 def show_names(missing: Sequence[str], unknown: Sequence[str], wanted: Sequence[str]) -> str:
     """Say which tensors a folder lacks and which others it holds, each with the nearest spelling on the other side."""
-
-    def shown(names: Sequence[str], others: Sequence[str]) -> str:
-        first = ", ".join(f"{name!r}{nearest(name, others)}" for name in names[:MOST_NAMES_SHOWN])
-        left = len(names) - MOST_NAMES_SHOWN
-        return f"{first} and {left} more" if left > 0 else first
-
-    faults = [f"it lacks {shown(missing, unknown)}"] if missing else []
-    faults += [f"it also holds {shown(unknown, missing or wanted)}"] if unknown else []
+    faults = [f"it lacks {name_some(missing, unknown)}"] if missing else []
+    faults += [f"it also holds {name_some(unknown, missing or wanted)}"] if unknown else []
     return "; ".join(faults)
 
 
@@ -292,15 +357,10 @@ def read_shards(
     All ranks call it. A file that is missing or damaged, or a tensor that does not fit, raises on all ranks before any
     tensor has changed. With `verified` the checksums are not compared again.
     """
-    source = Path(folder).resolve()
+    source = AtomicFolder(Path(folder).resolve()).readable
     grid.agree("the folder to read", str(source))
 
     def check() -> tuple[Record, LocalShards, dict[str, Box], PartsByFile]:
-        replaced = AtomicFolder(source).replaced
-        if replaced.exists() and not source.exists():
-            raise MissingCheckpointError(
-                f"{source} is missing: a save died while it replaced it; the former one is {replaced}"
-            )
         record = read_record(source)
         shards = choose(record)
         for name, shard in shards.items():

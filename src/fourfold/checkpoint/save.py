@@ -21,39 +21,67 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fourfold.atomic import AtomicFolder
 from fourfold.checkpoint.format import (
     CHECKPOINT_FILE,
+    EXTRA,
     FileInfo,
     Record,
     TensorInfo,
     TensorType,
     TensorTypes,
+    pack_json,
     rank_file,
     write_record,
     write_tensor_file,
 )
 from fourfold.checkpoint.load import Checkpoints
-from fourfold.checkpoint.training_state import LocalShards, model_shards, training_shards
-from fourfold.gradients import gradients_of
+from fourfold.checkpoint.training_state import (
+    TRAINING,
+    LocalShards,
+    grid_of,
+    model_shards,
+    training_shards,
+    training_table,
+)
 from fourfold.grid import Grid, Shape
 from fourfold.layout import Layout
-from fourfold.optim import ShardedOptimizer
 
 SLOWEST_RANK_SECONDS = 1800.0
 """Seconds that rank 0 waits for the slowest rank's file once its own is written. Ranks share a file system and write
 equal amounts, so a rank that needs half an hour more is not going to finish."""
 
 
-def save_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write the parameters of a model into a folder, which all ranks must see.
+def save(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, extra: Any = None
+) -> None:
+    """Write a model, and its optimizer if one is given, into a folder, which all ranks must see; `ff.load` reads it.
 
-    All ranks call it. A folder of weights that is already there is replaced once the new one is complete; an error on
-    any rank raises on all of them and leaves the old folder as it was. Parameters with NaN or infinity are not written:
-    the rank that holds one raises NotFiniteError.
+    All ranks call it. The model is one of `ff.models.build` or `ff.parallelize`, or, in a job of one process, a plain
+    module. The optimizer is any of torch's kind whose state consists of tensors of the shape of their parameter,
+    tensors without dims and numbers; any other is refused before anything is written. `extra` is what JSON can hold,
+    such as the `state_dict()` of a learning-rate scheduler or of a GradScaler; what rank 0 gives is kept.
+
+    The folder is complete when this returns, on all ranks. A checkpoint that is already there is replaced at once when
+    the new one is complete; an error on any rank raises on all of them and leaves the old one as it was. NaN or
+    infinity in a parameter or in the optimizer's state is never written: the rank that holds it raises NotFiniteError.
     """
-    PendingSave(model_shards(model), gradients_of(model).grid, folder, {}).wait()
+    grid = grid_of(model)
+
+    def collect() -> tuple[LocalShards, dict[str, Any]]:
+        shards = model_shards(model) if optimizer is None else training_shards(model, optimizer)
+        state = {EXTRA: pack_json(extra, "extra"), **training_table(model, optimizer)}
+        return shards, state | _origin()
+
+    shards, state = grid.run_together(f"collecting what {folder} will hold", collect)
+    PendingSave(shards, grid, folder, state).wait()
+
+
+def _origin() -> dict[str, str]:
+    """Return when and with which torch a checkpoint is saved, for its state."""
+    return {"torch": torch.__version__, "saved": datetime.now(UTC).isoformat("T", "seconds")}
 
 
 def write_full_tensors(folder: Path, types: TensorTypes, tensors: Iterable[Tensor], state: dict[str, Any]) -> None:
@@ -88,7 +116,7 @@ class Saver:
         self._staging = StagingMemory() if asynchronous else None
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # kept when it is complete: the next one writes the same parts
-        self._hooked: ShardedOptimizer | None = None
+        self._hooked: Optimizer | None = None
         self._not_removed: list[str] = []
         grid.run_on_rank0("clearing unfinished checkpoints", self._clear)
 
@@ -103,21 +131,28 @@ class Saver:
         """What rank 0 could not remove when it last tried, and why. This is no failure: it tries after every save."""
         return self._not_removed
 
-    def save(self, step: int, model: nn.Module, optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
-        """Write everything that is needed to resume after this step.
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Write everything that is needed to resume after this step; `save` says which optimizers can be saved.
 
         When asynchronous it returns at once: the copy is taken beside forward and backward, and the optimizer's next
         step waits for it. Call `wait_for_staging` before anything else changes parameters ahead of that step; a
         change without it fails this save.
         """
         self.wait()
-        saved = datetime.now(UTC).isoformat("T", "seconds")
+
+        def collect() -> tuple[LocalShards, dict[str, Any]]:
+            if TRAINING in state:
+                raise ValueError(f"the key {TRAINING!r} of the state belongs to the checkpoint; choose another")
+            packed = {**state, "step": step, **training_table(model, optimizer), **_origin()}
+            return training_shards(model, optimizer), packed
+
         with self._naming_the_newest(step):
+            shards, packed = self.grid.run_together(f"collecting what {self.checkpoints.path(step)} will hold", collect)
             self._pending = self._last = PendingSave(
-                training_shards(model, optimizer),
+                shards,
                 self.grid,
                 self.checkpoints.path(step),
-                {**state, "step": step, "torch": torch.__version__, "saved": saved},
+                packed,
                 staging=self._staging,
                 previous=self._last,
                 before=lambda: self._require_newest(step),

@@ -28,7 +28,7 @@ from fourfold.checkpoint.hf_weights import (
 )
 from fourfold.checkpoint.load import CHECKPOINTS, Checkpoints, find_checkpoint
 from fourfold.data import sources
-from fourfold.data.tokenizer import Tokenizer, load_tokenizer
+from fourfold.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from fourfold.models.hugging_face import ARCHITECTURES, config_keys, model_type_of, read_config_json, read_keys
 from fourfold.parse import parse_json
 from fourfold.report.units import count, nbytes
@@ -178,7 +178,7 @@ def export_model(
             f"dropout={model.dropout} is left out, because {model_type} has no dropout; it only affects training"
         )
     with AtomicFolder(to.resolve()).fill() as folder:
-        tokenizer, more = _export_tokenizer(data, checkpoint, folder, model.seq)
+        tokenizer, more = _export_tokenizer(data, checkpoint, folder, model)
         weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)
         keys = config_keys(model, model_type)
         # explicit, because transformers would otherwise assume the ids of the original model's tokenizer
@@ -205,19 +205,29 @@ def _sections_of(checkpoint: Path, record: Record) -> tuple[ModelSection, DataSe
 
 
 def _export_tokenizer(
-    data: DataSection, checkpoint: Path, folder: Path, seq: int
+    data: DataSection, checkpoint: Path, folder: Path, model: models.ModelConfig
 ) -> tuple[Tokenizer | None, list[str]]:
-    """Copy the file of the run's tokenizer, if it has one; return the tokenizer and notes for the user."""
+    """Write the run's tokenizer for transformers, whose ids and texts equal ours; return it, and notes for the user."""
     name = beside(data.tokenizer, checkpoint.resolve().parent.parent)
-    if name == "bytes":
-        return load_tokenizer(name), []
     path = Path(name).expanduser()
-    if not path.is_file():
+    if name != "bytes" and not path.is_file():
         return None, [f"the run's tokenizer {name} does not exist, so the folder has no tokenizer"]
-    tokenizer = load_tokenizer(path, data.eod)
-    content = path.read_bytes()
+    tokenizer = load_tokenizer(name, data.eod)
+    if name == "bytes" and tokenizer.vocab > model.vocab:
+        return None, [
+            f"the run reads text as bytes, with ids up to {tokenizer.vocab - 1}, but the model only knows ids below "
+            f"{model.vocab}, so the folder has no tokenizer"
+        ]
+    content = json.dumps(ByteTokenizer.to_json()).encode() if name == "bytes" else path.read_bytes()
     write_bytes(folder / TOKENIZER, content)
-    keys: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": seq}
+    keys: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.seq,
+        # transformers would remove spaces before punctuation
+        "clean_up_tokenization_spaces": False,
+    }
+    if name == "bytes":
+        keys["split_special_tokens"] = True  # a text that spells the special token is bytes like any other
     added = parse_json(content).get("added_tokens") or ()
     ends = [token["content"] for token in added if token["id"] == tokenizer.eod]
     keys |= {"eos_token": ends[0]} if ends else {}

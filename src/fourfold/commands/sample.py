@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fourfold.checkpoint.load import find_checkpoint, load_weights
+from fourfold.checkpoint.load import find_checkpoint, load
 from fourfold.commands.local_ranks import chosen_device, close
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.environment import inside_a_job
@@ -36,7 +36,7 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     policy = replace(config.build_policy(), compile=False)
     model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
     # rank 0 decides which checkpoint: a run in progress may save a newer one before the other ranks look
-    load_weights(model, grid.broadcast_text(str(checkpoint)))
+    load(grid.broadcast_text(str(checkpoint)), model)
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]
     (found,) = generate(
         model,

@@ -64,6 +64,27 @@ class ByteTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
+    @classmethod
+    def to_json(cls) -> dict[str, Any]:
+        """Return the same tokenizer in the format of Hugging Face's `tokenizers`: byte-level BPE without merges."""
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        end = {"id": cls.eod, "content": END_OF_DOCUMENT[0], "special": True}
+        end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        return {
+            "version": "1.0",
+            **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
+            "added_tokens": [end],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": {_letter(byte): byte for byte in range(cls.eod)}, "merges": []},
+        }
+
+
+def _letter(byte: int) -> str:
+    """Return the letter that stands for a byte in byte-level BPE: Latin-1's, or one beyond it if that is no letter."""
+    unseen = [*range(33), *range(127, 161), 173]  # control characters and spaces
+    return chr(256 + unseen.index(byte)) if byte in unseen else chr(byte)
+
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer from a JSON file. `eod` is the end-of-document token, or its id, if its name is unusual."""

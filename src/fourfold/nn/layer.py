@@ -159,6 +159,9 @@ def assemble(
 SPECS = "_fourfold_specs"
 """Attribute of a module that is no `Layer` but has parameters on the grid: their specs by name."""
 
+PLAIN_SLICES = "_fourfold_plain_slices"
+"""Attribute of a wrapped module: for each of its parameters, by name, which part of the plain module's it is."""
+
 
 def specs_of(model: nn.Module) -> dict[str, Spec]:
     """Return the spec of every parameter, by its name in the model."""

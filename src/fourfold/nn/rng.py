@@ -100,6 +100,8 @@ class StepRng:
         self.engine = engine
         self.step = 0
         self.micro_step = 0
+        self.announced = False
+        """Whether a trainer begins every step here. Then draws follow from the step, and there is no state to save."""
         # Step and micro-step on the device, once somebody has asked for them there. The counter is changed in place, so
         # that a recorded step counts on; the position is a copy, to which `go_to` can return.
         self._counter: Tensor | None = None
@@ -108,7 +110,7 @@ class StepRng:
 
     def __deepcopy__(self, memo: dict[int, object]) -> StepRng:
         new = StepRng(self.seed, copy.deepcopy(self.engine, memo))
-        new.step, new.micro_step = self.step, self.micro_step
+        new.step, new.micro_step, new.announced = self.step, self.micro_step, self.announced
         # replays count on the device alone
         new._counter, new._position = copy.deepcopy((self._counter, self._position), memo)
         return new
@@ -124,12 +126,27 @@ class StepRng:
             self._position = self._counter.clone()
 
     def begin_step(self, step: int) -> None:
-        self.step, self.micro_step = step, 0
+        self.announced = True
+        self._go_on_at(step, 0)
+
+    def _go_on_at(self, step: int, micro_step: int) -> None:
+        self.step, self.micro_step = step, micro_step
         if self._counter is not None and self._position is not None:
             self._counter[:1].fill_(step)
-            self._counter[1:].zero_()
+            self._counter[1:].fill_(micro_step)
             # in place: a recorded step of a model that never advances reads this tensor
             self._position.copy_(self._counter)
+
+    def counts(self) -> Tensor:
+        """Return a copy of [step, micro-step]: of those on the device if they are there, since replays count there."""
+        return torch.tensor([self.step, self.micro_step]) if self._counter is None else self._counter.clone()
+
+    def restore(self, seed: int, step: int, micro_step: int) -> None:
+        """Draw from here on what a clock with this seed would draw at these counts."""
+        if seed != self.seed:
+            self.seed = seed
+            self._keys.clear()
+        self._go_on_at(step, micro_step)
 
     def position(self, device: torch.device) -> Tensor:
         """Return [step, micro-step] on the device."""

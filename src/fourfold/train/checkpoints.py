@@ -430,7 +430,8 @@ def restore(
     if start.checkpoint is None:
         return {}, []
     with _suggest_an_earlier_one(start.checkpoint):
-        state = load_training(start.checkpoint, model, optimizer, verified=start.verified)
+        # the config decides on learning rates and the like, and it may have changed
+        state = load_training(start.checkpoint, model, optimizer, verified=start.verified, keep_options=True)
     if start.step == 0:
         return {}, []  # weights that somebody else trained bring no position in the data
     skipped = start.skipped

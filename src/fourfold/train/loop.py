@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import fourfold
 from fourfold.atomic import write_json, write_text
 from fourfold.checkpoint.load import remove_checkpoint, set_aside
-from fourfold.checkpoint.training_state import new_optimizer_shards, training_shards
+from fourfold.checkpoint.training_state import require_fit, training_shards
 from fourfold.data.loader import Evaluation, Loader, TokenBatch, unigram_entropy
 from fourfold.data.sources import open_source
 from fourfold.data.token_files import TokenSource
@@ -581,7 +581,10 @@ def make_optimizer(model: nn.Module, section: OptimizerSection, rate: float) -> 
             f"optimizer.weight_decay={decay}, but {section.name} has no weight decay; set optimizer.weight_decay=0"
         )
     # state that no checkpoint can hold is refused now, and not when the first one is due
-    new_optimizer_shards(made, set({part.dim(): name for name, part in made.parts.items()}.values()))
+    try:
+        require_fit(model, made)
+    except TypeError as error:
+        raise ValueError(f"optimizer.name={section.name}: {error}") from error
     return made
 
 

@@ -27,7 +27,7 @@ from fourfold import comm
 from fourfold.engine import in_backward
 from fourfold.grid import Grid
 from fourfold.layout import EXPAND_WEIGHT, REPEATED, Layout, Spec
-from fourfold.nn.layer import SPECS, Layer, ShardMemory, reserve
+from fourfold.nn.layer import PLAIN_SLICES, SPECS, Layer, ShardMemory, reserve
 from fourfold.nn.rng import key_of
 from fourfold.params import local_of, shard_parameter
 from fourfold.torch_hooks import REPLACED
@@ -35,8 +35,6 @@ from fourfold.wrap.adapters import Adapter, GatheredAdapter, PlainSlice, ReadWho
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, TensorPlacement, version_of
 from fourfold.wrap.linear_adapters import ExpandAdapter
 
-PLAIN_SLICES = "_fourfold_plain_slices"
-"""The attribute of a wrapped module with the `PlainSlice` of each of its parameters."""
 JOINED = Layout.along(0, EXPAND_WEIGHT.axes)
 """The layout of a joined weight in a state dict: cut over as many axes as a weight, so that no rank holds it whole."""
 
