@@ -19,7 +19,7 @@ HEAD = """\
 <!-- written by docs/write_config.py; the texts are the docstrings in src/fourfold -->
 
 Every key of the config of a run. A config is a TOML file with these sections, `fourfold train run.toml`; on the command
-line a key is changed with `--set section.key=value`. Keys that are left out have their defaults.
+line a key is changed with `--set`, as below. Keys that are left out have their defaults.
 
 ```bash
 fourfold train --model gpt-tiny --print-config > run.toml

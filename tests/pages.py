@@ -10,7 +10,6 @@
   A command with `# fails` behind it must.
 - `text` blocks are what commands print, `math` blocks are formulas; neither is looked at.
 - `<!-- not run -->` before a `python` block: it is code for another framework, and is compiled only.
-- `<!-- run if: hasattr(ff, "save") -->` before one: where this is false, it is compiled only.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from harness import PRELOAD, Ranks, _context, as_torchrun
 ROOT = Path(__file__).parent.parent
 CLONE = ("benchmarks", "docs", "examples", "src", "tests", "Makefile", "README.md", "pyproject.toml")
 FENCE = re.compile(r"^( *)```(\S*).*?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-MARK = re.compile(r"<!-- (not run|run if: (.+?)) -->\s*\Z")
-"""What stands before a block that is not always run, and the condition, if it has one."""
+NOT_RUN = re.compile(r"<!-- not run -->\s*\Z")
+"""What stands before a block that is not run."""
 FILE = re.compile(r"# ([\w./-]+\.\w+)\n")
 SECONDS = 200.0
 
@@ -46,8 +45,7 @@ class Block:
     language: str
     text: str
     line: int
-    condition: str = "True"
-    """A Python expression: whether the block is run."""
+    runs: bool = True
 
     @property
     def file(self) -> str | None:
@@ -66,9 +64,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
         indent, language, code = found.groups()
         lines = [line.removeprefix(indent) for line in code.splitlines()]
         before = text[: found.start()]
-        mark = MARK.search(before)
-        condition = (mark[2] or "False") if mark else "True"
-        yield Block(language, "\n".join(lines) + "\n", before.count("\n") + 2, condition)
+        yield Block(language, "\n".join(lines) + "\n", before.count("\n") + 2, NOT_RUN.search(before) is None)
 
 
 def commands_of(block: Block) -> Iterator[tuple[int, str]]:
@@ -128,7 +124,7 @@ def run_python(page: str, block: Block, folder: str) -> None:
     code = compile("\n" * (block.line - 1) + block.text, page, "exec")
     with warnings.catch_warnings(), as_torchrun():
         warnings.simplefilter("error")
-        if eval(block.condition, _namespace):
+        if block.runs:
             exec(code, _namespace)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations, product
@@ -168,6 +169,9 @@ def test_command_writes_a_plan(planned: Path) -> None:
 
 
 def test_winner_is_a_config_that_trains(planned: Path) -> None:
+    text = (planned / "run.toml").read_text()
+    for key in ("[[data.sources]]", "tokenizer =", "steps ="):
+        assert re.search(rf"# YOURS: [^\n]*\n(# [^\n]*\n)?{re.escape(key)}", text), key
     config = resolve(read_config(planned / "run.toml"), 16, on_gpu=True, memory_bytes=40 << 30)
     best = json.loads((planned / "plan.json").read_text())["grids"][0]
     assert config.grid.shape == Shape(**best["grid"], order=tuple(best["order"]))

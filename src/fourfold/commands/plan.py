@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,23 @@ from fourfold.planner.search import GridPlan, Space, search, search_built
 from fourfold.policy import Overlap
 from fourfold.report.plan_page import write_plan_page
 from fourfold.report.plan_text import PlanDocument, next_commands, plan_table, why_text
-from fourfold.train.config import BatchSection, GridSection, ModelSection, PlanSection, PolicySection, TrainConfig
+from fourfold.train.config import (
+    BatchSection,
+    GridSection,
+    ModelSection,
+    PlanSection,
+    PolicySection,
+    TrainConfig,
+    TrainSection,
+)
 from fourfold.train.defaults import batch_tokens, rows_near, sequence
 
+ONLY_YOU = {
+    "data.sources": "YOURS: the text or the tokens to train on; what stands here only shows that the run works.",
+    "data.tokenizer": "YOURS: the tokenizer.json of the model, unless the sources are tokens already.",
+    "train.steps": "YOURS: how long to train; fourfold plan --tokens computes the steps.",
+}
+"""Comments of a planned config, at what the planner cannot know."""
 NAMED_OTHERWISE = ("dtype", "reduce_dtype", "compile")
 """Keys of a config's policy that hold a name or `auto`, where a `Policy` holds a dtype or a bool."""
 
@@ -53,7 +67,8 @@ def plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         add_training(document, options.tokens, options.price)
     document["why"] = asked
     if isinstance(found.best, Price):
-        document["config_toml"] = run_config(found.best, options.model, options.machine).toml()
+        config = run_config(found.best, options.model, options.machine, options.tokens)
+        document["config_toml"] = config.toml(ONLY_YOU)
     return show(options, arguments, document, found)
 
 
@@ -140,8 +155,8 @@ def make_task(options: argparse.Namespace, config: ModelConfig, machine: Machine
     return Task(config, machine, rows, seq, compute=compute)
 
 
-def run_config(best: Price, model: str, machine: str) -> TrainConfig:
-    """Return the config with which `fourfold train` runs the best candidate."""
+def run_config(best: Price, model: str, machine: str, tokens: float | None = None) -> TrainConfig:
+    """Return the config with which `fourfold train` runs the best candidate, for this many tokens if they are given."""
     candidate, task = best.candidate, best.task
     keys = [field.name for field in fields(PolicySection) if field.name not in NAMED_OTHERWISE]
     shared = {key: getattr(candidate.policy, key) for key in keys}
@@ -152,6 +167,7 @@ def run_config(best: Price, model: str, machine: str) -> TrainConfig:
         policy=PolicySection(dtype=task.dtype, **shared),  # type: ignore[arg-type]
         overlap=Overlap(halves=best.halves),
         batch=BatchSection(rows=task.rows, seq=task.seq, micro_steps=candidate.micro_steps),
+        train=TrainSection() if tokens is None else TrainSection(steps=ceil(tokens / task.tokens)),
         plan=PlanSection(machine=machine),
     )
 

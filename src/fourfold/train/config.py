@@ -10,7 +10,7 @@ fields of `Policy` and `Overlap`: a new field there is a key here without any ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from itertools import product
@@ -509,9 +509,12 @@ class TrainConfig:
         """Return the policy that the model takes: the sections policy and overlap together."""
         return self.policy.candidates(self.overlap)[0]
 
-    def toml(self, *, explained: bool = False) -> str:
-        """Return the config as the text of a TOML file, with the meaning of every key above it if `explained`."""
-        return to_toml(to_table(self), comments_of(TrainConfig) if explained else {})
+    def toml(self, comments: Mapping[str, str] | None = None, *, explained: bool = False) -> str:
+        """Return the config as the text of a TOML file.
+
+        Above keys stand their meanings if `explained`, and these comments, by the full names of keys.
+        """
+        return to_toml(to_table(self), {**(comments_of(TrainConfig) if explained else {}), **(comments or {})})
 
     def stored(self, folder: Path) -> TrainConfig:
         """Return the config as the run's folder keeps it.
