@@ -462,7 +462,8 @@ class SavedOptimizer:
                 f"{where} holds {name_some(more[both])}; make the same groups before loading, also with add_param_group"
             )
         for number, (there, now) in enumerate(zip(saved, here, strict=True)):
-            missing, added = [name for name in there if name not in now], [name for name in now if name not in there]
+            both_have = {*there} & {*now}
+            missing, added = ([name for name in group if name not in both_have] for group in (there, now))
             if missing or added:
                 lacks = [f"lacks {name_some(missing, added)}"] if missing else []
                 has = [f"also holds {name_some(added, missing)}"] if added else []

@@ -20,7 +20,7 @@ from typing import IO, Any
 from torch import nn
 
 from fourfold.atomic import write_json
-from fourfold.checkpoint.format import OPTIMIZER, RECORD, read_record
+from fourfold.checkpoint.format import RECORD, read_record
 from fourfold.checkpoint.load import (
     CHECKPOINTS,
     Checkpoints,
@@ -31,6 +31,7 @@ from fourfold.checkpoint.load import (
     load_training,
 )
 from fourfold.checkpoint.save import Saver
+from fourfold.checkpoint.training_state import SavedOptimizer
 from fourfold.data.loader import Loader
 from fourfold.environment import job_began, max_restarts, was_restarted
 from fourfold.errors import (
@@ -294,7 +295,7 @@ def start_from(out: Path, config: TrainConfig, checkpoint: Path | None) -> Start
         record = read_record(checkpoint)
     step = step_of(checkpoint)
     # An imported model has no optimizer state: a run may begin with its weights, and cannot resume at a step.
-    if not record.names(OPTIMIZER):
+    if SavedOptimizer.of(record) is None:
         if step:
             raise ValueError(
                 f"{checkpoint} holds only weights, without optimizer state, so step {step} cannot be resumed from "
