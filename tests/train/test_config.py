@@ -77,6 +77,7 @@ KEYS: dict[str, tuple[Any, Any, str]] = {
     f"{SOURCE}.path": ("standard-library", 3, TEXT),
     f"{SOURCE}.weight": (2, "2", NUMBER),
     f"{SOURCE}.eod": (0, 0.5, WHOLE),
+    f"{SOURCE}.column": ("body", 1, TEXT),
     **{f"batch.{name}": (4, 4.5, WHOLE) for name in ("rows", "seq")},
     "batch.micro_steps": (4, True, WHOLE),
     "optimizer.name": ("sgd", 1, TEXT),

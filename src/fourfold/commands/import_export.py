@@ -58,7 +58,7 @@ has learned."""
 def prepare_data(options: argparse.Namespace, _: Sequence[str]) -> int:
     """Write the token file and print a summary of it."""
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
-    written = sources.prepare(options.inputs, options.out, tokenizer, progress=percent_of())
+    written = sources.prepare(options.inputs, options.out, tokenizer, column=options.column, progress=percent_of())
     print(f"{written.path}: {written.tokens} tokens of {written.documents} documents, vocabulary {written.vocab}")
     return 0
 

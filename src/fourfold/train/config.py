@@ -197,10 +197,13 @@ class SourceSection:
     """Text or tokens to train on, and their share of the samples."""
 
     path: str
-    """`standard-library`, a text file or folder, a .tokens file, a Megatron or nanoGPT .bin file."""
+    """`standard-library`, a text, .jsonl, .jsonl.gz or .parquet file, a folder of them, a .tokens file, a Megatron or
+    nanoGPT .bin file."""
     weight: float = 1.0
     eod: int | None = None
     """The id that ends a document, if the file does not name one."""
+    column: str = "text"
+    """The key in lines of .jsonl files, and the column of .parquet files, that has the text."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < inf:
