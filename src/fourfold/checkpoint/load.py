@@ -207,21 +207,28 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 
 
 def load_training(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: ShardedOptimizer, *, verified: bool = False
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: ShardedOptimizer,
+    *,
+    verified: bool = False,
+    may_lack: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, and return its `state`; all ranks call it.
 
     Everything is verified on all ranks before anything changes; `verified` says that `find_damage` has compared the
     checksums already. A checkpoint without optimizer state (imported weights) may have another dtype and leaves the
-    optimizer fresh. The ranks get back their random states on the grid that wrote the checkpoint; on any other grid the
-    random states stay as they are.
+    optimizer fresh; parameters that it `may_lack`, by their names, keep their initial values. The ranks get back their
+    random states on the grid that wrote the checkpoint; on any other grid the random states stay as they are.
     """
     grid = optimizer.gradients.grid
     chosen: dict[str, LocalShard] = {}
 
     def choose(record: Record) -> LocalShards:
         with_state = {name.removeprefix(OPTIMIZER).partition("/")[2] for name in record.names(OPTIMIZER)}
-        chosen.update(model_shards(model))
+        for name, shard in model_shards(model).items():
+            if with_state or name in record.tensors or not may_lack(name.removeprefix(MODEL)):
+                chosen[name] = shard
         chosen.update(new_optimizer_shards(optimizer, with_state))
         require_same_names(list(chosen), [name for name in record.tensors if not name.startswith(RANDOM)], folder)
         for name, shard in chosen.items() if with_state else ():

@@ -44,6 +44,7 @@ from fourfold.errors import (
     is_damaged,
 )
 from fourfold.grid import Grid
+from fourfold.models.transformer import is_lora
 from fourfold.optim import Schedule, ShardedOptimizer
 from fourfold.parse import parse_json
 from fourfold.train.config import ModelSection, TrainConfig
@@ -409,7 +410,7 @@ def changed_keys(config: TrainConfig, before: dict[str, Any]) -> tuple[str, ...]
     now = to_table(config)
     changes = [
         f"{section}.{key} was {before[section][key]}, is {value}"
-        for section in ("model", "batch", "optimizer", "policy")
+        for section in ("model", "lora", "batch", "optimizer", "policy")
         for key, value in now[section].items()
         if isinstance(before.get(section), dict) and key in before[section] and before[section][key] != value
         if (section, key) not in OF_THE_SCHEDULE
@@ -430,7 +431,8 @@ def restore(
     if start.checkpoint is None:
         return {}, []
     with _suggest_an_earlier_one(start.checkpoint):
-        state = load_training(start.checkpoint, model, optimizer, verified=start.verified)
+        # weights that somebody else trained have no LoRA pairs yet
+        state = load_training(start.checkpoint, model, optimizer, verified=start.verified, may_lack=is_lora)
     if start.step == 0:
         return {}, []  # weights that somebody else trained bring no position in the data
     skipped = start.skipped
