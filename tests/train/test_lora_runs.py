@@ -84,7 +84,9 @@ def test_a_run_goes_on_and_is_sampled(one: Ranks, tuned: Path, tmp_path: Path) -
         (left,) = one.run(cli, *command)
         assert (left.code, left.err) == (0, ""), command
     (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", "4", "--set", "lora.rank=3")
-    assert_error(left, ".lora.")
+    assert_error(left, "lora.rank was 2 in", "and is 3; a resumed run keeps it")
+    (left,) = one.run(cli, "train", "--resume", str(tuned.parent / "base"), "--steps", "2", *LORA)
+    assert_error(left, "lora.rank was 0 in", "and is 2; a resumed run keeps it")
 
 
 def test_an_export_has_the_pairs_in_its_weights(one: Ranks, tuned: Path, tmp_path: Path) -> None:

@@ -56,10 +56,10 @@ LAST_SAVE_SECONDS = 30.0
 parts take, short compared with the restart that follows."""
 LAST_SAVE_SECONDS_IN_A_HURRY = 5.0
 """The same if somebody waits for the end, or if another rank is gone, so that the checkpoint will never be complete."""
-FIXED = (("train", "seed"), ("batch", "rows"), ("optimizer", "name"))
-"""Keys of the config that a resumed run cannot change: they determine which samples a step has, and what the state of
-the optimizer means."""
-BEFORE = {("optimizer", "name"): "adamw"}
+FIXED = (("train", "seed"), ("batch", "rows"), ("optimizer", "name"), ("lora", "rank"), ("lora", "targets"))
+"""Keys of the config that a resumed run cannot change: they determine which samples a step has, what the state of the
+optimizer means, and which weights are trained."""
+BEFORE: dict[tuple[str, str], Any] = {("optimizer", "name"): "adamw", ("lora", "rank"): 0, ("lora", "targets"): []}
 """Values of those keys for checkpoints that were saved before the key existed."""
 MAY_CHANGE = ("name", "seq", "dropout", "attention_dropout")
 """Fields of the model that do not change what its weights compute."""
@@ -380,7 +380,7 @@ def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) 
     if not isinstance(before, dict):
         raise ValueError(f"{checkpoint} does not say what it was trained with; give one that fourfold train has saved")
     for section, key in FIXED:
-        written = before.get(section)
+        written = before.get(section, {} if section == "lora" else None)  # a section of its own since LoRA exists
         if not isinstance(written, dict):
             raise DamagedCheckpointError(
                 f"{checkpoint}: its config has {written!r} for the section {section}; copy it again"
