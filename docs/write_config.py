@@ -28,7 +28,7 @@ fourfold train run.toml --set optimizer.learning_rate=3e-4 --set batch.rows=32 -
 
 The first command writes the whole config of a run, resolved for this machine, with these texts as comments. An unknown
 key or a value of another type is an error that names the nearest key or the allowed values. A name from another
-framework, such as `--set lr=3e-4`, is answered with the key of the same meaning;
+framework, such as `lr` or `max_steps`, is answered with the key of the same meaning;
 [coming from elsewhere](from_elsewhere.md) compares them.
 """
 ELSEWHERE = """\

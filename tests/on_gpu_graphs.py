@@ -19,6 +19,7 @@ import torch
 import fourfold as ff
 from benchmarks.speed.plain_models import Transformer
 from fourfold.grid import Shape
+from fourfold.nn.lora import LoraConfig
 from fourfold.params import local_of
 from fourfold.step_graph import StepGraph
 from fourfold.train.guard import Guard
@@ -40,6 +41,8 @@ def train(
     *,
     recorded: bool,
     wrapped: bool = False,
+    optimizer_kind: str = "AdamW",
+    lora: LoraConfig | None = None,
     micro_steps: int = 1,
     policy: dict[str, Any],
     **changes: Any,
@@ -55,8 +58,8 @@ def train(
         plain.init_weights(torch.Generator(grid.device).manual_seed(0))
         model: Any = ff.parallelize(plain, grid, policy=ff.Policy(**policy))
     else:
-        model = ff.models.build(config, grid, policy=ff.Policy(**policy))
-    optimizer = ff.optim.AdamW(model, lr=1e-3)
+        model = ff.models.build(config, grid, policy=ff.Policy(**policy), lora=lora)
+    optimizer = getattr(ff.optim, optimizer_kind)(model, lr=1e-3)
     schedule = ff.optim.Schedule(1e-2, steps, warmup=3)
 
     def compute(parts: list[torch.Tensor], limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,6 +121,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "dropout": ("gpt-tiny", {"recompute": "block"}, 2, {"dropout": 0.2, "attention_dropout": 0.0}),
     "chunked loss": ("gpt-tiny", {"loss_chunk": 16}, 1, {}),
     "compiled": ("gpt-tiny", {"compile": True}, 1, {}),
+    "sgd": ("gpt-tiny", {}, 1, {"optimizer_kind": "SGD"}),
+    "lora": ("gpt-tiny", {}, 1, {"lora": LoraConfig(rank=4, dropout=0.1)}),
     "parallelize gpt": ("gpt-tiny", {}, 1, {"wrapped": True}),
     "parallelize llama bf16": ("llama-tiny", {"compute_dtype": "bfloat16"}, 1, {"wrapped": True}),
 }

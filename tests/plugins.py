@@ -16,7 +16,7 @@ class CountingSGD(torch.optim.Optimizer):
     """SGD with a learning rate that falls with its own count of steps, which is a plain number, and with no decay."""
 
     def __init__(self, params: Any, lr: float = 0.1, power: float = 0.5) -> None:
-        super().__init__(params, {"lr": lr, "power": power})
+        super().__init__(params, {"lr": lr, "power": power, "kind": "counting"})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

@@ -66,7 +66,7 @@ ORDER = [
 
 INSIDE = {
     "nn": [
-        "rng", "layer", "linear", "norm", "loss", "embedding", "attention",
+        "rng", "layer", "lora", "linear", "norm", "loss", "embedding", "attention",
         "images/__init__", "images/channels", "images/conv", "images/channel_norm", "__init__",
     ],
     "models": ["sizes", "config", "compiled_block", "transformer", "generate", "hugging_face", "open", "__init__"],

@@ -130,7 +130,7 @@ def test_what_an_extra_needs_is_what_the_tests_have() -> None:
     """Every package of an extra is pinned in dev, at a version that the extra takes."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pinned = dict(entry.split("==") for entry in extras["dev"])
-    for name in ("train", "hf", "report"):
+    for name in ("train", "hf", "parquet", "report"):
         for entry in extras[name]:
             package, least = re.match(r"([\w-]+)>=([\d.]+)", entry).groups()
             assert [*map(int, pinned[package].split("."))] >= [*map(int, least.split("."))], entry

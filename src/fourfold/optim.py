@@ -11,6 +11,7 @@ its steps.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             name = type(self).__name__
             raise TypeError(f"{name} takes the model itself, not its parameters: {type(model).__name__} was given")
+        self.options: dict[str, Any] = {"lr": lr, **options}
+        """The keyword arguments for the class of torch."""
         self.gradients = gradients_of(model)
         self.parts: dict[str, nn.Parameter] = {}
         decayed: list[nn.Parameter] = []
@@ -90,7 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.parts[name] = part
                 (decayed if part.dim() > 1 else others).append(part)
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        super().__init__([group for group in groups if group["params"]], lr=lr, **options)  # type: ignore[call-arg]
+        super().__init__([group for group in groups if group["params"]], **self.options)  # type: ignore[call-arg]
         # what recorded steps read; fp32, which is what torch's fused kernels take
         self._rates = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
 
@@ -104,9 +107,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.fused and not self.state[part]:
                 self.state[part] = self.fresh_state(part)
 
+    @abstractmethod
     def fresh_state(self, part: Tensor) -> ParameterState:
         """Return state with the keys, shapes and dtypes that a step gives a parameter; its numbers mean nothing yet."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -306,8 +309,8 @@ def on_shards(kind: type[torch.optim.Optimizer]) -> type[ShardedOptimizer]:
         """Return the state of a step without gradients, made on a small parameter and given the size of this one."""
         small = nn.Parameter(torch.zeros([2] * part.dim(), dtype=part.dtype, device=part.device))
         small.grad = torch.zeros_like(small)
-        trial = kind([small], **{key: value for key, value in self.param_groups[0].items() if key in self.defaults})
-        with torch.enable_grad():
+        trial = kind([small], **self.options)
+        with torch.no_grad():
             trial.step()
         return {
             key: torch.zeros_like(part, dtype=value.dtype, device=value.device, requires_grad=False)

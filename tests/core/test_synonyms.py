@@ -139,9 +139,9 @@ def test_a_config_from_elsewhere_is_answered_key_by_key(tmp_path: Path) -> None:
         "parallelism.tensor_parallel_degree is grid.x: write x = 8 in [grid]; "
         'activation_checkpoint.mode is policy.recompute: write recompute = "block" in [policy]'
     )
-    path.write_text("[optimizer]\nlr = 3e-4\nname = 'AdamW'\n")
+    path.write_text("[optimizer]\nlr = 3e-4\noptimizer_type = 'AdamW'\n")
     with pytest.raises(
-        ValueError, match=r"optimizer\.lr is .* learning_rate = 0\.0003 in \[optimizer\]; optimizer\.name: "
+        ValueError, match=r"optimizer\.lr is .* learning_rate = 0\.0003 in \[optimizer\]; optimizer\.optimizer_type "
     ):
         read_config(path)
 

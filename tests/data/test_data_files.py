@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ import pytest
 import tokenizers
 import torch
 
+from fourfold.data import sources
 from fourfold.data.sources import open_source, prepare, text_files
 from fourfold.data.token_files import HEADER_BYTES, MegatronPair, NanoGPTFile, TokenFile, TokenSource, TokenWriter
 from fourfold.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -399,3 +401,100 @@ def test_files_need_torch_alone(corpus: Path, tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, corpus, tmp_path]
     assert json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout) == list(b"# de")
+
+
+# documents in columns
+
+
+def needs_pyarrow() -> Any:
+    return pytest.importorskip("pyarrow", reason="reading .parquet needs pyarrow, which the extra dev installs")
+
+
+def write_parquet(path: Path, columns: dict[str, list[Any]]) -> None:
+    needs_pyarrow()
+    from pyarrow import parquet, table
+
+    parquet.write_table(table(columns), path, row_group_size=2)
+
+
+def write_lines(path: Path, column: str, texts: list[str]) -> None:
+    lines = "".join(json.dumps({column: text, "id": 1}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+
+
+def texts_of(source: TokenSource) -> list[str]:
+    return [ByteTokenizer().decode(torch.tensor(ids[:-1])) for ids in documents(source)]
+
+
+COLUMN_TEXTS = ["one", "zwei äöü", "3"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".JSONL.gz", ".parquet"])
+def test_documents_are_read_from_the_column_that_is_named(tmp_path: Path, suffix: str) -> None:
+    """The cache knows which column it is of, and progress ends with all bytes of the file."""
+    path, cache = tmp_path / f"data{suffix}", tmp_path / "cache"
+    if suffix == ".parquet":
+        write_parquet(path, {"text": ["other"] * 3, "body": COLUMN_TEXTS, "id": [1, 2, 3]})
+    else:
+        write_lines(path, "body", COLUMN_TEXTS)
+    calls: list[tuple[int, int]] = []
+    opened = open_source(
+        path, tokenizer=ByteTokenizer(), cache=cache, column="body", progress=lambda *pair: calls.append(pair)
+    )
+    assert texts_of(opened) == COLUMN_TEXTS
+    assert calls[-1] == (path.stat().st_size, path.stat().st_size)
+    if suffix == ".parquet":
+        other = open_source(path, tokenizer=ByteTokenizer(), cache=cache)
+        assert texts_of(other) == ["other"] * 3
+        assert len(list(cache.iterdir())) == 2
+
+
+def test_a_folder_may_have_all_kinds_of_documents(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.txt").write_text("plain")
+    write_lines(folder / "b.jsonl.gz", "text", ["zipped", ""])
+    write_parquet(folder / "c.parquet", {"text": ["row", None, "last"]})
+    written = prepare([folder], tmp_path / "out.tokens", ByteTokenizer())
+    assert texts_of(written) == ["plain", "zipped", "row", "last"]  # a document without text is none
+
+
+def test_rows_of_parquet_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 8)
+    texts = [f"row {number}" for number in range(20)]
+    write_parquet(tmp_path / "a.parquet", {"text": texts})
+    calls: list[tuple[int, int]] = []
+    out = tmp_path / "out.tokens"
+    written = prepare([tmp_path / "a.parquet"], out, ByteTokenizer(), progress=lambda *pair: calls.append(pair))
+    assert texts_of(written) == texts
+    assert len(calls) > 5 and calls == sorted(calls) and calls[-1][0] == calls[-1][1]
+
+
+def test_columns_that_are_not_there(tmp_path: Path) -> None:
+    def refused(name: str, message: str, column: str = "text") -> None:
+        with pytest.raises(ValueError, match=message):
+            prepare([tmp_path / name], tmp_path / "out.tokens", ByteTokenizer(), column=column)
+        assert not list(tmp_path.glob("out.tokens*"))
+
+    write_lines(tmp_path / "a.jsonl", "body", COLUMN_TEXTS)
+    refused("a.jsonl", r'a.jsonl, line 1: no "text" with a string .*; set the column of the source to the key that has')
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}' * 99)[:-9])
+    refused("cut.jsonl.gz", r"cut.jsonl.gz cannot be unpacked \(.*\); copy it again")
+    (tmp_path / "a.txt").write_text("plain")
+    refused("a.txt", r"column='body': .*a.txt has no .jsonl or .jsonl.gz or .parquet file; leave column out", "body")
+    tokens = prepare([tmp_path / "a.txt"], tmp_path / "a.tokens", ByteTokenizer()).path
+    with pytest.raises(ValueError, match=r"a.tokens has tokens and no columns; leave column out"):
+        open_source(tokens, tokenizer=ByteTokenizer(), cache=tmp_path, column="body")
+    write_parquet(tmp_path / "a.parquet", {"bodies": COLUMN_TEXTS, "number": [1, 2, 3]})
+    refused("a.parquet", r"no column 'body' \(did you mean 'bodies'\?\); it has bodies, number; set the column", "body")
+    refused("a.parquet", r"a.parquet, row 1: the column 'number' has int, not text", "number")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
+    refused("b.parquet", r"b.parquet is not a sound .parquet file \(.*\); copy it again")
+
+
+def test_parquet_without_pyarrow_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ImportError, match=r"a.parquet needs the package pyarrow: pip install 'fourfold\[parquet\]'"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "out.tokens", ByteTokenizer())

@@ -87,8 +87,7 @@ def test_a_block_with_the_name_of_a_file_is_that_file(tmp_path: Path, monkeypatc
 def test_a_block_for_another_framework_is_compiled_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pages.ROOT", tmp_path)
     page, folder = tmp_path / "test.md", tmp_path / "there"
-    marks = ("<!-- not run -->", "<!-- run if: 2 < 1 -->")
-    page.write_text("".join(f"{mark}\n\n```python\nimport nowhere\n```\n\n" for mark in marks) + "<!-- ranks: 1 -->\n")
+    page.write_text("<!-- not run -->\n\n```python\nimport nowhere\n```\n\n<!-- ranks: 1 -->\n")
     folder.mkdir()
     follow(page, folder)
 

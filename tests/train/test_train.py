@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import json
 import os
 import pty
@@ -301,7 +302,7 @@ def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) 
     assert (config.policy.dtype, config.policy.compile, config.model.layers) == ("fp64", False, 1)
     assert config.overlap == Overlap(halves=2)
     assert config.toml(explained=True) == left.out
-    assert "(a whole number; default: 0)\nrows = 16\n" in left.out
+    assert "default: 0)\nrows = 16\n" in left.out
     assert not (tmp_path / "run").exists()
     (left,) = one.run(cli, "train", str(path), "--grid", "auto", "--ranks", "4", "--print-config", "--device", "cpu")
     assert left.err.startswith("grid data=4 by the planner: ")
@@ -535,6 +536,25 @@ def test_mistakes_are_errors_of_one_line(one: Ranks, tokens: str, tmp_path: Path
 
 
 # --- after training
+
+
+def test_a_column_of_zipped_lines_is_trained_on_and_a_change_of_it_is_refused(one: Ranks, tmp_path: Path) -> None:
+    path, folder = tmp_path / "data.jsonl.gz", tmp_path / "run"
+
+    def write(text: str) -> None:
+        path.write_bytes(gzip.compress("".join(json.dumps({"body": text}) + "\n" for _ in range(40)).encode()))
+
+    write("some words to train on")
+    arguments = train_arguments("absent", folder, "--set", "plan.compare=false", steps=1)
+    at = arguments.index("--data")
+    arguments[at : at + 2] = ["--set", f'data.sources=[{{path = "{path}", column = "body"}}]']
+    (left,) = one.run(cli, *arguments)
+    assert (left.code, left.err) == (0, "")
+    (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", "2")
+    assert (left.code, left.err) == (0, "")
+    write("more words to train on")
+    (left,) = one.run(cli, "train", "--resume", str(folder), "--steps", "3")
+    assert_error(left, "data.jsonl.gz: source 0 has as many tokens as before, but other ones", "data.changed=accept")
 
 
 def test_a_sample_does_not_depend_on_the_grid(one: Ranks, ranks, finished: tuple[Path, Left]) -> None:

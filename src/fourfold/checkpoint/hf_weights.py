@@ -29,7 +29,9 @@ from fourfold.checkpoint.save import write_full_tensors
 from fourfold.errors import DamagedCheckpointError
 from fourfold.grid import Grid
 from fourfold.models import ModelConfig, build
+from fourfold.models.transformer import is_lora
 from fourfold.nn.layer import specs_of
+from fourfold.nn.lora import LORA, LoraConfig
 from fourfold.parse import parse_json
 
 Table = dict[str, tuple[str, ...]]
@@ -338,13 +340,15 @@ def export_weights(
     to: Path,
     dtype: torch.dtype | None,
     max_file_bytes: int,
+    lora: LoraConfig | None = None,
 ) -> ExportedWeights:
     """Write the weights of a checkpoint into files of at most `max_file_bytes`; a larger tensor has one for itself.
 
-    Without a dtype each tensor keeps its own.
+    Without a dtype each tensor keeps its own. The pairs of a model with LoRA are added to the weights beside them.
     """
-    shapes = parameter_shapes(config)
-    require_same_names([MODEL + name for name in shapes], record.names(MODEL), checkpoint)
+    shapes, scale = parameter_shapes(config), 0.0 if lora is None else lora.alpha / lora.rank
+    pairs = [name for name in record.names(MODEL) if lora is not None and is_lora(name)]
+    require_same_names([*(MODEL + name for name in shapes), *pairs], record.names(MODEL), checkpoint)
     for name, shape in shapes.items():
         if record.tensors[MODEL + name].shape != shape:
             found = record.tensors[MODEL + name].shape
@@ -361,7 +365,7 @@ def export_weights(
     if len(groups) > 1:
         files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     for file, names in zip(files, groups, strict=True):
-        tensors = (_read_theirs(checkpoint, record, name, mappings[name], types[name].dtype) for name in names)
+        tensors = (_read_theirs(checkpoint, record, name, mappings[name], types[name].dtype, scale) for name in names)
         write_tensor_file(to / file, {name: types[name] for name in names}, tensors)
     nbytes = sum(kind.nbytes for kind in types.values())
     if len(groups) > 1:
@@ -370,9 +374,22 @@ def export_weights(
     return ExportedWeights(len(groups), nbytes, next(iter(types.values())).dtype)
 
 
-def _read_theirs(checkpoint: Path, record: Record, name: str, mapping: TensorMapping, dtype: torch.dtype) -> Tensor:
-    """Return one of their tensors, joined from ours and cast."""
-    joined = mapping.join([read_full_tensor(checkpoint, record, MODEL + part) for part in mapping.ours])
+def _read_ours(checkpoint: Path, record: Record, name: str, scale: float) -> Tensor:
+    """Return one of our tensors; a weight with a LoRA pair beside it is W + scale B A."""
+    whole = read_full_tensor(checkpoint, record, MODEL + name)
+    layer, _, own = name.rpartition(".")
+    factors = [f"{MODEL}{layer}.{LORA}.{factor}" for factor in ("a", "b")]
+    if own != "weight" or not set(factors) <= record.tensors.keys():
+        return whole
+    a, b = (read_full_tensor(checkpoint, record, factor) for factor in factors)
+    return whole + scale * (b @ a)
+
+
+def _read_theirs(
+    checkpoint: Path, record: Record, name: str, mapping: TensorMapping, dtype: torch.dtype, scale: float
+) -> Tensor:
+    """Return one of their tensors, joined from ours and cast; `scale` is that of LoRA pairs."""
+    joined = mapping.join([_read_ours(checkpoint, record, part, scale) for part in mapping.ours])
     cast = joined.to(dtype)
     # A narrower dtype rounds, which the user asked for; values that became infinite would make the model useless.
     if cast.dtype != joined.dtype and not torch.equal(cast.isfinite(), joined.isfinite()):

@@ -234,13 +234,15 @@ def load_training(
     verified: bool = False,
     keep_options: bool = False,
     require_optimizer: bool = False,
+    may_lack: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, Any]:
     """Load a checkpoint into a model and its optimizer, and return its `state`; all ranks call it.
 
     Everything is verified on all ranks before anything changes; `verified` says that `find_damage` has compared the
     checksums already. With `keep_options` the parameter groups keep their learning rates and other options, and dropout
     its seed: the config of a run decides on them. A checkpoint without optimizer state (imported weights) may have
-    another dtype and leaves the optimizer as it is, or is refused with `require_optimizer`. The ranks get back their
+    another dtype and leaves the optimizer as it is, or is refused with `require_optimizer`; parameters that it
+    `may_lack`, by their names, keep their initial values. The ranks get back their
     random states on the grid that wrote the checkpoint; on any other grid the random states stay as they are.
     """
     grid = grid_of(model)
@@ -248,9 +250,11 @@ def load_training(
 
     def choose(record: Record) -> LocalShards:
         require_stored_alike(model, record, folder)
-        chosen.update(model_shards(model))
-        require_same_names(list(chosen), record.names(MODEL), folder)
         saved = SavedOptimizer.of(record)
+        for name, shard in model_shards(model).items():
+            if saved is not None or name in record.tensors or not may_lack(name.removeprefix(MODEL)):
+                chosen[name] = shard
+        require_same_names(list(chosen), record.names(MODEL), folder)
         if saved is not None:
             _require_same_dtypes(chosen, record, folder)
             stepped = stepped_parameters(model, optimizer)

@@ -35,6 +35,7 @@ from fourfold.report.units import count, nbytes
 from fourfold.train.config import (
     BatchSection,
     DataSection,
+    LoraSection,
     ModelSection,
     OptimizerSection,
     TrainConfig,
@@ -58,7 +59,7 @@ has learned."""
 def prepare_data(options: argparse.Namespace, _: Sequence[str]) -> int:
     """Write the token file and print a summary of it."""
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
-    written = sources.prepare(options.inputs, options.out, tokenizer, progress=percent_of())
+    written = sources.prepare(options.inputs, options.out, tokenizer, column=options.column, progress=percent_of())
     print(f"{written.path}: {written.tokens} tokens of {written.documents} documents, vocabulary {written.vocab}")
     return 0
 
@@ -169,17 +170,17 @@ def export_model(
     """
     checkpoint = find_checkpoint(run, step)
     record = read_record(checkpoint)
-    section, data = _sections_of(checkpoint, record)
+    section, lora, data = _sections_of(checkpoint, record)
     model = section.build()
     model_type = model_type_of(model)
-    notes = []
+    notes = ["the LoRA pairs are merged into the weights"] if lora.rank else []
     if model.dropout and model_type in ("llama", "qwen3"):
         notes.append(
             f"dropout={model.dropout} is left out, because {model_type} has no dropout; it only affects training"
         )
     with AtomicFolder(to.resolve()).fill() as folder:
         tokenizer, more = _export_tokenizer(data, checkpoint, folder, model)
-        weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard)
+        weights = export_weights(checkpoint, record, model_type, model, folder, dtype, max_shard, lora.build())
         keys = config_keys(model, model_type)
         # explicit, because transformers would otherwise assume the ids of the original model's tokenizer
         keys["bos_token_id"], keys["eos_token_id"] = None, None if tokenizer is None else tokenizer.eod
@@ -189,19 +190,23 @@ def export_model(
     return Exported(model_type, checkpoint.name, model.parameters, weights, has_tokenizer, (*notes, *more))
 
 
-def _sections_of(checkpoint: Path, record: Record) -> tuple[ModelSection, DataSection]:
-    """Return the sections model and data of the config in a checkpoint, or else of the config of its run."""
+def _sections_of(checkpoint: Path, record: Record) -> tuple[ModelSection, LoraSection, DataSection]:
+    """Return the sections model, lora and data of the config in a checkpoint, or else of the config of its run."""
     written = record.state.get("config")
     if isinstance(written, dict):
         try:
-            return parse(ModelSection, written.get("model"), "model"), parse(DataSection, written.get("data"), "data")
+            return (
+                parse(ModelSection, written.get("model"), "model"),
+                parse(LoraSection, written.get("lora", {}), "lora"),  # checkpoints of earlier versions have none
+                parse(DataSection, written.get("data"), "data"),
+            )
         except ValueError as error:
             raise ValueError(f"{checkpoint / RECORD}: {error}") from error
     path = checkpoint.resolve().parent.parent / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"{checkpoint} names no config and there is no {path}; export the checkpoint of a run")
     config = read_config(path)
-    return config.model, config.data
+    return config.model, config.lora, config.data
 
 
 def _export_tokenizer(

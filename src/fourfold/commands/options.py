@@ -355,8 +355,8 @@ def train_options(command: argparse.ArgumentParser) -> None:
     model = "a published size, such as gpt-125m, or package.module:function, which returns a module; default: gpt-tiny"
     option(what, "--model", model, metavar="NAME")
     data = (
-        "a text file, a folder of text files, a .tokens file, or a Megatron or nanoGPT .bin; may be repeated; "
-        "default: standard-library, the source of Python's own modules"
+        "a text, .jsonl or .parquet file, a folder of them, a .tokens file, or a Megatron or nanoGPT .bin; may be "
+        "repeated; default: standard-library, the source of Python's own modules"
     )
     option(what, "--data", data, metavar="PATH", action="append")
     option(what, "--steps", "number of optimizer steps; default: 100", whole)
@@ -453,17 +453,20 @@ def data_options(_: argparse.ArgumentParser) -> None:
 
 @command("data prepare", "write a token file", "import_export:prepare_data")
 def prepare_options(command: argparse.ArgumentParser) -> None:
-    """Turn text into a memory-mapped token file. Each line of a .jsonl file is a
-    document, with its text under "text"; any other file is one document.
+    """Turn text into a memory-mapped token file. Each line of a .jsonl file and each
+    row of a .parquet file is a document; any other file is one document.
 
     Examples:
       fourfold data prepare texts/ --out texts.tokens
       fourfold data prepare corpus.jsonl --tokenizer tokenizer.json --out corpus.tokens
     """
-    option(command, "inputs", "text or .jsonl files, folders, or standard-library", metavar="INPUT", nargs="+")
+    inputs = "text, .jsonl, .jsonl.gz or .parquet files, folders, or standard-library"
+    option(command, "inputs", inputs, metavar="INPUT", nargs="+")
     option(command, "--out", "the file to write", Path, "FILE.tokens", required=True)
     tokenizer = "a Hugging Face tokenizer.json; `bytes` has 257 ids and needs no file"
     option(command, "--tokenizer", tokenizer, metavar="FILE", default="bytes")
+    column = "the key of .jsonl files and the column of .parquet files that has the text; default: text"
+    option(command, "--column", column, metavar="NAME", default="text")
     option(command, "--eod", EOD, metavar="TOKEN")
 
 

@@ -34,7 +34,8 @@ def sample(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
     # every new token changes the shapes, and each shape would be compiled again
     policy = replace(config.build_policy(), compile=False)
-    model = build(config.model.build(), grid, policy=policy, dtype=config.policy.parameters)
+    dtype, lora = config.policy.parameters, config.lora.build()
+    model = build(config.model.build(), grid, policy=policy, dtype=dtype, lora=lora)
     # rank 0 decides which checkpoint: a run in progress may save a newer one before the other ranks look
     load(grid.broadcast_text(str(checkpoint)), model)
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eod]

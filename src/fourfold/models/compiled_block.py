@@ -25,6 +25,7 @@ from fourfold.gradients import ForwardPass
 from fourfold.kernels import HeadKind
 from fourfold.nn.attention import Attention, Batch
 from fourfold.nn.linear import MLP, Contract, Expand, join
+from fourfold.nn.lora import LORA
 from fourfold.nn.norm import HeadNorm, Norm, NormSpec
 from fourfold.product import Factor, matmul_into
 
@@ -215,7 +216,7 @@ def can_run_whole(attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.
         return False  # somebody has put another module there
     inner = [*attention._modules.values(), *mlp._modules.values()]
     layers = [attention_norm, attention, mlp_norm, mlp, *(layer for layer in inner if layer is not None)]
-    return all(type(layer) in KNOWN and not layer.hooked for layer in layers)  # type: ignore[union-attr]
+    return all(type(layer) in KNOWN and not layer.hooked and LORA not in layer._modules for layer in layers)  # type: ignore[union-attr]
 
 
 KNOWN = {Norm, HeadNorm, Attention, MLP, Expand, Contract}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fourfold.axes import AXES, BATCH
 from fourfold.comm import equal_along
 from fourfold.engine import Turns
+from fourfold.errors import nearest
 from fourfold.grid import Grid
 from fourfold.layout import GATHERED, Init
 from fourfold.models.compiled_block import BlockWeights, CompiledBlock, can_run_whole
@@ -26,7 +27,8 @@ from fourfold.models.config import ModelConfig, config, halves_of
 from fourfold.nn.attention import Attention, Batch, rope_tables
 from fourfold.nn.embedding import Embedding, Head, Positions
 from fourfold.nn.layer import Dropout, Layer, assemble, recompute
-from fourfold.nn.linear import MLP
+from fourfold.nn.linear import MLP, Contract, Expand
+from fourfold.nn.lora import LORA, LoraConfig, LoraPair
 from fourfold.nn.loss import IGNORE_INDEX, count_first, cross_entropy, sum_halves, sum_of_places, sum_over_batch
 from fourfold.nn.norm import Norm
 from fourfold.nn.rng import key_of
@@ -380,12 +382,45 @@ def build(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
+    lora: LoraConfig | None = None,
 ) -> Transformer:
     """Build a reference model on the grid, by name or config, with this rank's shards of the initial weights.
 
-    The same seed gives the same weights on every grid.
+    The same seed gives the same weights on every grid. With `lora` the linear layers of the blocks get pairs, and only
+    those are trained.
     """
-    grid.agree("the model", f"{model!r} {policy} seed={seed} dtype={dtype}")
+    grid.agree("the model", f"{model!r} {policy} seed={seed} dtype={dtype} lora={lora}")
     built = Transformer(config(model) if isinstance(model, str) else model, grid, policy)
+    if lora is not None:
+        _add_pairs(built, lora)
     assemble(built, grid, policy, seed=seed, dtype=dtype, device=None if device is None else torch.device(device))
+    if lora is not None:
+        for name, parameter in built.named_parameters():
+            parameter.requires_grad_(is_lora(name))
     return built
+
+
+def is_lora(name: str) -> bool:
+    """Return whether a parameter of this name is one of a LoRA pair."""
+    return f".{LORA}." in name
+
+
+def _add_pairs(model: Transformer, lora: LoraConfig) -> None:
+    """Put a pair beside every linear layer that the config names."""
+    found = {name: layer for name, layer in model.layers.named_modules() if isinstance(layer, (Expand, Contract))}
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in found))
+    for target in lora.targets:
+        if target not in known:
+            raise ValueError(f"there is no layer {target!r}{nearest(target, known)}; a block has {', '.join(known)}")
+    for name, layer in found.items():
+        own = name.rpartition(".")[2]
+        if lora.targets and own not in lora.targets:
+            continue
+        if own in ("k", "v") and model.layers[0].attention.held.shared:  # type: ignore[union-attr]
+            raise ValueError(
+                f"the grid {model.grid} cuts through the {model.config.kv_heads} key and value heads, which LoRA at k "
+                "and v does not support; leave them out of the targets, or use a grid whose x times y divides the heads"
+            )
+        sizes = layer.in_features, layer.out_features
+        pair = LoraPair(model.grid, model.policy, *sizes, lora, contracts=isinstance(layer, Contract))
+        layer.add_module(LORA, pair)

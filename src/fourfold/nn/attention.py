@@ -23,6 +23,7 @@ from fourfold.kernels import HeadKind
 from fourfold.layout import FEATURES, Init, Layout, inner
 from fourfold.nn.layer import Layer, recompute
 from fourfold.nn.linear import Contract, Expand, expand_in_turns, expand_joined, label_of, read
+from fourfold.nn.lora import LORA, add_delta
 from fourfold.nn.norm import HeadNorm
 from fourfold.nn.rng import seeded
 from fourfold.operators import spread, take_apart, whole_over_x, whole_over_y
@@ -210,6 +211,8 @@ def _read_shared(layers: Sequence[Expand], a: Tensor, tokens: int, held: Heads) 
     spreading, sharing = spread(q, site, [query.width]), whole_over_y(kv, site)
     yield  # both messages are in flight
     q, kv = spreading.wait(), sharing.wait()
+    if LORA in query._modules:
+        q = add_delta(query, a, tokens, q)
     if held.over_x:
         kv = whole_over_x(kv, site, widths).wait()
     return q, *take_apart(kv, [kv.shape[1] // 2] * 2)

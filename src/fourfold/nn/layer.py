@@ -20,9 +20,9 @@ from fourfold import kernels
 from fourfold.engine import Engine
 from fourfold.gradients import ForwardPass, Gradients
 from fourfold.grid import Grid
-from fourfold.layout import Spec, rest
+from fourfold.layout import Layout, Spec, rest
 from fourfold.nn.rng import Recomputing, StepRng, fill_
-from fourfold.operators import OpContext
+from fourfold.operators import OpContext, once_differentiable
 from fourfold.param_group import ZEROS_BEHIND, GroupMember, ParamGroup
 from fourfold.params import apply_where_it_changes, shard_parameter
 from fourfold.policy import Policy
@@ -260,11 +260,43 @@ def add_gradients(group: ParamGroup, gradients: Sequence[Tensor | None], turns: 
         group.only(members).add(found, turns=turns, during=during)
 
 
-class Dropout(Layer):
-    """Dropout of tokens at rest. Masks are independent where the tensor is cut and equal where it is replicated."""
+def gather_parameters(layer: Layer, names: Sequence[str]) -> dict[str, Tensor]:
+    """Gather parameters of a layer over z in one message; their gradients go back to the shards."""
+    wholes = GatherParameters.apply(layer.group(*names), *(getattr(layer, name) for name in names))
+    return dict(zip(names, wholes, strict=True))
 
-    def __init__(self, grid: Grid, policy: Policy, probability: float) -> None:
+
+class GatherParameters(torch.autograd.Function):
+    """Gathers parameters over z, for code that uses them in any way; gradients go back to the shards."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ParamGroup, *_: nn.Parameter) -> tuple[Tensor, ...]:
+        ctx.group, ctx.during = group, group.use()
+        ctx.set_materialize_grads(False)
+        with group.using(turns=1, keep=True) as wholes:
+            # Autograd wants output tensors of its own. It would refuse a change in place of a view, in words only;
+            # a detached tensor can be changed, and `wrap` sees that its version has changed.
+            # A cast that the group keeps is written again in the next pass, whatever this code has done with it.
+            kept = group.casts and group.policy.keep_casts and not group.travels
+            return tuple(held.clone() if kept else held.detach() for held in wholes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        # Copies, because autograd may hand the same tensor to others and the group changes what it gets. Contiguous,
+        # as the parameter is: a fused optimizer reads both in memory order, and einsum's gradients are strided.
+        own = torch.contiguous_format
+        dense = [None if g is None else g.to_dense() if g.is_sparse else g.clone(memory_format=own) for g in gradients]
+        add_gradients(ctx.group, dense, 1, ctx.during)
+        return (None, *[None] * len(gradients))
+
+
+class Dropout(Layer):
+    """Dropout of tokens in a layout, by default at rest: masks are independent where it is cut, else equal."""
+
+    def __init__(self, grid: Grid, policy: Policy, probability: float, layout: Layout | None = None) -> None:
         super().__init__(grid, policy)
+        self.layout = rest(policy.activations) if layout is None else layout
         if not 0 <= probability < 1:
             raise ValueError(f"dropout={probability} must be at least 0 and below 1")
         self.probability = probability
@@ -281,7 +313,7 @@ class Dropout(Layer):
     def forward(self, a: Tensor) -> Tensor:
         if not self.active:
             return a
-        key = self.clock.key_on(a.device, self.label, self.grid, rest(self.policy.activations))
+        key = self.clock.key_on(a.device, self.label, self.grid, self.layout)
         # on the CPU eager: there a compiler may take an integer product that wraps around for an error
         drop = kernels.region(kernels.drop, a, compiled=self.policy.compile and a.is_cuda)
         return drop(a, self.probability, self.clock.position(a.device), key)

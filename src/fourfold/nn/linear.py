@@ -10,6 +10,7 @@ from itertools import accumulate
 from math import prod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fourfold import kernels, layout
@@ -17,6 +18,7 @@ from fourfold.engine import Turns
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, GATHERED, Init, Layout, Spec, chunk
 from fourfold.nn.layer import Layer
+from fourfold.nn.lora import LORA, add_delta
 from fourfold.operators import AsyncResult, Ready, leave, spread, take_apart
 from fourfold.param_group import GroupMember
 from fourfold.policy import Activations, Policy
@@ -121,7 +123,8 @@ class Contract(Linear):
     def turns(self, a: Tensor, tokens: int) -> Turns[Tensor]:
         """Compute the product, which is still owed over x; `leave` brings it to rest."""
         width = self.in_features // self.grid.size("x")
-        return (yield from contract(join(self), a, self.site(tokens), width))
+        out = yield from contract(join(self), a, self.site(tokens), width)
+        return out if LORA not in self._modules else add_delta(self, a, tokens, out)
 
     def leave(self, out: Tensor, tokens: int) -> AsyncResult | Ready:
         return leave(out, self.site(tokens))
@@ -234,7 +237,22 @@ def expand_joined(layers: Sequence[Expand], a: Tensor, tokens: int) -> Turns[Ten
     site = layers[0].site(tokens, factor.group.label)
     spreading = spread((yield from expand(factor, a, site)), site, factor.widths)
     yield  # even if nothing is in flight: the messages of the other half need a product to hide behind
-    return spreading.wait()
+    out = spreading.wait()
+    for layer in layers:
+        if LORA in layer._modules:
+            return add_deltas(layers, a, tokens, out)
+    return out
+
+
+def add_deltas(layers: Sequence[Expand], a: Tensor, tokens: int, out: Tensor) -> Tensor:
+    """Return the outputs of layers side by side, [m/z, sum n_i/(xy)], plus what their LoRA pairs compute."""
+    cuts = sum(layer.width for layer in layers) // out.shape[1]
+    parts = out.split([layer.width // cuts for layer in layers], dim=1)
+    added = [
+        part if LORA not in layer._modules else add_delta(layer, a, tokens, part)
+        for layer, part in zip(layers, parts, strict=True)
+    ]
+    return added[0] if len(added) == 1 else torch.cat(added, dim=1)
 
 
 def label_of(layers: Sequence[Layer]) -> str:

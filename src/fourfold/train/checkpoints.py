@@ -45,6 +45,7 @@ from fourfold.errors import (
     is_damaged,
 )
 from fourfold.grid import Grid
+from fourfold.models.transformer import is_lora
 from fourfold.optim import Schedule, ShardedOptimizer
 from fourfold.parse import parse_json
 from fourfold.train.config import ModelSection, TrainConfig
@@ -56,10 +57,10 @@ LAST_SAVE_SECONDS = 30.0
 parts take, short compared with the restart that follows."""
 LAST_SAVE_SECONDS_IN_A_HURRY = 5.0
 """The same if somebody waits for the end, or if another rank is gone, so that the checkpoint will never be complete."""
-FIXED = (("train", "seed"), ("batch", "rows"), ("optimizer", "name"))
-"""Keys of the config that a resumed run cannot change: they determine which samples a step has, and what the state of
-the optimizer means."""
-BEFORE = {("optimizer", "name"): "adamw"}
+FIXED = (("train", "seed"), ("batch", "rows"), ("optimizer", "name"), ("lora", "rank"), ("lora", "targets"))
+"""Keys of the config that a resumed run cannot change: they determine which samples a step has, what the state of the
+optimizer means, and which weights are trained."""
+BEFORE: dict[tuple[str, str], Any] = {("optimizer", "name"): "adamw", ("lora", "rank"): 0, ("lora", "targets"): []}
 """Values of those keys for checkpoints that were saved before the key existed."""
 MAY_CHANGE = ("name", "seq", "dropout", "attention_dropout")
 """Fields of the model that do not change what its weights compute."""
@@ -380,7 +381,7 @@ def _require_same(config: TrainConfig, state: dict[str, Any], checkpoint: Path) 
     if not isinstance(before, dict):
         raise ValueError(f"{checkpoint} does not say what it was trained with; give one that fourfold train has saved")
     for section, key in FIXED:
-        written = before.get(section)
+        written = before.get(section, {} if section == "lora" else None)  # a section of its own since LoRA exists
         if not isinstance(written, dict):
             raise DamagedCheckpointError(
                 f"{checkpoint}: its config has {written!r} for the section {section}; copy it again"
@@ -410,7 +411,7 @@ def changed_keys(config: TrainConfig, before: dict[str, Any]) -> tuple[str, ...]
     now = to_table(config)
     changes = [
         f"{section}.{key} was {before[section][key]}, is {value}"
-        for section in ("model", "batch", "optimizer", "policy")
+        for section in ("model", "lora", "batch", "optimizer", "policy")
         for key, value in now[section].items()
         if isinstance(before.get(section), dict) and key in before[section] and before[section][key] != value
         if (section, key) not in OF_THE_SCHEDULE
@@ -431,8 +432,10 @@ def restore(
     if start.checkpoint is None:
         return {}, []
     with _suggest_an_earlier_one(start.checkpoint):
-        # the config decides on learning rates and the like, and it may have changed
-        state = load_training(start.checkpoint, model, optimizer, verified=start.verified, keep_options=True)
+        # The config decides on learning rates and the like, and it may have changed. Weights that somebody else trained
+        # have no LoRA pairs yet.
+        given = dict(verified=start.verified, keep_options=True, may_lack=is_lora)
+        state = load_training(start.checkpoint, model, optimizer, **given)
     if start.step == 0:
         return {}, []  # weights that somebody else trained bring no position in the data
     skipped = start.skipped

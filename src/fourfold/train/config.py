@@ -26,6 +26,7 @@ from fourfold.errors import nearest
 from fourfold.grid import Shape
 from fourfold.job import START_SECONDS
 from fourfold.models.config import MODEL_FIELDS
+from fourfold.nn.lora import LoraConfig
 from fourfold.old_versions import upgrade_config
 from fourfold.optim import Decay, Schedule
 from fourfold.parse import parse_toml
@@ -231,15 +232,41 @@ class SourceSection:
     """Text or tokens to train on, and their share of the samples."""
 
     path: str
-    """`standard-library`, a text file or folder, a .tokens file, a Megatron or nanoGPT .bin file."""
+    """`standard-library`, a text, .jsonl, .jsonl.gz or .parquet file, a folder of them, a .tokens file, a Megatron or
+    nanoGPT .bin file."""
     weight: float = 1.0
     """Share of the samples, as a number in proportion to the weights of the other sources."""
     eod: int | None = None
     """The id that ends a document, if the file does not name one."""
+    column: str = "text"
+    """The key in lines of .jsonl files, and the column of .parquet files, that has the text."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < inf:
             raise ValueError(f"weight={self.weight} must be above 0; to leave a source out, remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSection:
+    """LoRA: the linear layers of a reference model get pairs of narrow matrices, and only those are trained."""
+
+    rank: int = 0
+    """The inner size of the pairs; 0 trains all weights instead."""
+    alpha: float = 16.0
+    """What a pair computes is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """The share of a pair's input that is dropped in training."""
+    targets: tuple[str, ...] = ()
+    """The linear layers that get pairs: some of q, k, v, out, gate, up, down; by default all of the model's."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, rank=0)
+        if self.rank:
+            self.build()
+
+    def build(self) -> LoraConfig | None:
+        """Return the pairs of the model, None if all weights are trained."""
+        return LoraConfig(self.rank, self.alpha, self.dropout, self.targets) if self.rank else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,6 +509,7 @@ class TrainConfig:
     data: DataSection = field(default_factory=DataSection)
     batch: BatchSection = field(default_factory=BatchSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     train: TrainSection = field(default_factory=TrainSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)

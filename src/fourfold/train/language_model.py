@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from fourfold.axes import AXES
 from fourfold.data.loader import TokenBatch
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Grid
-from fourfold.models.transformer import build
+from fourfold.models.transformer import build, is_lora
+from fourfold.nn.layer import specs_of
 from fourfold.nn.loss import count_targets
 from fourfold.nn.rng import StepRng
 from fourfold.parse import import_object
@@ -85,14 +87,21 @@ class ReferenceModel(LanguageModel):
         self._run, self._grid, self._policy = config, grid, config.build_policy()
         self.config = config.model.build()
         dtype, seed = config.policy.parameters, config.train.seed
-        self.module = build(self.config, grid, policy=self._policy, seed=seed, dtype=dtype)
-        self.flops = flops_per_token(self.config, config.batch.seq, self._policy)
+        self._lora = config.lora.build()
+        self.module = build(self.config, grid, policy=self._policy, seed=seed, dtype=dtype, lora=self._lora)
+        if self._lora is None:  # frozen weights have fewer FLOPs, which nobody counts
+            self.flops = flops_per_token(self.config, config.batch.seq, self._policy)
         batch = config.batch
         self._local_rows = batch.rows // batch.micro_steps // grid.shape.places
 
     @property
     def parameters(self) -> int:
-        return self.config.parameters
+        return self.config.parameters + self._pairs
+
+    @property
+    def _pairs(self) -> int:
+        """The number of parameters of LoRA pairs."""
+        return sum(prod(spec.shape) for name, spec in specs_of(self.module).items() if is_lora(name))
 
     def loss(self, batch: TokenBatch, count: Tensor | None) -> Tensor:
         return self.module(batch.tokens, batch.targets, positions=batch.positions, count=count)
@@ -106,10 +115,15 @@ class ReferenceModel(LanguageModel):
         return kept_bytes(self.config, self._grid, self._policy, *sizes, dtype=dtype, documents=documents)
 
     def facts(self) -> RunEvent:
+        if self._lora is not None:
+            return {"trained_parameters": self._pairs, "recompute": self._policy.recompute}
         halves = self.module.halves(self._local_rows, self._run.batch.seq)  # type: ignore[operator]
         return {"kept_bytes": self.kept_bytes, "recompute": self._policy.recompute, "halves": halves._asdict()}
 
     def notes(self) -> list[str]:
+        if self._lora is not None:
+            trained = f"{self._pairs} of {self.parameters} parameters are trained"
+            return [f"LoRA of rank {self._lora.rank}: {trained}, those of the pairs; the others are frozen"]
         sizes = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in self.kept_bytes.items())
         kept = f"kept for backward on each rank, by kind of recompute: {sizes}; this run uses {self._policy.recompute}"
         return [kept]

@@ -608,5 +608,6 @@ def open_sources_here(config: TrainConfig, cache: Path) -> list[TokenSource]:
     """Open the sources of a run in this process; text is prepared into the folder `cache`."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.eod)
     return [
-        open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache) for source in config.data.sources
+        open_source(source.path, tokenizer=tokenizer, eod=source.eod, cache=cache, column=source.column)
+        for source in config.data.sources
     ]

@@ -195,6 +195,11 @@ def resolve(
         built = config.build_policy()
         if config.model.is_own:
             built.require_any_module()
+    if config.model.is_own and config.lora.rank:
+        raise ValueError(
+            f"lora.rank={config.lora.rank} is for reference models; {config.model.name} can return a module with "
+            "adapters of peft, or with frozen weights of its own"
+        )
     _check_length(config)
     # only now, because the planner needs the dtype and the sequence length that were filled in above
     config = choose(config, Hardware.here(ranks, on_gpu=on_gpu, memory_bytes=memory_bytes), say)
@@ -363,6 +368,8 @@ def _task(config: TrainConfig, job: Hardware) -> tuple[Task, list[str]]:
     machine, notes = locate(config.plan.machine, job, compute)
     if config.optimizer.name != "adamw":
         notes.append(f"the memory and time of {config.optimizer.name} are those of adamw")
+    if config.lora.rank:
+        notes.append("LoRA is priced as the training of all weights, which takes longer and needs more memory")
     batch = config.batch
     captured = config.train.graph == "auto"
     return Task(

@@ -11,7 +11,7 @@ This file has the adapters of norms, of embeddings and of modules that run their
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_map_only
 from fourfold import comm
 from fourfold.layout import REPEATED, WHOLE, Layout, Spec
 from fourfold.nn.embedding import Embedding
-from fourfold.nn.layer import Layer
-from fourfold.nn.norm import HeadNorm, Norm, add_gradients
+from fourfold.nn.layer import Layer, gather_parameters
+from fourfold.nn.norm import HeadNorm, Norm
 from fourfold.operators import once_differentiable
-from fourfold.param_group import ParamGroup
 from fourfold.params import local_of
 from fourfold.wrap.detect import LinearForm, norm_formula_of
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_whole, version_of
@@ -316,37 +315,6 @@ def lost_change_error(name: str) -> RuntimeError:
         f"{name} is changed in forward, where it is a gathered copy: the change would be lost; change parameters "
         "outside of forward, on their shards"
     )
-
-
-def gather_parameters(layer: Layer, names: Sequence[str]) -> dict[str, Tensor]:
-    """Gather parameters of a layer over z in one message; their gradients go back to the shards."""
-    wholes = GatherParameters.apply(layer.group(*names), *(getattr(layer, name) for name in names))
-    return dict(zip(names, wholes, strict=True))
-
-
-class GatherParameters(torch.autograd.Function):
-    """Gathers parameters over z, for code that uses them in any way; gradients go back to the shards."""
-
-    @staticmethod
-    def forward(ctx: Any, group: ParamGroup, *_: nn.Parameter) -> tuple[Tensor, ...]:
-        ctx.group, ctx.during = group, group.use()
-        ctx.set_materialize_grads(False)
-        with group.using(turns=1, keep=True) as wholes:
-            # Autograd wants output tensors of its own. It would refuse a change in place of a view, in words only;
-            # a detached tensor can be changed, and GatheredAdapter sees that its version has changed.
-            # A cast that the group keeps is written again in the next pass, whatever this code has done with it.
-            kept = group.casts and group.policy.keep_casts and not group.travels
-            return tuple(held.clone() if kept else held.detach() for held in wholes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
-        # Copies, because autograd may hand the same tensor to others and the group changes what it gets. Contiguous,
-        # as the parameter is: a fused optimizer reads both in memory order, and einsum's gradients are strided.
-        own = torch.contiguous_format
-        dense = [None if g is None else g.to_dense() if g.is_sparse else g.clone(memory_format=own) for g in gradients]
-        add_gradients(ctx.group, dense, 1, ctx.during)
-        return (None, *[None] * len(gradients))
 
 
 class ReadWhole(torch.autograd.Function):

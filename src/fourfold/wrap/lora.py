@@ -30,10 +30,10 @@ from torch.nn import functional
 from fourfold.grid import Grid
 from fourfold.layout import FEATURES, GATHERED, Layout, Spec, inner, rest
 from fourfold.nn.embedding import Head
-from fourfold.nn.layer import PLAIN_SLICES, SPECS, Layer
+from fourfold.nn.layer import PLAIN_SLICES, SPECS, Layer, gather_parameters
 from fourfold.operators import Conjugate
 from fourfold.params import local_of
-from fourfold.wrap.adapters import Adapter, LayerParameter, PlainSlice, gather_parameters
+from fourfold.wrap.adapters import Adapter, LayerParameter, PlainSlice
 from fourfold.wrap.grid_tensor import GridTensor, ModelContext, distribute, to_whole
 from fourfold.wrap.linear_adapters import ContractAdapter, ExpandAdapter, inner_placement
 from fourfold.wrap.parameters import join_slices, plain_parameter, stored_names
