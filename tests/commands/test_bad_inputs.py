@@ -71,7 +71,9 @@ READERS: dict[str, tuple[str, dict[str, bytes], Callable[[Path], object]]] = {
     "texts": (
         "a.jsonl",
         {name: content for name, content in JSON.items() if content},  # a blank line has no text
-        lambda folder: _text_of_line(folder / "a.jsonl", 1, (folder / "a.jsonl").read_bytes().replace(b"\n", b" ")),
+        lambda folder: _text_of_line(
+            folder / "a.jsonl", 1, (folder / "a.jsonl").read_bytes().replace(b"\n", b" "), "text"
+        ),
     ),
 }
 CASES = [(reader, kind) for reader, (_, contents, _) in READERS.items() for kind in contents]
