@@ -22,7 +22,16 @@ from fourfold.train.config import TrainConfig
 from harness import Ranks
 from runs import assert_error, cli, column, train_arguments, trained
 
-LORA = ["--set", "lora.rank=2", "--set", "lora.alpha=4", "--set", 'lora.targets=["q", "down"]']
+LORA = [
+    "--set",
+    "lora.rank=2",
+    "--set",
+    "lora.alpha=4",
+    "--set",
+    'lora.targets=["q", "down"]',
+    "--set",
+    "plan.compare=true",
+]
 
 
 @pytest.fixture(scope="module")

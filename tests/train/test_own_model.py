@@ -109,6 +109,7 @@ def test_a_run_of_a_transformers_model_resumes_on_another_grid(ranks, tokens: st
 def finished(one: Ranks, tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "own"
     options = ["--set", "model.options={width=8, dropout=0.1}", "--set", "train.evaluate_every=2"]
+    options += ["--set", "plan.compare=true"]
     arguments = ["train", "--model", "plugins:Tower", "--device", "cpu", "--data", tokens, "--out", str(folder)]
     sizes = ["--set", "batch.rows=4", "--set", "batch.seq=12", "--set", "log.peak_flops=1e12", "--steps", "2"]
     (left,) = one.run(cli, *arguments, *sizes, *options)

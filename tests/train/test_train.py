@@ -302,7 +302,7 @@ def test_print_config_reads_back_and_starts_nothing(one: Ranks, tmp_path: Path) 
     assert (config.policy.dtype, config.policy.compile, config.model.layers) == ("fp64", False, 1)
     assert config.overlap == Overlap(halves=2)
     assert config.toml(explained=True) == left.out
-    assert "default: 0)\nrows = 16\n" in left.out
+    assert "default: 0)\nrows = 4\n" in left.out
     assert not (tmp_path / "run").exists()
     (left,) = one.run(cli, "train", str(path), "--grid", "auto", "--ranks", "4", "--print-config", "--device", "cpu")
     assert left.err.startswith("grid data=4 by the planner: ")

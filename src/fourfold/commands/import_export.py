@@ -119,6 +119,8 @@ def _import_tokenizer(source: Path, folder: Path, vocab: int, eod: str | int | N
                 f"T.from_pretrained('{source}').save_pretrained('NEW')\""
             )
         return DataSection(), [note]
+    if ByteTokenizer.is_json(parse_json(path.read_bytes())):
+        return DataSection(), []  # an export of ours: text and tokens that were read as bytes still fit
     notes = []
     if eod is None:
         eod, notes = _end_of_document(source)

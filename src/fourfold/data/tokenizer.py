@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,19 @@ class ByteTokenizer(Tokenizer):
             "decoder": byte_level,
             "model": {"type": "BPE", "vocab": {_letter(byte): byte for byte in range(cls.eod)}, "merges": []},
         }
+
+    @classmethod
+    def is_json(cls, found: Mapping[str, Any]) -> bool:
+        """Return whether a tokenizer in that format has these ids, also if another program has written it again."""
+        model, ours = found.get("model") or {}, cls.to_json()
+        vocab = {token: number for token, number in (model.get("vocab") or {}).items() if number != cls.eod}
+        added = [(token.get("id"), token.get("content")) for token in found.get("added_tokens") or ()]
+        return (
+            model.get("type") == "BPE"
+            and vocab == ours["model"]["vocab"]
+            and not model.get("merges")
+            and added == [(cls.eod, END_OF_DOCUMENT[0])]
+        )
 
 
 def _letter(byte: int) -> str:

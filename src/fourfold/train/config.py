@@ -251,9 +251,9 @@ class LoraSection:
     """LoRA: the linear layers of a reference model get pairs of narrow matrices, and only those are trained."""
 
     rank: int = 0
-    """The inner size of the pairs; 0 trains all weights instead."""
+    """The number of features between the two matrices of a pair; 0 trains all weights instead."""
     alpha: float = 16.0
-    """What a pair computes is multiplied by alpha / rank."""
+    """A number: what a pair computes is multiplied by alpha / rank."""
     dropout: float = 0.0
     """The share of a pair's input that is dropped in training."""
     targets: tuple[str, ...] = ()
