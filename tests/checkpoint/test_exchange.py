@@ -25,7 +25,7 @@ from fourfold.checkpoint.format import read_record
 from fourfold.checkpoint.hf_weights import TensorMapping, match_names
 from fourfold.checkpoint.load import read_full_tensor
 from fourfold.commands.import_export import export_model, import_model
-from fourfold.data.tokenizer import load_tokenizer
+from fourfold.data.tokenizer import ByteTokenizer, load_tokenizer
 from fourfold.grid import Grid, Shape
 from fourfold.models import ModelConfig
 from fourfold.train.config import read_config
@@ -345,7 +345,10 @@ def test_bytes_travel_along(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     assert model.config.eos_token_id == ours.eod
     made = import_model(tmp_path / "theirs", tmp_path / "again")
-    again = load_tokenizer(tmp_path / "again" / made.config.data.tokenizer)
+    assert made.config.data.tokenizer == "bytes"  # so that tokens of before still fit
+    theirs.save_pretrained(tmp_path / "saved")  # as another program writes it
+    assert ByteTokenizer.is_json(json.loads((tmp_path / "saved" / "tokenizer.json").read_text()))
+    again = load_tokenizer(tmp_path / "theirs" / "tokenizer.json")
     assert (again.vocab, again.eod) == (ours.vocab, ours.eod)
     for text in TEXTS[:-1]:  # tokenizers themselves find special tokens in any text
         assert torch.equal(again.encode(text), ours.encode(text))

@@ -46,7 +46,8 @@ def test_every_setting_of_a_page_is_understood() -> None:
     for page, option in shown:
         key, value = setting(option)
         assert not re.fullmatch(r"[^=]+=['\"].*", option), (page, option)
-        read_config(None, [(key, value)])
+        given = [("model.name", "tower:Tower")] if key == "model.options" else []
+        read_config(None, [*given, (key, value)])
 
 
 @pytest.mark.parametrize(
