@@ -155,6 +155,7 @@ def test_transformers_has_the_logits_of_an_exported_model(tmp_path: Path, name: 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_four_ranks_wrote_is_exported(ranks, tmp_path: Path) -> None:
     ranks(4).run(write_run_on, tmp_path / "run", OURS["llama"], Shape(x=2, z=2))
     export_model(tmp_path / "run", tmp_path / "theirs")

@@ -42,7 +42,7 @@ def test_checkpoints_are_frequent_where_failures_are() -> None:
 
 def test_a_large_model_on_gpus_trains_with_its_own_sequence_length() -> None:
     said: list[str] = []
-    found = resolved(8, model__name="llama-3-8b", say=said.append)
+    found = resolved(8, model__name="llama-3-8b", grid__z=8, say=said.append)
     assert (found.batch.seq, found.batch.tokens) == (8192, 1 << 21)
     assert found.batch.micro_steps > 1  # 26 rows of 8,192 tokens at once would not fit
     assert found.policy.recompute in ("none", "block")
@@ -84,14 +84,14 @@ def test_a_given_grid_that_seems_too_small_takes_the_least_memory_and_says_so() 
 
 
 def test_plan_and_train_have_the_same_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--model", "gpt-1.4b", "--machine", "dgx-h100", "--devices", "8", "--top", "1", "--json", "-"]
+    asked = ["plan", "--model", "gpt-125m", "--machine", "dgx-h100", "--devices", "1", "--top", "1", "--json", "-"]
     assert main(asked) == 0
     out, err = capsys.readouterr()
-    planned, trained = json.loads(out), resolved(8, model__name="gpt-1.4b")
+    planned, trained = json.loads(out), resolved(1, model__name="gpt-125m")
     assert planned["batch_tokens"] == trained.batch.tokens
     assert f"seq = {trained.batch.seq}" in planned["config_toml"]
     assert f"{trained.batch.tokens:,} tokens per step, the default" in err
-    assert sequence(model_config("gpt-1.4b"), on_gpu=True) == trained.batch.seq
+    assert sequence(model_config("gpt-125m"), on_gpu=True) == trained.batch.seq
 
 
 # --- remarks before a run

@@ -22,15 +22,15 @@ CASES = [
     Case("building", "SIGTERM", 2),
     Case("first step", "Ctrl-C", 2),
     Case("step", "NaN", 2),
-    Case("evaluation", "stop and continue", 2),
     Case("save", "SIGTERM", 2),
     Case("save", "full disk", 2),
-    Case("rename", "kill", 2),
     Case("resume", "SIGTERM", 2),
-    Case("end", "slow", 2),
 ]
 
 SLOW = [
+    Case("evaluation", "stop and continue", 2),
+    Case("rename", "kill", 2),
+    Case("end", "slow", 2),
     Case("rendezvous", "kill", 2),
     Case("reading", "kill", 2),
     Case("compile", "closed output", 2),

@@ -93,6 +93,7 @@ def resumed(config: TrainConfig, folder: Path) -> None:
     trained(config, folder, resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_transformers_model_resumes_on_another_grid(ranks, tokens: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     whole, half = tmp_path / "whole", tmp_path / "half"
