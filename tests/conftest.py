@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from curves import write_texts
+from fourfold.data.sources import prepare
+from fourfold.data.tokenizer import load_tokenizer
 from harness import PRELOAD, Ranks, _context, close_pools, close_worn, pool
 
 torch.set_num_threads(1)  # the cores belong to the ranks ...
@@ -20,6 +23,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ... one each: threads that spin
 def ranks() -> Callable[[int], Ranks]:
     """`ranks(n)`: a running pool of n ranks."""
     return pool
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    """A process of its own for commands of one rank, which end the process group of theirs."""
+    own = Ranks(1)
+    yield own
+    own.close()
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small file of tokens, which a run can read without preparing anything."""
+    texts = write_texts(tmp_path_factory.mktemp("data"))
+    return str(prepare([texts], texts.parent / "texts.tokens", load_tokenizer("bytes")).path)
 
 
 @pytest.fixture(scope="session")

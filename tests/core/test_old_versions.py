@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,6 @@ RUN = OLD / "run-x2z2"
 CHECKPOINT = RUN / "checkpoints" / "step-00000004"
 CONTINUED = [4.011991500854492, 3.9707655906677246, 3.944775342941284]
 """The losses of steps 5 to 7 with which version 1 continued that run on its own grid."""
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 # Configs

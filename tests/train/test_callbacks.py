@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_train import cli_as_rank
 
-from curves import write_texts
 from fourfold.checkpoint.format import RECORD
-from fourfold.data.sources import prepare
-from fourfold.data.tokenizer import load_tokenizer
 from harness import Ranks
 from runs import assert_error, cli, column, lines_of, train_arguments
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    texts = write_texts(tmp_path_factory.mktemp("data"))
-    return str(prepare([texts], texts.parent / "texts.tokens", load_tokenizer("bytes")).path)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """A process of its own for commands of one rank, which end the process group of theirs."""
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 def arguments(tokens: str, folder: Path, *callbacks: str, steps: int = 3) -> list[str]:

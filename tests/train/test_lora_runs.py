@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from curves import config_of, write_texts
+from curves import config_of
 from fourfold.checkpoint.format import MODEL, OPTIMIZER, read_record
 from fourfold.checkpoint.load import read_full_tensor
-from fourfold.data.sources import prepare
-from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Shape
 from fourfold.models.transformer import is_lora
 from fourfold.train.config import TrainConfig
@@ -32,20 +29,6 @@ LORA = [
     "--set",
     "plan.compare=true",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    texts = write_texts(tmp_path_factory.mktemp("data"))
-    return str(prepare([texts], texts.parent / "texts.tokens", load_tokenizer("bytes")).path)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """A process of its own for commands of one rank, which end the process group of theirs."""
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
-from curves import config_of, write_texts
+from curves import config_of
 from fourfold.checkpoint.format import OPTIMIZER, read_record
-from fourfold.data.sources import prepare
-from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Grid, Shape
 from fourfold.nn.layer import specs_of
 from fourfold.optim import on_shards
@@ -91,12 +88,6 @@ def test_shards_are_stepped_as_torch_steps_whole_tensors(ranks, name: str) -> No
             torch.testing.assert_close(found[parameter], value, rtol=0, atol=1e-12)
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    texts = write_texts(tmp_path_factory.mktemp("data"))
-    return str(prepare([texts], texts.parent / "texts.tokens", load_tokenizer("bytes")).path)
-
-
 def resumed(config: TrainConfig, folder: Path) -> None:
     """A job: the rest of a run."""
     trained(config, folder, resume=True)
@@ -137,14 +128,6 @@ def test_a_run_resumes_with_the_state_of_its_optimizer(
     assert column(half, "step", "step") == [1, 2, 3, 4]
     assert column(half, "step", "loss") == column(whole, "step", "loss")
     assert len(set(column(half, "step", "loss"))) == 4
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """A process of its own for commands of one rank, which end the process group of theirs."""
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(

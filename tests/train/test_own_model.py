@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ import torch
 from torch.nn import functional
 
 import plugins
-from curves import config_of, write_texts
+from curves import config_of
 from fourfold.data.loader import Loader
-from fourfold.data.sources import prepare
 from fourfold.data.token_files import TokenFile
-from fourfold.data.tokenizer import load_tokenizer
 from fourfold.grid import Grid, Shape
 from fourfold.train.config import TrainConfig, read_config
 from fourfold.train.planning import resolve
@@ -24,20 +21,6 @@ from harness import Ranks
 from runs import assert_error, cli, column, train_arguments, trained
 
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    texts = write_texts(tmp_path_factory.mktemp("data"))
-    return str(prepare([texts], texts.parent / "texts.tokens", load_tokenizer("bytes")).path)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """A process of its own for commands of one rank, which end the process group of theirs."""
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 def config_for(name: str, tokens: str, folder: Path, shape: Shape, **changes: object) -> TrainConfig:

@@ -90,14 +90,6 @@ HALF, STEPS = 3, 6
 CONTINUED = ("loss", "grad_norm", "learning_rate")
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """A process of its own for commands of one rank, which end the process group of theirs."""
-    pool = Ranks(1)
-    yield pool
-    pool.close()
-
-
 def resumed(config: TrainConfig, folder: Path) -> None:
     trained(config, folder, resume=True)
 
@@ -179,12 +171,6 @@ def test_on_another_grid_and_number_of_ranks_within_rounding(one: Ranks, ranks, 
 
 
 # --- the command
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    texts = write_texts(tmp_path_factory.mktemp("data"))
-    return str(prepare([texts], texts.parent / "texts.tokens", load_tokenizer("bytes")).path)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 
@@ -26,14 +25,6 @@ from runs import SMALL, assert_error, cli, column, lines_of, train_arguments, tr
 QUIET = ["--set", "plan.compare=false"]
 MOMENT = "0.00001"
 """Minutes that are over before the first step."""
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """A process of its own for commands of one rank, which end the process group of theirs."""
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

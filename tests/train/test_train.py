@@ -94,14 +94,6 @@ def cli_as_rank(*commands: Sequence[str]) -> list[Left]:
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    """A process of its own for commands of one rank, which end the process group of theirs."""
-    pool = Ranks(1)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("data"))
 
