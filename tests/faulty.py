@@ -102,7 +102,7 @@ def shape(run: Run) -> None:
 
     def shorter() -> Any:
         run.loader.next = following  # type: ignore[method-assign]
-        return [(tokens[:, 1:], targets[:, 1:], positions) for tokens, targets, positions in following()]
+        return [batch._replace(tokens=batch.tokens[:, 1:], targets=batch.targets[:, 1:]) for batch in following()]
 
     run.loader.next = shorter  # type: ignore[method-assign]
 
