@@ -22,6 +22,8 @@ from runs import alive, column, needs_proc, train_arguments
 
 pytestmark = [needs_proc, pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")]
 
+RETURNED = "the command has returned"
+
 
 def launcher(folder: str, act: str) -> int:
     """Fork a server and two ranks, and do what the test asks for."""
@@ -135,7 +137,9 @@ def test_a_command_starts_ranks_by_forking_only_where_there_may_be_several(monke
 
 
 def train(*arguments: str) -> int:
-    return cli.main(arguments)
+    code = cli.main(arguments)
+    print(RETURNED)
+    return code
 
 
 def test_a_run_on_forked_ranks_restarts_and_is_the_same(tmp_path: Path) -> None:
@@ -162,3 +166,4 @@ def test_a_run_on_forked_ranks_restarts_and_is_the_same(tmp_path: Path) -> None:
     lines = out.read_text().splitlines()
     assert lines[:4] == [cli.STARTING, "starting 2 ranks: z=2", "opening the data", "building the model"]
     assert "running the first step" in lines
+    assert lines.count(RETURNED) == 1  # a rank does not go on with the program that called the command
