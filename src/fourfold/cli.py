@@ -69,9 +69,8 @@ def _be_rank(arguments: Sequence[str]) -> NoReturn:
         code = main(arguments)
     except BaseException:  # a bug, or the end of the interpreter; what called us must see neither
         traceback.print_exc()
-    finally:
-        drain_output()
-        os._exit(code)
+    drain_output()
+    os._exit(code)
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str], *, trains: bool) -> int:

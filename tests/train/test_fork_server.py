@@ -28,6 +28,7 @@ RETURNED = "the command has returned"
 def launcher(folder: str, act: str) -> int:
     """Fork a server and two ranks, and do what the test asks for."""
     out = Path(folder)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some programs leave it to what they start
     forked = fork_server.begin("fourfold.environment")
     if forked is not None:
         return rank(out, *forked)
@@ -100,6 +101,25 @@ def without_server(_: str) -> int:
     first = fork_server.fork_rank([], {})
     second = fork_server.fork_rank([], {})
     return 0 if (first, second) == (None, None) else 1
+
+
+def test_a_server_that_cannot_fork_leaves_new_processes() -> None:
+    assert warm.Process(cannot_fork).wait(60) == 0
+
+
+def cannot_fork() -> int:
+    began, fork = os.getpid(), os.fork
+
+    def fork_once() -> int:
+        """Fail in what the server forks, as where a user may have no more processes."""
+        if os.getppid() != began and os.getpid() != began:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    os.fork = fork_once
+    if fork_server.begin("fourfold.environment") is not None:
+        return 2
+    return 0 if fork_server.fork_rank([], {}) is None else 1
 
 
 def test_a_process_with_threads_forks_nothing() -> None:
