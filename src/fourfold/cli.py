@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from math import prod
 from pathlib import Path
+from typing import NoReturn
 
 from fourfold.commands.options import parser
 from fourfold.environment import end_with_launcher, inside_a_job, is_watched, started_by_torchrun
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if launches and may_start_ranks(options):
         forked = fork_server.begin(module_of(options.run))
         if forked is not None:
-            return main(forked)  # this process is a rank now
+            _be_rank(forked)
     # before torch is imported, because its log handlers keep the stream that they find
     with unblocked_output() if trains else nullcontext():
         if launches:
@@ -59,6 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(options, arguments, trains=trains)
         finally:
             fork_server.close()
+
+
+def _be_rank(arguments: Sequence[str]) -> NoReturn:
+    """Run the command as a forked rank and end this process, whose caller's program goes on in the launcher alone."""
+    code = 1
+    try:
+        code = main(arguments)
+    except BaseException:  # a bug, or the end of the interpreter; what called us must see neither
+        traceback.print_exc()
+    drain_output()
+    os._exit(code)
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str], *, trains: bool) -> int:

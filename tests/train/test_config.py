@@ -543,3 +543,15 @@ def test_a_resolved_config_resolves_to_itself() -> None:
         assert resolve(once, ranks, on_gpu=on_gpu, memory_bytes=1 << 34) == once
         read = parse(TrainConfig, tomllib.loads(once.toml()))
         assert resolve(read, ranks, on_gpu=not on_gpu, memory_bytes=1 << 20) == once  # nothing is left to the device
+
+
+def test_one_option_of_a_table_is_set_beside_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nname = "own:make"\n[model.options]\ndepth = 2\nwidth = 8\n')
+    config = read_config(
+        path, [("model.options.width", 16), ("optimizer.options.momentum", 0.9), ("optimizer.name", "sgd")]
+    )
+    assert config.model.options == {"depth": 2, "width": 16}
+    assert config.optimizer.options == {"momentum": 0.9}
+    with pytest.raises(ValueError, match=r"unknown key batch\.rows\.width"):
+        read_config(path, [("batch.rows.width", 16)])

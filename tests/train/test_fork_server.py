@@ -22,10 +22,13 @@ from runs import alive, column, needs_proc, train_arguments
 
 pytestmark = [needs_proc, pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")]
 
+RETURNED = "the command has returned"
+
 
 def launcher(folder: str, act: str) -> int:
     """Fork a server and two ranks, and do what the test asks for."""
     out = Path(folder)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some programs leave it to what they start
     forked = fork_server.begin("fourfold.environment")
     if forked is not None:
         return rank(out, *forked)
@@ -100,6 +103,25 @@ def without_server(_: str) -> int:
     return 0 if (first, second) == (None, None) else 1
 
 
+def test_a_server_that_cannot_fork_leaves_new_processes() -> None:
+    assert warm.Process(cannot_fork).wait(60) == 0
+
+
+def cannot_fork() -> int:
+    began, fork = os.getpid(), os.fork
+
+    def fork_once() -> int:
+        """Fail in what the server forks, as where a user may have no more processes."""
+        if os.getppid() != began and os.getpid() != began:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    os.fork = fork_once
+    if fork_server.begin("fourfold.environment") is not None:
+        return 2
+    return 0 if fork_server.fork_rank([], {}) is None else 1
+
+
 def test_a_process_with_threads_forks_nothing() -> None:
     assert warm.Process(with_a_thread).wait(60) == 0
 
@@ -135,7 +157,9 @@ def test_a_command_starts_ranks_by_forking_only_where_there_may_be_several(monke
 
 
 def train(*arguments: str) -> int:
-    return cli.main(arguments)
+    code = cli.main(arguments)
+    print(RETURNED)
+    return code
 
 
 def test_a_run_on_forked_ranks_restarts_and_is_the_same(tmp_path: Path) -> None:
@@ -162,3 +186,4 @@ def test_a_run_on_forked_ranks_restarts_and_is_the_same(tmp_path: Path) -> None:
     lines = out.read_text().splitlines()
     assert lines[:4] == [cli.STARTING, "starting 2 ranks: z=2", "opening the data", "building the model"]
     assert "running the first step" in lines
+    assert lines.count(RETURNED) == 1  # a rank does not go on with the program that called the command

@@ -608,6 +608,9 @@ def table_of(section: str) -> list[str]:
 def _put(table: dict[str, Any], key: str, value: Any) -> None:
     sections = [section.name for section in fields(TrainConfig)]
     section, dot, name = key.partition(".")
+    name, inside, option = name.partition(".")  # such as model.options.width
+    if inside and not (section in sections and name == "options" and name in table_of(section)):
+        name, inside = f"{name}.{option}", ""
     unknown = section not in sections or name not in table_of(section)
     if unknown and (answer := explain_synonym(key, value)):
         raise ValueError(answer)
@@ -617,5 +620,7 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
             near = f" (did you mean {' or '.join(f'{home}.{key}' for home in homes)}?)"
         raise ValueError(f"{key!r} is not a key{near}; write section.key=value; the sections are {', '.join(sections)}")
     keys = table.setdefault(section, {})
+    if inside and isinstance(keys, dict):
+        keys, name = keys.setdefault(name, {}), option
     if isinstance(keys, dict):  # otherwise `parse` reports the error
         keys[name] = value

@@ -56,6 +56,7 @@ def begin(module: str) -> Sequence[str] | None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return None
+    keep_exit_codes()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -68,6 +69,12 @@ def begin(module: str) -> Sequence[str] | None:
         return None
     ours.close()
     return _serve(theirs, module, launcher)
+
+
+def keep_exit_codes() -> None:
+    """Undo an ignored SIGCHLD, which programs inherit: the kernel would tell nobody how a rank has ended."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def close() -> None:
@@ -90,7 +97,7 @@ def fork_rank(arguments: Sequence[str], env: Mapping[str, str]) -> ForkedRank | 
         answer = server.makefile("r").readline()
     except OSError:
         answer = ""
-    if not answer:  # the server could not import the command, or was killed
+    if not answer.strip():  # the server could not import the command or fork, or was killed
         close()
         return None
     return ForkedRank(int(answer))

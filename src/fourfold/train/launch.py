@@ -137,6 +137,7 @@ def launch(
     seconds to join the job, and after a signal `grace` seconds to end.
     """
     policy = policy or RestartPolicy()
+    fork_server.keep_exit_codes()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
