@@ -7,6 +7,7 @@ its traceback. Options are parsed before torch is imported, so that help and mis
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import os
 import sys
@@ -67,8 +68,11 @@ def _be_rank(arguments: Sequence[str]) -> NoReturn:
     code = 1
     try:
         code = main(arguments)
-    except BaseException:  # a bug, or the end of the interpreter; what called us must see neither
+    except SystemExit as ended:  # options that make no sense
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:  # a bug; what called us must not see it
         traceback.print_exc()
+    atexit._run_exitfuncs()  # what the interpreter would do, for packages that finish their work at the end
     drain_output()
     os._exit(code)
 

@@ -7,6 +7,7 @@ torch, because command-line options are parsed without it.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from typing import Any
 from fourfold.axes import AXIS_MEANINGS
 
 TABLE = Path(__file__).with_suffix(".toml")
+CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""The places in maxSteps where max_steps has an underscore."""
 AXIS_KEYS = {f"grid.{axis}": meaning.partition(": ")[2] for axis, meaning in AXIS_MEANINGS.items()}
 """What the sizes of the axes count, by their keys: whoever turned on "fsdp" has to choose a number."""
 
@@ -101,8 +104,8 @@ def synonyms() -> dict[str, Synonym]:
 
 
 def find_synonym(word: str) -> Synonym | None:
-    """Return what another framework's name means here: `tp`, `--max-steps` or `training.seq_len`; None if unknown."""
-    plain = word.lstrip("-").replace("-", "_").lower()
+    """Return what another framework's name means here: `tp`, `--max-steps` or `trainer.maxSteps`; None if unknown."""
+    plain = CAMEL_CASE.sub("_", word.lstrip("-").replace("-", "_")).lower()
     return synonyms().get(plain) or synonyms().get(plain.rpartition(".")[2])
 
 

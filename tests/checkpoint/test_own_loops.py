@@ -631,8 +631,117 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path, name: st
         ff.load(tmp_path / "last", other, its_optimizer)
     assert all(torch.equal(value, before[key]) for key, value in whole(other).items())
     assert not its_optimizer.state
-    with pytest.raises(FileNotFoundError, match=r"checkpoint.json is missing"):
-        ff.load(tmp_path / "nowhere", model, optimizer)
+
+
+def test_a_path_that_is_no_checkpoint_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = alone()
+    ff.save(tmp_path / "run" / "checkpoints" / "step-00000001", model, optimizer)
+    ff.save(tmp_path / "own" / "100", model, optimizer)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, said in {
+        "nowhere": "nowhere is not there; give the folder of a checkpoint, which all ranks must see",
+        "file": "file is a file; give the folder",
+        "empty": "empty is a folder but not a checkpoint: it has none in it either",
+        "run": r"it has the checkpoints '.*checkpoints/step-00000001'; load one of them",
+        "own": r"it has the checkpoints '.*own/100'; load",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=said):
+            ff.load(tmp_path / name, model, optimizer)
+    (tmp_path / "own" / "100" / "checkpoint.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"checkpoint.json is missing; copy the folder again"):
+        ff.load(tmp_path / "own" / "100", model)
+    one = tmp_path / "run" / "checkpoints" / "step-00000001"
+    assert main(["checkpoint", "list", str(one)]) == 1
+    assert f"is one checkpoint; show it with `fourfold checkpoint inspect {one}`" in capsys.readouterr().err
+
+
+def test_home_is_found_and_an_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As paths, both would be folders of strange names in the working folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = alone()
+    ff.save("~/last", model, optimizer, extra=1)
+    assert ff.load("~/last", model) == ff.load(tmp_path / "home" / "last", model) == 1
+    for address in ("s3://bucket/last", Path("gs://bucket/last"), "file:///last"):
+        for act in (ff.save, ff.load):
+            with pytest.raises(ValueError, match="is an address, not a folder; checkpoints are written to and read"):
+                act(address, model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_arguments_in_another_order_or_of_another_kind_are_refused(tmp_path: Path) -> None:
+    model, optimizer = alone()
+    wrong: list[tuple[str, tuple[Any, ...]]] = [
+        ("folder is of type .*Net;", (model, tmp_path / "last")),
+        ("model is of type OrderedDict", (tmp_path / "last", model.state_dict())),
+        ("optimizer is of type MultiStepLR.* goes into extra", (tmp_path / "last", model, MultiStepLR(optimizer, [1]))),
+    ]
+    for said, arguments in wrong:
+        for act in (ff.save, ff.load):
+            with pytest.raises(TypeError, match=said):
+                act(*arguments)
+    assert not [*tmp_path.iterdir()]
+
+
+class Counted(nn.Module):
+    """A module with state that is neither a parameter nor a buffer, and with a buffer that is expanded on request."""
+
+    def __init__(self, expands: bool = False) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(4, 4), 0
+        self.register_buffer("ones", torch.ones(1, 4).expand(3, 4) if expands else torch.ones(3, 4))
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_extra_state_of_modules_comes_back(tmp_path: Path, plain: bool) -> None:
+    def made() -> nn.Module:
+        module = nn.Sequential(Counted(), nn.Linear(4, 4))
+        return module if plain else ff.parallelize(module, Grid.alone(DEVICE))
+
+    def counted(model: nn.Module) -> Any:
+        return next(module for module in model.modules() if isinstance(module, Counted))
+
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters())
+    counted(model).calls = 7
+    ff.save(tmp_path / "last", model, optimizer)
+    one, other = made(), made()
+    ff.load(tmp_path / "last", one)
+    ff.load(tmp_path / "last", other, torch.optim.SGD(other.parameters()))
+    assert counted(one).calls == counted(other).calls == 7
+    counted(model).calls = torch.ones(2)
+    with pytest.raises(TypeError, match=r"the extra state of the module '.*'.* is of type Tensor"):
+        ff.save(tmp_path / "last", model, optimizer)
+
+
+def test_a_tensor_whose_elements_share_memory_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    ff.save(tmp_path / "last", Counted())
+    other = Counted(expands=True)
+    before = other.inner.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"'model/ones' is an expanded tensor, .* with .clone\(\)"):
+        ff.load(tmp_path / "last", other)
+    assert torch.equal(other.inner.weight, before)
+
+
+def load_unlike(folder: Path) -> str:
+    """A job: the first rank alone gives its optimizer."""
+    model, grid = build(SAVING)
+    assert grid is not None
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ff.save(folder, model, optimizer)
+    return what_is_said({"load": lambda _: ff.load(folder, model, None if grid.rank else optimizer)}, grid)["load"]
+
+
+def test_an_optimizer_on_one_rank_alone_is_refused(ranks, tmp_path: Path) -> None:
+    for said in ranks(4).run(load_unlike, tmp_path / "last"):
+        assert "rank 0 has 'weights and optimizer', rank 1 has 'weights'" in said
 
 
 def save_plain(folder: Path) -> str:

@@ -66,6 +66,14 @@ def test_what_an_answer_says_to_write_is_read(entry: Synonym) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (
+            "train.learningRate=1",
+            ".*learningRate is optimizer.learning_rate: write --set optimizer.learning_rate=1",
+        ),
+        ("perDeviceTrainBatchSize=4", "perDeviceTrainBatchSize is batch.rows: it counts the sequences"),
+        ("train.compile=true", "train.compile is policy.compile: write --set policy.compile=true"),
+        ("lora.r=8", "lora.r is lora.rank: write --set lora.rank=8"),
+        ("train.rows=8", r"unknown key train.rows \(did you mean batch.rows\?\)"),
         ("lr=3e-4", "lr is optimizer.learning_rate: write --set optimizer.learning_rate=0.0003"),
         ("max_steps=500", "max_steps is train.steps: write --set train.steps=500"),
         ("tp=2", "tp is grid.x: write --set grid.x=2"),
@@ -103,6 +111,10 @@ def test_a_setting_from_elsewhere_is_answered_with_ours(given: str, said: str) -
             "there is no option --lr; lr is optimizer.learning_rate: write --set optimizer.learning_rate=0.0003",
         ),
         ("--tp=2 --steps 3", "there is no option --tp; tp is grid.x: write --set grid.x=2"),
+        ("--TP=2", "there is no option --TP; TP is grid.x: write --set grid.x=2"),
+        ("--maxSteps 5", "there is no option --maxSteps; maxSteps is train.steps: write --set train.steps=5"),
+        ("--config run.toml", "config: the config is an argument without a name; write `fourfold train run.toml`"),
+        ("--grid hsdp=4", "hsdp: hybrid sharding is two axes: z shards the weights inside a replica, and data is the"),
         ("--tensor-model-parallel-size 4", "tensor-model-parallel-size is grid.x: write --set grid.x=4"),
         ("--training.seq_len 64", "training.seq_len is batch.seq: write --set batch.seq=64"),
         ("--bf16 --steps 3", "bf16 is policy.dtype: write --set policy.dtype=bf16"),

@@ -47,6 +47,7 @@ from fourfold.checkpoint.training_state import (
     model_shards,
     random_states,
     restore_clock,
+    set_extra_states,
     set_random_states,
     stepped_parameters,
     stored_otherwise,
@@ -60,6 +61,8 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 """The name of a checkpoint's folder in a run."""
 SET_ASIDE = "damaged-"
 """The beginning of the name of a folder that a run found damaged and passed over. Nothing ever counts or removes it."""
+ADDRESS = re.compile(r"[a-z][a-z0-9]+:/")
+"""The beginning of the address of a file elsewhere; `Path` makes one slash of two."""
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds its checkpoints."""
 WHAT_TO_GIVE = "give the folder of a run, or the folder of one checkpoint"
@@ -209,6 +212,33 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
 # Loading
 
 
+def require_arguments(folder: object, model: object, optimizer: object) -> None:
+    """Raise TypeError unless these are what `save` and `load` take, in that order; torch.save takes another."""
+    for name, value, fits in (
+        ("folder", folder, isinstance(folder, (str, os.PathLike))),
+        ("model", model, isinstance(model, nn.Module)),
+        ("optimizer", optimizer, optimizer is None or hasattr(optimizer, "param_groups")),
+    ):
+        if not fits:
+            raise TypeError(
+                f"{name} is of type {type(value).__name__}; the arguments are (folder, model, optimizer): a path, a "
+                "module and its torch optimizer. A scheduler's state_dict() goes into extra"
+            )
+
+
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a folder, in which ~ is the home folder; raise ValueError for the address of a store.
+
+    As a path, s3://bucket/last would be a folder here that is named `s3:`.
+    """
+    if ADDRESS.match(os.fspath(folder)):
+        raise ValueError(
+            f"{os.fspath(folder)} is an address, not a folder; checkpoints are written to and read from a file system "
+            "that all ranks see: give a folder there, and copy it from or to the store"
+        )
+    return Path(folder).expanduser().resolve()
+
+
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Load a checkpoint into a model, and into its optimizer if one is given; return what was saved as `extra`.
 
@@ -221,6 +251,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
     (`fused`, `foreach`, `capturable`) need not be. The ranks also get back their random states if the grid is the one
     that was saved. Without an optimizer only the weights are read, cast to the dtype of the model.
     """
+    require_arguments(folder, model, optimizer)
+    grid_of(model).agree(f"what to load from {folder}", "weights" if optimizer is None else "weights and optimizer")
     if optimizer is None:
         return unpack_json(read_weights(folder, model).state.get(EXTRA))
     return unpack_json(load_training(folder, model, optimizer, require_optimizer=True).get(EXTRA))
@@ -278,6 +310,7 @@ def load_training(
         if not keep_options:
             saved.set_options(optimizer)
             restore_clock(model, record, chosen)
+    set_extra_states(model, record)
     set_random_states(chosen, grid)
     return record.state
 
@@ -315,7 +348,9 @@ def read_weights(folder: str | os.PathLike[str], model: nn.Module) -> Record:
         require_same_names(list(wanted), record.names(MODEL), folder)
         return wanted
 
-    return read_shards(grid_of(model), folder, choose)
+    record = read_shards(grid_of(model), folder, choose)
+    set_extra_states(model, record)
+    return record
 
 
 def require_stored_alike(model: nn.Module, record: Record, folder: object) -> None:
@@ -361,13 +396,19 @@ def read_shards(
     All ranks call it. A file that is missing or damaged, or a tensor that does not fit, raises on all ranks before any
     tensor has changed. With `verified` the checksums are not compared again.
     """
-    source = AtomicFolder(Path(folder).resolve()).readable
+    source = AtomicFolder(local_folder(folder)).readable
     grid.agree("the folder to read", str(source))
 
     def check() -> tuple[Record, LocalShards, dict[str, Box], PartsByFile]:
+        _require_checkpoint(source)
         record = read_record(source)
         shards = choose(record)
         for name, shard in shards.items():
+            if any(size > 1 and shard.local.stride(dim) == 0 for dim, size in enumerate(shard.local.shape)):
+                raise ValueError(
+                    f"{name!r} is an expanded tensor, whose elements share memory, so that nothing can be read into "
+                    "it; make it a tensor of its own with .clone()"
+                )
             if record.tensors[name].shape != shard.shape:
                 raise ValueError(
                     f"{name!r} has shape {record.tensors[name].shape} in {source} and {shard.shape} here; build the "
@@ -390,6 +431,18 @@ def read_shards(
     record, shards, own, parts = grid.run_together(f"reading {source}", check)
     grid.run_together(f"reading {source}, with tensors half changed by then,", copy)
     return record
+
+
+def _require_checkpoint(source: Path) -> None:
+    """Raise MissingCheckpointError if a path is no checkpoint at all; say which ones are in it."""
+    if not source.is_dir():
+        what = "a file" if source.exists() else "not there"
+        raise MissingCheckpointError(f"{source} is {what}; give the folder of a checkpoint, which all ranks must see")
+    if not is_checkpoint(source):
+        inside = [Checkpoints(source / CHECKPOINTS).newest(), *(path.parent for path in source.glob(f"*/{RECORD}"))]
+        found = sorted(str(path) for path in inside if path is not None)
+        held = f"it has the checkpoints {name_some(found)}; load one of them" if found else "it has none in it either"
+        raise MissingCheckpointError(f"{source} is a folder but not a checkpoint: {held}")
 
 
 def _slices(box: Sequence[range], outer: Sequence[range]) -> tuple[slice, ...]:

@@ -37,7 +37,7 @@ from fourfold.checkpoint.format import (
     write_record,
     write_tensor_file,
 )
-from fourfold.checkpoint.load import Checkpoints
+from fourfold.checkpoint.load import Checkpoints, local_folder, require_arguments
 from fourfold.checkpoint.training_state import (
     TRAINING,
     LocalShards,
@@ -68,6 +68,7 @@ def save(
     the new one is complete; an error on any rank raises on all of them and leaves the old one as it was. NaN or
     infinity in a parameter or in the optimizer's state is never written: the rank that holds it raises NotFiniteError.
     """
+    require_arguments(folder, model, optimizer)
     grid = grid_of(model)
 
     def collect() -> tuple[LocalShards, dict[str, Any]]:
@@ -313,7 +314,7 @@ class PendingSave:
         `previous` is an earlier save, perhaps of the same tensors. Rank 0 calls `before` when nothing is written yet,
         and `after` once the folder is complete.
         """
-        self.grid, self.folder, self._after = grid, AtomicFolder(Path(folder).resolve(), CHECKPOINT_FILE), after
+        self.grid, self.folder, self._after = grid, AtomicFolder(local_folder(folder), CHECKPOINT_FILE), after
         self.record = Record(grid.shape, state, {name: shard.info for name, shard in shards.items()})
         self._what = f"writing {self.folder.target}"
         self.copy: HostCopy | None = None

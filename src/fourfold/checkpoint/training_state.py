@@ -12,6 +12,7 @@ State of any other shape, such as the moments of rows and columns that Adafactor
 The table, `training` in the state of a record, has what torch keeps outside of tensors:
 
     {"stored": ["c_attn.weight_0", ...],                     parameters that the plain module holds in another form
+     "modules": {"head": {"scale": 2}},                      what get_extra_state of a module returns, by module
      "seed": 0,                                              the seed of dropout masks
      "optimizer": {"class": "torch.optim.adamw.AdamW",
                    "groups": [{"names": ["head.weight", ...], "options": {"lr": 0.001, ...}}],
@@ -104,7 +105,9 @@ def training_shards(model: nn.Module, optimizer: Optimizer) -> dict[str, LocalSh
 
 def training_table(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return what is needed beside the tensors, under the key of a record's state."""
-    table: dict[str, Any] = {"stored": stored_otherwise(model)}
+    states = {name: module.get_extra_state() for name, module in _with_extra_state(model)}
+    packed = {name: pack_json(state, f"the extra state of the module {name!r}") for name, state in states.items()}
+    table: dict[str, Any] = {"stored": stored_otherwise(model), "modules": packed}
     if optimizer is not None:
         table["optimizer"] = describe_optimizer(model, optimizer)
         if (clock := clock_of(model)) is not None:
@@ -147,6 +150,21 @@ def stored_otherwise(model: nn.Module) -> list[str]:
         for name, part in vars(module).get(PLAIN_SLICES, {}).items()
         if not part.is_all
     ]
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that have state beside parameters and buffers, as `state_dict` finds them."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+def set_extra_states(model: nn.Module, record: Record) -> None:
+    """Give the modules of a model the extra state that a record has of them; the others keep theirs."""
+    saved = training_table_of(record).get("modules", {})
+    for name, module in _with_extra_state(model):
+        if name in saved:
+            module.set_extra_state(unpack_json(saved[name]))
 
 
 def model_shards(model: nn.Module) -> dict[str, LocalShard]:

@@ -60,6 +60,8 @@ def list_checkpoints(options: argparse.Namespace, _: object) -> int:
             below.append(f"{folder.name}: {UNFINISHED[folder.suffix]}")
     for folder in sorted(checkpoints.root.glob(f"{SET_ASIDE}*")):
         below.append(f"{folder.name}: a run found it damaged and passed over it; remove it if nobody needs it")
+    if is_checkpoint(options.path):
+        raise ValueError(f"{options.path} is one checkpoint; show it with `fourfold checkpoint inspect {options.path}`")
     if len(rows) == 1 and not below:
         raise FileNotFoundError(f"{options.path} has no checkpoint; give the folder of a run that was saved")
     print("\n".join([*(table(rows, right=(0, 3, 4)) if len(rows) > 1 else ()), *below]))

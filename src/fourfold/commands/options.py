@@ -112,7 +112,9 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = word.partition("=")
             if name == "--" or (not name.startswith("-") and self._subparsers is not None):
                 break  # the remaining words belong to a subcommand or are positional
-            if re.match(r"--?[a-z]", name) and not any(each.startswith(name) for each in self._option_string_actions):
+            if re.match(r"--?[A-Za-z]", name) and not any(
+                each.startswith(name) for each in self._option_string_actions
+            ):
                 if equals or not after.startswith("--"):
                     return name, _toml_value(value if equals else after)
                 return name, True  # an option without a value is turned on

@@ -619,6 +619,8 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
         if homes := [each for each in sections if not dot and key in table_of(each)]:
             near = f" (did you mean {' or '.join(f'{home}.{key}' for home in homes)}?)"
         raise ValueError(f"{key!r} is not a key{near}; write section.key=value; the sections are {', '.join(sections)}")
+    if unknown and (homes := [f"{each}.{name}" for each in sections if name in table_of(each)]):
+        raise ValueError(f"unknown key {key} (did you mean {' or '.join(homes)}?)")
     keys = table.setdefault(section, {})
     if inside and isinstance(keys, dict):
         keys, name = keys.setdefault(name, {}), option
