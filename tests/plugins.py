@@ -54,6 +54,13 @@ class Tower(nn.Module):
         return self.head(a + self.down(functional.gelu(self.dropout(self.up(a)))))
 
 
+class Narrow(Tower):
+    """A model that forgot the id that ends a document."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)[..., :256]
+
+
 class TowerWithLoss(Tower):
     """The same with a loss of its own, returned beside the logits as many people do."""
 

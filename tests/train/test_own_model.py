@@ -140,6 +140,7 @@ def test_an_own_model_is_compared_with_one_process(one: Ranks, tokens: str, tmp_
             [],
             ["forward(tokens) returned a tensor of shape (4,); it must take tokens"],
         ),
+        ("plugins:Narrow", [], ["plugins:Narrow: forward returned logits of 256 ids, but the data has 257; give the"]),
         ("plugins:nothing", [], ["plugins:nothing returned str; it must return an nn.Module"]),
         ("plugins:Towr", [], ["plugins has no 'Towr' (did you mean 'Tower'?); give package.module:function"]),
         ("plugins:Tower", ["model.options={depth=2}"], ["plugins:Tower does not take them", "'depth'"]),

@@ -188,12 +188,12 @@ def make_module(config: TrainConfig) -> nn.Module:
 
 def put_on_grid(plain: nn.Module, config: TrainConfig, grid: Grid) -> nn.Module:
     """Put a user's module on the grid, with a forward that takes tokens and targets and returns the loss."""
-    _compute_loss(plain, config.model.name)
+    _compute_loss(plain, config.model.name, vocab_of(config))
     return parallelize(plain, grid, policy=config.build_policy(), seed=config.train.seed)
 
 
-def _compute_loss(module: nn.Module, name: str) -> None:
-    """Give the module a subclass of its class, of the same name, whose forward returns the loss.
+def _compute_loss(module: nn.Module, name: str, vocab: int) -> None:
+    """Give the module a subclass of its class, of the same name, whose forward returns the loss over `vocab` ids.
 
     The loss is computed inside of the module's forward. So on a grid logits stay cut over the vocabulary, and the loss
     is the mean over the whole batch.
@@ -207,7 +207,14 @@ def _compute_loss(module: nn.Module, name: str) -> None:
         if found is None:
             given = "(tokens, targets)" if takes_targets else "(tokens)"
             raise ValueError(f"{name}: forward{given} returned {_shown(result)}; {CONTRACT}")
-        return found if takes_targets else functional.cross_entropy(found.flatten(0, 1), targets.flatten())
+        if takes_targets:
+            return found
+        if found.shape[-1] < vocab:
+            raise ValueError(
+                f"{name}: forward returned logits of {found.shape[-1]} ids, but the data has {vocab}; give the module "
+                "more, or set data.tokenizer or model.vocab"
+            )
+        return functional.cross_entropy(found.flatten(0, 1), targets.flatten())
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": forward}
     module.__class__ = type(kind.__name__, (kind,), names)
