@@ -168,6 +168,12 @@ def test_command_writes_a_plan(planned: Path) -> None:
     assert "gpt-5b" in (planned / "plan.html").read_text()
 
 
+def test_a_planned_config_says_only_what_is_set(planned: Path) -> None:
+    text = (planned / "run.toml").read_text()
+    assert text.startswith('[model]\nname = "gpt-5b"\n\n[grid]\n')
+    assert "is not set" not in text and "[model.options]" not in text
+
+
 def test_winner_is_a_config_that_trains(planned: Path) -> None:
     text = (planned / "run.toml").read_text()
     for key in ("[[data.sources]]", "tokenizer =", "steps ="):

@@ -68,7 +68,7 @@ def plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     document["why"] = asked
     if isinstance(found.best, Price):
         config = run_config(found.best, options.model, options.machine, options.tokens)
-        document["config_toml"] = config.toml(ONLY_YOU)
+        document["config_toml"] = config.toml(ONLY_YOU, unset=False)
     return show(options, arguments, document, found)
 
 

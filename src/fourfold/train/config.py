@@ -32,7 +32,7 @@ from fourfold.optim import Decay, Schedule
 from fourfold.parse import parse_toml
 from fourfold.policy import LEFT_OPEN, Overlap, Policy
 from fourfold.synonyms import explain_synonym
-from fourfold.train.schema import MEANING, OWNER, comments_of, parse, to_table, to_toml
+from fourfold.train.schema import MEANING, OWNER, comments_of, parse, to_table, to_toml, without_unset
 
 AUTO = "auto"
 """The value of keys that `planning.resolve` fills in."""
@@ -537,12 +537,14 @@ class TrainConfig:
         """Return the policy that the model takes: the sections policy and overlap together."""
         return self.policy.candidates(self.overlap)[0]
 
-    def toml(self, comments: Mapping[str, str] | None = None, *, explained: bool = False) -> str:
+    def toml(self, comments: Mapping[str, str] | None = None, *, explained: bool = False, unset: bool = True) -> str:
         """Return the config as the text of a TOML file.
 
-        Above keys stand their meanings if `explained`, and these comments, by the full names of keys.
+        Above keys stand their meanings if `explained`, and these comments, by the full names of keys. Keys that are
+        not set are named in comments if `unset`, and left out otherwise, as tables without keys are then.
         """
-        return to_toml(to_table(self), {**(comments_of(TrainConfig) if explained else {}), **(comments or {})})
+        table = to_table(self) if unset else without_unset(to_table(self))
+        return to_toml(table, {**(comments_of(TrainConfig) if explained else {}), **(comments or {})})
 
     def stored(self, folder: Path) -> TrainConfig:
         """Return the config as the run's folder keeps it.

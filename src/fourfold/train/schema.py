@@ -120,6 +120,14 @@ def to_table(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config, dict_factory=table)
 
 
+def without_unset(value: Any) -> Any:
+    """Return nested tables without the keys that have no value and without empty tables."""
+    if isinstance(value, Mapping):
+        inner = {key: without_unset(below) for key, below in value.items()}
+        return {key: below for key, below in inner.items() if below is not None and below != {}}
+    return [without_unset(item) for item in value] if isinstance(value, list) else value
+
+
 def to_toml(table: Mapping[str, Any], comments: Mapping[str, str], path: str = "") -> str:
     """Return nested tables as TOML text. A key without a value becomes a comment, because TOML has no null.
 
