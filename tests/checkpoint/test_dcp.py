@@ -143,6 +143,7 @@ def load_both(shape: Shape, run: Path, weights: Path, root: Path) -> dict[str, A
     return state
 
 
+@pytest.mark.slow
 def test_a_run_and_the_dtensors_of_others_go_through_torch_to_another_grid(ranks, tmp_path: Path) -> None:
     ranks(4).run(save_both, Shape(x=2, z=2), tmp_path / "first", tmp_path / "dtensors")
     first = tmp_path / "first" / "step-00000001"

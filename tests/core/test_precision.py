@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -126,6 +127,7 @@ def cast_and_train(shape: Shape, keep: bool) -> tuple[list[torch.Tensor], float]
     return shards, casts.elements / sum(shard.numel() for shard in shards)
 
 
+@pytest.mark.slow
 def test_casts_that_are_kept_are_made_once_in_a_pass_and_change_nothing(ranks) -> None:
     for shape in (Shape(), Shape(x=2), Shape(z=2)):
         kept, made = (ranks(shape.world).run(cast_and_train, shape, keep) for keep in (True, False))

@@ -28,6 +28,7 @@ from fourfold.params import local_of
 from fourfold.policy import Overlap, Policy
 from fourfold.shape import shapes_of
 from harness import grid_of, join_shards
+from share import others_slow
 
 MODES = ("sharded", "replicated")
 
@@ -219,7 +220,7 @@ def test_stacks_on_one_rank_equal_plain_torch() -> None:
     check(all_errors(cases_of([Shape()], every=True)))
 
 
-@pytest.mark.parametrize("world", GRIDS)
+@pytest.mark.parametrize("world", others_slow(GRIDS, 2))
 def test_stacks_equal_plain_torch(ranks, world: int) -> None:
     """On 3 and 4 ranks a part of the stacks on each grid; soak_images.py takes all."""
     cases = cases_of(GRIDS[world], every=world == 2, share={2: 2, 3: 2, 4: 6}[world])

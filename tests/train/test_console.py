@@ -366,6 +366,7 @@ def test_a_log_file_that_cannot_be_opened_is_still_an_error(tmp_path: Path) -> N
 # --- whole runs
 
 
+@pytest.mark.slow
 def test_runs_whose_readers_leave_or_stop_reading_finish(tmp_path: Path) -> None:
     """On two ranks each: `| head -1`, and a pipe that is full from the first moment, with a deadline of seconds."""
     texts = write_texts(tmp_path)

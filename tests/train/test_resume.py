@@ -118,7 +118,7 @@ def small(folder: Path, dtype: str, shape: Shape, **changes: Any) -> TrainConfig
     ("shape", "changes"),
     [
         (Shape(z=2), {"model__dropout": 0.1, "checkpoint__asynchronous": False}),
-        (Shape(data=2), {"policy__shard_optimizer": True, "batch__micro_steps": 2}),
+        pytest.param(Shape(data=2), {"policy__shard_optimizer": True, "batch__micro_steps": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
