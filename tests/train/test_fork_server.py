@@ -162,6 +162,7 @@ def train(*arguments: str) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_a_run_on_forked_ranks_restarts_and_is_the_same(tmp_path: Path) -> None:
     """One of its ranks is killed; the others and the restarted ones are forked too."""
     texts = write_texts(tmp_path)

@@ -100,6 +100,7 @@ def resumed(config: TrainConfig, folder: Path) -> None:
     trained(config, folder, resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_grid(ranks, tokens: str, tmp_path: Path) -> None:
     changes = {
         "lora.rank": 2,
