@@ -137,6 +137,8 @@ class Grid:
         with typed_errors(f"making the groups of the grid {shape}"):
             self.mesh = DeviceMesh(self.device.type, self._mesh_ranks(), mesh_dim_names=AXES, _init_backend=not alone)
             self._groups = {} if alone else self._lanes(timeout, job, member=member)
+        if not alone:
+            job.meet()  # a rank that ended now would close connections that others are still making
         if not member:
             return
         self.rank = self.ranks.index(dist.get_rank())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -320,3 +322,27 @@ def test_parts_that_do_not_fit_are_refused_on_every_rank(ranks, parts, message: 
     with pytest.raises(RankFailed, match=message) as failed:
         ranks(4).run(train_in_parts, parts, "")
     assert len(failed.value.errors) == 4
+
+
+def made_late(late: int) -> tuple[float, float]:
+    """A job: when this rank had its groups, which one rank gets later than the others, and when it had its grid."""
+    lanes, done = Grid._lanes, []
+
+    def slow(grid: Grid, *args: Any, **named: Any) -> Any:
+        groups = lanes(grid, *args, **named)
+        time.sleep(0.5 if dist.get_rank() == late else 0.0)
+        done.append(time.time())
+        return groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Grid, "_lanes", slow)
+        grid = Grid(x=2, z=2)
+    found = done[0], time.time()
+    grid.close()
+    return found
+
+
+def test_no_rank_has_a_grid_before_all_have_their_groups(ranks) -> None:
+    """One that ended right away would close connections that the others are still making."""
+    made, returned = zip(*ranks(4).run(made_late, 2), strict=True)
+    assert min(returned) >= max(made)
